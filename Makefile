@@ -1,0 +1,46 @@
+# Everything runs inside $(VENV); variables may be set on the command line, e.g. `make train NPROC=4`.
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= torch==2.13.0
+# Ranks of `make train`; unset means one a GPU, or two on CPU.
+NPROC ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+
+.PHONY: help setup train test lint clean
+
+help:
+	@echo 'make setup   create $(VENV) and install the project into it'
+	@echo 'make train   train a small GPT under torchrun (NPROC=ranks, ARGS="options of examples/train_gpt.py")'
+	@echo 'make test    lint, types and tests'
+	@echo 'make lint    ruff and mypy --strict'
+	@echo 'make clean   remove $(VENV) and all caches'
+
+setup: $(STAMP)
+
+# The stamp is written last: an interrupted set-up is done again from where pip left it.
+$(STAMP): setup.cfg pyproject.toml
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	touch $(STAMP)
+
+# One thread a rank on CPU: two ranks with a thread a core each would fight over the cores.
+train: setup
+	set -e; nproc=$(NPROC); gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
+	test "$$gpus" -gt 0 || export OMP_NUM_THREADS=1; \
+	test -n "$$nproc" || nproc=$$([ "$$gpus" -gt 0 ] && echo "$$gpus" || echo 2); \
+	exec $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node "$$nproc" examples/train_gpt.py $(ARGS)
+
+lint: setup
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy --strict zhooks offload tools/zprof
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
