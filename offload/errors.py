@@ -1,0 +1,54 @@
+"""Owns the error tree: every mistake the project reports to its user is one of these classes.
+
+Every room raises from here, and `zhooks` re-exports the tree. This room never formats a message and imports nothing.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AttachError",
+    "BudgetError",
+    "CapabilityError",
+    "CheckpointError",
+    "DivergenceError",
+    "LayoutError",
+    "PolicyError",
+    "ShardedOpError",
+    "ZhooksError",
+]
+
+
+class ZhooksError(Exception):
+    """Base of every error raised on purpose; the message names subject, expected, found and mend."""
+
+
+class PolicyError(ZhooksError, ValueError):
+    """A policy cannot be read or contradicts itself; the message holds one line a problem."""
+
+
+class BudgetError(ZhooksError, RuntimeError):
+    """A tier cannot admit what the policy asks it to hold."""
+
+
+class AttachError(ZhooksError, ValueError):
+    """A model, optimizer or mesh cannot be attached; the model is left as it was."""
+
+
+class LayoutError(ZhooksError, ValueError):
+    """A buffer's length, dtype or device is not what the flat layout says."""
+
+
+class ShardedOpError(ZhooksError, RuntimeError):
+    """An operation needs whole values where this rank holds only a range of them."""
+
+
+class DivergenceError(ZhooksError, RuntimeError):
+    """Ranks disagree on the next collective; the message names rank, unit and call."""
+
+
+class CheckpointError(ZhooksError, RuntimeError):
+    """A saved state cannot be written, read or matched to the model."""
+
+
+class CapabilityError(ZhooksError, RuntimeError):
+    """The machine or the installed torch lacks what the policy asks for."""

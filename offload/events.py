@@ -1,0 +1,151 @@
+"""Owns the event interface: what the runtime says about itself while it works, and who hears it.
+
+The runtime emits through a `Bus`; profilers, progress bars and tests listen as observers. This room never prints, never
+writes a file, and never lets an observer's mistake reach the training loop; it uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+__all__ = ["Bus", "Event", "Kind", "Observer", "Recorder"]
+
+Kind = Literal["begin", "end", "instant", "counter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One fact about the run.
+
+    Attributes:
+        kind: "begin" and "end" bound a span, "instant" is a point, "counter" says that the level is now ``nbytes``.
+        what: the verb or the quantity, e.g. "gather".
+        key: what it happened to, e.g. the unit's name.
+        nbytes: bytes moved (span, instant) or held (counter); 0 where bytes mean nothing.
+        time_ns: monotonic clock, comparable between processes of one host, never with the wall clock.
+    """
+
+    kind: Kind
+    what: str
+    key: str
+    nbytes: int
+    time_ns: int
+
+
+class Observer(Protocol):
+    """Whoever listens; called on the thread that emitted, autograd's own threads included."""
+
+    def on_event(self, event: Event) -> None:
+        """Take one event; must be quick, because the training step waits for it."""
+
+
+class Bus:
+    """Hands events to observers in the order they were attached.
+
+    ``active`` is true while anybody listens. Emitting callers test it before they build a key or count bytes, so that a
+    run nobody watches pays one attribute test an event.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.active = False
+        self._clock = clock
+        # A tuple replaced whole: emitting threads iterate over the one they saw, without a lock.
+        self._observers: tuple[Observer, ...] = ()
+        self._change = threading.Lock()
+
+    def attach(self, observer: Observer) -> None:
+        """Start sending events to ``observer``; attaching it again changes nothing."""
+        with self._change:
+            if not any(known is observer for known in self._observers):
+                self._observers = (*self._observers, observer)
+            self.active = True
+
+    def detach(self, observer: Observer) -> None:
+        """Stop sending events to ``observer``; if it is not attached, say because it raised, this changes nothing."""
+        self._remove(observer)
+
+    def begin(self, what: str, key: str, nbytes: int = 0) -> None:
+        """Open a span."""
+        if self.active:
+            self._emit("begin", what, key, nbytes)
+
+    def end(self, what: str, key: str, nbytes: int = 0) -> None:
+        """Close the innermost open span of the same ``what`` and ``key``."""
+        if self.active:
+            self._emit("end", what, key, nbytes)
+
+    def instant(self, what: str, key: str, nbytes: int = 0) -> None:
+        """Mark a point in time."""
+        if self.active:
+            self._emit("instant", what, key, nbytes)
+
+    def counter(self, what: str, key: str, nbytes: int = 0) -> None:
+        """State the level of a quantity."""
+        if self.active:
+            self._emit("counter", what, key, nbytes)
+
+    def _emit(self, kind: Kind, what: str, key: str, nbytes: int) -> None:
+        event = Event(kind, what, key, nbytes, self._clock())
+        failed: list[tuple[Observer, Exception]] = []
+        for observer in self._observers:
+            try:
+                observer.on_event(event)
+            except Exception as error:
+                failed.append((observer, error))
+        # Reported after the loop: a warning filter that raises must not keep the event from the other observers.
+        for observer, raised in failed:
+            if self._remove(observer):
+                warnings.warn(
+                    f"observer {type(observer).__name__} raised {type(raised).__name__}: {raised} "
+                    f"on {kind} {what} {key}; it is detached and hears no further events",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    def _remove(self, observer: Observer) -> bool:
+        with self._change:
+            before = self._observers
+            self._observers = tuple(known for known in before if known is not observer)
+            self.active = bool(self._observers)
+            return len(self._observers) < len(before)
+
+
+class Recorder:
+    """An observer that keeps every event in memory, for tests and short recordings; nothing is ever dropped."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        """Keep ``event``."""
+        self.events.append(event)
+
+    def clear(self) -> None:
+        """Forget all events kept so far."""
+        self.events.clear()
+
+    def names(self, what: str | None = None) -> list[str]:
+        """Events as lines like "begin gather layers.0", in the order heard; only those of ``what`` where given."""
+        return [f"{event.kind} {event.what} {event.key}" for event in self.events if what in (None, event.what)]
+
+    def spans(self, what: str) -> list[tuple[str, int, int]]:
+        """Closed spans of ``what`` as (key, begin_ns, end_ns), in the order they began.
+
+        An end closes the innermost open begin of its key. Spans still open, and ends without a begin, are left out.
+        """
+        opened: dict[str, list[int]] = {}
+        closed: dict[int, tuple[str, int, int]] = {}
+        for index, event in enumerate(self.events):
+            if event.what != what:
+                continue
+            if event.kind == "begin":
+                opened.setdefault(event.key, []).append(index)
+            elif event.kind == "end" and opened.get(event.key):
+                begin = opened[event.key].pop()
+                closed[begin] = (event.key, self.events[begin].time_ns, event.time_ns)
+        return [closed[index] for index in sorted(closed)]
