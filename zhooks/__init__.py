@@ -1,0 +1,35 @@
+"""ZeRO training for any PyTorch model in one line: ``zhooks.attach(model)``.
+
+Users import from here; everything else is the house behind it (see docs/architecture.md).  Importing it patches nothing.
+"""
+
+from offload.errors import (
+    AttachError,
+    BudgetError,
+    CapabilityError,
+    CheckpointError,
+    DivergenceError,
+    LayoutError,
+    PolicyError,
+    ShardedOpError,
+    ZhooksError,
+)
+from offload.policy import Policy
+from zhooks.attach import Attachment, attach
+from zhooks.sharded import ShardedTensor
+
+__all__ = [
+    "AttachError",
+    "Attachment",
+    "BudgetError",
+    "CapabilityError",
+    "CheckpointError",
+    "DivergenceError",
+    "LayoutError",
+    "Policy",
+    "PolicyError",
+    "ShardedOpError",
+    "ShardedTensor",
+    "ZhooksError",
+    "attach",
+]

@@ -1,0 +1,299 @@
+"""From a model to units: lay out, fill, make ranks equal, shard, and swap parameters; and all the way back.
+
+``attach.py`` calls it at attach, detach and when parameters were frozen.  One unit at a time is whole, so the peak is the
+shards and one unit.  It never runs a forward and installs no hook.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from offload.errors import AttachError
+from offload.events import Bus
+from offload.policy import Policy
+from zhooks.comm import CONTROL, Call, Comm
+from zhooks.layout import flat_layout
+from zhooks.placement import Table
+from zhooks.pool import Pool
+from zhooks.sharded import ShardedTensor, Spec
+from zhooks.unit import Flat, Kind, Ownership, Slot, Unit
+from zhooks.units import Group
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What every unit of an attachment is built on."""
+
+    policy: Policy
+    table: Table
+    comm: Comm
+    pool: Pool
+    bus: Bus
+    sync: bool
+
+
+def build_unit(model: nn.Module, group: Group, number: int, ground: Ground) -> Unit:
+    """Shard one group: its parameters are sharded tensors afterwards, of the same identity.
+
+    Collective over all ranks when ``ground.sync``: rank 0's values are broadcast.
+    """
+    unit = Unit(group.name, number, group.entries)
+    kept_wide = _normalised(model)
+    kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in group.params.items():
+        kinds.setdefault(_kind(param, ground.policy, wide=id(param) in kept_wide), []).append((name, param))
+    for kind, members in kinds.items():
+        flat = _flat(unit, number * 8 + len(unit.flats), kind, members, ground)
+        _fill(flat, members, ground)
+        for index, (_, param) in enumerate(members):
+            _swap_in(flat, index, param)
+        unit.flats.append(flat)
+    unit.slots = find_slots(model, unit)
+    return unit
+
+
+def _normalised(model: nn.Module) -> set[int]:
+    """Parameters of batch and instance norms: they stay in their own dtype beside their running statistics."""
+    return {id(p) for m in model.modules() if isinstance(m, _NormBase) for p in m.parameters(recurse=False)}
+
+
+def _kind(param: nn.Parameter, policy: Policy, *, wide: bool) -> Kind:
+    chosen, reduce = policy.precision.param, policy.precision.reduce
+    plain = wide or not param.is_floating_point()
+    compute = param.dtype if plain or chosen is None else DTYPES[chosen]
+    fallback = torch.float32 if chosen is not None and param.is_floating_point() else param.dtype
+    reduced = fallback if reduce is None or not param.is_floating_point() else DTYPES[reduce]
+    return Kind(param.dtype, compute, reduced, param.device, param.requires_grad)
+
+
+def _flat(unit: Unit, number: int, kind: Kind, members: Sequence[tuple[str, nn.Parameter]], ground: Ground) -> Flat:
+    comm, table = ground.comm, ground.table
+    whole = not table.shards_optimizer
+    resident = not table.gathers_at_use
+    world = comm.shard.axis.world
+    cut = None if whole or (resident and kind.master == kind.compute) else ground.policy.units.max_numel
+    layout = flat_layout(
+        [param.numel() for _, param in members],
+        world=world,
+        itemsize=min(kind.master.itemsize, kind.compute.itemsize, kind.reduce.itemsize),
+        align_bytes=16 * comm.replicate.axis.world,
+        max_numel=cut,
+    )
+    suffix = "" if not unit.flats else f"#{len(unit.flats)}"
+    flat = Flat(f"{unit.name}{suffix}", number, kind, layout, Ownership(whole, resident), comm.shard, ground.pool)
+    flat.bus = ground.bus
+    for index, (name, param) in enumerate(members):
+        flat.params.append(param)
+        flat.specs.append(Spec(name, param, flat, index, ()))
+        flat.specs[index].pieces = flat.pieces(index)
+    return flat
+
+
+@torch.no_grad()
+def _fill(flat: Flat, members: Sequence[tuple[str, nn.Parameter]], ground: Ground) -> None:
+    full = torch.zeros(flat.layout.padded, dtype=flat.kind.master, device=flat.kind.device)
+    for spec, start, (_, param) in zip(flat.specs, flat.layout.starts, members, strict=True):
+        full.as_strided(spec.shape, spec.stride, start).copy_(param)
+    if ground.sync:
+        ground.comm.world.broadcast(Call(CONTROL, "broadcast parameters", flat.name, flat.number), full)
+    flat.adopt(full)
+
+
+def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
+    """Make ``param`` the sharded tensor, keeping identity, gradient, hooks and the user's attributes."""
+    spec = flat.specs[index]
+    made: Any = nn.Parameter(ShardedTensor(flat.local(index, flat.shard), spec, bound=True), param.requires_grad)
+    made._bound = True
+    for key, value in param.__dict__.items():
+        setattr(made, key, value)
+    hooks, post = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
+    spec.hooks = hooks if hooks is not None else spec.hooks
+    spec.post_hooks = post if post is not None else spec.post_hooks
+    grad = None if param.grad is None else ShardedTensor(spec.take(param.grad).clone(), spec)
+    param._backward_hooks = None
+    param.grad = None
+    try:
+        torch.utils.swap_tensors(param, made)
+    except RuntimeError as error:
+        raise AttachError(
+            f"parameter {spec.name}: expected nothing else to refer to its memory, found: {str(error).splitlines()[0]} "
+            "Drop graphs (loss, outputs) of earlier forwards before attach."
+        ) from error
+    if grad is not None:
+        param.grad = grad
+
+
+def find_slots(model: nn.Module, unit: Unit) -> list[Slot]:
+    """Every place in the tree that holds a parameter of ``unit``: module tables, and lists kept beside them (RNNs)."""
+    where = {id(param): (f, i) for f, flat in enumerate(unit.flats) for i, param in enumerate(flat.params)}
+    slots = []
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if id(param) in where:
+                slots.append(Slot(module._parameters, key, *where[id(param)]))
+        flat_weights = module.__dict__.get("_flat_weights")
+        if isinstance(flat_weights, list):
+            for place, param in enumerate(flat_weights):
+                if id(param) in where:
+                    slots.append(Slot(flat_weights, place, *where[id(param)]))
+    return slots
+
+
+# Back to plain.
+
+
+@torch.no_grad()
+def full_values(flat: Flat, shard: Tensor) -> list[Tensor]:
+    """Gather a shard-sized tensor of any dtype; full plain tensors, one a parameter.  Collective."""
+    if flat.ownership.whole or flat.layout.world == 1:
+        full = shard
+    else:
+        full = torch.empty(flat.layout.padded, dtype=shard.dtype, device=shard.device)
+        call = Call(CONTROL, "gather values", flat.name, flat.number)
+        flat.transport.all_gather(call, shard.clone(), full, flat.layout).wait()
+    starts = flat.layout.starts
+    return [full.as_strided(spec.shape, spec.stride, start) for spec, start in zip(flat.specs, starts, strict=True)]
+
+
+def state_shard(flat: Flat, tensors: Sequence[Tensor | None]) -> Tensor:
+    """The ranges of one kind of tensor of all parameters (gradients, a moment) as one shard-sized tensor."""
+    known = next(tensor for tensor in tensors if tensor is not None)
+    shard = torch.zeros(flat.shard_numel, dtype=known.dtype, device=flat.kind.device)
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, ShardedTensor):
+            flat.local(index, shard).copy_(tensor._local)
+    return shard
+
+
+@torch.no_grad()
+def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Make the parameters of ``unit``, their gradients and optimizer states plain and full again.  Collective."""
+    optimizers = list(optimizers)
+    for flat in unit.flats:
+        for optimizer in optimizers:
+            _plain_states(flat, optimizer)
+        grads = [param.grad for param in flat.params]
+        held = [isinstance(grad, ShardedTensor) for grad in grads]
+        full_grads = [g.clone() for g in full_values(flat, state_shard(flat, grads))] if any(held) else []
+        values = full_values(flat, flat.shard)
+        for index, param in enumerate(flat.params):
+            plain = nn.Parameter(values[index].clone(), param.requires_grad)
+            _swap_out(flat.specs[index], param, plain)
+            if any(held) and held[index]:
+                param.grad = full_grads[index]
+        flat.ask = None
+
+
+def _swap_out(spec: Spec, param: nn.Parameter, plain: nn.Parameter) -> None:
+    for key, value in param.__dict__.items():
+        if key not in ("_local", "_spec", "_bound"):
+            setattr(plain, key, value)
+    param.grad = None
+    torch.utils.swap_tensors(param, plain)
+    for hook in spec.hooks.values():
+        param.register_hook(hook)
+    for post in spec.post_hooks.values():
+        param.register_post_accumulate_grad_hook(post)
+
+
+def state_keys(flat: Flat, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the optimizer's states that are sharded like the parameters, in a common order."""
+    keys: set[str] = set()
+    for param in flat.params:
+        state = optimizer.state.get(param, {})
+        keys.update(key for key, value in state.items() if isinstance(value, ShardedTensor))
+    return sorted(keys)
+
+
+def _plain_states(flat: Flat, optimizer: torch.optim.Optimizer) -> None:
+    for key in state_keys(flat, optimizer):
+        states = [optimizer.state.get(param, {}).get(key) for param in flat.params]
+        values = full_values(flat, state_shard(flat, states))
+        for param, state, value in zip(flat.params, states, values, strict=True):
+            if isinstance(state, ShardedTensor):
+                optimizer.state[param][key] = value.clone()
+
+
+def shard_states(unit: Unit, optimizer: torch.optim.Optimizer) -> None:
+    """Cut the states an optimizer already holds down to this rank's ranges."""
+    for flat in unit.flats:
+        for param, spec in zip(flat.params, flat.specs, strict=True):
+            state = optimizer.state.get(param)
+            for key, value in (state or {}).items():
+                if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and value.shape == spec.shape and value.dim():
+                    optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
+
+
+def optimizers_of(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Every living optimizer that holds one of these parameters, in the order they were made."""
+    wanted = {id(param) for param in params}
+    return [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), torch.optim.Optimizer)
+        and any(id(param) in wanted for group in getattr(found, "param_groups", ()) for param in group["params"])
+    ]
+
+
+@torch.no_grad()
+def relay_unit(unit: Unit, ground: Ground, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> bool:
+    """Lay a unit out anew where parameters were frozen or unfrozen; gradients and states follow.  Collective."""
+    if all(param.requires_grad == flat.kind.trainable for flat in unit.flats for param in flat.params):
+        return False
+    wide = _normalised(model)
+    kinds: dict[Kind, list[tuple[str, nn.Parameter, Tensor]]] = {}
+    carried: list[tuple[nn.Parameter, Any, str, Tensor]] = []
+    for flat in unit.flats:
+        for value, param, spec in zip(full_values(flat, flat.shard), flat.params, flat.specs, strict=True):
+            kind = _kind(param, ground.policy, wide=id(param) in wide)
+            kinds.setdefault(kind, []).append((spec.name, param, value.clone()))
+        carried.extend(_carried(flat, optimizers))
+        flat.release()
+    hooks = {id(p): (s.hooks, s.post_hooks) for flat in unit.flats for p, s in zip(flat.params, flat.specs, strict=True)}
+    unit.flats = []
+    for kind, members in kinds.items():
+        flat = _flat(unit, unit.number * 8 + len(unit.flats), kind, [(name, param) for name, param, _ in members], ground)
+        full = torch.zeros(flat.layout.padded, dtype=kind.master, device=kind.device)
+        for spec, start, (_, _, value) in zip(flat.specs, flat.layout.starts, members, strict=True):
+            full.as_strided(spec.shape, spec.stride, start).copy_(value)
+        flat.adopt(full)
+        for index, (spec, (_, param, _)) in enumerate(zip(flat.specs, members, strict=True)):
+            sharded: Any = param
+            sharded._local, sharded._spec = flat.local(index, flat.shard), spec
+            spec.hooks, spec.post_hooks = hooks[id(param)]
+        unit.flats.append(flat)
+    specs = {id(param): spec for flat in unit.flats for param, spec in zip(flat.params, flat.specs, strict=True)}
+    for param, owner, key, value in carried:
+        moved = ShardedTensor(specs[id(param)].take(value).clone(), specs[id(param)])
+        if owner is None:
+            param.grad = moved
+        else:
+            owner.state[param][key] = moved
+    unit.slots = find_slots(model, unit)
+    return True
+
+
+def _carried(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[nn.Parameter, Any, str, Tensor]]:
+    """Full gradients and optimizer states of a flat, with where they belong."""
+    out: list[tuple[nn.Parameter, Any, str, Tensor]] = []
+    jobs: list[tuple[Any, str, list[Any]]] = [(None, "grad", [param.grad for param in flat.params])]
+    for optimizer in optimizers:
+        for key in state_keys(flat, optimizer):
+            jobs.append((optimizer, key, [optimizer.state.get(param, {}).get(key) for param in flat.params]))
+    for owner, key, tensors in jobs:
+        if not any(isinstance(tensor, ShardedTensor) for tensor in tensors):
+            continue
+        values = full_values(flat, state_shard(flat, tensors))
+        for param, tensor, value in zip(flat.params, tensors, values, strict=True):
+            if isinstance(tensor, ShardedTensor):
+                out.append((param, owner, key, value.clone()))
+    return out

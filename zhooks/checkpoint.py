@@ -1,0 +1,293 @@
+"""Full state to and from global ranges: state dicts, safetensors, and full values inside a block.
+
+``attach.py`` calls it for the Attachment's methods.  Values are streamed unit by unit to rank 0; no other rank holds more
+than its shards and one unit.  It never decides what a checkpoint on tiers looks like.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import CheckpointError
+from zhooks.build import full_values, state_keys, state_shard
+from zhooks.comm import CONTROL, Call, Comm
+from zhooks.runtime import Runtime
+from zhooks.sharded import ShardedTensor
+from zhooks.unit import Flat, Unit
+
+SAFETENSORS = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def _first(comm: Comm) -> bool:
+    return comm.world.axis.rank == 0
+
+
+@torch.no_grad()
+def full_state(model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """See ``Attachment.state_dict``."""
+    first = _first(comm)
+    values: dict[int, Tensor] = {}
+    states: dict[int, dict[str, Tensor]] = {}
+    for flat in _flats(units):
+        for param, value in zip(flat.params, full_values(flat, flat.shard), strict=True):
+            if first:
+                values[id(param)] = value.to("cpu", copy=True)
+        for key in [] if optimizer is None else state_keys(flat, optimizer):
+            shards = [optimizer.state.get(param, {}).get(key) for param in flat.params]  # type: ignore[union-attr]
+            for param, value, held in zip(flat.params, full_values(flat, state_shard(flat, shards)), shards, strict=True):
+                if first and held is not None:
+                    states.setdefault(id(param), {})[key] = value.to("cpu", copy=True)
+    if not first:
+        return {}
+    out: dict[str, Any] = {"model": _model_state(model, values)}
+    if optimizer is not None:
+        out["optimizer"] = _optimizer_state(optimizer, states)
+    return out
+
+
+def _flats(units: Sequence[Unit]) -> Iterator[Flat]:
+    for unit in units:
+        yield from unit.flats
+
+
+def _model_state(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
+    """The plain model's own state dict, order and aliases included, with full values."""
+    state = dict(model.state_dict(keep_vars=True))
+    return {name: values.get(id(tensor), tensor) if isinstance(tensor, nn.Parameter) else _cpu(tensor) for name, tensor in state.items()}
+
+
+def _cpu(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, states: dict[int, dict[str, Tensor]]) -> dict[str, Any]:
+    packed = optimizer.state_dict()
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    full: dict[Any, Any] = {}
+    for index, entry in packed["state"].items():
+        known = states.get(id(order[index]), {}) if isinstance(index, int) else {}
+        full[index] = {key: known.get(key, _cpu(value)) for key, value in entry.items()}
+    return {"state": full, "param_groups": packed["param_groups"]}
+
+
+@torch.no_grad()
+def load_full_state(
+    model: nn.Module, units: Sequence[Unit], comm: Comm, state: dict[str, Any], optimizer: torch.optim.Optimizer | None
+) -> None:
+    """See ``Attachment.load_state_dict``."""
+    values, buffers = dict(state.get("model", {})), dict(model.named_buffers())
+    problem = _mismatch(model, values) if _first(comm) else ""
+    _agree(comm, problem)
+    names = {id(param): name for name, param in model.named_parameters()}
+    for flat in _flats(units):
+        tensors = [values.get(names[id(param)]) for param in flat.params]
+        shard = _spread(flat, comm, tensors, flat.kind.master)
+        flat.shard.copy_(shard)
+        flat.written()
+    for name, buffer in buffers.items():
+        if name in values and isinstance(values[name], Tensor):
+            buffer.copy_(values[name])
+        comm.world.broadcast(Call(CONTROL, "load buffer", name), buffer)
+    if optimizer is not None:
+        _load_optimizer(units, comm, state.get("optimizer"), optimizer)
+
+
+def _mismatch(model: nn.Module, values: dict[str, Any]) -> str:
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    missing, unknown = sorted(set(wanted) - set(values)), sorted(set(values) - set(wanted))
+    shapes = [name for name in wanted if name in values and tuple(values[name].shape) != wanted[name]]
+    if not (missing or unknown or shapes):
+        return ""
+    found = [f"{len(names)} {what} ({', '.join(names[:3])})" for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes)) if names]
+    return f"load_state_dict: expected the names and shapes of this model, found {'; '.join(found)}. Load a state of the same model."
+
+
+def _agree(comm: Comm, problem: str) -> None:
+    """Rank 0's problem is everybody's."""
+    text = torch.zeros(512, dtype=torch.uint8)
+    raw = problem.encode()[:512]
+    text[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+    comm.world.broadcast(Call(CONTROL, "load", "check"), text)
+    said = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+    if said:
+        raise CheckpointError(said)
+
+
+def _spread(flat: Flat, comm: Comm, tensors: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Rank 0's full tensors as every rank's range."""
+    full = torch.zeros(flat.layout.padded, dtype=dtype, device=flat.kind.device)
+    if _first(comm):
+        for spec, start, tensor in zip(flat.specs, flat.layout.starts, tensors, strict=True):
+            if tensor is not None:
+                full.as_strided(spec.shape, spec.stride, start).copy_(tensor)
+    comm.world.broadcast(Call(CONTROL, "load", flat.name, flat.number), full)
+    if flat.ownership.whole:
+        return full
+    return torch.cat([full[a:b] for a, b in flat.layout.ranges(flat.transport.axis.rank)])
+
+
+def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | None, optimizer: torch.optim.Optimizer) -> None:
+    """Rank 0's optimizer state, cut to ranges; scalars and groups travel as they are."""
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    place = {id(param): index for index, param in enumerate(order)}
+    source = (packed or {}).get("state", {})
+    flat_of = {id(param): (flat, spec) for flat in _flats(units) for param, spec in zip(flat.params, flat.specs, strict=True)}
+    plan: list[tuple[int, str, bool]] = []
+    if _first(comm):
+        for index, entry in source.items():
+            known = flat_of.get(id(order[index]))
+            for key, value in entry.items():
+                sharded = known is not None and isinstance(value, Tensor) and value.dim() > 0 and value.shape == known[1].shape
+                plan.append((index, key, sharded))
+    shared = _share_json(comm, {"plan": plan, "groups": _plain_groups((packed or {}).get("param_groups", []))})
+    state: dict[int, dict[str, Any]] = {}
+    for flat in _flats(units):
+        keys = sorted({key for index, key, sharded in shared["plan"] if sharded and any(place.get(id(p)) == index for p in flat.params)})
+        for key in keys:
+            tensors = [source.get(place.get(id(param)), {}).get(key) for param in flat.params]
+            shard = _spread(flat, comm, tensors, _dtype_of(comm, tensors, flat))
+            for index, (param, spec) in enumerate(zip(flat.params, flat.specs, strict=True)):
+                if [place.get(id(param)), key, True] in shared["plan"]:
+                    state.setdefault(place[id(param)], {})[key] = ShardedTensor(flat.local(index, shard).clone(), spec)
+    for index, key, sharded in shared["plan"]:
+        if not sharded:
+            state.setdefault(index, {})[key] = _share_value(comm, source.get(index, {}).get(key))
+    groups = [{**saved, "params": group["params"]} for saved, group in zip(shared["groups"], optimizer.state_dict()["param_groups"], strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _dtype_of(comm: Comm, tensors: Sequence[Any], flat: Flat) -> torch.dtype:
+    codes = list(SAFETENSORS)
+    known = next((codes.index(tensor.dtype) for tensor in tensors if tensor is not None), 0)
+    code = torch.tensor([known], dtype=torch.int64)
+    comm.world.broadcast(Call(CONTROL, "load", flat.name, flat.number), code)
+    return codes[int(code.item())]
+
+
+def _plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Hyper-parameters as plain data; a tensor learning rate travels as its value."""
+    return [{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _share_json(comm: Comm, value: Any) -> Any:
+    raw = json.dumps(value).encode() if _first(comm) else b""
+    size = torch.tensor([len(raw)], dtype=torch.int64)
+    comm.world.broadcast(Call(CONTROL, "load", "size"), size)
+    text = torch.zeros(int(size.item()), dtype=torch.uint8)
+    if raw:
+        text.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    comm.world.broadcast(Call(CONTROL, "load", "plan"), text)
+    return json.loads(bytes(text.numpy()))
+
+
+def _share_value(comm: Comm, value: Any) -> Any:
+    """A small tensor or number of rank 0 on every rank."""
+    is_tensor = isinstance(value, Tensor)
+    described = _share_json(comm, {"tensor": is_tensor, "shape": list(value.shape) if is_tensor else None, "dtype": str(value.dtype).removeprefix("torch.") if is_tensor else None, "value": None if is_tensor else value})
+    if not described["tensor"]:
+        return described["value"]
+    shared = value.detach().cpu().clone() if is_tensor else torch.zeros(described["shape"], dtype=getattr(torch, described["dtype"]))
+    flat = shared.reshape(-1) if shared.dim() else shared.reshape(1)
+    comm.world.broadcast(Call(CONTROL, "load", "value"), flat)
+    return flat.reshape(described["shape"])
+
+
+@torch.no_grad()
+def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, path: Path) -> None:
+    """See ``Attachment.save_full``."""
+    where = {id(param): (flat, index) for flat in _flats(units) for index, param in enumerate(flat.params)}
+    entries: dict[int, tuple[str, Any]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            entries.setdefault(id(tensor), (name, tensor))
+    header, offset = {}, 0
+    places: dict[int, tuple[int, int]] = {}
+    for key, (name, tensor) in entries.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + nbytes]}
+        places[key] = (offset, nbytes)
+        offset += nbytes
+    problem, file, made = "", None, ""
+    if _first(comm):
+        try:
+            handle, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            file = os.fdopen(handle, "wb")
+            raw = json.dumps(header, separators=(",", ":")).encode()
+            raw += b" " * (-len(raw) % 8)
+            file.write(struct.pack("<Q", len(raw)) + raw)
+        except OSError as error:
+            problem = f"save_full {path}: expected a writable folder, found: {error.strerror}. Choose another path."
+    _agree(comm, problem)
+    base = file.tell() if file is not None else 0
+    for flat in _flats(units):
+        values = full_values(flat, flat.shard)
+        for param, value in zip(flat.params, values, strict=True):
+            if file is not None and id(param) in places:
+                _write_at(file, base + places[id(param)][0], value)
+    if file is not None:
+        for key, (_, tensor) in entries.items():
+            if key not in where:
+                _write_at(file, base + places[key][0], tensor)
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        os.replace(made, path)
+    _agree(comm, "")
+
+
+def _write_at(file: Any, offset: int, value: Tensor) -> None:
+    file.seek(offset)
+    cpu = value.detach().to("cpu").contiguous().reshape(-1)
+    file.write(memoryview(cpu.view(torch.uint8).numpy()))
+
+
+@contextmanager
+def gathered(units: Sequence[Unit], runtime: Runtime, comm: Comm, parameters: Sequence[Tensor], write: bool) -> Iterator[list[Tensor]]:
+    """See ``Attachment.gathered``."""
+    runtime.settle()
+    wanted = {id(param) for param in parameters}
+    touched = [unit for unit in units if any(id(param) in wanted for flat in unit.flats for param in flat.params)]
+    values: dict[int, Tensor] = {}
+    for unit in touched:
+        for flat in unit.flats:
+            for param, value in zip(flat.params, full_values(flat, flat.shard), strict=True):
+                if id(param) in wanted:
+                    values[id(param)] = value.clone()
+    missing = [param for param in parameters if id(param) not in values]
+    if missing:
+        raise CheckpointError(f"gathered: expected parameters of this model, found {len(missing)} others. Pass model.parameters() or some of them.")
+    slots = [(unit, slot) for unit in touched for slot in unit.slots if id(unit.flats[slot.flat].params[slot.index]) in wanted]
+    for unit, slot in slots:
+        slot.table[slot.key] = values[id(unit.flats[slot.flat].params[slot.index])]
+    try:
+        yield [values[id(param)] for param in parameters]
+    finally:
+        for unit, slot in slots:
+            slot.table[slot.key] = unit.flats[slot.flat].params[slot.index]
+    if write:
+        _write_back(touched, comm, values)
+
+
+@torch.no_grad()
+def _write_back(units: Sequence[Unit], comm: Comm, values: dict[int, Tensor]) -> None:
+    for flat in _flats(units):
+        for index, (param, spec) in enumerate(zip(flat.params, flat.specs, strict=True)):
+            value = values.get(id(param))
+            if value is None:
+                continue
+            comm.world.broadcast(Call(CONTROL, "write", spec.name, flat.number), value)
+            flat.local(index, flat.shard).copy_(spec.take(value))
+            flat.written()

@@ -1,0 +1,125 @@
+"""What ``attach`` refuses, before it changes anything.
+
+``attach.py`` calls it first; every refusal names subject, expected, found and the mend.  It never changes a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import AttachError
+from zhooks.comm import CONTROL, Call, Transport
+from zhooks.sharded import ShardedTensor
+
+
+def check_model(model: nn.Module, mark: str) -> torch.device:
+    """The device the model's parameters live on (CPU or CUDA where they are on meta).
+
+    Raises:
+        AttachError: not a module, attached already, no parameters, several devices, or a parameter we cannot shard.
+    """
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"attach: expected a torch.nn.Module, found {type(model).__name__}. Pass the model itself.")
+    for name, module in model.named_modules():
+        if mark in module.__dict__:
+            where = f"its module {name}" if name else "it"
+            raise AttachError(f"attach: expected a plain model, found {where} attached already. Call detach() on the first attachment.")
+    params = dict(model.named_parameters())
+    if not params:
+        raise AttachError(f"attach: expected {type(model).__name__} to have parameters, found none. There is nothing to partition.")
+    for name, param in params.items():
+        _check_parameter(name, param)
+    devices = sorted({str(param.device) for param in params.values()})
+    if len(devices) > 1:
+        raise AttachError(
+            f"attach: expected all parameters on one device, found {', '.join(devices)}. Call model.to({devices[0]!r}) first."
+        )
+    first = next(iter(params.values()))
+    if first.device.type != "meta":
+        return first.device
+    buffers = [buffer for buffer in model.buffers() if buffer.device.type != "meta"]
+    if buffers:
+        return buffers[0].device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        raise AttachError(
+            f"parameter {name}: expected a shape, found a lazy parameter. Run one forward on a small batch before attach."
+        )
+    if isinstance(param, ShardedTensor):
+        raise AttachError(f"parameter {name}: expected a plain parameter, found one of another attachment. Detach that first.")
+    if type(param) is not nn.Parameter:
+        raise AttachError(
+            f"parameter {name}: expected torch.nn.Parameter, found {type(param).__module__}.{type(param).__qualname__}. "
+            "Convert tensor subclasses to plain parameters before attach."
+        )
+    if param.layout is not torch.strided:
+        raise AttachError(f"parameter {name}: expected a dense tensor, found layout {param.layout}. Call .to_dense().")
+    if not param.is_leaf:
+        raise AttachError(f"parameter {name}: expected a leaf, found the result of {param.grad_fn}. Use a plain parameter.")
+    if param.grad is not None and param.grad.layout is not torch.strided:
+        raise AttachError(f"parameter {name}.grad: expected a dense gradient, found {param.grad.layout}. Set sparse=False.")
+    if weakref.getweakrefcount(param):
+        raise AttachError(
+            f"parameter {name}: expected no weak references to it, found {weakref.getweakrefcount(param)}. Delete what holds "
+            "them (a WeakTensorKeyDictionary, another wrapper) before attach."
+        )
+
+
+def check_sparse(model: nn.Module) -> None:
+    """Embeddings with ``sparse=True`` would hand us sparse gradients."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise AttachError(
+                f"module {name}: expected dense gradients, found sparse=True. Build it with sparse=False: its gradient is reduced "
+                "as part of a flat buffer."
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """The optimizer passed must be the model's; others that already hold state must be passed."""
+    from zhooks.build import optimizers_of
+
+    check_sparse(model)
+    params = list(model.parameters())
+    wanted = {id(param) for param in params}
+    if optimizer is not None and not any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+        raise AttachError(
+            f"attach: expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, found none of them. Build "
+            "it from model.parameters()."
+        )
+    for found in optimizers_of(params):
+        if found is not optimizer and any(found.state.get(param) for param in params):
+            raise AttachError(
+                f"attach: expected an optimizer without state, found {type(found).__name__} with state for this model. Pass it: "
+                "attach(model, optimizer)."
+            )
+
+
+def check_ranks_equal(model: nn.Module, world: Transport) -> None:
+    """With ``sync=False``: every rank's parameters and buffers hash to the same."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    digests = torch.tensor([_digest(tensor) for _, tensor in named], dtype=torch.int64)
+    low, high = digests.clone(), digests.clone()
+    world.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), low, "min")
+    world.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), high, "max")
+    differ = [name for (name, _), a, b in zip(named, low.tolist(), high.tolist(), strict=True) if a != b]
+    if differ:
+        rest = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise AttachError(
+            f"attach(sync=False): expected equal values on every rank, found that {', '.join(differ[:3])}{rest} differ (rank "
+            f"{world.axis.ranks[world.axis.rank]} among them). Use sync=True, or seed every rank alike."
+        )
+
+
+def _digest(tensor: Tensor) -> int:
+    if tensor.device.type == "meta":
+        return 0
+    raw = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.blake2b(raw.tobytes(), digest_size=8).digest(), "little", signed=True)

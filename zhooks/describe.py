@@ -1,0 +1,42 @@
+"""The attachment in words: one row a unit, for people.
+
+``Attachment.describe`` calls it.  It reads units and formats; it never changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zhooks.comm import Comm
+from zhooks.placement import Table
+from zhooks.unit import Unit
+
+
+def describe(units: Sequence[Unit], table: Table, comm: Comm) -> str:
+    """A plain-text table: unit, parameters, elements, padding, dtypes, placement; then the totals."""
+    head = ("unit", "params", "numel", "padding", "rest -> use", "parameter", "gradient", "optimizer")
+    rows = [head]
+    for unit in units:
+        for flat in unit.flats:
+            kind = flat.kind
+            frozen = not kind.trainable
+            dtypes = f"{_short(kind.master)} -> {_short(kind.compute)}"
+            cells = (table.parameter.value, "-" if frozen else table.gradient.value, "-" if frozen else table.optimizer.value)
+            rows.append((flat.name, str(len(flat.params)), f"{flat.layout.numel:,}", f"{flat.layout.padding:,}", dtypes, *cells))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(_pad(cell, width, index) for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    numel = sum(flat.layout.numel for unit in units for flat in unit.flats)
+    padding = sum(flat.layout.padding for unit in units for flat in unit.flats)
+    axes = f"shard x {comm.shard.axis.world}, replicate x {comm.replicate.axis.world}"
+    lines.append(f"{len(units)} units, {numel:,} elements, {padding:,} of padding ({padding / max(1, numel):.3%}); {axes}; transport {comm.shard.name}.")
+    lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")
+    return "\n".join(lines)
+
+
+def _pad(cell: str, width: int, column: int) -> str:
+    return cell.rjust(width) if 0 < column < 4 else cell.ljust(width)
+
+
+def _short(dtype: object) -> str:
+    return {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), str(dtype).removeprefix("torch."))

@@ -1,0 +1,93 @@
+"""Installs and removes the module hooks that tell the runtime when units are used; decides nothing.
+
+``attach.py`` installs once.  Hooks are objects of their own class so that a deep copy of the model (an EMA) carries inert
+ones; they never replace a ``forward`` and never touch a parameter but through the runtime.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from zhooks.runtime import Runtime
+from zhooks.unit import Unit
+
+
+class Casts:
+    """Floating inputs of the outermost call in the compute dtype, its outputs in the policy's."""
+
+    def __init__(self, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+        self.inputs, self.outputs = inputs, outputs
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value)
+
+
+class Inert:
+    """What a copied model has in place of our hooks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class Before:
+    """Forward pre-hook of a module that units are entered through."""
+
+    def __init__(self, runtime: Runtime, units: Sequence[Unit], name: str, casts: Casts) -> None:
+        self._runtime, self._units, self._name, self._casts = runtime, tuple(units), name, casts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        outermost = self._runtime.outermost
+        self._runtime.enter(module, self._units, self._name, module.training)
+        if outermost and self._casts.inputs is not None:
+            return self._casts.cast(args, self._casts.inputs), self._casts.cast(kwargs, self._casts.inputs)
+        return None
+
+
+class After:
+    """Forward hook of the same module; runs when forward raises, too."""
+
+    def __init__(self, runtime: Runtime, casts: Casts) -> None:
+        self._runtime, self._casts = runtime, casts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        # torch calls this with None from inside its except clause; a module may also return None of its own.
+        failed = output is None and sys.exc_info()[0] is not None
+        self._runtime.leave(module, failed)
+        if self._runtime.outermost and self._casts.outputs is not None and not failed:
+            return self._casts.cast(output, self._casts.outputs)
+        return None
+
+
+def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Casts) -> list[RemovableHandle]:
+    """Hook every module that units are entered through; returns the handles that undo it."""
+    names = {id(module): name for name, module in model.named_modules()}
+    through: dict[int, tuple[nn.Module, list[Unit]]] = {id(model): (model, [])}
+    for unit in units:
+        for module in unit.entries:
+            through.setdefault(id(module), (module, []))[1].append(unit)
+    handles = []
+    for module, entered in through.values():
+        before = Before(runtime, entered, names.get(id(module), "") or type(module).__name__, casts)
+        after = After(runtime, casts)
+        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, always_call=True))
+    return handles

@@ -1,0 +1,87 @@
+"""Models built under ``torch.device("meta")``: give each unit memory and values just before it is sharded.
+
+``attach.py`` hands it every group in turn, then the buffers.  No more than one unit is whole at a time.  It never guesses
+a value: what no initialiser fills is refused by name before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import AttachError
+from zhooks.comm import CONTROL, Call, Transport
+from zhooks.units import Group
+
+
+class Materializer:
+    """Fills meta parameters and buffers by ``init``, ``reset_parameters`` or the root's ``_init_weights``."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None, sync: bool
+    ) -> None:
+        self.model, self.device, self.sync = model, device, sync
+        self._init = init
+        self._done: set[int] = set()
+        self._meta = {id(m): (name, m) for name, m in model.named_modules() if _is_meta(m)}
+        if init is None:
+            missing = [name or type(m).__name__ for name, m in self._meta.values() if self._initialiser(m) is None]
+            if missing:
+                raise AttachError(
+                    f"attach: expected every module of a meta model to have reset_parameters, or the root _init_weights; found none for "
+                    f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Pass init=function(module)."
+                )
+
+    def unit(self, group: Group) -> None:
+        """Give the modules that own the group's parameters memory and values."""
+        wanted = {id(param) for param in group.params.values()}
+        for _, module in list(self._meta.values()):
+            if id(module) not in self._done and any(id(p) in wanted for p in module.parameters(recurse=False)):
+                self._fill(module)
+
+    def buffers(self, world: Transport) -> None:
+        """Fill modules that own only buffers, then make all buffers equal to rank 0's."""
+        for _, module in self._meta.values():
+            if id(module) not in self._done:
+                self._fill(module)
+        if self.sync:
+            for name, buffer in self.model.named_buffers():
+                with torch.no_grad():
+                    world.broadcast(Call(CONTROL, "broadcast buffer", name), buffer)
+
+    def _fill(self, module: nn.Module) -> None:
+        self._done.add(id(module))
+        for param in module._parameters.values():
+            if param is not None and param.device.type == "meta":
+                _swap_memory(param, self.device)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                module._buffers[key] = torch.empty_like(buffer, device=self.device)
+        initialise = self._init or self._initialiser(module)
+        assert initialise is not None
+        with torch.no_grad():
+            initialise(module)
+
+    def _initialiser(self, module: nn.Module) -> Callable[[nn.Module], Any] | None:
+        for name in ("reset_parameters", "_reset_parameters"):
+            reset = getattr(module, name, None)
+            if callable(reset):
+                return lambda _: reset()
+        weights = getattr(self.model, "_init_weights", None)
+        return weights if callable(weights) else None
+
+
+def _is_meta(module: nn.Module) -> bool:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any(tensor.device.type == "meta" for tensor in tensors)
+
+
+def _swap_memory(param: nn.Parameter, device: torch.device) -> None:
+    """Real memory behind the same Parameter object."""
+    made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+    for key, value in param.__dict__.items():
+        setattr(made, key, value)
+    torch.utils.swap_tensors(param, made)

@@ -1,0 +1,56 @@
+"""Buffers for gathered parameters and partial gradients, used again from step to step.
+
+``unit.py`` and ``grad.py`` take and give; fresh host memory costs page faults at a sixteenth of the speed of a copy, so a
+released buffer is kept for the next taker of its size.  It never hands out memory that anybody else still holds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Pool:
+    """Idle buffers by size; on CUDA the caching allocator is the pool and nothing is kept here."""
+
+    def __init__(self, idle_nbytes: int) -> None:
+        self.idle_nbytes = idle_nbytes
+        self._idle: dict[tuple[int, torch.device], list[Tensor]] = {}
+        self._held = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept idle now."""
+        return self._held
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised 1-D tensor; its storage is exactly as large."""
+        nbytes = numel * dtype.itemsize
+        shelf = self._idle.get((nbytes, device))
+        if shelf:
+            self._held -= nbytes
+            return shelf.pop().view(dtype)
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take ``buffer`` back, unless someone else holds its storage or enough lies idle already."""
+        storage = buffer.untyped_storage()
+        # One count for the tensor, one for the handle above; a buffer that is a view counts its base too.
+        alone = torch._C._storage_Use_Count(storage._cdata) <= (3 if buffer._is_view() else 2)
+        nbytes = storage.nbytes()
+        if device_keeps(buffer.device) or not alone or self._held + nbytes > self.idle_nbytes:
+            return
+        self._held += nbytes
+        whole = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage, 0, (nbytes,), (1,))  # type: ignore[call-overload]
+        self._idle.setdefault((nbytes, buffer.device), []).append(whole)
+
+    def clear(self) -> None:
+        """Give all idle memory back to the system."""
+        self._idle.clear()
+        self._held = 0
+
+
+def device_keeps(device: torch.device) -> bool:
+    """The device's own allocator keeps freed blocks."""
+    return device.type != "cpu"

@@ -1,0 +1,39 @@
+"""The doors torch itself offers: which tensor types optimizers may batch, which classes a safe load may build.
+
+``attach.py`` opens them with the first attachment of the process and closes them with the last.  It never patches torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import _foreach_supported_types
+
+from zhooks.layout import Piece
+from zhooks.sharded import ShardedTensor, rebuild
+
+_open = 0
+
+
+class Registries:
+    """One attachment's claim on the doors."""
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def open(self) -> None:
+        global _open
+        _open += 1
+        self._held = True
+        # Files of sharded tensors stay loadable after detach: the classes are harmless data.
+        torch.serialization.add_safe_globals([rebuild, ShardedTensor, Piece])
+        if ShardedTensor not in _foreach_supported_types:
+            _foreach_supported_types.append(ShardedTensor)
+
+    def close(self) -> None:
+        global _open
+        if not self._held:
+            return
+        self._held = False
+        _open -= 1
+        if _open == 0 and ShardedTensor in _foreach_supported_types:
+            _foreach_supported_types.remove(ShardedTensor)

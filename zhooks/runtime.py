@@ -1,0 +1,313 @@
+"""Carries the plan out: gather before use, release after it, in forward and backward, and leave everything at rest.
+
+``hooks.py``, ``activation.py``, ``grad.py`` and the sharded tensor tell it what happens; it tells units what to do.  It
+never looks at a module, a policy file or a collective.
+
+Note: [Passes]
+    A pass is one way through the model from the outermost hooked module to its end, or one backward.  Passes with the
+    same entry, mode and grad setting share a path.  A backward is over when autograd's callback says so or, where that
+    cannot be (an exception, reentrant checkpointing), when the next entry finds it open: reading ``p.grad``, a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from offload.events import Bus
+from zhooks.activation import SavedParameters
+from zhooks.grad import Reducer
+from zhooks.schedule import Path, Step, Walk, keep_gathered
+from zhooks.unit import Flat, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the policy says about the schedule."""
+
+    prefetch: int
+    reshard: bool | str
+    budget: int | None
+
+
+class Runtime:
+    """The state machine between the hooks and the units of one attachment."""
+
+    def __init__(self, units: Sequence[Unit], reducer: Reducer, bus: Bus, choices: Choices) -> None:
+        self.bus, self.reducer, self.choices = bus, reducer, choices
+        self.saved = SavedParameters(self.backward_use)
+        self.relaid: bool = False
+        self._paths: dict[object, Path] = {}
+        self._walk: Walk | None = None
+        self._back: Walk | None = None
+        self._kept: frozenset[int] = frozenset()
+        self._last: str = "loose"
+        self._keep: frozenset[int] = frozenset()
+        self._frames: list[tuple[object, tuple[Unit, ...]]] = []
+        self._out: dict[int, Unit] = {}
+        self._resident = 0
+        self._tasks: set[int] = set()
+        self._units: list[Unit] = []
+        self._of: dict[int, Unit] = {}
+        self.releases = False
+        reducer.done, reducer.opened = self.backward_done, self._backward_open
+        self.take(units)
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Run these units from now on."""
+        self._units = list(units)
+        self._of = {id(flat): unit for unit in units for flat in unit.flats}
+        self.releases = any(unit.releasable for unit in units)
+        self._paths.clear()
+        self._out.clear()
+        for unit in units:
+            for flat in unit.flats:
+                flat.ask, flat.bus = self.asked, self.bus
+        self.reducer.watch([flat for unit in units for flat in unit.flats if flat.kind.trainable])
+
+    # Forward.
+
+    @property
+    def outermost(self) -> bool:
+        """No hooked module is running: the next one entered begins a pass."""
+        return not self._frames
+
+    def enter(self, module: object, units: tuple[Unit, ...], name: str, training: bool) -> None:
+        """A module that ``units`` are entered through is about to run; the outermost one begins a pass."""
+        if any(running is module for running, _ in self._frames[:1]):
+            self._abandon()
+        if not self._frames and not in_backward():
+            self._begin_pass(name, training)
+        entered: list[Unit] = []
+        self._frames.append((module, ()))
+        for unit in units:
+            if unit.depth == 0:
+                self.use(unit)
+                unit.show()
+            unit.depth += 1
+            entered.append(unit)
+            self._frames[-1] = (module, tuple(entered))
+
+    def leave(self, module: object, failed: bool) -> None:
+        """That module has run, or raised."""
+        if not self._frames or self._frames[-1][0] is not module:
+            return
+        for unit in self._frames.pop()[1]:
+            unit.depth -= 1
+            if unit.depth == 0:
+                unit.hide()
+        if not self._frames and self._walk is not None:
+            self._end_pass(failed)
+
+    def _abandon(self) -> None:
+        """A pass was left without its hooks running (an interrupt): put everything back before the next."""
+        while self._frames:
+            self.leave(self._frames[-1][0], failed=True)
+
+    def _begin_pass(self, name: str, training: bool) -> None:
+        self.settle()
+        grad = torch.is_grad_enabled()
+        label = f"{name} {'train' if training else 'eval'}{'' if grad else ' no_grad'}"
+        self._walk = Walk(self._paths.setdefault(label, Path(label)), self.choices.prefetch)
+        self._keep = frozenset()
+        if grad:
+            self._last = label
+            self._keep = self._plan_keep(self._walk.path)
+            if self.releases:
+                self.saved.enter()
+        if self.bus.active:
+            self.bus.begin("forward", label)
+
+    def _end_pass(self, failed: bool) -> None:
+        walk, self._walk = self._walk, None
+        assert walk is not None
+        self.saved.exit()
+        keep: frozenset[int] = frozenset()
+        if failed:
+            if not walk.path.recorded:
+                walk.path.order.clear()
+        else:
+            self._catch_up(walk)
+            keep = self._plan_keep(walk.path) if torch.is_grad_enabled() else keep
+        if self.bus.active:
+            self.bus.end("forward", walk.path.name)
+        self._kept = keep
+        self._release_others(keep)
+
+    def _plan_keep(self, path: Path) -> frozenset[int]:
+        """The units that path keeps gathered for backward."""
+        if not self.releases or not path.recorded:
+            return frozenset(range(len(self._units))) if self.choices.reshard is False else frozenset()
+        order = [number for number in path.order if self._units[number].releasable and self._units[number].trainable]
+        nbytes = {number: self._units[number].full_nbytes for number in order}
+        return keep_gathered(order, nbytes, reshard=self.choices.reshard, budget=self.choices.budget)
+
+    def _catch_up(self, walk: Walk) -> None:
+        for number in walk.finish():
+            self._begin(self._units[number])
+        for unit in tuple(self._out.values()):
+            unit.finish_gather()
+
+    def use(self, unit: Unit) -> None:
+        """Have ``unit`` gathered now, and what the plan wants next on its way."""
+        backward = in_backward()
+        if backward:
+            self._backward_open()
+        walk = self._back if backward and self._back is not None else self._walk
+        if walk is not None:
+            step = walk.use(unit.number)
+            if self._out:
+                self._release_idle(step, backward)
+            for number in step.launch:
+                self._begin(self._units[number])
+        self._begin(unit)
+        unit.finish_gather()
+
+    def _begin(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if not flat.current():
+                flat.begin_gather()
+                if flat.releasable:
+                    self._out[unit.number] = unit
+                    self.saved.live(flat)
+
+    def _release_idle(self, step: Step, backward: bool) -> None:
+        """Units that are neither in use, nor next, nor to be kept for backward make room."""
+        keep = self._kept if backward else self._keep
+        for unit in tuple(self._out.values()):
+            if unit.depth or unit.number in step.window or unit.number in keep or (backward and unit.trainable_left):
+                continue
+            self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if self._resident or not unit.releasable:
+            return
+        for flat in unit.flats:
+            if flat.releasable:
+                flat.finish_gather()
+                self.saved.gone(flat)
+                flat.release()
+        self._out.pop(unit.number, None)
+
+    def _release_others(self, keep: frozenset[int]) -> None:
+        for unit in tuple(self._out.values()):
+            if unit.number not in keep and not unit.depth:
+                self._release(unit)
+
+    # Backward.
+
+    def _backward_open(self) -> None:
+        """Something of this attachment runs inside a backward: be told when it ends."""
+        if self._back is None and self._walk is None:
+            label = f"backward of {self._last}"
+            self._back = Walk(self._paths.setdefault(label, Path(label)), self.choices.prefetch)
+            if self.bus.active:
+                self.bus.begin("backward", label)
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if task >= 0 and task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+
+    def _backward_over(self) -> None:
+        """Autograd finished a backward; one inside a node of another (reentrant checkpointing) does not count."""
+        if torch._C._current_autograd_node() is None:
+            self.settle(force=True)
+
+    def backward_use(self, flat: Flat) -> None:
+        """Backward reads parameters of ``flat`` that autograd saved."""
+        self._backward_open()
+        unit = self._of.get(id(flat))
+        if unit is None:
+            flat.begin_gather()
+            flat.finish_gather()
+            return
+        if not unit.trainable_left:
+            unit.trainable_left = sum(other.kind.trainable for other in unit.flats)
+        self.use(unit)
+
+    def backward_done(self, flat: Flat) -> None:
+        """All gradients of ``flat`` are complete: nothing later in this backward reads it."""
+        flat.end_graph()
+        unit = self._of.get(id(flat))
+        if unit is None or not unit.releasable:
+            return
+        unit.trainable_left = max(0, unit.trainable_left - 1)
+        if unit.trainable_left == 0 and not unit.depth and unit.number in self._out:
+            self._release(unit)
+
+    def settle(self, *, force: bool = False) -> None:
+        """Be at rest: finish an open backward, and follow freezes.  Called at every entry."""
+        if not force and in_backward():
+            return
+        if self._back is not None or self.reducer.open:
+            self._end_backward()
+        if self.relaid and self._walk is None:
+            self.relaid = False
+            self.relay()
+
+    def _end_backward(self) -> None:
+        walk, self._back = self._back, None
+        self._tasks.clear()
+        self._kept = frozenset()
+        if walk is not None and self.releases:
+            for number in walk.finish():
+                self._begin(self._units[number])
+        elif walk is not None:
+            walk.finish()
+        for unit in self._units:
+            unit.trainable_left = 0
+        self._release_others(frozenset())
+        self.reducer.finish()
+        if self.bus.active and walk is not None:
+            self.bus.end("backward", walk.path.name)
+
+    def relay(self) -> None:
+        """Lay parameters out anew after a freeze; set by the composition root."""
+
+    # The sharded tensor.
+
+    def asked(self, flat: Flat, what: str) -> None:
+        if what == "settle":
+            self.settle()
+        elif what == "relay":
+            self.relaid = True
+        else:
+            self.loose_use(flat)
+
+    def loose_use(self, flat: Flat) -> None:
+        """A parameter is used outside its module's forward."""
+        unit = self._of.get(id(flat))
+        if unit is None:
+            flat.begin_gather()
+            flat.finish_gather()
+            return
+        loose = self._walk is None and not in_backward()
+        if loose and self._back is not None:
+            self.settle()
+        self.use(unit)
+        if loose:
+            self._release_others(frozenset((unit.number, *self._kept)))
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Everything gathered, and nothing released, inside."""
+        self.settle()
+        self._resident += 1
+        try:
+            for unit in self._units:
+                self._begin(unit)
+            for unit in self._units:
+                unit.finish_gather()
+            yield
+        finally:
+            self._resident -= 1
+            if not self._resident:
+                self._release_others(frozenset())
+
+
+def in_backward() -> bool:
+    """This thread is inside autograd's engine."""
+    return bool(torch._C._current_graph_task_id() >= 0)  # type: ignore[attr-defined]

@@ -1,0 +1,240 @@
+"""The sharded tensor of law 2: global shape, dtype and compute device outside, one rank's range inside.
+
+``unit.py`` swaps parameters for these at attach and ``detach`` swaps them back; optimizers, clipping and the user's loop
+meet them between steps.  It never moves data between ranks itself: it asks the flat buffer it belongs to.
+
+Note: [Bound and derived]
+    A *bound* tensor is a parameter, or an alias of one (``detach``, ``data``): its values are those of the unit's shard.
+    Any use in a forward gathers the unit.  A *derived* one (a gradient, an optimizer state, a temporary) holds the same
+    range of another value; element-wise work stays local, whole-tensor norms and sums are settled over the ranks, and
+    what needs rows or matrices raises ShardedOpError.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import ShardedOpError
+from zhooks.layout import Piece
+
+
+class Home(Protocol):
+    """What a sharded tensor asks of the flat buffer it belongs to (``unit.Flat``)."""
+
+    @property
+    def sharded(self) -> bool:
+        """More than one rank shares the buffer."""
+
+    def written(self) -> None:
+        """The shard's values changed: whatever is gathered is stale."""
+
+    def settle(self) -> None:
+        """Finish a backward that is still open, so that gradients are what they claim."""
+
+    def view(self, index: int) -> Tensor:
+        """The full plain tensor of parameter ``index``, gathered if need be; part of the graph where grad is on."""
+
+    def assemble(self, tensor: ShardedTensor) -> Tensor:
+        """The full plain tensor of a derived tensor of this buffer.  Collective."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Combine a small tensor over the ranks that share the buffer."""
+
+    def first(self) -> bool:
+        """This is the first of those ranks."""
+
+    def relay(self) -> None:
+        """A parameter was frozen or unfrozen: the layout follows at the next entry."""
+
+
+class Spec:
+    """What all tensors of one parameter's range have in common; replaced ranges reach every one of them.
+
+    ``shape`` and ``stride`` are global; ``pieces`` say which elements, in storage order, this rank holds.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "hooks", "index", "name", "home", "pieces", "post_hooks", "shape", "stride", "tensors")
+
+    def __init__(self, name: str, like: Tensor, home: Home, index: int, pieces: tuple[Piece, ...]) -> None:
+        self.name, self.home, self.index, self.pieces = name, home, index, pieces
+        self.shape, self.dtype = like.shape, like.dtype
+        self.stride = like.stride() if _dense(like) else torch.empty(like.shape, device="meta").stride()
+        self.tensors: weakref.WeakSet[ShardedTensor] = weakref.WeakSet()
+        self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = {}
+        self.post_hooks: dict[int, Callable[[Tensor], None]] = {}
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def local_numel(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+    def key(self) -> tuple[Any, ...]:
+        return (self.shape, self.stride, self.pieces)
+
+    def storage_order(self, tensor: Tensor) -> Tensor:
+        """``tensor``, expanded to the global shape, as 1-D in the order the parameter lies in memory."""
+        expanded = tensor.expand(self.shape)
+        if self.stride == torch.empty(self.shape, device="meta").stride():
+            return expanded.reshape(-1)
+        laid = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
+        laid.copy_(expanded)
+        return laid.as_strided((self.numel,), (1,))
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """This rank's range of a full tensor, 1-D."""
+        flat = self.storage_order(tensor)
+        parts = [flat[piece.start : piece.start + piece.numel] for piece in self.pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else flat[:0]
+
+
+class ShardedTensor(torch.Tensor):
+    """One rank's range of a tensor whose shape, dtype and device are the global ones.
+
+    ``to_local()`` is the 1-D range in storage order; ``full_tensor()`` gathers the whole (every rank must call it).
+    """
+
+    _local: Tensor
+    _spec: Spec
+    _bound: bool
+
+    @staticmethod
+    def __new__(cls, local: Tensor, spec: Spec, *, bound: bool = False, requires_grad: bool = False) -> ShardedTensor:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        tensor = cast(ShardedTensor, made)
+        tensor._local, tensor._spec, tensor._bound = local, spec, bound
+        if not bound:
+            spec.tensors.add(tensor)
+        return tensor
+
+    def to_local(self) -> Tensor:
+        """This rank's range: 1-D, in storage order, on the device it really lives on.  Shares memory with the shard."""
+        return self._local
+
+    def full_tensor(self) -> Tensor:
+        """The whole value as a new plain tensor on every rank.  Collective; not differentiable."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            spec = self._spec
+            if not spec.home.sharded:
+                return self._local.as_strided(spec.shape, spec.stride).clone()
+            return spec.home.assemble(self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        kind = "parameter" if self._bound else "tensor"
+        return (
+            f"ShardedTensor({kind} of {self._spec.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"local={self._local.numel()} of {self._spec.numel} elements, requires_grad={self.requires_grad})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if id(self) in memo:
+            return cast(ShardedTensor, memo[id(self)])
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            copied = ShardedTensor(self._local.clone(), self._spec)
+            made: Any = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+            if self.grad is not None:
+                made.grad = self.grad.__deepcopy__(memo)
+        memo[id(self)] = made
+        return cast(ShardedTensor, made)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        spec = self._spec
+        pieces = tuple((piece.start, piece.local, piece.numel) for piece in spec.pieces)
+        local = self._local.detach().clone()
+        return rebuild, (local, spec.name, tuple(spec.shape), tuple(spec.stride), pieces, self.requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from zhooks.sharded_functions import call
+
+        return call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from zhooks.sharded_ops import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+
+class Saved:
+    """The home of a tensor read from a file: it can be copied into a bound one of the same range, and nothing else."""
+
+    sharded = True
+
+    def written(self) -> None:
+        return None
+
+    def settle(self) -> None:
+        return None
+
+    def relay(self) -> None:
+        return None
+
+    def first(self) -> bool:
+        return False
+
+    def view(self, index: int) -> Tensor:
+        raise self._error()
+
+    def assemble(self, tensor: ShardedTensor) -> Tensor:
+        raise self._error()
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        raise self._error()
+
+    def _error(self) -> ShardedOpError:
+        return ShardedOpError(
+            "a sharded tensor read from a file: expected to be loaded into the attached model it came from, found another "
+            "use. Call model.load_state_dict(...) at the same world size, or save attachment.state_dict() for full values."
+        )
+
+
+SAVED = Saved()
+
+
+def rebuild(
+    local: Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    pieces: tuple[tuple[int, int, int], ...],
+    requires_grad: bool,
+) -> ShardedTensor:
+    """Make a sharded tensor from a file's plain parts; registered with torch's safe globals while a model is attached.
+
+    Raises:
+        ShardedOpError: the parts contradict each other.
+    """
+    ranges = tuple(Piece(*(int(value) for value in piece)) for piece in pieces)
+    numel = torch.Size(shape).numel()
+    if sum(piece.numel for piece in ranges) != local.numel() or any(
+        piece.numel < 0 or piece.start < 0 or piece.start + piece.numel > numel for piece in ranges
+    ):
+        raise ShardedOpError(f"sharded tensor {name}: expected ranges of {numel} elements, found {pieces}. The file is damaged.")
+    spec = Spec(name, torch.empty_strided(shape, stride, dtype=local.dtype, device="meta"), SAVED, 0, ranges)
+    return ShardedTensor(local, spec, requires_grad=requires_grad)
+
+
+def _dense(tensor: Tensor) -> bool:
+    """The tensor fills its memory without gaps or overlap, so its own strides can be kept."""
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride != size:
+            return False
+        size *= length
+    return True

@@ -1,0 +1,167 @@
+"""What happens when a sharded tensor meets a torch function: the safety net of law 2, above autograd.
+
+``ShardedTensor.__torch_function__`` calls it.  With grad enabled, a bound parameter that requires grad is replaced by its
+gathered value, a node of the graph whose backward reduces; everything else falls through to ``sharded_ops.py``.  It never
+computes anything itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ShardedOpError
+from zhooks.sharded import ShardedTensor
+
+_handle_ids = itertools.count()
+
+# Asking a parameter about itself gathers nothing.
+ABOUT = frozenset(
+    {
+        "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "is_contiguous",
+        "is_floating_point", "is_complex", "is_signed", "get_device", "data_ptr", "untyped_storage", "type", "is_shared",
+        "__len__", "__hash__", "detach", "detach_", "requires_grad_", "retain_grad", "__reduce_ex__", "__deepcopy__", "__repr__",
+        "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "is_same_size", "backward", "grad",
+        "to_local", "full_tensor", "_is_view", "is_inference", "is_pinned", "__format__", "__dir__", "is_nonzero", "is_tensor",
+        "is_set_to", "pin_memory", "__setstate__", "has_names", "result_type", "is_conj", "is_neg", "dim_order", "is_leaf",
+    }
+)  # fmt: skip
+GATHERED_PROPERTIES = frozenset({torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag})
+_GATHERED_GETTERS = frozenset(descriptor.__get__ for descriptor in GATHERED_PROPERTIES)
+
+
+class HookHandle:
+    """Removes one parameter hook; a context manager like torch's own handle."""
+
+    def __init__(self, table: dict[int, Any], hook: Callable[..., Any]) -> None:
+        self.id = next(_handle_ids)
+        self._table = table
+        table[self.id] = hook
+
+    def remove(self) -> None:
+        self._table.pop(self.id, None)
+
+    def __enter__(self) -> HookHandle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out ``func``, one of whose arguments is a sharded tensor."""
+    handler = _HANDLERS.get(func)
+    if handler is not None:
+        return handler(func, args, kwargs)
+    if torch.is_grad_enabled() and _uses_values(func):
+        args, kwargs, found = _gathered(args, kwargs)
+        if found:
+            return func(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _uses_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return func in _GATHERED_GETTERS
+    # An in-place function on a leaf that requires grad is autograd's own error, raised below.
+    return name not in ABOUT and not (name.endswith("_") and not name.endswith("__"))
+
+
+def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Replace bound parameters that require grad by their gathered values, one level of lists deep."""
+    found = False
+
+    def swap(value: Any) -> Any:
+        nonlocal found
+        if isinstance(value, ShardedTensor):
+            if value._bound and value.requires_grad:
+                found = True
+                return value._spec.home.view(value._spec.index)
+        elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(swap(item) for item in value)
+        return value
+
+    return tuple(swap(arg) for arg in args), {key: swap(value) for key, value in kwargs.items()}, found
+
+
+def _plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if tensor._bound:
+        tensor._spec.home.settle()
+    return _plain(func, args, kwargs)
+
+
+def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, before = args[0], None
+    if tensor._bound and isinstance(tensor, torch.nn.Parameter):
+        before = tensor.requires_grad
+    out = _plain(func, args, kwargs)
+    if before is not None and tensor.requires_grad != before:
+        tensor._spec.home.relay()
+    return out
+
+
+def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    if not tensor._bound:
+        return _plain(func, args, kwargs)
+    return HookHandle(tensor._spec.hooks, hook)
+
+
+def _register_post_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    if not tensor._bound:
+        return _plain(func, args, kwargs)
+    return HookHandle(tensor._spec.post_hooks, hook)
+
+
+def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, value = args[0], args[1]
+    if not isinstance(tensor, ShardedTensor):
+        raise ShardedOpError(
+            "data: expected a plain tensor, found a sharded one. Use full_tensor() for the whole value, or to_local()."
+        )
+    same = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
+    if not same or value.device != tensor.device:
+        raise ShardedOpError(
+            f"{tensor._spec.name}.data: expected a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}, found "
+            f"{tuple(value.shape)}, {value.dtype} on {value.device}. Call attachment.detach(), change the model, attach again."
+        )
+    with torch.no_grad():
+        tensor.copy_(value)
+    return None
+
+
+def _refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = next(value for value in args if isinstance(value, ShardedTensor))
+    raise ShardedOpError(
+        f"{getattr(func, '__name__', func)} of {tensor._spec.name}: expected the whole tensor, found one rank's range. Use "
+        "full_tensor(), or read it inside `with attachment.gathered(parameter):`."
+    )
+
+
+_HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
+    Tensor.grad.__get__: _grad,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.requires_grad_: _requires_grad,
+    Tensor.register_hook: _register_hook,
+    Tensor.register_post_accumulate_grad_hook: _register_post_hook,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.numpy: _refused,
+    Tensor.tolist: _refused,
+    Tensor.__array__: _refused,
+    Tensor.share_memory_: _refused,
+    torch.autograd.grad: _plain,
+    torch.autograd.backward: _plain,
+}

@@ -1,0 +1,176 @@
+"""Which modules make up a unit, found in any module tree.
+
+``attach.py`` asks once and gets names, entries and parameters; the policy's ``[units]`` patterns come first.  It never
+touches a parameter's data and never looks at a class of any model library by name.
+
+Note: [How units are found]
+    Outermost repeated blocks: going down from the root through modules that merely hold others, children of one class
+    that appear twice or more and have children of their own are units.  Then size: a leaf with enough parameters of its
+    own is one.  The rest stays with the root.  Small neighbours are joined.  Modules that ranks may enter differently (a
+    mixture's experts) stay in the unit around them: by their name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from offload.errors import AttachError
+from offload.policy import Policy
+
+HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(slots=True)
+class Group:
+    """A unit in the making: a name, the modules it is entered through, its parameters by name."""
+
+    name: str
+    entries: list[nn.Module]
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel() for param in self.params.values())
+
+
+def find_units(model: nn.Module, policy: Policy) -> list[Group]:
+    """Partition the model's parameters into units, in the order of registration; every parameter in exactly one.
+
+    Raises:
+        AttachError: a pattern of the policy matches no module.
+    """
+    chosen = _by_pattern(model, policy) if policy.units.classes or policy.units.names else _by_structure(model, policy)
+    groups, taken = [], set()
+    for name, module in chosen:
+        group = Group(name, [module])
+        for inner, param in module.named_parameters(prefix=name, remove_duplicate=True):
+            if id(param) not in taken:
+                taken.add(id(param))
+                group.params[inner] = param
+        if group.params:
+            groups.append(group)
+    groups = _join_small(model, groups, policy.units.min_numel)
+    rest = {name: param for name, param in model.named_parameters() if id(param) not in taken}
+    if rest:
+        groups.append(_rest(model, rest))
+    _enter_aliases(model, groups)
+    order = {id(param): place for place, param in enumerate(model.parameters())}
+    return sorted(groups, key=lambda group: min(order[id(param)] for param in group.params.values()))
+
+
+def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
+    classes, names = set(policy.units.classes), policy.units.names
+    found, used = [], set()
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        by_class = type(module).__name__ if type(module).__name__ in classes else None
+        by_name = next((pattern for pattern in names if fnmatchcase(name, pattern)), None)
+        used.update(pattern for pattern in (by_class, by_name) if pattern)
+        if (by_class or by_name) and id(module) not in inside:
+            found.append((name, module))
+            inside.update(id(child) for child in module.modules())
+    missing = sorted((classes | set(names)) - used)
+    if missing:
+        present = sorted({type(module).__name__ for module in model.modules()})
+        raise AttachError(
+            f"[units]: expected {', '.join(missing)} to match a module, found none. Classes in this model: {', '.join(present)}."
+        )
+    return found
+
+
+def _by_structure(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    floor = max(policy.units.min_numel, 1)
+    for name, module in _walk(model, ""):
+        found.append((name, module))
+    blocks = {id(child) for _, module in found for child in module.modules()}
+    for name, module in model.named_modules():
+        own = sum(param.numel() for param in module.parameters(recurse=False))
+        leaf = next(module.children(), None) is None
+        if leaf and id(module) not in blocks and own >= floor and not _is_expert(name) and name:
+            found.append((name, module))
+    return found
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Outermost repeated blocks below ``module``."""
+    children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
+    counts = Counter(type(child) for _, child in children if _has_own_structure(child))
+    for name, child in children:
+        if _is_expert(name) or next(child.parameters(), None) is None:
+            continue
+        repeated = counts[type(child)] > 1 and not isinstance(child, HOLDERS)
+        # An encoder and a decoder of one class are not blocks: each holds a list of them.
+        if repeated and (isinstance(module, HOLDERS) or not _holds_blocks(child)):
+            yield name, child
+        else:
+            yield from _walk(child, name)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Somewhere below is a list of repeated modules that have children of their own."""
+    for holder in module.modules():
+        if isinstance(holder, HOLDERS):
+            counts = Counter(type(child) for child in holder.children() if _has_own_structure(child))
+            if counts and max(counts.values()) > 1:
+                return True
+    return False
+
+
+def _has_own_structure(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+
+
+def _is_expert(name: str) -> bool:
+    return any("expert" in part.lower() for part in name.split("."))
+
+
+def _join_small(model: nn.Module, groups: list[Group], floor: int) -> list[Group]:
+    """Join neighbours below ``floor`` elements; a holder whose children all joined is entered through itself."""
+    joined: list[Group] = []
+    for group in groups:
+        last = joined[-1] if joined else None
+        if last is not None and last.numel < floor and group.numel < floor:
+            last.entries.extend(group.entries)
+            last.params.update(group.params)
+            last.name = f"{last.name.split('..')[0]}..{group.name}"
+        else:
+            joined.append(group)
+    if len(joined) == 1 and joined[0].numel < floor:
+        # One small unit is the whole model's: hooking the root alone costs less than hooking every block.
+        joined[0].entries = [model]
+    return joined
+
+
+def _rest(model: nn.Module, params: dict[str, nn.Parameter]) -> Group:
+    """What no unit took belongs to the root, entered through the root or through the modules that own it."""
+    owners = {id(model): model}
+    modules = dict(model.named_modules())
+    for name in params:
+        owner = modules[name.rpartition(".")[0]]
+        if not _inside_called(model, name):
+            owners.setdefault(id(owner), owner)
+    return Group(type(model).__name__, list(owners.values()), params)
+
+
+def _inside_called(model: nn.Module, name: str) -> bool:
+    """The parameter is the root's own."""
+    return "." not in name
+
+
+def _enter_aliases(model: nn.Module, groups: Sequence[Group]) -> None:
+    """A module that uses a parameter of a unit it does not lie in is one more way into that unit (tied weights)."""
+    home = {id(param): group for group in groups for param in group.params.values()}
+    below = {id(group): {id(m) for entry in group.entries for m in entry.modules()} for group in groups}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            group = home[id(param)]
+            if id(module) not in below[id(group)]:
+                group.entries.append(module)
+                below[id(group)].add(id(module))
