@@ -1,0 +1,330 @@
+"""Owns the house rules that a machine can check: plain functions from sources to findings, each one "file:line: what".
+
+`test_house.py` runs them over the packages, and over small sources that break them. Nothing here imports what it reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Installed package -> where it lies in the repository.
+PACKAGES = {"zhooks": "zhooks", "offload": "offload", "zprof": "tools/zprof"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_CONSTRUCTOR_ARGUMENTS = 7
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module: its name ("zhooks.comm"), its path below the root, its text and its syntax tree."""
+
+    module: str
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    def finding(self, node: ast.AST | int, what: str) -> str:
+        line = node if isinstance(node, int) else getattr(node, "lineno", 1)
+        return f"{self.path}:{line}: {what}"
+
+
+Rule = Callable[[list[Source]], list[str]]
+
+
+def source(path: str, text: str) -> Source:
+    parts = Path(path.removeprefix("tools/")).with_suffix("").parts
+    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return Source(module, path, text, ast.parse(text, filename=path))
+
+
+def house() -> list[Source]:
+    found = [
+        source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))
+        for folder in PACKAGES.values()
+        for file in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    assert found, f"no sources below {ROOT}"
+    return found
+
+
+# --- what a source names ----------------------------------------------------------------------------------------------
+
+
+def import_targets(node: ast.AST, here: Source) -> list[str]:
+    """Dotted names an import statement reaches for: ``from a import b`` gives "a.b", though b may be no module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = node.module or ""
+    if node.level:
+        up = here.module.split(".")
+        up = up if here.path.endswith("__init__.py") else up[:-1]
+        up = up[: len(up) - (node.level - 1)]
+        base = ".".join([*up, *([base] if base else [])])
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+def aliases(here: Source) -> dict[str, str]:
+    """Local name -> the dotted name it was imported as, wherever in the file it was imported."""
+    known: dict[str, str] = {}
+    for node in ast.walk(here.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                known[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            for alias, target in zip(node.names, import_targets(node, here), strict=True):
+                known[alias.asname or alias.name] = target
+    return known
+
+
+def dotted(node: ast.AST, known: dict[str, str]) -> str | None:
+    """The full name of a name or attribute chain that starts at an import, else None."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value, known)
+        return f"{base}.{node.attr}" if base else None
+    return None
+
+
+def uses(here: Source) -> Iterator[tuple[ast.AST, str]]:
+    """Every reference to something imported, by its full name; imports of it count."""
+    known = aliases(here)
+    for node in ast.walk(here.tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from ((node, target) for target in import_targets(node, here))
+        elif name := dotted(node, known):
+            yield node, name
+
+
+def at_import_time(node: ast.AST) -> Iterator[ast.AST]:
+    """Statements run when the module is imported: not those in functions, nor those only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield other
+                yield from at_import_time(other)
+            continue
+        yield child
+        yield from at_import_time(child)
+
+
+def functions(here: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(here.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def within(here: Source, *rooms: str) -> bool:
+    """Whether the source is one of ``rooms``, given as patterns of paths such as "zhooks/comm*.py"."""
+    return any(Path(here.path).match(room) for room in rooms)
+
+
+def of_packages(sources: list[Source], *packages: str) -> list[Source]:
+    return [here for here in sources if here.package in packages]
+
+
+# --- the rules --------------------------------------------------------------------------------------------------------
+
+MAY_IMPORT = {"offload": {"offload"}, "zprof": {"offload", "zprof"}, "zhooks": {"offload", "zhooks"}}
+
+
+def imports_point_down(sources: list[Source]) -> list[str]:
+    return [
+        here.finding(node, f"{here.package} imports {target}")
+        for here in sources
+        for node in ast.walk(here.tree)
+        for target in import_targets(node, here)
+        if (top := target.partition(".")[0]) in PACKAGES and top not in MAY_IMPORT[here.package]
+    ]
+
+
+def no_import_cycles(sources: list[Source]) -> list[str]:
+    modules = {here.module: here for here in sources}
+    edges: dict[str, dict[str, int]] = {module: {} for module in modules}
+    for here in sources:
+        for node in at_import_time(here.tree):
+            for target in import_targets(node, here):
+                reached = target if target in modules else target.rpartition(".")[0]
+                if reached in modules and reached != here.module:
+                    edges[here.module].setdefault(reached, getattr(node, "lineno", 1))
+    findings: list[str] = []
+    done: set[str] = set()
+
+    def visit(module: str, trail: list[str]) -> None:
+        if module in trail:
+            cycle = [*trail[trail.index(module) :], module]
+            line = edges[cycle[-2]][module]
+            findings.append(modules[cycle[-2]].finding(line, f"import cycle {' -> '.join(cycle)}"))
+        elif module not in done:
+            for reached in edges[module]:
+                visit(reached, [*trail, module])
+            done.add(module)
+
+    for module in sorted(modules):
+        visit(module, [])
+    return findings
+
+
+COLLECTIVE = re.compile(
+    r"all_gather\w*|_all_gather\w*|reduce_scatter\w*|_reduce_scatter\w*|all_reduce\w*|broadcast\w*|i?send\w*|i?recv\w*"
+    r"|batch_isend_irecv|all_to_all\w*|\w*barrier|\w+_object(_list)?|gather|scatter|reduce|P2POp|split_group"
+)
+#: Methods of a process group, which reach the same wires past torch.distributed's functions.
+GROUP_METHODS = {"allreduce", "allgather", "_allgather_base", "_reduce_scatter_base", "alltoall", "alltoall_base"}
+FUNCTIONAL = ("torch.distributed._functional_collectives", "torch.ops.c10d", "torch.ops._c10d_functional")
+
+
+def collectives_only_in_comm(sources: list[Source]) -> list[str]:
+    findings: list[str] = []
+    for here in of_packages(sources, "zhooks", "offload"):
+        if within(here, "zhooks/comm.py", "zhooks/comm_*.py"):
+            continue
+        for node, name in uses(here):
+            called = name.startswith("torch.distributed.") and COLLECTIVE.fullmatch(name.rpartition(".")[2])
+            if called or name.startswith(FUNCTIONAL):
+                findings.append(here.finding(node, f"{name} outside zhooks/comm*.py"))
+        for node in ast.walk(here.tree):
+            if isinstance(node, ast.Attribute) and node.attr in GROUP_METHODS:
+                findings.append(here.finding(node, f".{node.attr} outside zhooks/comm*.py"))
+    return findings
+
+
+HOOK = re.compile(
+    r"register_(module_)?(forward|full_backward|backward)\w*hook\w*|saved_tensors_hooks"
+    r"|register_post_accumulate_grad_hook|register_(optimizer_)?step_(pre|post)_hook|register_(pre|multi_grad_)?hook"
+)
+HOOK_ROOMS = ("zhooks/hooks.py", "zhooks/activation.py", "zhooks/optim.py", "zhooks/grad.py")
+
+
+def hooks_only_in_their_rooms(sources: list[Source]) -> list[str]:
+    findings: list[str] = []
+    for here in of_packages(sources, "zhooks", "offload"):
+        if within(here, *HOOK_ROOMS):
+            continue
+        for node in ast.walk(here.tree):
+            # Calls only: naming Tensor.register_hook in a table of overridden functions installs nothing.
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Attribute) and HOOK.fullmatch(called.attr):
+                findings.append(here.finding(node, f".{called.attr} outside {', '.join(HOOK_ROOMS)}"))
+            elif isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names if HOOK.fullmatch(alias.name)]
+                findings.extend(here.finding(node, f"{name} outside {', '.join(HOOK_ROOMS)}") for name in names)
+    return findings
+
+
+STREAMS = {"torch.Stream"} | {
+    f"torch.cuda.{name}"
+    for name in ("Stream", "ExternalStream", "stream", "current_stream", "default_stream", "set_stream")
+}
+
+
+def streams_only_in_device(sources: list[Source]) -> list[str]:
+    return [
+        here.finding(node, f"{name} outside offload/device.py")
+        for here in of_packages(sources, "zhooks", "offload")
+        if not within(here, "offload/device.py")
+        for node, name in uses(here)
+        if name in STREAMS
+    ]
+
+
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
+
+
+def no_environment_is_read(sources: list[Source]) -> list[str]:
+    return [
+        here.finding(node, f"{name}: settings come from the policy")
+        for here in of_packages(sources, "zhooks", "offload")
+        for node, name in uses(here)
+        if name in ENVIRONMENT
+    ]
+
+
+def nothing_prints(sources: list[Source]) -> list[str]:
+    return [
+        here.finding(node, "print: say it with an event, a warning or a returned text")
+        for here in sources
+        for node in ast.walk(here.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+
+def clocks_only_in_events_and_comm(sources: list[Source]) -> list[str]:
+    return [
+        here.finding(node, f"{name} outside offload/events.py and zhooks/comm*.py: emit an event")
+        for here in of_packages(sources, "zhooks", "offload")
+        if not within(here, "offload/events.py", "zhooks/comm.py", "zhooks/comm_*.py")
+        for node, name in uses(here)
+        if name.startswith(("time.", "timeit", "torch.cuda.nvtx")) or name == "time"
+    ]
+
+
+def no_long_file(sources: list[Source]) -> list[str]:
+    return [
+        here.finding(lines, f"{lines} lines, at most {MAX_FILE_LINES}")
+        for here in sources
+        if (lines := len(here.text.splitlines())) > MAX_FILE_LINES
+    ]
+
+
+def no_long_function(sources: list[Source]) -> list[str]:
+    return [
+        here.finding(node, f"{node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}")
+        for here in sources
+        for node in functions(here)
+        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+
+
+def no_wide_constructor(sources: list[Source]) -> list[str]:
+    findings: list[str] = []
+    for here in sources:
+        for node in functions(here):
+            if node.name not in ("__init__", "__new__"):
+                continue
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs][1:]
+            if len(given) > MAX_CONSTRUCTOR_ARGUMENTS:
+                what = f"{node.name} takes {len(given)} arguments, at most {MAX_CONSTRUCTOR_ARGUMENTS}"
+                findings.append(here.finding(node, what))
+    return findings
+
+
+def says_nothing(name: str) -> bool:
+    """Whether a word of the name is one of those that could name anything; "utilisation" is a word of its own."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+    return any(re.fullmatch(r"\w*(manager|helper)s?|utils?|utilit(y|ies)", word.lower()) for word in words)
+
+
+def names_mean_something(sources: list[Source]) -> list[str]:
+    findings: list[str] = []
+    for here in sources:
+        if says_nothing(here.module):
+            findings.append(here.finding(1, f"module {here.module}"))
+        for node in ast.walk(here.tree):
+            name: str | None = None
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                name = node.name
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = node.attr
+            if name and says_nothing(name):
+                findings.append(here.finding(node, f"{name}: say what it does"))
+    return findings

@@ -1,0 +1,192 @@
+"""Cells of the parity matrix: what one cell is, which combinations make no sense and why, and a pairwise covering
+array of the rest.
+
+test_matrix.py draws its cells here, ``python -m tests.parity`` parses them from their names, oracle.py and run.py
+read them. It never imports torch or zhooks: a cell is a few words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Choice = str | int
+Row = dict[str, Choice]
+
+# The order is the order of the words in a cell's name; no value holds a dash.
+FACTORS: dict[str, tuple[Choice, ...]] = {
+    "model": ("mlp", "gpt", "tied", "conv", "lstm", "transformer", "bag", "mixture", "recursion"),
+    "stage": (3, 2, 1, 0),
+    "precision": ("fp32", "bf16", "bf16reduce", "fp16"),
+    "world": (2, 1, 4),
+    # twice: two micro steps, each backward a boundary; twicequiet: the first of them under no_sync.
+    "accumulation": ("once", "twice", "twicequiet"),
+    "clip": ("unclipped", "clipped"),
+    "optimizer": ("sgd", "adamw", "adamwforeach", "adamwfused", "adagrad", "rmsprop", "written"),
+    "reshard": ("reshard", "keep"),
+    "transport": ("auto", "stock"),
+    # each: every block its own unit; coalesced: the policy's defaults, one unit for a model this small; cut: many
+    # segments a unit.
+    "units": ("each", "coalesced", "cut"),
+}
+
+CUT_NUMEL = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One combination of the matrix; its ``name`` says it whole and ``Cell.parse`` reads it back."""
+
+    model: str = "mlp"
+    stage: int = 3
+    precision: str = "fp32"
+    world: int = 1
+    accumulation: str = "once"
+    clip: str = "unclipped"
+    optimizer: str = "sgd"
+    reshard: str = "reshard"
+    transport: str = "auto"
+    units: str = "each"
+
+    @property
+    def name(self) -> str:
+        words = asdict(self) | {"stage": f"stage{self.stage}", "world": f"world{self.world}"}
+        return "-".join(words.values())
+
+    @staticmethod
+    def parse(name: str) -> Cell:
+        """The cell of that name.
+
+        Raises:
+            ValueError: a word is not one of its factor's values.
+        """
+        words = name.split("-")
+        if len(words) != len(FACTORS):
+            raise ValueError(f"{name}: expected {len(FACTORS)} words, found {len(words)}")
+        row: Row = {}
+        for (factor, values), word in zip(FACTORS.items(), words, strict=True):
+            spelled = {f"{factor}{value}" if isinstance(value, int) else value: value for value in values}
+            if word not in spelled:
+                raise ValueError(f"{name}: {factor}: expected one of {', '.join(spelled)}, found {word}")
+            row[factor] = spelled[word]
+        return cell_of(row)
+
+    @property
+    def micro_steps(self) -> int:
+        return 1 if self.accumulation == "once" else 2
+
+    @property
+    def quiet(self) -> bool:
+        return self.accumulation == "twicequiet"
+
+    def policy(self) -> dict[str, Any]:
+        """The policy a user would write for this cell."""
+        policy: dict[str, Any] = {"stage": self.stage, "comm": {"transport": self.transport, "timeout_s": 30.0}}
+        if self.stage == 3:
+            policy["schedule"] = {"reshard_after_forward": self.reshard == "reshard"}
+        if self.units != "coalesced":
+            policy["units"] = {"min_numel": 0}
+        if self.units == "cut":
+            policy["units"]["max_numel"] = CUT_NUMEL
+        if self.precision != "fp32":
+            # The loss is taken in fp32, as most loops do; reduce is left unset (fp32 then), except where it is the
+            # point.
+            policy["precision"] = {"param": self.precision.removesuffix("reduce"), "output": "fp32"}
+        if self.precision == "bf16reduce":
+            policy["precision"]["reduce"] = "bf16"
+        return policy
+
+
+def cell_of(row: Mapping[str, Choice]) -> Cell:
+    return Cell(**dict(row))  # type: ignore[arg-type]
+
+
+def why_excluded(row: Mapping[str, Choice]) -> str | None:
+    """Why this combination, whole or partial, is not a cell; None when nothing speaks against it."""
+    if row.get("world") == 1 and row.get("transport") == "stock":
+        return "a world of one moves nothing, so it has one transport"
+    if row.get("reshard") == "keep" and row.get("stage", 3) != 3:
+        return "parameters are resharded at stage 3 only"
+    if row.get("model") == "conv" and row.get("precision", "fp32") != "fp32":
+        return "torch's CPU BatchNorm wants 16-bit weights beside 16-bit statistics, and buffers are left as they are"
+    return None
+
+
+# ---- choosing cells
+
+Pair = tuple[tuple[str, Choice], tuple[str, Choice]]
+Exclusion = Callable[[Mapping[str, Choice]], str | None]
+
+
+def pairs_of(row: Mapping[str, Choice]) -> set[Pair]:
+    """Every two choices of the row, the factors in the row's order."""
+    return set(itertools.combinations(row.items(), 2))
+
+
+def legal_pairs(factors: Mapping[str, Sequence[Choice]], excluded: Exclusion) -> list[Pair]:
+    return [
+        pair
+        for (left, lefts), (right, rights) in itertools.combinations(factors.items(), 2)
+        for pair in itertools.product([(left, value) for value in lefts], [(right, value) for value in rights])
+        if excluded(dict(pair)) is None
+    ]
+
+
+def pairwise(factors: Mapping[str, Sequence[Choice]], excluded: Exclusion) -> list[Row]:
+    """Few rows in which every legal pair of choices occurs; the same rows every time.
+
+    Greedy, after the row-by-row method of AETG (Cohen et al., 1997): each row starts from a pair not yet covered,
+    then gives every other factor the legal choice that covers most pairs not yet covered. Exclusions must concern two
+    factors each.
+    """
+    missing = dict.fromkeys(legal_pairs(factors, excluded))
+    rows: list[Row] = []
+    while missing:
+        row: Row = dict(next(iter(missing)))
+        for factor in sorted(set(factors) - set(row), key=lambda name: (-len(factors[name]), name)):
+            row[factor] = _best_choice(row, factor, factors, excluded, missing, turn=len(rows))
+        rows.append({factor: row[factor] for factor in factors})
+        for pair in pairs_of(rows[-1]):
+            missing.pop(pair, None)
+    return rows
+
+
+def _best_choice(
+    row: Row,
+    factor: str,
+    factors: Mapping[str, Sequence[Choice]],
+    excluded: Exclusion,
+    missing: Mapping[Pair, None],
+    *,
+    turn: int,
+) -> Choice:
+    order = {name: place for place, name in enumerate(factors)}
+    values = factors[factor]
+    # Ties go to a different value each row, so that no combination is favoured by where it stands in the list.
+    turned = [values[(place + turn) % len(values)] for place in range(len(values))]
+    legal = [value for value in turned if excluded(row | {factor: value}) is None]
+    assert legal, f"{factor}: no choice is legal beside {row}"
+
+    def news(value: Choice) -> int:
+        count = 0
+        for other in row.items():
+            first, second = sorted([other, (factor, value)], key=lambda choice: order[choice[0]])
+            count += (first, second) in missing
+        return count
+
+    return max(legal, key=news)
+
+
+def sample(count: int, seed: int) -> Iterator[Row]:
+    """``count`` different legal rows of the full product, the same for the same seed."""
+    draw = random.Random(seed)
+    seen: set[tuple[Choice, ...]] = set()
+    while len(seen) < count:
+        row = {factor: draw.choice(values) for factor, values in FACTORS.items()}
+        key = tuple(row.values())
+        if why_excluded(row) is None and key not in seen:
+            seen.add(key)
+            yield row

@@ -1,0 +1,269 @@
+"""Adversities of autograd: recomputation, several graphs at once, gradients asked for directly, hooks, and errors in
+mid-step.
+
+pytest runs it, each story at worlds 1 and 2, against plain replicas (see adversity.py).
+It never tests hooks and errors: test_adversity_errors.py does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.parity.adversity import Block, Net, Side, adam, adversity, average_gradients, batch, loss_at, sgd, train_by
+
+# ---- recomputation
+
+
+class Recomputed(Net):
+    """Every block under torch's checkpoint."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.leave(x)
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True
+
+
+class RecomputedInside(Block):
+    """Recomputes a part of itself, so that recomputation begins inside the unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda given: F.gelu(self.linear(self.norm(given))), x, use_reentrant=False)
+
+
+@adversity(stages=(3, 2))
+def test_blocks_may_be_checkpointed_without_reentrance(side: Side) -> None:
+    model = Recomputed()
+    train_by(side, model, lambda step: loss_at(model, step, side))
+
+
+@adversity(stages=(3, 2))
+def test_blocks_may_be_checkpointed_with_reentrance(side: Side) -> None:
+    model = RecomputedReentrant()
+    train_by(side, model, lambda step: loss_at(model, step, side))
+
+
+@adversity(stages=(3, 2))
+def test_a_block_may_checkpoint_a_part_of_itself(side: Side) -> None:
+    model = Net(block=RecomputedInside)
+    train_by(side, model, lambda step: loss_at(model, step, side))
+
+
+@adversity()
+def test_the_whole_model_may_be_checkpointed(side: Side) -> None:
+    model = Net()
+
+    def loss_of(step: int) -> Tensor:
+        x, y = batch(step, side.rank)
+        return F.mse_loss(checkpoint(model, x, use_reentrant=False), y)
+
+    train_by(side, model, loss_of)
+
+
+# ---- several graphs
+
+
+@adversity(stages=(3, 2))
+def test_several_forwards_may_come_before_a_backward(side: Side) -> None:
+    model = Net()
+    train_by(side, model, lambda step: loss_at(model, 2 * step, side) + loss_at(model, 2 * step + 1, side))
+
+
+@adversity(stages=(3, 2), exact=False)
+def test_two_graphs_may_be_alive_and_go_backward_one_after_the_other(side: Side) -> None:
+    model = Net()
+
+    def loss_of(step: int) -> Tensor:
+        first, second = (loss_at(model, 2 * step + place, side) for place in range(2))
+        first.backward()
+        return second
+
+    train_by(side, model, loss_of)
+
+
+@adversity(stages=(3, 2), exact=False)
+def test_a_graph_may_go_backward_twice(side: Side) -> None:
+    model = Net()
+
+    def loss_of(step: int) -> Tensor:
+        loss = loss_at(model, step, side)
+        loss.backward(retain_graph=True)
+        return loss
+
+    train_by(side, model, loss_of)
+
+
+@adversity(stages=(3, 2))
+def test_a_forward_whose_graph_is_thrown_away_leaves_no_trace(side: Side) -> None:
+    model = Net()
+
+    def loss_of(step: int) -> Tensor:
+        side.note("thrown away", loss_at(model, 100 + step, side))
+        return loss_at(model, step, side)
+
+    train_by(side, model, loss_of)
+
+
+@adversity(stages=(3, 2))
+def test_no_grad_evaluation_between_steps_changes_nothing(side: Side) -> None:
+    model = Net()
+
+    def loss_of(step: int) -> Tensor:
+        with torch.no_grad():
+            side.note("evaluated", loss_at(model, 100 + step, side))
+        return loss_at(model, step, side)
+
+    train_by(side, model, loss_of)
+
+
+@adversity(stages=(3, 2))
+def test_no_grad_evaluation_between_forward_and_backward_changes_nothing(side: Side) -> None:
+    model = Net()
+
+    def loss_of(step: int) -> Tensor:
+        loss = loss_at(model, step, side)
+        with torch.no_grad():
+            side.note("evaluated", loss_at(model, 100 + step, side))
+        return loss
+
+    train_by(side, model, loss_of)
+
+
+@adversity(stages=(3, 2))
+def test_inference_mode_may_be_the_first_use_and_come_between_steps(side: Side) -> None:
+    model = Net()
+
+    def loss_of(step: int) -> Tensor:
+        with torch.inference_mode():
+            evaluated = loss_at(model, 100 + step, side).item()
+        side.note("evaluated", evaluated)
+        return loss_at(model, step, side)
+
+    train_by(side, model, loss_of)
+
+
+class Prefixed(Net):
+    """Its first part runs under no_grad, as a frozen backbone does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.blocks[0](self.enter(x))
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.leave(x)
+
+
+@adversity(stages=(3, 2))
+def test_a_part_of_the_forward_may_run_under_no_grad(side: Side) -> None:
+    model = Prefixed()
+    train_by(side, model, lambda step: loss_at(model, step, side))
+
+
+# ---- gradients asked for directly
+
+
+@adversity(stages=(3, 2))
+def test_autograd_grad_gives_the_full_gradients_and_leaves_grad_alone(side: Side) -> None:
+    model = Net()
+    attachment = side.attach(model)
+    optimizer = sgd(model)
+    for step in range(2):
+        grads = torch.autograd.grad(loss_at(model, step, side), list(model.parameters()))
+        assert all(p.grad is None for p in model.parameters())
+        # The replicas average what they were given through ``grad``; a sharded gradient can only be the average.
+        if type(side) is Side:
+            for p, grad in zip(model.parameters(), grads, strict=True):
+                p.grad = grad
+            average_gradients(model, side.world)
+            grads = tuple(p.grad for p in model.parameters())
+            model.zero_grad()
+        for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+            side.note(f"gradient {name}", grad)
+        side.step(model, optimizer, step)
+    side.note_state(attachment)
+
+
+@adversity(stages=(3, 2))
+def test_backward_with_inputs_fills_those_gradients_and_no_others(side: Side) -> None:
+    model = Net()
+    attachment = side.attach(model)
+    optimizer = adam(model)
+    for step in range(3):
+        loss_at(model, step, side).backward(inputs=[model.blocks[1].linear.weight, model.leave.bias])
+        side.settle(model)
+        side.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    side.note_state(attachment)
+
+
+@adversity(stages=(3, 2))
+def test_the_gradient_of_the_input_is_right(side: Side) -> None:
+    model = Net()
+    model.requires_grad_(False)
+    side.attach(model)
+    for step in range(2):
+        x, y = batch(step, side.rank)
+        F.mse_loss(model(x.requires_grad_()), y).backward()
+        side.note("gradient of the input", x.grad)
+
+
+@adversity(stages=(3, 2), exact=False)
+def test_create_graph_is_right_or_refused_by_name(side: Side) -> None:
+    model = Net()
+    attachment = side.attach(model)
+    optimizer = sgd(model)
+    with side.may_refuse("create_graph"):
+        for step in range(2):
+            x, y = batch(step, side.rank)
+            x.requires_grad_()
+            loss = F.mse_loss(model(x), y)
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + slope.square().sum()).backward()
+            side.settle(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            side.note("loss", loss)
+        side.note_state(attachment)
+
+
+@adversity(stages=(3, 2), exact=False)
+def test_a_penalty_over_the_parameters_may_be_part_of_the_loss(side: Side) -> None:
+    model = Net()
+
+    def loss_of(step: int) -> Tensor:
+        penalty = sum(p.square().sum() + p.abs().mean() for p in model.parameters())
+        return loss_at(model, step, side) + 0.05 * penalty
+
+    train_by(side, model, loss_of)
+
+
+@adversity(stages=(3, 2))
+def test_autocast_sees_the_weights_of_this_step(side: Side) -> None:
+    model = Net()
+
+    def loss_of(step: int) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss_at(model, step, side).float()
+
+    train_by(side, model, loss_of)
+
+
+@adversity(stages=(3, 2))
+def test_a_users_own_saved_tensor_hooks_work_beside_ours(side: Side) -> None:
+    model = Net()
+
+    def loss_of(step: int) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept):
+            return loss_at(model, step, side)
+
+    train_by(side, model, loss_of)

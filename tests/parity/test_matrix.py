@@ -1,0 +1,46 @@
+"""The parity matrix: every cell of a pairwise covering array trains as the oracle does, losses and final state alike.
+
+pytest runs it; a cell's name is its test's parameter, and ``python -m tests.parity NAME`` runs one cell alone with
+more to read. It never states a tolerance: closeness.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.parity import oracle, run
+from tests.parity.cells import FACTORS, Cell, cell_of, pairwise, sample, why_excluded
+from tests.parity.closeness import EXACT, REORDERED, differences, state_differences, tolerance_of
+from tests.ranks import Pool
+
+COVERING = [cell_of(row).name for row in pairwise(FACTORS, why_excluded)]
+SAMPLED = [cell_of(row).name for row in sample(400, seed=20250101)]
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_training_under_zhooks_equals_plain_training(name: str, ranks: Callable[[int], Pool]) -> None:
+    hold_to_the_oracle(Cell.parse(name), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLED)
+def test_training_equals_plain_training_in_a_sample_of_the_full_product(
+    name: str, ranks: Callable[[int], Pool]
+) -> None:
+    hold_to_the_oracle(Cell.parse(name), ranks)
+
+
+def hold_to_the_oracle(cell: Cell, ranks: Callable[[int], Pool]) -> None:
+    found = run.gather(ranks(cell.world).run(run.JOB, name=cell.name))
+    expected = oracle.train(cell)
+    lines = state_differences(found.start, expected.start, {}, EXACT)
+    assert not lines, "\n".join(["the state after attach is not rank 0's own", *lines])
+    lines = differences(found, expected, tolerance_of(cell))
+    assert not lines, "\n".join([f"{len(lines)} differences from plain training", *lines])
+
+
+def test_the_comparison_sees_a_missing_clip() -> None:
+    clipped, free = (oracle.train(Cell(clip=clip)) for clip in ("clipped", "unclipped"))
+    assert differences(free, clipped, REORDERED)

@@ -1,0 +1,302 @@
+"""What a policy file may say, and what it then means."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from offload.errors import PolicyError
+from offload.policy import Policy, format_size, parse_size
+
+Write = Callable[..., Path]
+
+WHOLE = """\
+# every key once
+stage = 2
+
+[parameter]
+partition = "replicate"
+tier = "device"
+[gradient]
+partition = "shard"
+[optimizer]
+partition = "shard"
+
+[precision]
+param = "bf16"
+reduce = "fp32"
+output = "fp32"
+cast_inputs = false
+
+[units]
+classes = ["Block", "Stage"]
+names = [
+    "layers.*",  # with # a comment
+    "head",
+]
+min_numel = 0
+max_numel = 1_000_000
+
+[schedule]
+reshard_after_forward = false
+prefetch = 3
+max_reductions = 4
+
+[budget]
+device = "20 GiB"
+
+[comm]
+transport = "p2p"
+timeout_s = 12.5
+bucket = "8 MiB"
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def into(text: str | bytes, name: str = "policy.toml") -> Path:
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return into
+
+
+# --- what it means ----------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_stage_3_on_the_device() -> None:
+    policy = Policy.of(None)
+    assert policy.stage == 3
+    assert (policy.precision.param, policy.precision.cast_inputs) == (None, True)
+    assert (policy.units.classes, policy.units.names) == ((), ())
+    assert (policy.units.min_numel, policy.units.max_numel) == (65536, 2**26)
+    assert policy.schedule.reshard_after_forward == "auto"
+    assert (policy.schedule.prefetch, policy.schedule.max_reductions) == (1, 2)
+    assert policy.budget.device is None
+    assert (policy.comm.transport, policy.comm.timeout_s, policy.comm.bucket) == ("auto", 300.0, 32 << 20)
+    assert {policy.parameter.tier, policy.gradient.tier, policy.optimizer.tier} == {"device"}
+
+
+@pytest.mark.parametrize(("stage", "row"), [(0, "R R R"), (1, "R P S"), (2, "R S S"), (3, "S S S")])
+def test_each_stage_is_one_row_of_the_table(stage: int, row: str) -> None:
+    table = Policy(stage=stage).table()
+    assert list(table) == ["parameter", "gradient", "optimizer"]
+    assert " ".join(table.values()) == row
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_row_written_cell_by_cell_is_its_stage(stage: int) -> None:
+    cells = {cell: {"partition": Policy(stage=stage).partition(cell)} for cell in Policy().table()}
+    assert Policy.of(cells).stage == stage
+    assert Policy.of({"stage": stage, **cells}).stage == stage
+
+
+@pytest.mark.parametrize(("cell", "partition", "stage"), [("parameter", "shard", 3), ("optimizer", "replicate", 0)])
+def test_one_cell_is_enough_where_only_one_row_has_it(cell: str, partition: str, stage: int) -> None:
+    assert Policy.of({cell: {"partition": partition}}).stage == stage
+
+
+def test_a_tier_alone_spells_no_stage() -> None:
+    assert Policy.of({"parameter": {"tier": "device"}}).stage == 3
+
+
+def test_every_key_of_a_file_arrives(write: Write) -> None:
+    policy = Policy.load(write(WHOLE))
+    assert policy.stage == 2
+    assert policy.precision.model_dump() == {"param": "bf16", "reduce": "fp32", "output": "fp32", "cast_inputs": False}
+    assert policy.units.classes == ("Block", "Stage")
+    assert policy.units.names == ("layers.*", "head")
+    assert (policy.units.min_numel, policy.units.max_numel) == (0, 1_000_000)
+    assert policy.schedule.model_dump() == {"reshard_after_forward": False, "prefetch": 3, "max_reductions": 4}
+    assert policy.budget.device == 20 << 30
+    assert policy.comm.model_dump() == {"transport": "p2p", "timeout_s": 12.5, "bucket": 8 << 20}
+
+
+def test_toml_json_and_a_mapping_that_say_the_same_are_equal(write: Write) -> None:
+    values = tomllib.loads(WHOLE)
+    text = json.dumps(values)
+    from_toml = Policy.load(write(WHOLE))
+    assert from_toml == Policy.of(values) == Policy(**values)
+    assert from_toml == Policy.load(write(text, "policy.json")) == Policy.load(write(text, "policy"))
+    assert from_toml == Policy.of(str(write(WHOLE)))
+
+
+def test_a_policy_is_itself() -> None:
+    policy = Policy(stage=1)
+    assert Policy.of(policy) is policy
+
+
+def test_a_policy_is_frozen_hashable_and_survives_pickle_and_copy() -> None:
+    policy = Policy.of(tomllib.loads(WHOLE))
+    with pytest.raises(ValueError, match="frozen"):
+        policy.stage = 1
+    assert hash(policy) == hash(Policy.of(tomllib.loads(WHOLE)))
+    assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
+
+
+def test_a_file_with_a_byte_order_mark_or_carriage_returns_is_read(write: Write) -> None:
+    assert Policy.load(write(b"\xef\xbb\xbfstage = 1\r\n[units]\r\nmin_numel = 0\r\n")).stage == 1
+
+
+def test_an_empty_file_is_every_default(write: Write) -> None:
+    assert Policy.load(write("")) == Policy()
+
+
+def test_every_key_explains_its_default() -> None:
+    def keys(model: type[BaseModel]) -> list[tuple[str, Any]]:
+        below = [f.annotation for f in model.model_fields.values()]
+        tables = [kind for kind in below if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        return [*model.model_fields.items(), *(pair for table in tables for pair in keys(table))]
+
+    assert len(keys(Policy)) > 20
+    for name, field in keys(Policy):
+        assert field.description and field.description.endswith("."), f"{name} does not say why"
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("4096 B", 4096),
+        ("20 GiB", 20 << 30),
+        ("20GiB", 20 << 30),
+        ("20 gib", 20 << 30),
+        ("  32 MiB ", 32 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("1 KB", 1000),
+        ("2 MB", 2 * 10**6),
+        ("3 GB", 3 * 10**9),
+        ("1 TB", 10**12),
+        ("1 TiB", 1 << 40),
+        ("8 KiB", 8192),
+        ("0.1 KiB", 102),
+        (2**63 - 1, 2**63 - 1),
+    ],
+)
+def test_a_size_is_bytes_or_a_number_with_a_unit(text: object, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        -1,
+        True,
+        1.5,
+        None,
+        "",
+        "GiB",
+        "20 G",
+        "20 Gi",
+        "-1 GiB",
+        "1e9",
+        "1 GiB 2",
+        "20 Gb/s",
+        "٣ GiB",
+        "9" * 30,
+        2**63,
+        [1],
+    ],
+)
+def test_anything_else_is_no_size(value: object) -> None:
+    with pytest.raises(PolicyError, match='expected bytes or a size like "20 GiB"'):
+        parse_size(value)
+
+
+@given(st.integers(0, 2**63 - 1) | st.integers(0, 2**20).map(lambda n: n << 20))
+def test_a_formatted_size_parses_back_exactly(nbytes: int) -> None:
+    assert parse_size(format_size(nbytes)) == nbytes
+
+
+def test_sizes_are_written_in_the_largest_unit_that_divides_them() -> None:
+    assert [format_size(n) for n in (0, 1, 1024, 3 << 29, 20 << 30, 1 << 40)] == [
+        "0 B", "1 B", "1 KiB", "1536 MiB", "20 GiB", "1 TiB",
+    ]  # fmt: skip
+
+
+# --- describe ---------------------------------------------------------------------------------------------------------
+
+
+def test_describe_prints_the_effective_table_and_every_key() -> None:
+    text = Policy.of({"stage": 1, "precision": {"param": "bf16"}, "budget": {"device": "1.5 GiB"}}).describe()
+    assert text.isascii() and "\x1b" not in text
+    assert text.startswith(
+        "# what       partition  placed  tier\n"
+        "# parameter  replicate  R       device\n"
+        "# gradient   replicate  P       device\n"
+        "# optimizer  shard      S       device\n"
+    )
+    for line in (
+        "stage = 1",
+        "# partition is unset: replicate, which follows from stage 1",
+        'param = "bf16"',
+        "# reduce is unset: fp32, as param is set",
+        'reshard_after_forward = "auto"  # as [budget] device allows',
+        'device = "1536 MiB"',
+        'bucket = "32 MiB"',
+    ):
+        assert line in text.splitlines(), line
+    for section in Policy.model_fields:
+        assert section == "stage" or f"[{section}]" in text.splitlines()
+
+
+NAMES = st.text(min_size=1, max_size=20).filter(str.isprintable)
+DTYPES = st.sampled_from(["fp32", "bf16", "fp16"])
+SIZES = st.integers(256, 2**62) | st.sampled_from(["20 GiB", "1.5 MiB", "256"])
+
+
+def some(**keys: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=keys)
+
+
+VALUES = some(
+    stage=st.integers(0, 3),
+    precision=some(param=DTYPES, reduce=DTYPES, output=DTYPES, cast_inputs=st.booleans()),
+    units=some(
+        classes=st.lists(NAMES, max_size=3),
+        names=st.lists(NAMES, max_size=3),
+        min_numel=st.integers(0, 2**40),
+        max_numel=st.integers(1, 2**40),
+    ),
+    schedule=some(
+        reshard_after_forward=st.booleans() | st.just("auto"),
+        prefetch=st.integers(0, 16),
+        max_reductions=st.integers(1, 64),
+    ),
+    budget=some(device=SIZES),
+    comm=some(
+        transport=st.sampled_from(["auto", "stock", "p2p", "shm"]),
+        timeout_s=st.floats(1e-3, 86400) | st.integers(1, 86400),
+        bucket=SIZES,
+    ),
+)
+FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+@FILES
+@given(values=VALUES)
+def test_describe_is_a_policy_file_that_loads_back_equal(values: dict[str, Any], write: Write) -> None:
+    policy = Policy.of(values)
+    assert Policy.load(write(policy.describe())) == policy
+
+
+@FILES
+@given(values=VALUES)
+def test_json_and_a_mapping_mean_the_same(values: dict[str, Any], write: Write) -> None:
+    assert Policy.load(write(json.dumps(values), "policy.json")) == Policy.of(values)

@@ -1,0 +1,121 @@
+"""The pool of ranks itself: what a job returns, and what a test is told when a rank raises, dies, hangs or warns.
+
+pytest runs it; the jobs at its end are what it hands to the workers.
+It never needs zhooks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import End, Pool, RanksFailed
+
+
+@pytest.fixture
+def pair() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+def test_a_job_runs_on_every_rank_and_returns_in_rank_order(ranks2: Pool) -> None:
+    assert ranks2.run("tests.test_ranks:add_ranks", start=10) == [(0, 11), (1, 11)]
+
+
+def test_workers_are_kept_from_one_job_to_the_next_but_the_group_is_not(ranks2: Pool) -> None:
+    first = ranks2.run("tests.test_ranks:process_and_visits")
+    second = ranks2.run("tests.test_ranks:process_and_visits")
+    assert [process for process, _ in first] == [process for process, _ in second]
+    assert [visits for _, visits in first] == [visits for _, visits in second] == [2, 2]
+
+
+def test_four_ranks_meet(ranks4: Pool) -> None:
+    assert ranks4.run("tests.test_ranks:add_ranks", start=0) == [(rank, 6) for rank in range(4)]
+
+
+def test_a_world_of_one_has_no_process_group(ranks1: Pool) -> None:
+    assert ranks1.run("tests.test_ranks:has_group") == [False]
+
+
+def test_a_raise_on_one_rank_names_the_rank_and_the_job_and_frees_the_other(pair: Pool) -> None:
+    with pytest.raises(RanksFailed, match=r"tests\.test_ranks:raise_on_one.*rank 0 silent, rank 1 raised") as caught:
+        pair.run("tests.test_ranks:raise_on_one")
+    assert "ValueError: one is ill" in str(caught.value)
+    assert "raise_on_one" in caught.value.outcomes[0].text, "the waiting rank's stack is shown"
+    assert pair.run("tests.test_ranks:add_ranks", start=0) == [(0, 1), (1, 1)], "the next job has a new pool"
+
+
+def test_a_rank_that_dies_is_reported_with_its_exit_code_and_its_last_words(pair: Pool) -> None:
+    outcomes = pair.attempt("tests.test_ranks:die_on_one")
+    assert outcomes[1].end is End.DIED
+    assert "exit code 3" in outcomes[1].text
+    assert "last words" in outcomes[1].text
+
+
+def test_a_job_that_passes_its_limit_is_killed(pair: Pool) -> None:
+    began_s = time.monotonic()
+    outcomes = pair.attempt("tests.test_ranks:hang", limit_s=1.0)
+    assert [outcome.end for outcome in outcomes] == [End.SILENT, End.SILENT]
+    assert time.monotonic() - began_s < 30.0
+
+
+def test_a_warning_on_a_rank_is_an_error(pair: Pool) -> None:
+    with pytest.raises(RanksFailed, match="UserWarning: careful"):
+        pair.run("tests.test_ranks:warn")
+
+
+# ---- jobs
+
+
+def add_ranks(start: int) -> tuple[int, int]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return dist.get_rank(), start + int(total)
+
+
+def process_and_visits() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    # The default group's store: a key of an earlier job would still be counted if the group had been kept.
+    store = dist.distributed_c10d._get_default_store()
+    store.add("visits", 1)
+    dist.barrier()
+    return os.getpid(), store.add("visits", 0)
+
+
+def has_group() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
+def raise_on_one() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("one is ill")
+    dist.barrier()
+
+
+def die_on_one() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        print("last words", flush=True)
+        os._exit(3)
+
+
+def hang() -> None:
+    time.sleep(3600.0)
+
+
+def warn() -> None:
+    warnings.warn("careful", stacklevel=1)
