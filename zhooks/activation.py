@@ -42,7 +42,6 @@ class SavedParameters:
         self._gather = gather
         self._outer: Pair | None = None
         self._live: dict[int, Flat] = {}
-        self._entered = 0
 
     def live(self, flat: Flat) -> None:
         """``flat`` has just been gathered: tensors on its storage are its parameters."""
@@ -58,12 +57,9 @@ class SavedParameters:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._outer = cast("Pair | None", tuple(outer)) if outer is not None else None
         torch._C._autograd._push_saved_tensors_default_hooks(*self._pair(self._outer))
-        self._entered += 1
 
     def exit(self) -> None:
-        if self._entered:
-            self._entered -= 1
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _pair(self, outer: Pair | None) -> Pair:
         live, address = self._live, torch._C._storage_address  # type: ignore[attr-defined]

@@ -20,7 +20,8 @@ from offload.errors import AttachError
 from offload.events import Bus, Observer
 from offload.policy import Policy
 from zhooks import checkpoint, memory
-from zhooks.build import DTYPES, Ground, build_unit, optimizers_of, plain_unit, relay_unit, shard_states
+from zhooks.agree import Agreement
+from zhooks.build import DTYPES, Ground, build_unit, loose_references, optimizers_of, plain_unit, relay_unit, shard_states
 from zhooks.checks import check_model, check_optimizer, check_ranks_equal
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.describe import describe
@@ -35,8 +36,6 @@ from zhooks.runtime import Choices, Runtime
 from zhooks.sharded import ShardedTensor
 from zhooks.unit import Unit
 from zhooks.units import find_units
-
-_ATTACHED = "_zhooks_attachment"
 
 
 def attach(
@@ -65,7 +64,7 @@ def attach(
         AttachError: model, optimizer or mesh cannot be attached; the model is as it was.
     """
     chosen = Policy.of(policy)
-    device = check_model(model, _ATTACHED)
+    device = check_model(model)
     check_optimizer(model, optimizer)
     axes = resolve(mesh)
     comm = open_comm(axes, chosen, device)
@@ -96,25 +95,26 @@ class Attachment:
         choices = Choices(schedule.prefetch, schedule.reshard_after_forward, policy.budget.device)
         self._node = make_node(reducer)
         self._wire()
-        self._runtime = Runtime(self._units, reducer, self._bus, choices)
+        self._runtime = Runtime(self._units, reducer, self._bus, choices, Agreement(comm.world))
         self._runtime.relay = self._relay  # type: ignore[method-assign]
         casts = Casts(_dtype(policy.precision.param) if policy.precision.cast_inputs else None, _dtype(policy.precision.output))
         self._handles = install(model, self._units, self._runtime, casts)
         self._registries.open()
-        model.__dict__[_ATTACHED] = self
 
     def _build(self, materializer: Materializer) -> None:
         groups = find_units(self.model, self.policy)
         try:
-            for number, group in enumerate(groups):
-                materializer.unit(group)
-                self._units.append(build_unit(self.model, group, number, self._ground))
-                if self._optimizer is not None:
-                    shard_states(self._units[-1], self._optimizer)
+            with loose_references(self.model):
+                for number, group in enumerate(groups):
+                    materializer.unit(group)
+                    self._units.append(build_unit(self.model, group, number, self._ground))
+                    if self._optimizer is not None:
+                        shard_states(self._units[-1], self._optimizer)
             materializer.buffers(self._comm.world)
         except BaseException:
-            for unit in self._units:
-                plain_unit(unit, [self._optimizer] if self._optimizer is not None else [])
+            with loose_references(self.model):
+                for unit in self._units:
+                    plain_unit(unit, [self._optimizer] if self._optimizer is not None else [])
             raise
         sizes = sorted((flat.layout.padded * max(flat.kind.compute.itemsize, flat.kind.reduce.itemsize) for unit in self._units for flat in unit.flats), reverse=True)
         self._pool.idle_nbytes = sum(sizes[: 2 + self.policy.schedule.prefetch])
@@ -134,16 +134,16 @@ class Attachment:
 
     def detach(self) -> nn.Module:
         """Restore the plain model: full parameters, gradients and known optimizer states, no hook left.  Collective."""
-        if self.model.__dict__.get(_ATTACHED) is not self:
+        if not self._handles:
             raise AttachError("detach: expected an attached model, found one that was detached already. Attach it again first.")
         self._runtime.settle()
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
         optimizers = optimizers_of(self.model.parameters())
-        for unit in self._units:
-            plain_unit(unit, optimizers)
+        with loose_references(self.model):
+            for unit in self._units:
+                plain_unit(unit, optimizers)
         self._registries.close()
-        del self.model.__dict__[_ATTACHED]
         self._pool.clear()
         self._comm.world.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
         self._comm.close()

@@ -7,7 +7,9 @@ shards and one unit.  It never runs a forward and installs no hook.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +132,20 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
         ) from error
     if grad is not None:
         param.grad = grad
+
+
+@contextmanager
+def loose_references(model: nn.Module) -> Iterator[None]:
+    """RNNs keep weak references to their weights, which would forbid the swap: taken away and given back."""
+    held = [module for module in model.modules() if isinstance(module.__dict__.get("_flat_weight_refs"), list)]
+    for module in held:
+        module.__dict__["_flat_weight_refs"] = []
+    try:
+        yield
+    finally:
+        for module in held:
+            weights = module.__dict__["_flat_weights"]
+            module.__dict__["_flat_weight_refs"] = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
 def find_slots(model: nn.Module, unit: Unit) -> list[Slot]:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import AttachError
+from zhooks.build import loose_references, optimizers_of
 from zhooks.comm import CONTROL, Call, Transport
+from zhooks.hooks import Before
 from zhooks.sharded import ShardedTensor
 
 
-def check_model(model: nn.Module, mark: str) -> torch.device:
+def check_model(model: nn.Module) -> torch.device:
     """The device the model's parameters live on (CPU or CUDA where they are on meta).
 
     Raises:
@@ -25,14 +27,15 @@ def check_model(model: nn.Module, mark: str) -> torch.device:
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach: expected a torch.nn.Module, found {type(model).__name__}. Pass the model itself.")
     for name, module in model.named_modules():
-        if mark in module.__dict__:
+        if any(isinstance(hook, Before) for hook in module._forward_pre_hooks.values()):
             where = f"its module {name}" if name else "it"
             raise AttachError(f"attach: expected a plain model, found {where} attached already. Call detach() on the first attachment.")
     params = dict(model.named_parameters())
     if not params:
         raise AttachError(f"attach: expected {type(model).__name__} to have parameters, found none. There is nothing to partition.")
-    for name, param in params.items():
-        _check_parameter(name, param)
+    with loose_references(model):
+        for name, param in params.items():
+            _check_parameter(name, param)
     devices = sorted({str(param.device) for param in params.values()})
     if len(devices) > 1:
         raise AttachError(
@@ -84,8 +87,6 @@ def check_sparse(model: nn.Module) -> None:
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """The optimizer passed must be the model's; others that already hold state must be passed."""
-    from zhooks.build import optimizers_of
-
     check_sparse(model)
     params = list(model.parameters())
     wanted = {id(param) for param in params}

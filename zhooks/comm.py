@@ -164,6 +164,9 @@ def _siblings(axis: Axis, mesh: Mesh) -> list[tuple[int, ...]]:
     return sorted({tuple(part.tolist()) for part in gathered})
 
 
+# torch 2.13 renamed these; the old names warn there and are the only ones before.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -221,7 +224,7 @@ class Stock:
             numel = segment.numel // self.axis.world
             target = full[segment.start : segment.start + segment.numel]
             piece = shard[step : step + numel]
-            works.append(dist.all_gather_into_tensor(target, piece, group=self._groups[call.channel], async_op=True))
+            works.append(_all_gather(target, piece, group=self._groups[call.channel], async_op=True))
             step += numel
         return self._track(call, works)
 
@@ -232,7 +235,7 @@ class Stock:
             numel = segment.numel // self.axis.world
             source = full[segment.start : segment.start + segment.numel]
             target = out[step : step + numel]
-            works.append(dist.reduce_scatter_tensor(target, source, group=self._groups[call.channel], async_op=True))
+            works.append(_reduce_scatter(target, source, group=self._groups[call.channel], async_op=True))
             step += numel
         return self._track(call, works)
 

@@ -6,9 +6,10 @@ gathered.
 
 Note: [Canonical order]
     Reductions are launched in one order on all ranks: the reverse of the units' order at first, then the order in which
-    rank 0's first backward completed them.  A unit that is ready early waits its turn.  When backward ends the ranks
-    exchange one byte a parameter; units that somebody still owes are then reduced in the same order, with zeros from
-    ranks that had no gradient, and parameters no rank used keep ``grad is None`` as in plain PyTorch.
+    rank 0's first backward completed them.  A unit that is ready early waits its turn; what is left when backward ends
+    is reduced in the same order, with zeros from a rank that had no gradient.  So every backward outside ``no_sync``
+    reduces every unit once, and no rank can wait for one that another has skipped.  Then the ranks exchange one byte a
+    parameter: parameters no rank used keep ``grad is None`` as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        return (None, None, *ctx.reducer.ready(ctx.flat, grads))
+        return (None, None, *ctx.reducer.ready(ctx.flat, grads, _accumulates(ctx)))
 
 
 def make_node(reducer: Reducer) -> Callable[[Flat], tuple[Tensor, ...]]:
@@ -62,13 +63,15 @@ class Gradient:
         self.flat, self._pool = flat, pool
         self.present = [False] * len(flat.params)
         self.partial: Tensor | None = None
+        # The shard holds, or is about to receive, values that no parameter claims yet.
+        self.reserved = False
         self._shard: Tensor | None = None
         self._tensors: list[ShardedTensor] = []
         self._parts: list[Tensor] = []
 
     def free(self) -> bool:
         """No parameter has a gradient, and nobody kept an earlier one: the shard may be overwritten."""
-        if any(param.grad is not None for param in self.flat.params):
+        if self.reserved or any(param.grad is not None for param in self.flat.params):
             return False
         if self._shard is None or any(_held(tensor) for tensor in self._tensors):
             self._fresh()
@@ -98,6 +101,7 @@ class Gradient:
         flat = self.flat
         if self.partial is None:
             own = flat.ownership.whole and flat.kind.master == flat.kind.reduce and self.free() and not has_hooks(flat)
+            self.reserved = self.reserved or own
             self.partial = self.shard if own else self._pool.take(flat.layout.padded, flat.kind.reduce, flat.kind.device)
         parts = self._parts if self.partial is self._shard else self._shaped(self.partial)
         for index, grad in enumerate(grads):
@@ -119,10 +123,14 @@ class Gradient:
                 self.partial[start : start + numel].zero_()
         return self.partial
 
-    def drop_partial(self) -> None:
-        partial, self.partial = self.partial, None
-        self.present = [False] * len(self.flat.params)
-        if partial is not None and partial is not self._shard:
+    def take_partial(self) -> Tensor:
+        """The completed partial sum; what comes next starts a new one."""
+        partial = self.complete()
+        self.partial, self.present = None, [False] * len(self.flat.params)
+        return partial
+
+    def give_back(self, partial: Tensor) -> None:
+        if partial is not self._shard:
             self._pool.give(partial)
 
     def direct(self, grads: Sequence[Tensor | None]) -> None:
@@ -173,6 +181,7 @@ class Landing:
 
     gradient: Gradient
     work: Work
+    partial: Tensor
     out: Tensor
     into_shard: bool
 
@@ -197,7 +206,6 @@ class Reducer:
         self._ready: set[int] = set()
         self._under_way: deque[Landing] = deque()
         self._landed: list[tuple[Gradient, Tensor, bool]] = []
-        self._probe = _probe()
 
     def watch(self, flats: Sequence[Flat]) -> None:
         """Take over these flats (all trainable ones of the attachment), in unit order."""
@@ -213,7 +221,7 @@ class Reducer:
     def alone(self) -> bool:
         return self._world == 1
 
-    def ready(self, flat: Flat, grads: Sequence[Tensor | None]) -> list[Any]:
+    def ready(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
         """Autograd has all gradients of a flat's parameters; returns what their accumulation nodes shall see."""
         if torch.is_grad_enabled():
             raise ShardedOpError(
@@ -221,9 +229,9 @@ class Reducer:
                 "request for a graph of them. Differentiate twice with respect to inputs, or detach() the model."
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return self._ready_plain(flat, grads)
+            return self._ready_plain(flat, grads, accumulates)
 
-    def _ready_plain(self, flat: Flat, grads: Sequence[Tensor | None]) -> list[Any]:
+    def _ready_plain(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
         self.open = True
         self.opened()
         gradient = self.gradients.get(flat.number)
@@ -232,8 +240,7 @@ class Reducer:
                 f"backward of unit {flat.name}: expected the layout of its forward, found that parameters were frozen or unfrozen in "
                 "between. Change requires_grad between steps."
             )
-        # A node that no backward() leaves out: False means autograd.grad or backward(inputs=...) wants chosen gradients.
-        if not torch._C._will_engine_execute_node(self._probe):  # type: ignore[attr-defined]
+        if not accumulates:
             out = self._selected(gradient, grads)
         else:
             out = [None] * len(grads)
@@ -263,7 +270,7 @@ class Reducer:
         while len(self._under_way) >= self._most:
             self._land_oldest()
         self._seen[flat.number] = [a or b for a, b in zip(gradient.present, self._seen.get(flat.number, gradient.present), strict=True)]
-        partial = gradient.complete()
+        partial = gradient.take_partial()
         if flat.kind.reduce is torch.float16:
             partial.mul_(1.0 / self._world)
         if self.bus.active:
@@ -274,9 +281,10 @@ class Reducer:
             work, out = all_reduce_flat(self.comm.shard, call, partial, flat.layout), partial
         else:
             into_shard = flat.kind.reduce == flat.kind.master and not has_hooks(flat) and gradient.free()
+            gradient.reserved = gradient.reserved or into_shard
             out = gradient.shard if into_shard else self.pool.take(flat.shard_numel, flat.kind.reduce, flat.kind.device)
             work = self.comm.shard.reduce_scatter(call, partial, out, flat.layout)
-        self._under_way.append(Landing(gradient, work, out, into_shard))
+        self._under_way.append(Landing(gradient, work, partial, out, into_shard))
 
     def _nbytes(self, flat: Flat) -> int:
         if self.comm.shard.axis.world == 1:
@@ -296,27 +304,32 @@ class Reducer:
             out.mul_(1.0 / self._world)
         if self.bus.active:
             self.bus.end("reduce", flat.name, self._nbytes(flat))
-        if landing.into_shard or has_hooks(flat):
-            keep = out if not landing.into_shard else gradient.shard
-            self._landed.append((gradient, keep if keep is not gradient.partial else keep.clone(), landing.into_shard))
+        if landing.into_shard:
+            self._landed.append((gradient, gradient.shard, True))
+        elif has_hooks(flat):
+            self._landed.append((gradient, out.clone() if out is landing.partial else out, False))
         else:
             self._spread(gradient, out)
-        gradient.drop_partial()
+            if out is not landing.partial:
+                self.pool.give(out)
+        gradient.give_back(landing.partial)
 
     def _spread(self, gradient: Gradient, out: Tensor) -> None:
         """Add what arrived to gradients that exist; the rest goes to the shard, claimed when all ranks are known."""
         flat = gradient.flat
-        waiting = gradient.free()
-        if waiting:
+        if gradient.reserved:
+            gradient.shard.add_(out)
+        elif gradient.free():
+            gradient.reserved = True
             gradient.shard.copy_(out)
+            self._landed.append((gradient, gradient.shard, True))
         else:
+            missing = [index for index, param in enumerate(flat.params) if param.grad is None]
             for index in range(len(flat.params)):
-                if flat.params[index].grad is not None:
+                if index not in missing:
                     gradient.land(index, flat.local(index, out))
-        if waiting or any(param.grad is None for param in flat.params):
-            self._landed.append((gradient, gradient.shard if waiting else out.clone(), waiting))
-        if not flat.ownership.whole:
-            self.pool.give(out)
+            if missing:
+                self._landed.append((gradient, out.clone(), False))
 
     def finish(self) -> None:
         """Backward is over: reduce what any rank still owes, wait for all, and set ``.grad``.  Collective when ranks > 1."""
@@ -332,15 +345,18 @@ class Reducer:
 
     def _finish(self) -> None:
         try:
+            for number in self._order[self._next :]:
+                self._launch(self.gradients[number])
             used, again = self._agree_used()
-            owed = [number for number in self._order if number not in self._seen and any(used[number])]
-            for number in (*owed, *again):
+            for number in again:
                 self._launch(self.gradients[number])
             while self._under_way:
                 self._land_oldest()
             self._claim(used)
             self._agree_order()
         finally:
+            for gradient in self.gradients.values():
+                gradient.reserved = False
             self._next = 0
             self._ready.clear()
             self._under_way.clear()
@@ -444,7 +460,14 @@ def _held(tensor: ShardedTensor) -> bool:
     return sys.getrefcount(tensor) > 4 or tensor._use_count() > 1 or sys.getrefcount(tensor._local) > 2  # type: ignore[attr-defined]
 
 
-def _probe() -> Any:
-    """A graph node that belongs to no model."""
-    leaf = torch.zeros(1, requires_grad=True)
-    return leaf.view_as(leaf).grad_fn
+def _accumulates(node: Any) -> bool:
+    """All parameters behind ``node`` shall accumulate: backward().  Else autograd.grad or backward(inputs=...) chose some."""
+    try:
+        return all(
+            torch._C._will_engine_execute_node(edge)  # type: ignore[attr-defined]
+            for edge, _ in node.next_functions
+            if edge is not None
+        )
+    except RuntimeError:
+        # torch refuses to answer for a leaf that autograd.grad captures.
+        return False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from zhooks.runtime import Runtime
+from zhooks.runtime import Runtime, Scope
 from zhooks.unit import Unit
 
 
@@ -39,8 +39,8 @@ class Inert:
 class Before:
     """Forward pre-hook of a module that units are entered through."""
 
-    def __init__(self, runtime: Runtime, units: Sequence[Unit], name: str, casts: Casts) -> None:
-        self._runtime, self._units, self._name, self._casts = runtime, tuple(units), name, casts
+    def __init__(self, runtime: Runtime, units: Sequence[Unit], scope: Scope, casts: Casts) -> None:
+        self._runtime, self._units, self._scope, self._casts = runtime, tuple(units), scope, casts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()
@@ -50,7 +50,7 @@ class Before:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         outermost = self._runtime.outermost
-        self._runtime.enter(module, self._units, self._name, module.training)
+        self._runtime.enter(module, self._units, self._scope, module.training)
         if outermost and self._casts.inputs is not None:
             return self._casts.cast(args, self._casts.inputs), self._casts.cast(kwargs, self._casts.inputs)
         return None
@@ -86,7 +86,10 @@ def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Ca
             through.setdefault(id(module), (module, []))[1].append(unit)
     handles = []
     for module, entered in through.values():
-        before = Before(runtime, entered, names.get(id(module), "") or type(module).__name__, casts)
+        below = {id(inner) for inner in module.modules()}
+        numbers = tuple(unit.number for unit in units if unit in entered or any(id(entry) in below for entry in unit.entries))
+        scope = Scope(names.get(id(module), "") or type(module).__name__, numbers)
+        before = Before(runtime, entered, scope, casts)
         after = After(runtime, casts)
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after, always_call=True))

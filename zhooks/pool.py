@@ -27,10 +27,10 @@ class Pool:
         """An uninitialised 1-D tensor; its storage is exactly as large."""
         nbytes = numel * dtype.itemsize
         shelf = self._idle.get((nbytes, device))
-        if shelf:
-            self._held -= nbytes
-            return shelf.pop().view(dtype)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
+            if shelf:
+                self._held -= nbytes
+                return shelf.pop().view(dtype)
             return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
 
     def give(self, buffer: Tensor) -> None:
@@ -42,7 +42,9 @@ class Pool:
         if device_keeps(buffer.device) or not alone or self._held + nbytes > self.idle_nbytes:
             return
         self._held += nbytes
-        whole = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage, 0, (nbytes,), (1,))  # type: ignore[call-overload]
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=torch.uint8, device=buffer.device)
+            whole = empty.set_(storage, 0, (nbytes,), (1,))  # type: ignore[call-overload]
         self._idle.setdefault((nbytes, buffer.device), []).append(whole)
 
     def clear(self) -> None:

@@ -19,9 +19,18 @@ import torch
 
 from offload.events import Bus
 from zhooks.activation import SavedParameters
+from zhooks.agree import Agreement
 from zhooks.grad import Reducer
-from zhooks.schedule import Path, Step, Walk, keep_gathered
+from zhooks.schedule import Path, Step, Walk, arrange, keep_gathered
 from zhooks.unit import Flat, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """A module a pass can begin at: its name, and the units that can be entered below it, in order of registration."""
+
+    name: str
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +45,8 @@ class Choices:
 class Runtime:
     """The state machine between the hooks and the units of one attachment."""
 
-    def __init__(self, units: Sequence[Unit], reducer: Reducer, bus: Bus, choices: Choices) -> None:
-        self.bus, self.reducer, self.choices = bus, reducer, choices
+    def __init__(self, units: Sequence[Unit], reducer: Reducer, bus: Bus, choices: Choices, agree: Agreement) -> None:
+        self.bus, self.reducer, self.choices, self.agree = bus, reducer, choices, agree
         self.saved = SavedParameters(self.backward_use)
         self.relaid: bool = False
         self._paths: dict[object, Path] = {}
@@ -49,6 +58,8 @@ class Runtime:
         self._frames: list[tuple[object, tuple[Unit, ...]]] = []
         self._out: dict[int, Unit] = {}
         self._resident = 0
+        self._hooked = False
+        self._entries: set[int] = set()
         self._tasks: set[int] = set()
         self._units: list[Unit] = []
         self._of: dict[int, Unit] = {}
@@ -75,12 +86,12 @@ class Runtime:
         """No hooked module is running: the next one entered begins a pass."""
         return not self._frames
 
-    def enter(self, module: object, units: tuple[Unit, ...], name: str, training: bool) -> None:
+    def enter(self, module: object, units: tuple[Unit, ...], scope: Scope, training: bool) -> None:
         """A module that ``units`` are entered through is about to run; the outermost one begins a pass."""
         if any(running is module for running, _ in self._frames[:1]):
             self._abandon()
-        if not self._frames and not in_backward():
-            self._begin_pass(name, training)
+        if not self._frames:
+            self._begin(module, scope, training)
         entered: list[Unit] = []
         self._frames.append((module, ()))
         for unit in units:
@@ -99,7 +110,12 @@ class Runtime:
             unit.depth -= 1
             if unit.depth == 0:
                 unit.hide()
-        if not self._frames and self._walk is not None:
+        if self._frames:
+            return
+        if self._hooked:
+            self._hooked = False
+            self.saved.exit()
+        if self._walk is not None:
             self._end_pass(failed)
 
     def _abandon(self) -> None:
@@ -107,35 +123,55 @@ class Runtime:
         while self._frames:
             self.leave(self._frames[-1][0], failed=True)
 
-    def _begin_pass(self, name: str, training: bool) -> None:
-        self.settle()
+    def _begin(self, module: object, scope: Scope, training: bool) -> None:
+        """Begin a pass or, inside backward, a recomputation.
+
+        A recomputation must save what its forward saved: parameters pass as references where the forward began at this
+        module, and belong to the checkpoint where it began further out.
+        """
         grad = torch.is_grad_enabled()
-        label = f"{name} {'train' if training else 'eval'}{'' if grad else ' no_grad'}"
-        self._walk = Walk(self._paths.setdefault(label, Path(label)), self.choices.prefetch)
+        if not in_backward():
+            self._begin_pass(scope, training, grad)
+            if grad:
+                self._entries.add(id(module))
+        if grad and self.releases and id(module) in self._entries:
+            self._hooked = True
+            self.saved.enter()
+
+    def _begin_pass(self, scope: Scope, training: bool, grad: bool) -> None:
+        self.settle()
+        label = f"{scope.name} {'train' if training else 'eval'}{'' if grad else ' no_grad'}"
+        path = self._paths.get(label)
+        if path is None:
+            path = self._paths[label] = Path(label, list(scope.numbers))
+        self._walk = Walk(path, self.choices.prefetch)
         self._keep = frozenset()
         if grad:
             self._last = label
             self._keep = self._plan_keep(self._walk.path)
-            if self.releases:
-                self.saved.enter()
         if self.bus.active:
             self.bus.begin("forward", label)
 
     def _end_pass(self, failed: bool) -> None:
         walk, self._walk = self._walk, None
         assert walk is not None
-        self.saved.exit()
         keep: frozenset[int] = frozenset()
-        if failed:
-            if not walk.path.recorded:
-                walk.path.order.clear()
-        else:
+        if not failed:
             self._catch_up(walk)
+            if not walk.path.recorded:
+                self._record(walk, walk.path.order)
             keep = self._plan_keep(walk.path) if torch.is_grad_enabled() else keep
         if self.bus.active:
             self.bus.end("forward", walk.path.name)
         self._kept = keep
         self._release_others(keep)
+
+    def _record(self, walk: Walk, open_: Sequence[int]) -> None:
+        """After a path's first pass all ranks take over one order."""
+        path, count = walk.path, len(self._units)
+        path.used = self.agree.anywhere(path.name, walk.used, count)
+        path.order = arrange(path.order, self.agree.sequence(path.name, walk.used), path.used | set(open_))
+        path.recorded = True
 
     def _plan_keep(self, path: Path) -> frozenset[int]:
         """The units that path keeps gathered for backward."""
@@ -147,7 +183,7 @@ class Runtime:
 
     def _catch_up(self, walk: Walk) -> None:
         for number in walk.finish():
-            self._begin(self._units[number])
+            self._start(self._units[number])
         for unit in tuple(self._out.values()):
             unit.finish_gather()
 
@@ -162,11 +198,11 @@ class Runtime:
             if self._out:
                 self._release_idle(step, backward)
             for number in step.launch:
-                self._begin(self._units[number])
-        self._begin(unit)
+                self._start(self._units[number])
+        self._start(unit)
         unit.finish_gather()
 
-    def _begin(self, unit: Unit) -> None:
+    def _start(self, unit: Unit) -> None:
         for flat in unit.flats:
             if not flat.current():
                 flat.begin_gather()
@@ -203,13 +239,22 @@ class Runtime:
         """Something of this attachment runs inside a backward: be told when it ends."""
         if self._back is None and self._walk is None:
             label = f"backward of {self._last}"
-            self._back = Walk(self._paths.setdefault(label, Path(label)), self.choices.prefetch)
+            path = self._paths.get(label)
+            if path is None:
+                path = self._paths[label] = Path(label, self._guess_backward())
+            self._back = Walk(path, self.choices.prefetch)
             if self.bus.active:
                 self.bus.begin("backward", label)
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         if task >= 0 and task not in self._tasks:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+
+    def _guess_backward(self) -> list[int]:
+        """The forward's order reversed: each unit once, from its last use."""
+        forward = self._paths.get(self._last)
+        order = list(dict.fromkeys(reversed(forward.order))) if forward is not None else []
+        return [number for number in order if self._units[number].releasable]
 
     def _backward_over(self) -> None:
         """Autograd finished a backward; one inside a node of another (reentrant checkpointing) does not count."""
@@ -242,27 +287,37 @@ class Runtime:
         """Be at rest: finish an open backward, and follow freezes.  Called at every entry."""
         if not force and in_backward():
             return
-        if self._back is not None or self.reducer.open:
-            self._end_backward()
-        if self.relaid and self._walk is None:
-            self.relaid = False
-            self.relay()
+        if self._back is None and not self.reducer.open and not self.relaid:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if self._back is not None or self.reducer.open:
+                self._end_backward()
+            if self.relaid and self._walk is None:
+                self.relaid = False
+                self.relay()
 
     def _end_backward(self) -> None:
         walk, self._back = self._back, None
         self._tasks.clear()
         self._kept = frozenset()
+        self._entries.clear()
         if walk is not None and self.releases:
             for number in walk.finish():
-                self._begin(self._units[number])
-        elif walk is not None:
-            walk.finish()
+                self._start(self._units[number])
+            if not walk.path.recorded:
+                self._record_backward(walk)
         for unit in self._units:
             unit.trainable_left = 0
         self._release_others(frozenset())
         self.reducer.finish()
         if self.bus.active and walk is not None:
             self.bus.end("backward", walk.path.name)
+
+    def _record_backward(self, walk: Walk) -> None:
+        """Backward reads no parameters of some units (an embedding): what forward used and backward did not is left out."""
+        forward = self._paths.get(self._last)
+        used = forward.used if forward is not None else frozenset()
+        self._record(walk, [number for number in walk.path.order if number not in used])
 
     def relay(self) -> None:
         """Lay parameters out anew after a freeze; set by the composition root."""
@@ -298,7 +353,7 @@ class Runtime:
         self._resident += 1
         try:
             for unit in self._units:
-                self._begin(unit)
+                self._start(unit)
             for unit in self._units:
                 unit.finish_gather()
             yield

@@ -4,24 +4,26 @@
 streams or ranks, and it never launches anything.
 
 Note: [One order on every rank]
-    Gathers are launched in the order of the record.  A rank that skips a recorded unit still launches its gather when it
-    comes past, and what is left when the pass ends; a use outside the record is answered with that unit alone and joins
-    the record.  So a branch that only one rank takes costs a gather, never a mismatch, as long as the record is common.
+    Gathers are launched in the order of the path.  A rank that skips a unit still launches its gather when it comes past,
+    and what is left when the pass ends.  A path starts as a guess (the order of registration, or the forward's reversed);
+    after its first pass all ranks take over what rank 0 saw, completed by units whose use is still open: ranks may use
+    different ones later.  A use the path does not hold is answered with that unit alone and joins the path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class Path:
-    """The recorded order of use of one way through the model (training forward, its backward, evaluation, a branch)."""
+    """The order of use of one way through the model (training forward, its backward, evaluation, a branch)."""
 
     name: str
-    order: list[int] = field(default_factory=list)
+    order: list[int]
     recorded: bool = False
+    used: frozenset[int] = field(default_factory=frozenset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,44 +37,61 @@ class Step:
 class Walk:
     """One pass along a path."""
 
-    __slots__ = ("_cursor", "_depth", "_launched", "path")
+    __slots__ = ("_cursor", "_depth", "_last", "_launched", "path", "used")
 
     def __init__(self, path: Path, depth: int) -> None:
         self.path = path
+        self.used: list[int] = []
         self._depth = depth
         self._cursor = 0
         self._launched = 0
+        self._last = -1
 
     def use(self, number: int) -> Step:
         """Unit ``number`` is about to be used."""
         order = self.path.order
-        if self._cursor and order[self._cursor - 1] == number:
+        if number == self._last:
             return Step((), frozenset((number, *self._ahead())))
+        self._last = number
         if not self.path.recorded:
-            order.append(number)
-            self._cursor = self._launched = len(order)
-            return Step((number,), frozenset((number,)))
+            self.used.append(number)
         try:
             found = order.index(number, self._cursor)
         except ValueError:
-            order.insert(self._cursor, number)
-            self._cursor += 1
-            self._launched = max(self._launched + 1, self._cursor)
+            # Already launched units keep their place: this one comes before what is still to be launched.
+            place = max(self._cursor, self._launched)
+            order.insert(place, number)
+            self._launched = place + 1
+            if place == self._cursor:
+                self._cursor += 1
             return Step((number,), frozenset((number, *self._ahead())))
-        until = min(len(order), found + 1 + self._depth)
-        launch = tuple(order[self._launched : until]) if until > self._launched else ()
-        self._launched = max(self._launched, until)
+        until = max(self._launched, min(len(order), found + 1 + self._depth))
+        launch = tuple(order[self._launched : until])
+        self._launched = until
         self._cursor = found + 1
         return Step(launch, frozenset((number, *self._ahead())))
 
     def finish(self) -> tuple[int, ...]:
-        """The pass ended: gathers of the record that this rank has not launched, which other ranks may wait for."""
-        rest = tuple(self.path.order[self._launched :]) if self.path.recorded else ()
-        self.path.recorded = True
+        """The pass ended: gathers of the path that this rank has not launched, which other ranks may wait for."""
+        rest = tuple(self.path.order[self._launched :])
+        self._launched = len(self.path.order)
         return rest
 
     def _ahead(self) -> list[int]:
         return self.path.order[self._cursor : min(self._launched, self._cursor + self._depth)]
+
+
+def arrange(guess: Sequence[int], used: Sequence[int], open_: Set[int]) -> list[int]:
+    """The order a path takes after its first pass: ``used``, and each unit of ``open_`` after its neighbour in the guess."""
+    order = list(used)
+    before: int | None = None
+    for number in guess:
+        if number not in order:
+            if number not in open_:
+                continue
+            order.insert(order.index(before) + 1 if before is not None else 0, number)
+        before = number
+    return order
 
 
 def keep_gathered(order: Sequence[int], nbytes: Mapping[int, int], *, reshard: bool | str, budget: int | None) -> frozenset[int]:

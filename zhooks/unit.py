@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.errors import AttachError
 from offload.events import Bus
 from zhooks.comm import CONTROL, DONE, GATHER, Call, Transport, Work
 from zhooks.layout import Layout, Piece
@@ -145,6 +144,11 @@ class Flat:
     def full_nbytes(self) -> int:
         return self.layout.padded * self.kind.compute.itemsize
 
+    @property
+    def moved_nbytes(self) -> int:
+        """Payload of one gather."""
+        return self.full_nbytes if self.sharded else 0
+
     def version(self) -> int:
         return self._writes + self.shard._version
 
@@ -156,12 +160,15 @@ class Flat:
         """Start bringing the full buffer up to date; nothing to do when it is."""
         if self.current() or self.layout.padded == 0:
             return
+        if self.state is State.GATHERING:
+            self.finish_gather()
         self._move("begin")
         if self.full is None:
             self.full = self._pool.take(self.layout.padded, self.kind.compute, self.kind.device)
-        self._stale()
+        if self._version != self.version():
+            self._stale()
         if self.bus.active:
-            self.bus.begin("gather", self.name, self.full_nbytes if self.layout.world > 1 else 0)
+            self.bus.begin("gather", self.name, self.moved_nbytes)
         self._version = self.version()
         with torch.no_grad(), torch.inference_mode(False):
             source = self._send_buffer(self.full)
@@ -173,10 +180,11 @@ class Flat:
         if self.state is not State.GATHERING:
             return
         work, self._work = self._work, DONE
-        work.wait()
+        with torch.no_grad():
+            work.wait()
         self._move("finish")
         if self.bus.active:
-            self.bus.end("gather", self.name, self.full_nbytes if self.layout.world > 1 else 0)
+            self.bus.end("gather", self.name, self.moved_nbytes)
 
     def _send_buffer(self, full: Tensor) -> Tensor:
         """The shard in the compute dtype; a cast goes straight into this rank's range of the full buffer."""
@@ -358,14 +366,3 @@ class Unit:
 def held(view: Tensor) -> bool:
     """Somebody besides the table of views refers to this very tensor (table, loop and call are three references)."""
     return sys.getrefcount(view) > 4 or view._use_count() > 1  # type: ignore[attr-defined]
-
-
-def check_swappable(name: str, param: nn.Parameter) -> None:
-    """Refuse by name a parameter whose identity cannot be kept."""
-    import weakref
-
-    if weakref.getweakrefcount(param):
-        raise AttachError(
-            f"parameter {name}: expected no weak references to it, found {weakref.getweakrefcount(param)}. Delete what "
-            "holds them (a WeakTensorKeyDictionary, another wrapper) before attach."
-        )

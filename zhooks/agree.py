@@ -1,0 +1,41 @@
+"""What all ranks agree on off the hot path: the order of a path after its first pass.
+
+``runtime.py`` asks after a first pass; the answer is the same on every rank.  It never decides an order: ``schedule.py``
+does, from what is exchanged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zhooks.comm import CONTROL, Call, Transport
+
+
+class Agreement:
+    """Small exchanges over all ranks of the mesh."""
+
+    def __init__(self, world: Transport) -> None:
+        self._world = world
+
+    def sequence(self, name: str, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's sequence.  Collective."""
+        if self._world.axis.world == 1:
+            return list(numbers)
+        size = torch.tensor([len(numbers)], dtype=torch.int64)
+        self._world.broadcast(Call(CONTROL, "agree on order", name), size)
+        values = torch.zeros(int(size.item()), dtype=torch.int64)
+        if self._world.axis.rank == 0:
+            values.copy_(torch.tensor(list(numbers), dtype=torch.int64))
+        if values.numel():
+            self._world.broadcast(Call(CONTROL, "agree on order", name), values)
+        return [int(value) for value in values.tolist()]
+
+    def anywhere(self, name: str, numbers: Sequence[int], count: int) -> frozenset[int]:
+        """The numbers, of ``count``, that any rank names.  Collective."""
+        flags = torch.zeros(count, dtype=torch.uint8)
+        flags[list(numbers)] = 1
+        if self._world.axis.world > 1:
+            self._world.all_reduce(Call(CONTROL, "agree on use", name), flags, "max")
+        return frozenset(int(number) for number in flags.nonzero().flatten().tolist())
