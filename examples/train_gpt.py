@@ -1,0 +1,400 @@
+"""Train a small GPT on the Python standard library's own source, sharded over ranks by one line: `zhooks.attach`.
+
+Run it with torchrun, or as it is for one process; the model is in `gpt.py`, the data in `text.py`:
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py
+    python examples/train_gpt.py --plain
+
+Read `run` first, then `train`, the ordinary training loop. This file never treats a sharded model and a plain one
+differently beyond the attach line and what the Attachment offers after it.
+"""
+
+# torch leaves Tensor.backward without annotations.
+# mypy: untyped-calls-exclude=torch
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+import zhooks
+from gpt import GPT, GPTConfig, sample
+from offload.events import Event
+from text import Corpus, CorpusError, held_out_batch, read_corpus, readable, share, standard_library, train_batch
+
+MAX_CORPUS_NBYTES = 16 << 20
+HELD_OUT_ROWS = 512
+WARMUP_STEPS = 50
+#: How far a sharded run may be from the plain one, in nats a byte: the two add the same numbers in another order.
+TOLERANCE = 1e-4
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+Show = Callable[[int, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The options of the command line, one field each; `--help` explains them."""
+
+    steps: int
+    seconds: float
+    batch: int
+    layers: int
+    dim: int
+    heads: int
+    context: int
+    lr: float
+    seed: int
+    stage: int | None
+    policy: Path | None
+    plain: bool
+    check_plain: int
+    device: str
+    source: Path
+    out: Path
+    json: Path | None
+
+    def new_model(self, device: torch.device) -> GPT:
+        """The same numbers on every rank and in every run with this seed."""
+        torch.manual_seed(self.seed)
+        return GPT(GPTConfig(self.layers, self.dim, self.heads, self.context)).to(device)
+
+    def new_optimizer(self, model: nn.Module) -> Optimizer:
+        """An ordinary optimizer, over sharded or plain parameters alike."""
+        return AdamW(model.parameters(), lr=self.lr, betas=(0.9, 0.95))
+
+    def lr_factor(self, step: int) -> float:
+        """Linear warm-up, then half a cosine down to a tenth at the last step."""
+        if step < WARMUP_STEPS:
+            return (step + 1) / WARMUP_STEPS
+        progress = (step - WARMUP_STEPS) / max(1, self.steps - WARMUP_STEPS)
+        return 0.55 + 0.45 * math.cos(math.pi * min(1.0, progress))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's place among the others."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def total(self, *values: float) -> list[float]:
+        """Each value summed over all ranks; every rank must call it."""
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(sums)
+        found: list[float] = sums.tolist()
+        return found
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.world > 1:
+            dist.barrier()
+
+
+@dataclass(slots=True)
+class Result:
+    """What `--json` writes."""
+
+    world: int
+    device: str
+    parameters: int
+    losses: list[float]
+    seconds: float
+    held_out_loss: float
+    reloaded_loss: float
+    plain_losses: list[float] = field(default_factory=list)
+
+    @property
+    def plain_difference(self) -> float:
+        """The largest distance of a loss from the plain run's; 0 where none was asked for."""
+        return max((abs(a - b) for a, b in zip(self.losses, self.plain_losses, strict=False)), default=0.0)
+
+    def check(self) -> None:
+        """Raise a one-line error unless sharding changed nothing."""
+        if self.plain_difference > TOLERANCE:
+            found = f"{self.plain_difference:.1e}"
+            raise click.ClickException(f"losses: expected within {TOLERANCE} of the plain run's, found {found}")
+        if abs(self.reloaded_loss - self.held_out_loss) > TOLERANCE:
+            found = f"{self.reloaded_loss:.6f}"
+            raise click.ClickException(f"reloaded model: expected the loss {self.held_out_loss:.6f}, found {found}")
+
+
+def mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+@contextlib.contextmanager
+def open_ranks(device: str) -> Iterator[Ranks]:
+    """Join the other processes under torchrun, over NCCL if each has a GPU, else over Gloo; alone without torchrun."""
+    local_world, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if device == "cuda" and gpus < local_world:
+        raise click.UsageError(f"--device cuda: expected {local_world} GPUs, one a rank, found {gpus}")
+    use_cuda = device != "cpu" and gpus >= local_world
+    mine = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(mine)
+    if "WORLD_SIZE" not in os.environ:
+        yield Ranks(0, 1, mine)
+        return
+    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=mine if use_cuda else None)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), mine)
+        dist.barrier()  # nobody takes the group down while another rank still uses it
+    finally:
+        dist.destroy_process_group()
+
+
+def run(job: Job, ranks: Ranks, console: Console) -> Result:
+    """The whole job: read, build, attach, train, validate, sample, save, and load what was saved into a plain GPT."""
+    corpus = read_corpus(job.source, max_nbytes=MAX_CORPUS_NBYTES, min_nbytes=HELD_OUT_ROWS + job.context)
+    console.print(
+        f"{corpus.train_files} files, {mib(corpus.train.numel())} to train on; "
+        f"{corpus.held_out_files} files, {mib(corpus.held_out.numel())} held out"
+    )
+    plain_losses = train_plainly(job, corpus, ranks, console) if job.check_plain else []
+
+    model = job.new_model(ranks.device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    attachment = None
+    if not job.plain:
+        attachment = zhooks.attach(model, policy=job.policy or {"stage": 3 if job.stage is None else job.stage})
+    optimizer = job.new_optimizer(model)
+    how = f"attached, world size {ranks.world}" if attachment else "plain, in one process"
+    console.print(f"GPT with {parameters:,} parameters on {ranks.device.type}, {how}")
+
+    with Display(job, model, attachment, console) as display:
+        losses = train(model, optimizer, job, corpus, ranks, steps=job.steps, show=display.show)
+    if attachment:
+        # One more backward: the table is about the moment when gradients and optimizer states are all there.
+        loss_of_step(model, job, corpus, ranks, step=0).backward()
+        console.print(f"\n{attachment.memory()}")
+        optimizer.zero_grad()
+
+    # Evaluation and sampling use every unit many times over: gather all once and keep them.
+    with attachment.resident() if attachment else contextlib.nullcontext():
+        held_out_loss = validate(model, job, corpus, ranks)
+        written = sample(model, b"def ", length=400, context=job.context, seed=job.seed)
+    console.print(f"\nvalidation loss {held_out_loss:.4f} nats a byte\n\n{readable(written)}\n")
+
+    save(model, attachment, job.out)
+    ranks.wait()
+    # Each rank loads the file for itself: a plain model needs neither ranks nor zhooks.
+    reloaded = job.new_model(ranks.device)
+    reloaded.load_state_dict(load_file(job.out, device=str(ranks.device)))
+    reloaded_loss = validate(reloaded, job, corpus, ranks)
+    console.print(f"saved to {job.out}; a plain GPT that loads it has validation loss {reloaded_loss:.4f}")
+    return Result(
+        ranks.world, ranks.device.type, parameters, losses, display.seconds, held_out_loss, reloaded_loss, plain_losses
+    )
+
+
+def train(
+    model: nn.Module, optimizer: Optimizer, job: Job, corpus: Corpus, ranks: Ranks, *, steps: int, show: Show
+) -> list[float]:
+    """Train for `steps` steps or until the time is spent, and return the loss of every step.
+
+    The loop one would write for one process; only the batch and the reported loss know of ranks.
+    """
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, job.lr_factor)
+    losses: list[float] = []
+    began = time.monotonic()
+    for step in range(steps):
+        loss = loss_of_step(model, job, corpus, ranks, step=step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        # Clocks differ between ranks: all stop as soon as one of them is out of time.
+        total, out_of_time = ranks.total(loss.item(), time.monotonic() - began > job.seconds)
+        losses.append(total / ranks.world)
+        if not math.isfinite(total):
+            raise click.ClickException(f"step {step}: the loss is {total}; lower --lr from {job.lr}")
+        show(step, losses[-1])
+        if out_of_time:
+            break
+    return losses
+
+
+def loss_of_step(model: nn.Module, job: Job, corpus: Corpus, ranks: Ranks, *, step: int) -> Tensor:
+    """The mean loss over this rank's share of the batch of `step`."""
+    batch = train_batch(corpus.train, seed=job.seed, step=step, rows=job.batch, context=job.context)
+    inputs, targets = share(batch, rank=ranks.rank, world=ranks.world)
+    return cross_entropy(model, inputs.to(ranks.device), targets.to(ranks.device))
+
+
+def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Nats a byte, averaged over all positions."""
+    logits: Tensor = model(inputs)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def validate(model: nn.Module, job: Job, corpus: Corpus, ranks: Ranks) -> float:
+    """The loss over windows spread over the held-out files, each rank taking its share of every batch."""
+    inputs, targets = held_out_batch(corpus.held_out, rows=HELD_OUT_ROWS, context=job.context)
+    total, count = 0.0, 0
+    # Whole batches only: every rank must get the same number of rows.
+    for batch in zip(inputs.split(job.batch), targets.split(job.batch), strict=True):
+        if len(batch[0]) < job.batch:
+            break
+        mine, wanted = share(batch, rank=ranks.rank, world=ranks.world)
+        total += cross_entropy(model, mine.to(ranks.device), wanted.to(ranks.device)).item()
+        count += 1
+    return ranks.total(total)[0] / (count * ranks.world)
+
+
+def train_plainly(job: Job, corpus: Corpus, ranks: Ranks, console: Console) -> list[float]:
+    """The first losses of the same training in one process, for comparison; rank 0 does it while the others wait."""
+    losses: list[float] = []
+    if ranks.rank == 0:
+        console.print(f"{job.check_plain} steps of the plain model first, to compare with")
+        alone = Ranks(0, 1, ranks.device)
+        model = job.new_model(ranks.device)
+        optimizer = job.new_optimizer(model)
+        losses = train(model, optimizer, job, corpus, alone, steps=job.check_plain, show=lambda step, loss: None)
+    ranks.wait()
+    return losses
+
+
+def save(model: nn.Module, attachment: zhooks.Attachment | None, path: Path) -> None:
+    """Write the full parameters as safetensors; with ranks, rank 0 writes and every rank must call."""
+    if attachment is None:
+        save_file(model.state_dict(), path)
+    else:
+        attachment.save_full(path)
+
+
+class GatherCount:
+    """An observer that adds up the bytes of every gather."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def on_event(self, event: Event) -> None:
+        if event.what == "gather" and event.kind == "begin":
+            self.nbytes += event.nbytes
+
+
+class Display(contextlib.ExitStack):
+    """The progress bar on rank 0, and a line every fifty steps for logs that keep no bar."""
+
+    def __init__(self, job: Job, model: nn.Module, attachment: zhooks.Attachment | None, console: Console) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self._job, self._console = job, console
+        self._count, self._gathered_before = GatherCount(), 0
+        if attachment is not None:
+            self.callback(attachment.observe(self._count).close)
+        # What lies here between steps: a rank's range of a sharded parameter, all of a plain one.
+        held = sum(getattr(parameter, "to_local", parameter.detach)().nbytes for parameter in model.parameters())
+        self._held = f"{'holds' if attachment is None else 'shards'} {mib(held)}"
+        columns = MofNCompleteColumn(), TextColumn("{task.description}"), BarColumn(None, table_column=Column(ratio=1))
+        self._progress = self.enter_context(Progress(*columns, console=console, disable=console.quiet, expand=True))
+        self._task = self._progress.add_task("training", total=job.steps)
+        self._began = time.monotonic()
+
+    def show(self, step: int, loss: float) -> None:
+        """Take the loss of a finished step."""
+        self.seconds = time.monotonic() - self._began
+        tokens = (step + 1) * self._job.batch * self._job.context
+        gathered, self._gathered_before = self._count.nbytes - self._gathered_before, self._count.nbytes
+        speed = tokens / self.seconds
+        line = f"loss {loss:.3f}, {speed:,.0f} tokens/s, {self._held}, gathers {mib(gathered)} a step"
+        self._progress.update(self._task, completed=step + 1, description=line)
+        if (step + 1) % 50 == 0:
+            self._console.print(f"step {step + 1}, {self.seconds:.0f} s: {line}")
+
+
+def report(job: Job, result: Result, console: Console) -> None:
+    """The comparison with the plain run, what to try next, and the JSON file."""
+    if result.plain_losses:
+        console.print(f"first {job.check_plain} losses: at most {result.plain_difference:.1e} from the plain run's")
+    console.print(
+        "\nWhat to try next\n"
+        "  --stage 0 (or 1, 2)     the memory table when less is sharded\n"
+        "  --check-plain 50        the same losses as without ranks\n"
+        "  --policy policy.toml    your own policy; a first one is the two lines\n"
+        "                            [precision]\n"
+        '                            param = "bf16"\n'
+        "  --layers 8 --dim 384    a larger model; give it more --steps and --seconds\n"
+        "  zhooks.attach(model)    in your own training loop"
+    )
+    if job.json is not None and not console.quiet:
+        facts = asdict(result) | {"plain_difference": result.plain_difference}
+        job.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def check_options(job: Job) -> None:
+    """Raise a one-line error for options that contradict each other or the number of ranks; make the output folder."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if job.plain and (world > 1 or job.check_plain or job.stage is not None or job.policy):
+        raise click.UsageError("--plain runs one process unsharded: no torchrun, --stage, --policy or --check-plain")
+    if job.stage is not None and job.policy:
+        raise click.UsageError("--stage and --policy: expected one of them; write the stage into the policy file")
+    if job.batch % world:
+        raise click.UsageError(f"--batch: expected a multiple of the {world} ranks, found {job.batch}")
+    if job.dim % (2 * job.heads):
+        raise click.UsageError(f"--dim: expected an even number for each of the {job.heads} heads, found {job.dim}")
+    if job.check_plain > job.steps:
+        raise click.UsageError(f"--check-plain: expected at most --steps, {job.steps}, found {job.check_plain}")
+    for path in filter(None, (job.out, job.json)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--steps", default=1200, type=click.IntRange(1), help="Training steps.")
+@click.option("--seconds", default=540.0, type=click.FloatRange(0), help="Stop training after this time, set-up apart.")
+@click.option("--batch", default=16, type=click.IntRange(1, HELD_OUT_ROWS), help="Windows a step, over all ranks.")
+@click.option("--layers", default=4, type=click.IntRange(1), help="Transformer blocks.")
+@click.option("--dim", default=192, type=click.IntRange(2), help="Width of the model.")
+@click.option("--heads", default=6, type=click.IntRange(1), help="Attention heads.")
+@click.option("--context", default=128, type=click.IntRange(2, 8192), help="Bytes the model looks back.")
+@click.option("--lr", default=2e-3, type=click.FloatRange(0), help="Highest learning rate.")
+@click.option("--seed", default=0, type=click.IntRange(0, 2**32), help="Seed of weights, data order and sampling.")
+@click.option("--stage", type=click.IntRange(0, 3), help="ZeRO stage.  [default: 3]")
+@click.option("--policy", type=FILE, help="Policy file, instead of --stage.")
+@click.option("--plain", is_flag=True, help="One process without zhooks, on the same batches.")
+@click.option("--check-plain", default=0, type=click.IntRange(0), help="Compare that many losses with the plain run's.")
+@click.option(
+    "--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="auto: a GPU each, else CPU."
+)
+@click.option("--source", default=standard_library, show_default="standard library", type=FOLDER, help="*.py files.")
+@click.option("--out", default="out/gpt.safetensors", type=FILE, help="Where to write the trained weights.")
+@click.option("--json", type=FILE, help="Where to write losses and results.")
+def main(**options: Any) -> None:
+    """Train a byte-level GPT on the Python standard library's own source."""
+    job = Job(**options)
+    try:
+        check_options(job)
+        with open_ranks(job.device) as ranks:
+            console = Console(quiet=ranks.rank != 0, markup=False, highlight=False, soft_wrap=True)
+            result = run(job, ranks, console)
+        report(job, result, console)
+        result.check()
+    except (CorpusError, zhooks.ZhooksError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The pages tell the truth: their programs run, their policies load, their outputs are what is printed, their links lead somewhere.
+
+pytest calls it. All Python blocks of a page are one program, run in a process of its own at world size 1 in an empty folder, warnings
+being errors; a ``text`` block right after a Python block is what that block prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from offload import errors
+from offload.policy import Policy
+from offload.policy_load import format_size, toml_value
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"python", "toml", "sh", "text"}
+SIZES = {("budget", "device"), ("comm", "bucket")}
+
+# Runs in the other process: executes each block in one namespace and says, as JSON, what each printed.
+DRIVER = """
+import contextlib, io, json, sys
+printed, space = [], {"__name__": "__main__"}
+for page, line, text in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        # Blank lines before the block, so that a traceback shows the page's own line.
+        exec(compile("\\n" * line + text, page, "exec", dont_inherit=True), space)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block; ``line`` is that of its fence, counted from 1, ``after`` the block it directly follows."""
+
+    language: str
+    line: int
+    text: str
+    after: Block | None = None
+
+
+def blocks(page: Path) -> list[Block]:
+    found: list[Block] = []
+    fence, body, near = None, [], False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if fence is None and line.startswith("```"):
+            fence, body = (line[3:].strip(), number), []
+        elif fence is not None and line == "```":
+            before = found[-1] if near and found else None
+            found.append(Block(fence[0], fence[1], "\n".join(body) + "\n", before))
+            fence, near = None, True
+        elif fence is not None:
+            body.append(line)
+        elif line.strip():
+            near = False
+    assert fence is None, f"{page.name}:{fence}: the block does not end"
+    return found
+
+
+def of_language(page: Path, language: str) -> list[Block]:
+    return [block for block in blocks(page) if block.language == language]
+
+
+def by_name(page: Path) -> str:
+    return page.name
+
+
+with_python = pytest.mark.parametrize("page", [p for p in PAGES if of_language(p, "python")], ids=by_name)
+every_page = pytest.mark.parametrize("page", PAGES, ids=by_name)
+
+
+@with_python
+def test_the_programs_of_a_page_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
+    write_policies(page, tmp_path)
+    programs = of_language(page, "python")
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", DRIVER],
+        input=json.dumps([(page.name, block.line, block.text) for block in programs]),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
+    printed = dict(zip((block.line for block in programs), json.loads(done.stdout), strict=True))
+    for block in of_language(page, "text"):
+        if block.after is not None and block.after.language == "python":
+            assert printed[block.after.line] == block.text, f"{page.name}:{block.line}: the program printed otherwise"
+
+
+def write_policies(page: Path, folder: Path) -> list[Path]:
+    """Put each TOML block into the folder, under the name in its first line where it has one."""
+    made = []
+    for block in of_language(page, "toml"):
+        named = re.match(r"# ([\w.-]+\.toml)\n", block.text)
+        path = folder / (named[1] if named else f"line{block.line}.toml")
+        path.write_text(block.text, encoding="utf-8")
+        made.append(path)
+    return made
+
+
+@every_page
+def test_every_policy_of_a_page_loads(page: Path, tmp_path: Path) -> None:
+    for path in write_policies(page, tmp_path):
+        Policy.load(path)
+
+
+@every_page
+def test_no_block_escapes_these_tests(page: Path) -> None:
+    strange = [f"{page.name}:{block.line}: {block.language!r}" for block in blocks(page) if block.language not in LANGUAGES]
+    assert not strange
+
+
+@every_page
+def test_commands_name_targets_and_files_that_exist(page: Path) -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    commands = "\n".join(block.text for block in of_language(page, "sh")) + "\n".join(re.findall(r"`([^`\n]+)`", text))
+    for target in re.findall(r"^make (\w+)", commands, re.MULTILINE):
+        assert target in targets, f"{page.name}: make {target}"
+    for script in re.findall(r"(?:examples|benchmarks)/\w+\.py", text):
+        assert (ROOT / script).is_file(), f"{page.name}: {script}"
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def keys() -> Iterator[tuple[str, str, object]]:
+    """Table, name and default of every key of the policy; the table of `stage` is empty."""
+    policy = Policy()
+    for name, value in policy:
+        if isinstance(value, BaseModel):
+            yield from ((name, key, default) for key, default in value)
+        else:
+            yield "", name, value
+
+
+def written(table: str, key: str, default: object) -> str:
+    if default is None:
+        return "unset"
+    return toml_value(format_size(default) if (table, key) in SIZES and isinstance(default, int) else default)
+
+
+def sections(page: Path) -> dict[str, str]:
+    """The text below each heading of a page."""
+    parts = re.split(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_the_policy_page_names_every_key_with_its_default() -> None:
+    page = sections(ROOT / "docs" / "policy.md")
+    for table, key, default in keys():
+        row = f"| `{key}` | `{written(table, key, default)}` |"
+        homes = [text for heading, text in page.items() if (f"[{table}]" if table else "stage") in heading]
+        assert any(row in text for text in homes), f"docs/policy.md: expected {row} under [{table}]"
+
+
+def test_the_policy_page_names_no_key_that_is_not_there() -> None:
+    known = {key for _, key, _ in keys()}
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "policy.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows and set(rows) <= known, set(rows) - known
+
+
+def test_the_errors_page_has_a_section_for_every_error() -> None:
+    assert set(errors.__all__) <= set(sections(ROOT / "docs" / "errors.md"))
+
+
+def test_the_architecture_page_names_every_file() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    files = [path for folder in ("zhooks", "offload", "tools/zprof") for path in (ROOT / folder).glob("*.py")]
+    missing = [path.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py" and f"`{path.name}`" not in text]
+    assert files and not missing

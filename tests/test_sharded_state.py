@@ -1,0 +1,259 @@
+"""The sharded tensor saved, copied, moved and written: the stock save and resume loop, deep copies, refused writes.
+
+pytest runs it, on one rank and on two. Full states, for any world size, are the Attachment's: test_attach_state.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zhooks
+from tests.on_ranks import on_ranks
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+}
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [param.full_tensor() for param in model.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ---- the stock save and resume loop
+
+
+@on_ranks(1, 2, stage=(0, 1, 3), kind=tuple(OPTIMIZERS))
+def test_the_stock_save_and_resume_loop_continues_as_if_nothing_had_happened(stage: int, kind: str) -> None:
+    model = net()
+    attachment = zhooks.attach(model, policy={"stage": stage})
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    train(model, optimizer, range(3))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    wanted = train(model, optimizer, range(3, 6))
+    final = values(model)
+    attachment.detach()
+
+    resumed = net(seed=9)
+    zhooks.attach(resumed, policy={"stage": stage})
+    again = OPTIMIZERS[kind](resumed.parameters())
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    assert train(resumed, again, range(3, 6)) == wanted
+    assert same(values(resumed), final)
+
+
+@on_ranks(1, 2)
+def test_a_resumed_model_in_the_same_attachment_goes_back_to_the_saved_step() -> None:
+    model = net()
+    zhooks.attach(model)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(2))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    wanted = train(model, optimizer, range(2, 4))
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert train(model, optimizer, range(2, 4)) == wanted
+
+
+@on_ranks(1, 2)
+def test_a_full_state_dict_of_the_plain_model_loads_too() -> None:
+    model, other = net(), net(seed=4)
+    zhooks.attach(model)
+    model.load_state_dict(other.state_dict())
+    assert same(values(model), list(other.parameters()))
+
+
+@on_ranks(2)
+def test_a_file_holds_this_ranks_ranges_alone() -> None:
+    model = nn.Linear(256, 256)
+    zhooks.attach(model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    assert file.tell() < 0.6 * 256 * 257 * 4
+
+
+@on_ranks(1, 2)
+def test_a_tensor_from_a_file_can_be_loaded_and_nothing_else() -> None:
+    model = net()
+    zhooks.attach(model)
+    loaded = through_a_file(model.state_dict())["0.weight"]
+    assert loaded.shape == (7, 6)
+    with pytest.raises(zhooks.ShardedOpError, match=r"read from a file.*load_state_dict"):
+        loaded.full_tensor()
+
+
+@on_ranks(2)
+def test_a_state_of_another_layout_is_refused() -> None:
+    model = net()
+    attachment = zhooks.attach(model)
+    saved = through_a_file(model.state_dict())
+    before = values(model)
+    attachment.detach()
+    zhooks.attach(model, policy={"units": {"min_numel": 0}, "precision": {"param": "bf16"}})
+    names = [name for name, param in model.named_parameters() if param.to_local().numel() != saved[name].to_local().numel()]
+    if names:
+        with pytest.raises(RuntimeError, match="expected the same range of elements on this rank"):
+            model.load_state_dict(saved)
+    else:
+        model.load_state_dict(saved)
+        assert same(values(model), before)
+
+
+# ---- deep copies
+
+
+@on_ranks(1, 2, stage=(0, 1, 3))
+def test_a_deep_copy_of_the_model_is_an_average_one_can_update(stage: int) -> None:
+    model, plain = net(), net()
+    zhooks.attach(model, policy={"stage": stage})
+    averages = [copy.deepcopy(model), copy.deepcopy(plain)]
+    optimizers = [OPTIMIZERS["sgd"](either.parameters()) for either in (model, plain)]
+    for step in range(3):
+        for either, optimizer, average in zip((model, plain), optimizers, averages, strict=True):
+            train(either, optimizer, range(step, step + 1))
+            with torch.no_grad():
+                for mean, param in zip(average.parameters(), either.parameters(), strict=True):
+                    mean.lerp_(param, 0.1)
+    assert same(values(model), list(plain.parameters()))
+    assert same(values(averages[0]), list(averages[1].parameters()))
+
+
+@on_ranks(1, 2)
+def test_a_deep_copy_evaluates_by_itself_and_leaves_the_model_alone() -> None:
+    model, plain = net().eval(), net().eval()
+    zhooks.attach(model)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in average.parameters():
+            param.zero_()
+        assert torch.equal(average(x), torch.zeros(4, 3))
+        assert torch.equal(model(x), plain(x))
+
+
+@on_ranks(1, 2)
+def test_a_deep_copy_has_parameters_of_its_own() -> None:
+    model = net()
+    zhooks.attach(model)
+    copied = copy.deepcopy(model)
+    assert isinstance(copied[0].weight, nn.Parameter) and copied[0].weight is not model[0].weight
+    assert copied[0].weight.grad is None and copied[0].weight.requires_grad
+    assert copied[0].weight.to_local().data_ptr() != model[0].weight.to_local().data_ptr()
+
+
+@on_ranks(1, 2)
+def test_torchs_averaged_model_follows_the_training() -> None:
+    model, plain = net(), net()
+    zhooks.attach(model)
+    averages = [torch.optim.swa_utils.AveragedModel(either) for either in (model, plain)]
+    optimizers = [OPTIMIZERS["sgd"](either.parameters()) for either in (model, plain)]
+    for step in range(3):
+        for either, optimizer, average in zip((model, plain), optimizers, averages, strict=True):
+            train(either, optimizer, range(step, step + 1))
+            average.update_parameters(either)
+    for ours, theirs in zip(averages[0].module.parameters(), averages[1].module.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs)
+
+
+# ---- moved and written
+
+
+@on_ranks(1, 2)
+def test_moving_the_model_where_it_is_changes_nothing() -> None:
+    model, plain = net(), net()
+    zhooks.attach(model)
+    before = list(model.parameters())
+    assert model.to("cpu") is model
+    model.float().cpu()
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert torch.equal(model(torch.ones(4, 6)), plain(torch.ones(4, 6)))
+
+
+@on_ranks(1, 2, dtype=(torch.bfloat16, torch.float64))
+def test_another_dtype_after_attach_is_refused_or_right(dtype: torch.dtype) -> None:
+    model, plain = net(), net()
+    zhooks.attach(model)
+    try:
+        model.to(dtype)
+    except (zhooks.ZhooksError, RuntimeError) as error:
+        assert "sharded" in str(error) or "attach" in str(error)
+        assert all(param.dtype is torch.float32 for param in model.parameters())
+        assert torch.equal(model(torch.ones(4, 6)), plain(torch.ones(4, 6)))
+        return
+    plain.to(dtype)
+    got, wanted = model(torch.ones(4, 6, dtype=dtype)), plain(torch.ones(4, 6, dtype=dtype))
+    assert got.dtype is dtype and torch.equal(got, wanted)
+
+
+@on_ranks(1, 2, how=("smaller", "full", "meta"))
+def test_assigning_data_is_refused_clearly_or_right(how: str) -> None:
+    model = net()
+    zhooks.attach(model)
+    before = model[0].weight.full_tensor()
+    data = {"smaller": torch.empty(0), "full": torch.ones(7, 6), "meta": torch.empty(7, 6, device="meta")}[how]
+    try:
+        model[0].weight.data = data
+    except zhooks.ShardedOpError as error:
+        assert "0.weight" in str(error)
+        assert torch.equal(model[0].weight.full_tensor(), before)
+    else:
+        assert how == "full"
+        assert torch.equal(model[0].weight.full_tensor(), torch.ones(7, 6))
+    assert isinstance(model[0].weight, zhooks.ShardedTensor)
+    assert model[0].weight.shape == (7, 6)
+
+
+@on_ranks(1, 2)
+def test_writes_through_data_reach_the_model() -> None:
+    model, plain = net(), net()
+    zhooks.attach(model)
+    model(torch.ones(4, 6))
+    for either in (model, plain):
+        either[0].weight.data.mul_(0.5)
+        either[3].bias.data.copy_(torch.arange(3.0))
+        either[3].weight.data.add_(either[3].weight.data, alpha=-0.5)
+    assert torch.equal(model[0].weight.full_tensor(), plain[0].weight)
+    assert torch.equal(model[3](torch.ones(4, 7)), plain[3](torch.ones(4, 7)))
+
+
+@on_ranks(1, 2)
+def test_writing_part_of_a_parameter_in_place_is_refused_and_says_how_to() -> None:
+    model = net()
+    zhooks.attach(model)
+    with torch.no_grad(), pytest.raises(zhooks.ShardedOpError, match=r"0\.weight.*gathered\(parameter, write=True\)"):
+        model[0].weight[0] = 1.0
