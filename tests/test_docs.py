@@ -1,7 +1,8 @@
-"""The pages tell the truth: their programs run, their policies load, their outputs are what is printed, their links lead somewhere.
+"""The pages tell the truth: programs run, policies load, outputs are what is printed, links and commands exist.
 
-pytest calls it. All Python blocks of a page are one program, run in a process of its own at world size 1 in an empty folder, warnings
-being errors; a ``text`` block right after a Python block is what that block prints.
+pytest calls it. All Python blocks of a page are one program, run in a process of its own at world size 1 in an empty
+folder, warnings being errors; a ``text`` block right after a Python block is what that block prints. It never edits a
+page.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     found: list[Block] = []
-    fence, body, near = None, [], False
+    fence: tuple[str, int] | None = None
+    body: list[str] = []
+    near = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if fence is None and line.startswith("```"):
             fence, body = (line[3:].strip(), number), []
@@ -120,7 +123,9 @@ def test_every_policy_of_a_page_loads(page: Path, tmp_path: Path) -> None:
 
 @every_page
 def test_no_block_escapes_these_tests(page: Path) -> None:
-    strange = [f"{page.name}:{block.line}: {block.language!r}" for block in blocks(page) if block.language not in LANGUAGES]
+    strange = [
+        f"{page.name}:{block.line}: {block.language!r}" for block in blocks(page) if block.language not in LANGUAGES
+    ]
     assert not strange
 
 
@@ -185,5 +190,9 @@ def test_the_errors_page_has_a_section_for_every_error() -> None:
 def test_the_architecture_page_names_every_file() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     files = [path for folder in ("zhooks", "offload", "tools/zprof") for path in (ROOT / folder).glob("*.py")]
-    missing = [path.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py" and f"`{path.name}`" not in text]
+    missing = [
+        path.relative_to(ROOT).as_posix()
+        for path in files
+        if path.name != "__init__.py" and f"`{path.name}`" not in text
+    ]
     assert files and not missing

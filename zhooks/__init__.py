@@ -14,6 +14,7 @@ from offload.errors import (
     ShardedOpError,
     ZhooksError,
 )
+from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
 from zhooks.sharded import ShardedTensor
@@ -28,6 +29,7 @@ __all__ = [
     "LayoutError",
     "Policy",
     "PolicyError",
+    "Recorder",
     "ShardedOpError",
     "ShardedTensor",
     "ZhooksError",

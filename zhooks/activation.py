@@ -95,7 +95,7 @@ class SavedParameters:
         with torch.inference_mode(False):
             empty = torch.empty(0, dtype=reference.dtype, device=flat.full.device)
             storage = flat.full.untyped_storage()
-            return empty.set_(storage, reference.offset, reference.shape, reference.stride)  # type: ignore[call-overload,no-any-return]
+            return empty.set_(storage, reference.offset, reference.shape, reference.stride)
 
 
 def _modified(what: str, found: int, expected: int) -> RuntimeError:

@@ -39,3 +39,14 @@ class Agreement:
         if self._world.axis.world > 1:
             self._world.all_reduce(Call(CONTROL, "agree on use", name), flags, "max")
         return frozenset(int(number) for number in flags.nonzero().flatten().tolist())
+
+
+def least(world: Transport, budget: int | None) -> int | None:
+    """The smallest budget of any rank, None where none has one: every rank must plan alike.  Collective."""
+    if world.axis.world == 1:
+        return budget
+    unbounded = torch.iinfo(torch.int64).max
+    value = torch.tensor([unbounded if budget is None else budget], dtype=torch.int64)
+    world.all_reduce(Call(CONTROL, "agree on budget", "device"), value, "min")
+    found = int(value.item())
+    return None if found == unbounded else found

@@ -19,18 +19,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from offload.errors import AttachError
 from offload.events import Bus, Observer
 from offload.policy import Policy
-from zhooks import checkpoint, memory
-from zhooks.agree import Agreement
-from zhooks.build import DTYPES, Ground, build_unit, loose_references, optimizers_of, plain_unit, relay_unit, shard_states
+from zhooks import checkpoint, export, memory
+from zhooks.agree import Agreement, least
+from zhooks.build import (
+    DTYPES,
+    Ground,
+    build_unit,
+    loose_references,
+    optimizers_of,
+    plain_unit,
+    relay_unit,
+    shard_states,
+)
 from zhooks.checks import check_model, check_optimizer, check_ranks_equal
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.describe import describe
-from zhooks.grad import Reducer, make_node
 from zhooks.hooks import Casts, install
 from zhooks.materialize import Materializer
 from zhooks.mesh import resolve
 from zhooks.placement import Table
 from zhooks.pool import Pool
+from zhooks.reduce import Reducer, make_node
 from zhooks.registries import Registries
 from zhooks.runtime import Choices, Runtime
 from zhooks.sharded import ShardedTensor
@@ -90,9 +99,12 @@ class Attachment:
         if not materializer.sync:
             check_ranks_equal(model, comm.world)
         self._build(materializer)
-        reducer = Reducer(comm, self._pool, self._bus, most=policy.schedule.max_reductions, unreduced=self._table.accumulates_unreduced)
+        reducer = Reducer(
+            comm, self._pool, self._bus, most=policy.schedule.max_reductions, unreduced=self._table.accumulates_unreduced
+        )
         schedule = policy.schedule
-        choices = Choices(schedule.prefetch, schedule.reshard_after_forward, policy.budget.device)
+        budget = least(comm.world, policy.budget.device)
+        choices = Choices(schedule.prefetch, schedule.reshard_after_forward, budget)
         self._node = make_node(reducer)
         self._wire()
         self._runtime = Runtime(self._units, reducer, self._bus, choices, Agreement(comm.world))
@@ -116,7 +128,14 @@ class Attachment:
                 for unit in self._units:
                     plain_unit(unit, [self._optimizer] if self._optimizer is not None else [])
             raise
-        sizes = sorted((flat.layout.padded * max(flat.kind.compute.itemsize, flat.kind.reduce.itemsize) for unit in self._units for flat in unit.flats), reverse=True)
+        sizes = sorted(
+            (
+                flat.layout.padded * max(flat.kind.compute.itemsize, flat.kind.reduce.itemsize)
+                for unit in self._units
+                for flat in unit.flats
+            ),
+            reverse=True,
+        )
         self._pool.idle_nbytes = sum(sizes[: 2 + self.policy.schedule.prefetch])
 
     def _wire(self) -> None:
@@ -156,7 +175,9 @@ class Attachment:
         Also found at the modules' attributes inside the block.  With ``write=True`` rank 0's changes reach every shard.
         Collective: every rank enters with the same parameters.
         """
-        with checkpoint.gathered(self._units, self._runtime, self._comm, parameters or tuple(self.model.parameters()), write) as full:
+        with checkpoint.gathered(
+            self._units, self._runtime, self._comm, parameters or tuple(self.model.parameters()), write
+        ) as full:
             yield full
 
     @contextmanager
@@ -194,11 +215,13 @@ class Attachment:
     def save_full(self, path: str | Path) -> None:
         """Write full parameters and buffers as safetensors from rank 0, one parameter in memory at a time.  Collective."""
         self._runtime.settle()
-        checkpoint.save_full(self.model, self._units, self._comm, Path(path))
+        export.save_full(self.model, self._units, self._comm, Path(path))
 
     def memory(self) -> memory.MemoryReport:
         """Bytes this rank holds, what x tier, from the storages that exist, beside the formula."""
-        return memory.report(self._units, self._runtime.reducer, self._pool, self._table, optimizers_of(self.model.parameters()))
+        return memory.report(
+            self._units, self._runtime.reducer, self._pool, self._table, optimizers_of(self.model.parameters())
+        )
 
     def observe(self, observer: Observer) -> Observation:
         """Send the runtime's events to ``observer`` until the returned handle is closed."""

@@ -21,6 +21,7 @@ from offload.errors import AttachError
 from offload.events import Bus
 from offload.policy import Policy
 from zhooks.comm import CONTROL, Call, Comm
+from zhooks.hooks import rehook
 from zhooks.layout import flat_layout
 from zhooks.placement import Table
 from zhooks.pool import Pool
@@ -215,10 +216,7 @@ def _swap_out(spec: Spec, param: nn.Parameter, plain: nn.Parameter) -> None:
             setattr(plain, key, value)
     param.grad = None
     torch.utils.swap_tensors(param, plain)
-    for hook in spec.hooks.values():
-        param.register_hook(hook)
-    for post in spec.post_hooks.values():
-        param.register_post_accumulate_grad_hook(post)
+    rehook(param, spec)
 
 
 def state_keys(flat: Flat, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -245,7 +243,12 @@ def shard_states(unit: Unit, optimizer: torch.optim.Optimizer) -> None:
         for param, spec in zip(flat.params, flat.specs, strict=True):
             state = optimizer.state.get(param)
             for key, value in (state or {}).items():
-                if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and value.shape == spec.shape and value.dim():
+                if (
+                    isinstance(value, Tensor)
+                    and not isinstance(value, ShardedTensor)
+                    and value.shape == spec.shape
+                    and value.dim()
+                ):
                     optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
 
 

@@ -1,4 +1,4 @@
-"""Full state to and from global ranges: state dicts, safetensors, and full values inside a block.
+"""Full state to and from global ranges: state dicts, and full values inside a block.
 
 ``attach.py`` calls it for the Attachment's methods.  Values are streamed unit by unit to rank 0; no other rank holds more
 than its shards and one unit.  It never decides what a checkpoint on tiers looks like.
@@ -7,12 +7,8 @@ than its shards and one unit.  It never decides what a checkpoint on tiers looks
 from __future__ import annotations
 
 import json
-import os
-import struct
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +37,7 @@ def full_state(model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: t
     first = _first(comm)
     values: dict[int, Tensor] = {}
     states: dict[int, dict[str, Tensor]] = {}
-    for flat in _flats(units):
+    for flat in flats_of(units):
         for param, value in zip(flat.params, full_values(flat, flat.shard), strict=True):
             if first:
                 values[id(param)] = value.to("cpu", copy=True)
@@ -58,7 +54,8 @@ def full_state(model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: t
     return out
 
 
-def _flats(units: Sequence[Unit]) -> Iterator[Flat]:
+def flats_of(units: Sequence[Unit]) -> Iterator[Flat]:
+    """All flat buffers, in unit order."""
     for unit in units:
         yield from unit.flats
 
@@ -66,7 +63,10 @@ def _flats(units: Sequence[Unit]) -> Iterator[Flat]:
 def _model_state(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
     """The plain model's own state dict, order and aliases included, with full values."""
     state = dict(model.state_dict(keep_vars=True))
-    return {name: values.get(id(tensor), tensor) if isinstance(tensor, nn.Parameter) else _cpu(tensor) for name, tensor in state.items()}
+    return {
+        name: values.get(id(tensor), tensor) if isinstance(tensor, nn.Parameter) else _cpu(tensor)
+        for name, tensor in state.items()
+    }
 
 
 def _cpu(value: Any) -> Any:
@@ -90,9 +90,9 @@ def load_full_state(
     """See ``Attachment.load_state_dict``."""
     values, buffers = dict(state.get("model", {})), dict(model.named_buffers())
     problem = _mismatch(model, values) if _first(comm) else ""
-    _agree(comm, problem)
+    agree_problem(comm, problem)
     names = {id(param): name for name, param in model.named_parameters()}
-    for flat in _flats(units):
+    for flat in flats_of(units):
         tensors = [values.get(names[id(param)]) for param in flat.params]
         shard = _spread(flat, comm, tensors, flat.kind.master)
         flat.shard.copy_(shard)
@@ -106,16 +106,25 @@ def load_full_state(
 
 
 def _mismatch(model: nn.Module, values: dict[str, Any]) -> str:
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    wanted = {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)
+    }
     missing, unknown = sorted(set(wanted) - set(values)), sorted(set(values) - set(wanted))
     shapes = [name for name in wanted if name in values and tuple(values[name].shape) != wanted[name]]
     if not (missing or unknown or shapes):
         return ""
-    found = [f"{len(names)} {what} ({', '.join(names[:3])})" for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes)) if names]
-    return f"load_state_dict: expected the names and shapes of this model, found {'; '.join(found)}. Load a state of the same model."
+    found = [
+        f"{len(names)} {what} ({', '.join(names[:3])})"
+        for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes))
+        if names
+    ]
+    return (
+        f"load_state_dict: expected the names and shapes of this model, found {'; '.join(found)}. Load a state of the "
+        "same model."
+    )
 
 
-def _agree(comm: Comm, problem: str) -> None:
+def agree_problem(comm: Comm, problem: str) -> None:
     """Rank 0's problem is everybody's."""
     text = torch.zeros(512, dtype=torch.uint8)
     raw = problem.encode()[:512]
@@ -144,7 +153,7 @@ def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | 
     order = [param for group in optimizer.param_groups for param in group["params"]]
     place = {id(param): index for index, param in enumerate(order)}
     source = (packed or {}).get("state", {})
-    flat_of = {id(param): (flat, spec) for flat in _flats(units) for param, spec in zip(flat.params, flat.specs, strict=True)}
+    flat_of = {id(param): (flat, spec) for flat in flats_of(units) for param, spec in zip(flat.params, flat.specs, strict=True)}
     plan: list[tuple[int, str, bool]] = []
     if _first(comm):
         for index, entry in source.items():
@@ -154,8 +163,10 @@ def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | 
                 plan.append((index, key, sharded))
     shared = _share_json(comm, {"plan": plan, "groups": _plain_groups((packed or {}).get("param_groups", []))})
     state: dict[int, dict[str, Any]] = {}
-    for flat in _flats(units):
-        keys = sorted({key for index, key, sharded in shared["plan"] if sharded and any(place.get(id(p)) == index for p in flat.params)})
+    for flat in flats_of(units):
+        keys = sorted(
+            {key for index, key, sharded in shared["plan"] if sharded and any(place.get(id(p)) == index for p in flat.params)}
+        )
         for key in keys:
             tensors = [source.get(place.get(id(param)), {}).get(key) for param in flat.params]
             shard = _spread(flat, comm, tensors, _dtype_of(comm, tensors, flat))
@@ -165,7 +176,10 @@ def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | 
     for index, key, sharded in shared["plan"]:
         if not sharded:
             state.setdefault(index, {})[key] = _share_value(comm, source.get(index, {}).get(key))
-    groups = [{**saved, "params": group["params"]} for saved, group in zip(shared["groups"], optimizer.state_dict()["param_groups"], strict=True)]
+    groups = [
+        {**saved, "params": group["params"]}
+        for saved, group in zip(shared["groups"], optimizer.state_dict()["param_groups"], strict=True)
+    ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -179,7 +193,10 @@ def _dtype_of(comm: Comm, tensors: Sequence[Any], flat: Flat) -> torch.dtype:
 
 def _plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Hyper-parameters as plain data; a tensor learning rate travels as its value."""
-    return [{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"} for group in groups]
+    return [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
 
 
 def _share_json(comm: Comm, value: Any) -> Any:
@@ -196,66 +213,29 @@ def _share_json(comm: Comm, value: Any) -> Any:
 def _share_value(comm: Comm, value: Any) -> Any:
     """A small tensor or number of rank 0 on every rank."""
     is_tensor = isinstance(value, Tensor)
-    described = _share_json(comm, {"tensor": is_tensor, "shape": list(value.shape) if is_tensor else None, "dtype": str(value.dtype).removeprefix("torch.") if is_tensor else None, "value": None if is_tensor else value})
+    described = _share_json(
+        comm,
+        {
+            "tensor": is_tensor,
+            "shape": list(value.shape) if is_tensor else None,
+            "dtype": str(value.dtype).removeprefix("torch.") if is_tensor else None,
+            "value": None if is_tensor else value,
+        },
+    )
     if not described["tensor"]:
         return described["value"]
-    shared = value.detach().cpu().clone() if is_tensor else torch.zeros(described["shape"], dtype=getattr(torch, described["dtype"]))
+    shared = (
+        value.detach().cpu().clone() if is_tensor else torch.zeros(described["shape"], dtype=getattr(torch, described["dtype"]))
+    )
     flat = shared.reshape(-1) if shared.dim() else shared.reshape(1)
     comm.world.broadcast(Call(CONTROL, "load", "value"), flat)
     return flat.reshape(described["shape"])
 
 
-@torch.no_grad()
-def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, path: Path) -> None:
-    """See ``Attachment.save_full``."""
-    where = {id(param): (flat, index) for flat in _flats(units) for index, param in enumerate(flat.params)}
-    entries: dict[int, tuple[str, Any]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            entries.setdefault(id(tensor), (name, tensor))
-    header, offset = {}, 0
-    places: dict[int, tuple[int, int]] = {}
-    for key, (name, tensor) in entries.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + nbytes]}
-        places[key] = (offset, nbytes)
-        offset += nbytes
-    problem, file, made = "", None, ""
-    if _first(comm):
-        try:
-            handle, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-            file = os.fdopen(handle, "wb")
-            raw = json.dumps(header, separators=(",", ":")).encode()
-            raw += b" " * (-len(raw) % 8)
-            file.write(struct.pack("<Q", len(raw)) + raw)
-        except OSError as error:
-            problem = f"save_full {path}: expected a writable folder, found: {error.strerror}. Choose another path."
-    _agree(comm, problem)
-    base = file.tell() if file is not None else 0
-    for flat in _flats(units):
-        values = full_values(flat, flat.shard)
-        for param, value in zip(flat.params, values, strict=True):
-            if file is not None and id(param) in places:
-                _write_at(file, base + places[id(param)][0], value)
-    if file is not None:
-        for key, (_, tensor) in entries.items():
-            if key not in where:
-                _write_at(file, base + places[key][0], tensor)
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        os.replace(made, path)
-    _agree(comm, "")
-
-
-def _write_at(file: Any, offset: int, value: Tensor) -> None:
-    file.seek(offset)
-    cpu = value.detach().to("cpu").contiguous().reshape(-1)
-    file.write(memoryview(cpu.view(torch.uint8).numpy()))
-
-
 @contextmanager
-def gathered(units: Sequence[Unit], runtime: Runtime, comm: Comm, parameters: Sequence[Tensor], write: bool) -> Iterator[list[Tensor]]:
+def gathered(
+    units: Sequence[Unit], runtime: Runtime, comm: Comm, parameters: Sequence[Tensor], write: bool
+) -> Iterator[list[Tensor]]:
     """See ``Attachment.gathered``."""
     runtime.settle()
     wanted = {id(param) for param in parameters}
@@ -268,22 +248,27 @@ def gathered(units: Sequence[Unit], runtime: Runtime, comm: Comm, parameters: Se
                     values[id(param)] = value.clone()
     missing = [param for param in parameters if id(param) not in values]
     if missing:
-        raise CheckpointError(f"gathered: expected parameters of this model, found {len(missing)} others. Pass model.parameters() or some of them.")
+        raise CheckpointError(
+            f"gathered: expected parameters of this model, found {len(missing)} others. Pass model.parameters() or "
+            "some of them."
+        )
     slots = [(unit, slot) for unit in touched for slot in unit.slots if id(unit.flats[slot.flat].params[slot.index]) in wanted]
     for unit, slot in slots:
         slot.table[slot.key] = values[id(unit.flats[slot.flat].params[slot.index])]
+        unit.lent = True
     try:
         yield [values[id(param)] for param in parameters]
     finally:
         for unit, slot in slots:
             slot.table[slot.key] = unit.flats[slot.flat].params[slot.index]
+            unit.lent = False
     if write:
         _write_back(touched, comm, values)
 
 
 @torch.no_grad()
 def _write_back(units: Sequence[Unit], comm: Comm, values: dict[int, Tensor]) -> None:
-    for flat in _flats(units):
+    for flat in flats_of(units):
         for index, (param, spec) in enumerate(zip(flat.params, flat.specs, strict=True)):
             value = values.get(id(param))
             if value is None:

@@ -29,10 +29,14 @@ def check_model(model: nn.Module) -> torch.device:
     for name, module in model.named_modules():
         if any(isinstance(hook, Before) for hook in module._forward_pre_hooks.values()):
             where = f"its module {name}" if name else "it"
-            raise AttachError(f"attach: expected a plain model, found {where} attached already. Call detach() on the first attachment.")
+            raise AttachError(
+                f"attach: expected a plain model, found {where} attached already. Call detach() on the first attachment."
+            )
     params = dict(model.named_parameters())
     if not params:
-        raise AttachError(f"attach: expected {type(model).__name__} to have parameters, found none. There is nothing to partition.")
+        raise AttachError(
+            f"attach: expected {type(model).__name__} to have parameters, found none. There is nothing to partition."
+        )
     with loose_references(model):
         for name, param in params.items():
             _check_parameter(name, param)
@@ -51,7 +55,7 @@ def check_model(model: nn.Module) -> torch.device:
 
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(param):
         raise AttachError(
             f"parameter {name}: expected a shape, found a lazy parameter. Run one forward on a small batch before attach."
         )
@@ -80,7 +84,8 @@ def check_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise AttachError(
-                f"module {name}: expected dense gradients, found sparse=True. Build it with sparse=False: its gradient is reduced "
+                f"module {name}: expected dense gradients, found sparse=True. Build it with sparse=False: its "
+                "gradient is reduced "
                 "as part of a flat buffer."
             )
 
@@ -92,13 +97,15 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     wanted = {id(param) for param in params}
     if optimizer is not None and not any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
         raise AttachError(
-            f"attach: expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, found none of them. Build "
+            f"attach: expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, found none "
+            "of them. Build "
             "it from model.parameters()."
         )
     for found in optimizers_of(params):
         if found is not optimizer and any(found.state.get(param) for param in params):
             raise AttachError(
-                f"attach: expected an optimizer without state, found {type(found).__name__} with state for this model. Pass it: "
+                f"attach: expected an optimizer without state, found {type(found).__name__} with state for this "
+                "model. Pass it: "
                 "attach(model, optimizer)."
             )
 

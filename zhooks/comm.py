@@ -152,7 +152,7 @@ def _group(axis: Axis, mesh: Mesh) -> dist.ProcessGroup:
         group = dist.new_group(list(ranks), use_local_synchronization=False)
         if axis.ranks == ranks:
             mine = group
-    assert mine is not None
+    assert isinstance(mine, dist.ProcessGroup)
     return mine
 
 
@@ -215,7 +215,6 @@ class Stock:
         self._groups = [group, *more]
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device
-        self._state = torch.zeros(2, dtype=torch.int64)
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         works = []
@@ -251,8 +250,11 @@ class Stock:
         return self._track(call, [dist.all_reduce(full, group=self._groups[call.channel], async_op=True)])
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
-        work = dist.broadcast(tensor, src=self.axis.ranks[0], group=self._groups[CONTROL], async_op=True)
+        moved = tensor.to(self._device).contiguous()
+        work = dist.broadcast(moved, src=self.axis.ranks[0], group=self._groups[CONTROL], async_op=True)
         self._track(call, [work]).wait()
+        if moved is not tensor:
+            tensor.copy_(moved)
 
     def close(self) -> None:
         for group in self._groups:
@@ -268,9 +270,7 @@ class Pending:
 
     __slots__ = ("_axis", "_call", "_keep", "_timeout", "_works")
 
-    def __init__(
-        self, call: Call, works: list[dist.Work], keep: list[Tensor], axis: Axis, timeout: timedelta | None
-    ) -> None:
+    def __init__(self, call: Call, works: list[dist.Work], keep: list[Tensor], axis: Axis, timeout: timedelta | None) -> None:
         self._call, self._works, self._keep, self._axis, self._timeout = call, works, keep, axis, timeout
 
     def wait(self) -> None:

@@ -22,14 +22,22 @@ def describe(units: Sequence[Unit], table: Table, comm: Comm) -> str:
             frozen = not kind.trainable
             dtypes = f"{_short(kind.master)} -> {_short(kind.compute)}"
             cells = (table.parameter.value, "-" if frozen else table.gradient.value, "-" if frozen else table.optimizer.value)
-            rows.append((flat.name, str(len(flat.params)), f"{flat.layout.numel:,}", f"{flat.layout.padding:,}", dtypes, *cells))
+            rows.append(
+                (flat.name, str(len(flat.params)), f"{flat.layout.numel:,}", f"{flat.layout.padding:,}", dtypes, *cells)
+            )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(_pad(cell, width, index) for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    lines = [
+        "  ".join(_pad(cell, width, index) for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     numel = sum(flat.layout.numel for unit in units for flat in unit.flats)
     padding = sum(flat.layout.padding for unit in units for flat in unit.flats)
     axes = f"shard x {comm.shard.axis.world}, replicate x {comm.replicate.axis.world}"
-    lines.append(f"{len(units)} units, {numel:,} elements, {padding:,} of padding ({padding / max(1, numel):.3%}); {axes}; transport {comm.shard.name}.")
+    lines.append(
+        f"{len(units)} units, {numel:,} elements, {padding:,} of padding ({padding / max(1, numel):.3%}); {axes}; "
+        f"transport {comm.shard.name}."
+    )
     lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")
     return "\n".join(lines)
 
@@ -39,4 +47,6 @@ def _pad(cell: str, width: int, column: int) -> str:
 
 
 def _short(dtype: object) -> str:
-    return {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), str(dtype).removeprefix("torch."))
+    return {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(
+        str(dtype), str(dtype).removeprefix("torch.")
+    )

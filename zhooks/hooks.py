@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from zhooks.runtime import Runtime, Scope
+from zhooks.sharded import Spec
 from zhooks.unit import Unit
 
 
@@ -94,3 +95,11 @@ def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Ca
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after, always_call=True))
     return handles
+
+
+def rehook(param: nn.Parameter, spec: Spec) -> None:
+    """Give a parameter that is plain again the hooks the user had put on it."""
+    for hook in spec.hooks.values():
+        param.register_hook(hook)
+    for post in spec.post_hooks.values():
+        param.register_post_accumulate_grad_hook(post)

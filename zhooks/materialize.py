@@ -20,9 +20,7 @@ from zhooks.units import Group
 class Materializer:
     """Fills meta parameters and buffers by ``init``, ``reset_parameters`` or the root's ``_init_weights``."""
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None, sync: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None, sync: bool) -> None:
         self.model, self.device, self.sync = model, device, sync
         self._init = init
         self._done: set[int] = set()
@@ -31,7 +29,8 @@ class Materializer:
             missing = [name or type(m).__name__ for name, m in self._meta.values() if self._initialiser(m) is None]
             if missing:
                 raise AttachError(
-                    f"attach: expected every module of a meta model to have reset_parameters, or the root _init_weights; found none for "
+                    "attach: expected every module of a meta model to have reset_parameters, or the root "
+                    "_init_weights; found none for "
                     f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Pass init=function(module)."
                 )
 

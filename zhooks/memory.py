@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zhooks.grad import Reducer
 from zhooks.placement import Placement, Table
 from zhooks.pool import Pool
+from zhooks.reduce import Reducer
 from zhooks.sharded import ShardedTensor
 from zhooks.unit import Flat, Unit
 
@@ -54,12 +54,15 @@ class MemoryReport:
         lines.append(f"{'sum':<30}{_mib(self.nbytes):>14}{_mib(self.formula):>16}")
         lines += [f"{'+ ' + name:<22}{'device':<8}{_mib(size):>14}" for name, size in self.transient.items()]
         lines.append(
-            f"{self.psi:,} parameters over {self.ranks} rank(s); the ZeRO paper's figure for mixed precision with Adam: {_mib(self.paper)}"
+            f"{self.psi:,} parameters over {self.ranks} rank(s); the ZeRO paper's figure for mixed precision with "
+            f"Adam: {_mib(self.paper)}"
         )
         return "\n".join(lines)
 
 
-def report(units: Sequence[Unit], reducer: Reducer, pool: Pool, table: Table, optimizers: Sequence[torch.optim.Optimizer]) -> MemoryReport:
+def report(
+    units: Sequence[Unit], reducer: Reducer, pool: Pool, table: Table, optimizers: Sequence[torch.optim.Optimizer]
+) -> MemoryReport:
     """Measure now; see ``MemoryReport``."""
     flats = [flat for unit in units for flat in unit.flats]
     master = sum(_nbytes(flat.shard) for flat in flats if not flat.aliased and flat.ownership.resident)

@@ -75,7 +75,7 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
         )
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    return Mesh(_axis(mesh, names, coordinate, SHARD), _axis(mesh, names, coordinate, REPLICATE))
+    return Mesh(_axis(mesh, names, list(coordinate), SHARD), _axis(mesh, names, list(coordinate), REPLICATE))
 
 
 def _axis(mesh: DeviceMesh, names: tuple[str, ...], coordinate: list[int], name: str) -> Axis:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ class PartialNorm(torch.Tensor):
 
     @staticmethod
     def __new__(cls, powers: Tensor, ord: float, home: Home, dtype: torch.dtype) -> PartialNorm:
-        made = torch.Tensor._make_wrapper_subclass(cls, powers.shape, dtype=dtype, device=powers.device)  # type: ignore[attr-defined]
-        norm = cast(PartialNorm, made)
+        made = torch.Tensor._make_wrapper_subclass(cls, powers.shape, dtype=dtype, device=powers.device)
+        norm: PartialNorm = made
         norm._powers, norm._ord, norm._home = powers, ord, home
         return norm
 
@@ -43,7 +43,7 @@ class PartialNorm(torch.Tensor):
         return f"PartialNorm(shape={tuple(self.shape)}, ord={self._ord}): not settled over the ranks yet"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is aten.stack.default:
@@ -58,7 +58,7 @@ class PartialNorm(torch.Tensor):
         plain = tree_map(lambda value: value.settled() if isinstance(value, PartialNorm) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def partial_norm(local: Tensor, ord: float, home: Home, dtype: torch.dtype) -> PartialNorm:

@@ -8,6 +8,7 @@ Source: ZeRO, arXiv:1910.02054, sections 3 and 5.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,7 +30,7 @@ class Table:
     optimizer: Placement
 
     @classmethod
-    def of(cls, cells: dict[str, str]) -> Table:
+    def of(cls, cells: Mapping[str, str]) -> Table:
         """Read ``Policy.table()``: ``{"parameter": "R", "gradient": "S", "optimizer": "S"}``."""
         return cls(*(Placement(cells[name]) for name in ("parameter", "gradient", "optimizer")))
 

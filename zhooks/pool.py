@@ -44,7 +44,7 @@ class Pool:
         self._held += nbytes
         with torch.inference_mode(False):
             empty = torch.empty(0, dtype=torch.uint8, device=buffer.device)
-            whole = empty.set_(storage, 0, (nbytes,), (1,))  # type: ignore[call-overload]
+            whole = empty.set_(storage, 0, (nbytes,), (1,))
         self._idle.setdefault((nbytes, buffer.device), []).append(whole)
 
     def clear(self) -> None:

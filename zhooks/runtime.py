@@ -20,7 +20,7 @@ import torch
 from offload.events import Bus
 from zhooks.activation import SavedParameters
 from zhooks.agree import Agreement
-from zhooks.grad import Reducer
+from zhooks.reduce import Reducer
 from zhooks.schedule import Path, Step, Walk, arrange, keep_gathered
 from zhooks.unit import Flat, Unit
 
@@ -245,7 +245,7 @@ class Runtime:
             self._back = Walk(path, self.choices.prefetch)
             if self.bus.active:
                 self.bus.begin("backward", label)
-        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        task = torch._C._current_graph_task_id()
         if task >= 0 and task not in self._tasks:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
@@ -365,4 +365,4 @@ class Runtime:
 
 def in_backward() -> bool:
     """This thread is inside autograd's engine."""
-    return bool(torch._C._current_graph_task_id() >= 0)  # type: ignore[attr-defined]
+    return bool(torch._C._current_graph_task_id() >= 0)

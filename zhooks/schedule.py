@@ -94,7 +94,9 @@ def arrange(guess: Sequence[int], used: Sequence[int], open_: Set[int]) -> list[
     return order
 
 
-def keep_gathered(order: Sequence[int], nbytes: Mapping[int, int], *, reshard: bool | str, budget: int | None) -> frozenset[int]:
+def keep_gathered(
+    order: Sequence[int], nbytes: Mapping[int, int], *, reshard: bool | str, budget: int | None
+) -> frozenset[int]:
     """The units that stay gathered between forward and backward.
 
     ``reshard`` is the policy's ``reshard_after_forward``: False keeps all; True keeps none; "auto" keeps, from the end of

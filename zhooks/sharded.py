@@ -58,7 +58,7 @@ class Spec:
     ``shape`` and ``stride`` are global; ``pieces`` say which elements, in storage order, this rank holds.
     """
 
-    __slots__ = ("__weakref__", "dtype", "hooks", "index", "name", "home", "pieces", "post_hooks", "shape", "stride", "tensors")
+    __slots__ = ("__weakref__", "dtype", "home", "hooks", "index", "name", "pieces", "post_hooks", "shape", "stride", "tensors")
 
     def __init__(self, name: str, like: Tensor, home: Home, index: int, pieces: tuple[Piece, ...]) -> None:
         self.name, self.home, self.index, self.pieces = name, home, index, pieces
@@ -107,10 +107,10 @@ class ShardedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec, *, bound: bool = False, requires_grad: bool = False) -> ShardedTensor:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
-        tensor = cast(ShardedTensor, made)
+        tensor: ShardedTensor = made
         tensor._local, tensor._spec, tensor._bound = local, spec, bound
         if not bound:
             spec.tensors.add(tensor)
@@ -161,12 +161,44 @@ class ShardedTensor(torch.Tensor):
         return call(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         from zhooks.sharded_ops import dispatch
 
         return dispatch(func, args, kwargs or {})
+
+
+class ReadOnly(torch.Tensor):
+    """A gathered value read outside a forward, or a view of one: writing to it would be lost, so it is refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in _READS)
+        target = args[0] if args else None
+        if isinstance(target, ReadOnly) and (writes or name == "__setitem__"):
+            raise ShardedOpError(
+                f"{name} on a gathered value: expected reading, found a write that would be lost. Write to the "
+                "parameter itself, "
+                "or use `with attachment.gathered(parameter, write=True):`."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = _read_only(func(*args, **(kwargs or {})), target)
+        return out
+
+
+_READS = frozenset({"__index__", "__int__", "__invert__", "__init__", "__iter__"})
+
+
+def _read_only(out: Any, source: Any) -> Any:
+    """What was read: a view of the gathered value stays read-only, a new value is plain."""
+    if not isinstance(out, Tensor) or not isinstance(source, Tensor):
+        return out
+    address = torch._C._storage_address  # type: ignore[attr-defined]
+    return out.as_subclass(ReadOnly if address(out) == address(source) else Tensor)
 
 
 class Saved:
@@ -223,7 +255,9 @@ def rebuild(
     if sum(piece.numel for piece in ranges) != local.numel() or any(
         piece.numel < 0 or piece.start < 0 or piece.start + piece.numel > numel for piece in ranges
     ):
-        raise ShardedOpError(f"sharded tensor {name}: expected ranges of {numel} elements, found {pieces}. The file is damaged.")
+        raise ShardedOpError(
+            f"sharded tensor {name}: expected ranges of {numel} elements, found {pieces}. The file is damaged."
+        )
     spec = Spec(name, torch.empty_strided(shape, stride, dtype=local.dtype, device="meta"), SAVED, 0, ranges)
     return ShardedTensor(local, spec, requires_grad=requires_grad)
 

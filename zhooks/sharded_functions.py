@@ -24,14 +24,23 @@ ABOUT = frozenset(
     {
         "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "is_contiguous",
         "is_floating_point", "is_complex", "is_signed", "get_device", "data_ptr", "untyped_storage", "type", "is_shared",
-        "__len__", "__hash__", "detach", "detach_", "requires_grad_", "retain_grad", "__reduce_ex__", "__deepcopy__", "__repr__",
+        "__len__", "__hash__", "detach", "detach_", "requires_grad_", "retain_grad", "__reduce_ex__", "__deepcopy__",
+        "__repr__",
         "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "is_same_size", "backward", "grad",
         "to_local", "full_tensor", "_is_view", "is_inference", "is_pinned", "__format__", "__dir__", "is_nonzero", "is_tensor",
         "is_set_to", "pin_memory", "__setstate__", "has_names", "result_type", "is_conj", "is_neg", "dim_order", "is_leaf",
     }
 )  # fmt: skip
-GATHERED_PROPERTIES = frozenset({torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag})
-_GATHERED_GETTERS = frozenset(descriptor.__get__ for descriptor in GATHERED_PROPERTIES)
+_TRANSPOSED: tuple[Any, ...] = (
+    torch.Tensor.T,
+    torch.Tensor.mT,
+    torch.Tensor.H,
+    torch.Tensor.mH,
+    torch.Tensor.real,
+    torch.Tensor.imag,
+)
+_GATHERED_GETTERS = frozenset(descriptor.__get__ for descriptor in _TRANSPOSED)
+_PROPERTIES: Any = Tensor
 
 
 class HookHandle:
@@ -135,11 +144,26 @@ def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     same = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
     if not same or value.device != tensor.device:
         raise ShardedOpError(
-            f"{tensor._spec.name}.data: expected a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}, found "
+            f"{tensor._spec.name}.data: expected a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on "
+            f"{tensor.device}, found "
             f"{tuple(value.shape)}, {value.dtype} on {value.device}. Call attachment.detach(), change the model, attach again."
         )
     with torch.no_grad():
         tensor.copy_(value)
+    return None
+
+
+def _set_item(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``parameter[index] = value``: change the whole value, keep this rank's range."""
+    tensor, index, value = args
+    if not isinstance(tensor, ShardedTensor):
+        return _plain(func, (tensor, index, value.full_tensor() if isinstance(value, ShardedTensor) else value), kwargs)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    whole = tensor.full_tensor()
+    whole[index] = value.full_tensor() if isinstance(value, ShardedTensor) else value
+    with torch.no_grad():
+        tensor.copy_(whole)
     return None
 
 
@@ -152,12 +176,13 @@ def _refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
-    Tensor.grad.__get__: _grad,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    _PROPERTIES.grad.__get__: _grad,
+    _PROPERTIES.requires_grad.__set__: _requires_grad,
     Tensor.requires_grad_: _requires_grad,
     Tensor.register_hook: _register_hook,
     Tensor.register_post_accumulate_grad_hook: _register_post_hook,
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.__setitem__: _set_item,
+    _PROPERTIES.data.__set__: _set_data,
     Tensor.numpy: _refused,
     Tensor.tolist: _refused,
     Tensor.__array__: _refused,

@@ -15,16 +15,18 @@ from torch import Tensor
 
 from offload.errors import ShardedOpError
 from zhooks.norms import partial_norm
-from zhooks.sharded import ShardedTensor
+from zhooks.sharded import ReadOnly, ShardedTensor
 
 aten = torch.ops.aten
 
 # Element-wise, though torch does not tag them so.
 _LOCAL = {
-    aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.clone.default, aten._to_copy.default, aten.zeros_like.default,
+    aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.clone.default, aten._to_copy.default,
+    aten.zeros_like.default,
     aten.ones_like.default, aten.empty_like.default, aten.full_like.default, aten.copy_.default, aten.lift_fresh.default,
     aten.clamp_.default, aten.nan_to_num_.default, aten.masked_fill_.Scalar, aten.where.self, aten.positive.default,
-    aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcmul_.default, aten.addcdiv_.default, aten.copy.default, aten.contiguous.default,
+    aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcmul_.default, aten.addcdiv_.default, aten.copy.default,
+    aten.contiguous.default,
     aten.masked_fill.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar,
 }  # fmt: skip
 _ALIASES = {aten.detach.default, aten.alias.default, aten.detach_.default}
@@ -37,7 +39,7 @@ _TOTALS = {
     aten.sum.default: "sum", aten.max.default: "max", aten.min.default: "min", aten.all.default: "min", aten.any.default: "max",
     aten.mean.default: "mean", aten.count_nonzero.default: "sum",
 }  # fmt: skip
-_NOT_POINTWISE_FOREACH = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+_NOT_POINTWISE_FOREACH = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,7 +66,7 @@ def _rule(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
         return _foreach_norm
     if name in ("equal", "_local_scalar_dense", "is_same_size", "_has_compatible_shallow_copy_type", "view", "_unsafe_view"):
         return {"equal": _equal, "is_same_size": _same_size, "view": _view}.get(name, _whole)
-    if name.startswith("_foreach_") and not name.startswith(_NOT_POINTWISE_FOREACH):
+    if name.startswith("_foreach_") and name not in _NOT_POINTWISE_FOREACH:
         return _local
     if name.startswith("_fused_") or func in _LOCAL or torch.Tag.pointwise in func.tags:
         return _local
@@ -151,13 +153,15 @@ def _matching(value: ShardedTensor, lead: ShardedTensor) -> Tensor:
         return value._local
     if value.shape != lead.shape:
         raise ShardedOpError(
-            f"element-wise operation on {lead._spec.name} {tuple(lead.shape)} and {value._spec.name} {tuple(value.shape)}: expected "
+            f"element-wise operation on {lead._spec.name} {tuple(lead.shape)} and {value._spec.name} "
+            f"{tuple(value.shape)}: expected "
             "sharded tensors of one shape, found two. Use full_tensor() on both."
         )
     if value._bound:
         return lead._spec.take(value._spec.home.view(value._spec.index).detach())
     raise ShardedOpError(
-        f"{lead._spec.name} and {value._spec.name}: expected the same range of elements on this rank, found two. Load at the world "
+        f"{lead._spec.name} and {value._spec.name}: expected the same range of elements on this rank, found two. "
+        "Load at the world "
         "size that saved, or use full values (attachment.state_dict())."
     )
 
@@ -230,12 +234,15 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if not isinstance(ord, (int, float)) and ord is not None:
         ord = 2
     if dim not in (None, [], ()):
-        return _refuse(func, tensor)
+        refused: Tensor = _refuse(func, tensor)
+        return refused
     dtype = kwargs.get("dtype") or tensor.dtype
     order = 2.0 if ord is None else float(ord)
     if not tensor._spec.home.sharded:
-        plain: Tensor = func(tensor._local, *args[1:], **kwargs) if name == "norm" else aten.linalg_vector_norm(tensor._local, order)
-        return plain.to(dtype)
+        plain: Tensor = (
+            func(tensor._local, *args[1:], **kwargs) if name == "norm" else aten.linalg_vector_norm(tensor._local, order)
+        )
+        return Tensor.to(plain, dtype)
     return partial_norm(tensor._local, order, tensor._spec.home, dtype)
 
 
@@ -274,12 +281,16 @@ def _whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value
 
     plain = [swap(value, writes) for value, writes in zip(args, written, strict=False)]
-    return func(*plain, **{key: swap(value) for key, value in kwargs.items()})
+    out = func(*plain, **{key: swap(value) for key, value in kwargs.items()})
+    if any(argument.alias_info is not None for argument in func._schema.returns) and isinstance(out, Tensor):
+        return out.as_subclass(ReadOnly)
+    return out
 
 
 def _refuse(func: Any, tensor: ShardedTensor) -> Any:
     raise ShardedOpError(
-        f"{func._schema.name.split('::')[1]} on the sharded tensor of {tensor._spec.name} {tuple(tensor.shape)}: expected an element-wise "
+        f"{func._schema.name.split('::')[1]} on the sharded tensor of {tensor._spec.name} {tuple(tensor.shape)}: "
+        "expected an element-wise "
         "operation or a total, found one that needs whole rows or matrices (Adafactor, Muon, LBFGS and Shampoo do). Use an "
         "element-wise optimizer, or full_tensor(); to write, use `with attachment.gathered(parameter, write=True):`."
     )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.errors import AttachError
 from offload.events import Bus
 from zhooks.comm import CONTROL, DONE, GATHER, Call, Transport, Work
 from zhooks.layout import Layout, Piece
@@ -27,6 +28,8 @@ from zhooks.sharded import ShardedTensor, Spec
 
 
 class State(Enum):
+    """Where the full values of a flat buffer are."""
+
     RESTING = "resting"
     GATHERING = "gathering"
     GATHERED = "gathered"
@@ -243,7 +246,7 @@ class Flat:
         empty = torch.empty
         dtype, device = self.kind.compute, self.kind.device
         return [
-            empty(0, dtype=dtype, device=device).set_(storage, start, spec.shape, spec.stride)  # type: ignore[call-overload]
+            empty(0, dtype=dtype, device=device).set_(storage, start, spec.shape, spec.stride)
             for start, spec in zip(starts, self.specs, strict=True)
         ]
 
@@ -295,7 +298,7 @@ class Flat:
             self.full = full
             low, high = (0, self.layout.padded) if self.ownership.whole else self.layout.ranges(self.transport.axis.rank)[0]
             empty = torch.empty(0, dtype=full.dtype, device=full.device)
-            self.shard = empty.set_(full.untyped_storage(), low, (high - low,), (1,))  # type: ignore[call-overload]
+            self.shard = empty.set_(full.untyped_storage(), low, (high - low,), (1,))
             self.state, self._version = State.GATHERED, self.version()
         elif self.ownership.whole:
             self.shard = full
@@ -322,6 +325,8 @@ class Unit:
         self.slots: list[Slot] = []
         self.depth = 0
         self.trainable_left = 0
+        # Inside gathered(): the slots hold full values that the user may change.
+        self.lent = False
 
     @property
     def releasable(self) -> bool:
@@ -352,9 +357,26 @@ class Unit:
             flat.release()
 
     def show(self) -> None:
-        """Put the gathered values where the modules look for their parameters."""
+        """Put the gathered values where the modules look for their parameters.
+
+        Raises:
+            AttachError: a module holds something else there by now (``model.to``, ``half``, an assignment).
+        """
         values = [flat.values() for flat in self.flats]
         for slot in self.slots:
+            flat = self.flats[slot.flat]
+            if slot.table[slot.key] is not flat.params[slot.index]:
+                if self.lent:
+                    raise AttachError(
+                        f"unit {self.name}: expected no forward inside gathered(), found one. Use `with "
+                        "attachment.resident():`."
+                    )
+                self.hide()
+                raise AttachError(
+                    f"parameter {flat.specs[slot.index].name}: expected the parameter that was attached, found "
+                    "another in its place "
+                    "(model.to(), half() or an assignment; undone now). Call detach(), change the model, attach again."
+                )
             slot.table[slot.key] = values[slot.flat][slot.index]
 
     def hide(self) -> None:

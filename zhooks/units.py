@@ -66,7 +66,8 @@ def find_units(model: nn.Module, policy: Policy) -> list[Group]:
 
 def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
     classes, names = set(policy.units.classes), policy.units.names
-    found, used = [], set()
+    found: list[tuple[str, nn.Module]] = []
+    used: set[str] = set()
     inside: set[int] = set()
     for name, module in model.named_modules():
         by_class = type(module).__name__ if type(module).__name__ in classes else None
@@ -79,7 +80,8 @@ def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]
     if missing:
         present = sorted({type(module).__name__ for module in model.modules()})
         raise AttachError(
-            f"[units]: expected {', '.join(missing)} to match a module, found none. Classes in this model: {', '.join(present)}."
+            f"[units]: expected {', '.join(missing)} to match a module, found none. "
+            f"Classes in this model: {', '.join(present)}."
         )
     return found
 

@@ -1,0 +1,341 @@
+"""Full values and full states through the Attachment: gathered, resident, save_full, state dicts, and a library's loop.
+
+pytest runs it, on one, two and four ranks. The stock save and resume loop is test_sharded_state.py's.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zhooks
+from offload.events import Recorder
+from tests.on_ranks import on_ranks, place
+from tests.ranks import Pool
+
+STAGES = (0, 1, 2, 3)
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(model: nn.Module) -> list[Tensor]:
+    return [param.full_tensor() for param in model.parameters()]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def from_first(value: Any) -> Any:
+    """Rank 0's ``value`` on every rank."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+# ---- gathered and resident
+
+
+@on_ranks(1, 2, 4, stage=STAGES)
+def test_gathered_shows_full_plain_values_and_puts_the_shards_back(stage: int) -> None:
+    model, plain = net(), net()
+    attachment = zhooks.attach(model, policy={"stage": stage})
+    with attachment.gathered() as values:
+        assert same(values, plain.parameters())
+        assert type(model[0].weight) is not zhooks.ShardedTensor and torch.equal(model[0].weight, plain[0].weight)
+    with attachment.gathered(model[3].bias) as (bias,):
+        assert torch.equal(bias, plain[3].bias) and isinstance(model[0].weight, zhooks.ShardedTensor)
+    assert all(isinstance(param, zhooks.ShardedTensor) for param in model.parameters())
+
+
+@on_ranks(1, 2, 4, stage=STAGES)
+def test_the_first_ranks_writes_reach_every_shard_and_the_next_forward(stage: int) -> None:
+    model, plain = net().eval(), net().eval()
+    attachment = zhooks.attach(model, policy={"stage": stage})
+    model(batch(0))
+    with attachment.gathered(model[0].weight, model[3].bias, write=True) as (weight, bias), torch.no_grad():
+        if place()[0] == 0:
+            weight.mul_(2.0)
+            bias[1] = 5.0
+    with torch.no_grad():
+        plain[0].weight.mul_(2.0)
+        plain[3].bias[1] = 5.0
+        assert torch.equal(model(batch(0)), plain(batch(0)))
+    assert same(full(model), plain.parameters())
+
+
+@on_ranks(2)
+def test_changes_without_write_and_changes_of_other_ranks_are_dropped() -> None:
+    model, plain = net(), net()
+    attachment = zhooks.attach(model)
+    with attachment.gathered(model[0].weight) as (weight,), torch.no_grad():
+        weight.zero_()
+    with attachment.gathered(model[0].weight, write=True) as (weight,), torch.no_grad():
+        if place()[0] == 1:
+            weight.zero_()
+    assert same(full(model), plain.parameters())
+
+
+@on_ranks(1, 2)
+def test_an_exception_inside_gathered_puts_the_shards_back_and_writes_nothing() -> None:
+    model, plain = net(), net()
+    attachment = zhooks.attach(model)
+    with pytest.raises(ArithmeticError), attachment.gathered(write=True) as values:
+        with torch.no_grad():
+            values[0].zero_()
+        raise ArithmeticError
+    assert same(full(model), plain.parameters())
+    train(model, adamw(model), range(1))
+
+
+@on_ranks(1, 2)
+def test_a_stranger_cannot_be_gathered() -> None:
+    attachment = zhooks.attach(net())
+    with pytest.raises(zhooks.CheckpointError, match="expected parameters of this model"), attachment.gathered(torch.ones(3)):
+        pass
+
+
+@on_ranks(2)
+def test_a_resident_model_gathers_once_for_many_forwards() -> None:
+    model, plain = net().eval(), net().eval()
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}})
+    recorder = Recorder()
+    with attachment.observe(recorder), attachment.resident(), torch.no_grad():
+        for step in range(3):
+            assert torch.equal(model(batch(step)), plain(batch(step)))
+        assert len([line for line in recorder.names("gather") if line.startswith("begin")]) == len(attachment._units)
+    assert attachment.memory().transient["gathered units"] == 0
+    for either in (model.train(), plain.train()):
+        train(either, adamw(either), range(2))
+    assert same(full(model), plain.parameters())
+
+
+# ---- states
+
+
+@on_ranks(1, 2, 4, stage=STAGES)
+def test_a_full_state_is_the_plain_models_on_the_first_rank_and_nothing_elsewhere(stage: int) -> None:
+    model, plain = net(), net()
+    attachment = zhooks.attach(model, policy={"stage": stage})
+    optimizers = [adamw(model), adamw(plain)]
+    for either, optimizer in zip((model, plain), optimizers, strict=True):
+        train(either, optimizer, range(2))
+    state = attachment.state_dict(optimizers[0])
+    if place()[0] > 0:
+        assert state == {}
+        return
+    wanted, packed = plain.state_dict(), optimizers[1].state_dict()
+    assert list(state["model"]) == list(wanted) and same(state["model"].values(), wanted.values())
+    assert state["optimizer"]["param_groups"] == packed["param_groups"]
+    for index, entry in packed["state"].items():
+        found = state["optimizer"]["state"][index]
+        assert list(found) == list(entry) and same(found.values(), entry.values())
+    resumed = net(seed=3)
+    resumed.load_state_dict(state["model"])
+    again = adamw(resumed)
+    again.load_state_dict(state["optimizer"])
+    for either, optimizer in ((resumed, again), (plain, optimizers[1])):
+        train(either, optimizer, range(2, 4))
+    assert same(resumed.state_dict().values(), plain.state_dict().values())
+
+
+@on_ranks(1, 2, 4, stages=((3, 0), (0, 3), (3, 1), (2, 3)))
+def test_a_full_state_is_loaded_at_another_stage_and_training_goes_on(stages: tuple[int, int]) -> None:
+    model = net()
+    attachment = zhooks.attach(model, policy={"stage": stages[0]})
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(attachment.state_dict(optimizer))
+    train(model, optimizer, range(2, 4))
+    wanted = full(model)
+    attachment.detach()
+    other = net(seed=3)
+    again = zhooks.attach(other, policy={"stage": stages[1], "units": {"min_numel": 0}})
+    resumed = adamw(other)
+    again.load_state_dict(state, resumed)
+    train(other, resumed, range(2, 4))
+    for ours, theirs in zip(full(other), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def saved_by(world: int) -> dict[str, Any]:
+    model = net()
+    attachment = zhooks.attach(model)
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    return attachment.state_dict(optimizer)
+
+
+def resumed_by(state: dict[str, Any]) -> list[Tensor]:
+    model = net(seed=3)
+    attachment = zhooks.attach(model)
+    optimizer = adamw(model)
+    attachment.load_state_dict(state if place()[0] == 0 else {}, optimizer)
+    train(model, optimizer, range(2, 4))
+    return full(model)
+
+
+def test_a_full_state_is_loaded_on_another_number_of_ranks(ranks1: Pool, ranks2: Pool, ranks4: Pool) -> None:
+    state = ranks2.run(f"{__name__}:saved_by", world=2)[0]
+    plain = net()
+    train(plain, adamw(plain), range(0))
+    results = [pool.run(f"{__name__}:resumed_by", state=state)[0] for pool in (ranks1, ranks4)]
+    for one, four in zip(*results, strict=True):
+        torch.testing.assert_close(one, four, rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(1, 2)
+def test_a_state_of_another_model_is_refused_on_every_rank_and_changes_nothing() -> None:
+    model, plain = net(), net()
+    attachment = zhooks.attach(model)
+    state = {"model": {**plain.state_dict(), "0.weight": torch.ones(2, 2), "more": torch.ones(1)}}
+    del state["model"]["3.bias"]
+    with pytest.raises(zhooks.CheckpointError, match=r"missing \(3\.bias\).*unknown \(more\).*another shape \(0\.weight\)"):
+        attachment.load_state_dict(state if place()[0] == 0 else {})
+    assert same(full(model), plain.parameters())
+
+
+@on_ranks(1, 2, 4, stage=(0, 1, 3))
+def test_save_full_writes_what_safetensors_loads_into_a_plain_model(stage: int) -> None:
+    import tempfile
+
+    from safetensors.torch import load_file
+
+    model = net()
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+    model.register_parameter("empty", nn.Parameter(torch.empty(0, 4)))
+    model.register_parameter("half", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
+    model.register_parameter("turned", nn.Parameter(torch.randn(4, 3).t()))
+    plain = copy.deepcopy(model)
+    attachment = zhooks.attach(model, policy={"stage": stage})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(from_first(folder)) / "model.safetensors"
+        attachment.save_full(path)
+        if place()[0] == 0:
+            assert [file.name for file in path.parent.iterdir()] == ["model.safetensors"]
+            loaded = load_file(path)
+            assert loaded.keys() == plain.state_dict().keys()
+            other = copy.deepcopy(plain)
+            with torch.no_grad():
+                for param in other.parameters():
+                    param.zero_()
+            other.load_state_dict(loaded)
+            assert same(other.state_dict().values(), plain.state_dict().values())
+        if dist.is_initialized():
+            dist.barrier()
+
+
+@on_ranks(1, 2)
+def test_save_full_into_a_folder_that_is_not_there_is_refused_on_every_rank() -> None:
+    attachment = zhooks.attach(net())
+    with pytest.raises(zhooks.CheckpointError, match=r"save_full /nowhere/at/all\.safetensors: expected a writable folder"):
+        attachment.save_full("/nowhere/at/all.safetensors")
+
+
+# ---- a library's model in a library's loop
+
+
+def tiny_gpt2(device: str) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=128, n_positions=32)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        torch.manual_seed(0)
+        with torch.device(device):
+            return GPT2LMHeadModel(config)
+
+
+def loop(model: nn.Module) -> list[float]:
+    """Accumulation over two micro-batches, clipping and a schedule, as trainers do it."""
+    decayed = [param for param in model.parameters() if param.dim() > 1]
+    plain = [param for param in model.parameters() if param.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    losses = []
+    model.train()
+    for step in range(3):
+        for micro in range(2):
+            tokens = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(2 * step + micro))
+            output = model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens))
+            (output.loss / 2).backward()
+            losses.append(output.loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+    return losses
+
+
+@on_ranks(1, 2, stage=(0, 1, 3))
+def test_a_transformers_gpt2_trains_like_the_plain_one(stage: int) -> None:
+    model, plain = tiny_gpt2("cpu"), tiny_gpt2("cpu")
+    attachment = zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 1000}})
+    torch.testing.assert_close(loop(model), loop(plain), rtol=1e-5, atol=1e-6)
+    attachment.detach()
+    for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@on_ranks(1, 2)
+def test_a_transformers_model_on_meta_is_filled_by_its_own_init_and_generates() -> None:
+    model = tiny_gpt2("meta")
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 1000}})
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"cpu"}
+    weight = model.transformer.h[0].mlp.c_fc.weight.full_tensor()
+    assert 0.015 < weight.std() < 0.025 and torch.equal(model.transformer.ln_f.weight.full_tensor(), torch.ones(32))
+    assert loop(model)[-1] > 0
+    with attachment.resident(), torch.no_grad():
+        tokens = torch.ones(1, 4, dtype=torch.int64)
+        made = model.eval().generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    everybody = from_first(made)
+    assert torch.equal(made, everybody) and made.shape == (1, 8)
+
+
+@on_ranks(1, 2)
+def test_a_llama_on_meta_gets_its_rotary_frequencies_back() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, vocab_size=128
+        )
+        plain = LlamaForCausalLM(config)
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+    zhooks.attach(model, policy={"units": {"min_numel": 1000}})
+    wanted, found = dict(plain.named_buffers()), dict(model.named_buffers())
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    assert bool(model(input_ids=tokens, labels=tokens).loss.isfinite())

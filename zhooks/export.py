@@ -1,0 +1,118 @@
+"""Full parameters and buffers as one safetensors file, written unit by unit from rank 0.
+
+``attach.py`` calls it for ``Attachment.save_full``.  The safetensors library writes whole dicts, which would need the full
+copy this room exists to avoid; the format is its own (a length, a JSON header, the bytes).  A file is complete or absent.
+
+Source: the safetensors format, https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import CheckpointError
+from zhooks.build import full_values
+from zhooks.checkpoint import SAFETENSORS, agree_problem, flats_of
+from zhooks.comm import Comm
+from zhooks.unit import Unit
+
+
+class _File:
+    """Rank 0's file under a temporary name; the first failure is kept, so that all ranks can go on and then raise."""
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self._path, self.problem = path, ""
+        self._made = ""
+        self._file: IO[bytes] | None = None
+        try:
+            handle, self._made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            self._file = os.fdopen(handle, "wb")
+            self._file.write(header)
+        except OSError as error:
+            self._failed(error)
+        self._base = len(header)
+
+    def write(self, offset: int, value: Tensor) -> None:
+        if self._file is None:
+            return
+        raw = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        try:
+            self._file.seek(self._base + offset)
+            self._file.write(raw.numpy().data)
+        except OSError as error:
+            self._failed(error)
+
+    def commit(self) -> None:
+        """Flush, sync and rename; nothing is left behind when anything failed."""
+        try:
+            if self._file is not None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                os.replace(self._made, self._path)
+        except OSError as error:
+            self._failed(error)
+        if self.problem and self._made:
+            Path(self._made).unlink(missing_ok=True)
+
+    def _failed(self, error: OSError) -> None:
+        self._file = None
+        self.problem = self.problem or (
+            f"save_full {self._path}: expected a writable folder with room for the model, found: {error.strerror}. "
+            "Choose another path."
+        )
+
+
+@torch.no_grad()
+def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, path: Path) -> None:
+    """See ``Attachment.save_full``.  Tied parameters are written under each name: a strict load succeeds."""
+    named = [(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)]
+    header, places = _header(named)
+    first = comm.world.axis.rank == 0
+    file = _File(path, header) if first else None
+    agree_problem(comm, file.problem if file is not None else "")
+    sharded = set()
+    for flat in flats_of(units):
+        for param, value in zip(flat.params, full_values(flat, flat.shard), strict=True):
+            sharded.add(id(param))
+            if file is None:
+                continue
+            for offset in places.get(id(param), ()):
+                file.write(offset, value)
+    if file is not None:
+        for _, tensor in named:
+            if id(tensor) not in sharded:
+                for offset in places[id(tensor)]:
+                    file.write(offset, tensor)
+        file.commit()
+    agree_problem(comm, file.problem if file is not None else "")
+
+
+def _header(named: Sequence[tuple[str, Tensor]]) -> tuple[bytes, dict[int, list[int]]]:
+    """The encoded header, and where each tensor's bytes go, counted from its end."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places: dict[int, list[int]] = {}
+    offset = 0
+    for name, tensor in named:
+        if tensor.dtype not in SAFETENSORS:
+            raise CheckpointError(
+                f"save_full: expected dtypes safetensors knows, found {tensor.dtype} in {name}. Use state_dict() "
+                "and torch.save."
+            )
+        nbytes = tensor.numel() * tensor.element_size()
+        code = SAFETENSORS[tensor.dtype]
+        entries[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, offset + nbytes]}
+        places.setdefault(id(tensor), []).append(offset)
+        offset += nbytes
+    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw, places

@@ -1,0 +1,323 @@
+"""The reductions of an attachment: unit by unit, in one canonical order on every rank, a bounded number at a time.
+
+``Gather`` is the node of the graph that stands for a unit's parameters; its backward runs once all their gradients are
+complete and hands them to the ``Reducer``.  ``runtime.py`` says when backward is over.  It never decides what is gathered.
+
+Note: [Canonical order]
+    Reductions are launched in one order on all ranks: the reverse of the units' order at first, then the order in which
+    rank 0's first backward completed them.  A unit that is ready early waits its turn; what is left when backward ends
+    is reduced in the same order, with zeros from a rank that had no gradient.  So every backward outside ``no_sync``
+    reduces every unit once, and no rank can wait for one that another has skipped.  Then the ranks exchange one byte a
+    parameter: parameters no rank used keep ``grad is None`` as in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ShardedOpError
+from offload.events import Bus
+from zhooks.comm import CONTROL, REDUCE, Alone, Call, Comm, Work, all_reduce_flat
+from zhooks.grad import Gradient, deliver, has_hooks, hooked
+from zhooks.layout import flat_layout
+from zhooks.pool import Pool
+from zhooks.sharded import ShardedTensor
+from zhooks.unit import Flat
+
+
+class Gather(torch.autograd.Function):
+    """Parameters in, full plain tensors out; backward reduces.  One node a unit and forward."""
+
+    @staticmethod
+    def forward(ctx: Any, reducer: Reducer, flat: Flat, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.reducer, ctx.flat = reducer, flat
+        ctx.set_materialize_grads(False)
+        return tuple(flat.fresh_views())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return (None, None, *ctx.reducer.ready(ctx.flat, grads, _accumulates(ctx)))
+
+
+def make_node(reducer: Reducer) -> Callable[[Flat], tuple[Tensor, ...]]:
+    """What ``Flat.node`` is: the gathered values as a node of the graph."""
+
+    def node(flat: Flat) -> tuple[Tensor, ...]:
+        out: tuple[Tensor, ...] = Gather.apply(reducer, flat, *flat.params)  # type: ignore[no-untyped-call]
+        return out
+
+    return node
+
+
+@dataclass(slots=True)
+class Landing:
+    """A reduction under way."""
+
+    gradient: Gradient
+    work: Work
+    partial: Tensor
+    out: Tensor
+    into_shard: bool
+
+
+class Reducer:
+    """All reductions of an attachment, in canonical order, a bounded number at a time."""
+
+    def __init__(self, comm: Comm, pool: Pool, bus: Bus, *, most: int, unreduced: bool) -> None:
+        self.comm, self.pool, self.bus = comm, pool, bus
+        self.sync = True
+        self.open = False
+        self.done: Callable[[Flat], None] = lambda flat: None
+        self.opened: Callable[[], None] = lambda: None
+        self._most, self._unreduced = most, unreduced
+        self._world = comm.shard.axis.world * comm.replicate.axis.world
+        self.gradients: dict[int, Gradient] = {}
+        self._order: list[int] = []
+        self._agreed = False
+        self._completed: list[int] = []
+        self._seen: dict[int, list[bool]] = {}
+        self._next = 0
+        self._ready: set[int] = set()
+        self._under_way: deque[Landing] = deque()
+        self._landed: list[tuple[Gradient, Tensor, bool]] = []
+
+    def watch(self, flats: Sequence[Flat]) -> None:
+        """Take over these flats (all trainable ones of the attachment), in unit order."""
+        kept = {flat.number: self.gradients.get(flat.number) for flat in flats}
+        self.gradients = {
+            flat.number: old if (old := kept[flat.number]) is not None and old.flat is flat else Gradient(flat, self.pool)
+            for flat in flats
+        }
+        self._order = [flat.number for flat in reversed(flats)]
+        self._agreed = False
+
+    @property
+    def alone(self) -> bool:
+        return self._world == 1
+
+    def ready(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
+        """Autograd has all gradients of a flat's parameters; returns what their accumulation nodes shall see."""
+        if torch.is_grad_enabled():
+            raise ShardedOpError(
+                f"backward through the parameters of unit {flat.name} with create_graph=True: expected first "
+                "derivatives, found a "
+                "request for a graph of them. Differentiate twice with respect to inputs, or detach() the model."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._ready_plain(flat, grads, accumulates)
+
+    def _ready_plain(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
+        self.open = True
+        self.opened()
+        gradient = self.gradients.get(flat.number)
+        if gradient is None or gradient.flat is not flat:
+            raise ShardedOpError(
+                f"backward of unit {flat.name}: expected the layout of its forward, found that parameters were "
+                "frozen or unfrozen in "
+                "between. Change requires_grad between steps."
+            )
+        if not accumulates:
+            out = self._selected(gradient, grads)
+        else:
+            out = [None] * len(grads)
+            if self.alone and flat.kind.reduce == flat.kind.master:
+                gradient.direct(grads)
+            else:
+                gradient.add(grads)
+                self._advance(flat.number)
+        self.done(flat)
+        return out
+
+    def _advance(self, number: int) -> None:
+        if self._holds_back():
+            return
+        self._completed.append(number)
+        self._ready.add(number)
+        while self._next < len(self._order) and self._order[self._next] in self._ready:
+            self._launch(self.gradients[self._order[self._next]])
+            self._next += 1
+
+    def _holds_back(self) -> bool:
+        return self._unreduced and not self.sync
+
+    def _launch(self, gradient: Gradient) -> None:
+        flat = gradient.flat
+        self._ready.discard(flat.number)
+        while len(self._under_way) >= self._most:
+            self._land_oldest()
+        self._seen[flat.number] = [
+            a or b for a, b in zip(gradient.present, self._seen.get(flat.number, gradient.present), strict=True)
+        ]
+        partial = gradient.take_partial()
+        if flat.kind.reduce is torch.float16:
+            partial.mul_(1.0 / self._world)
+        if self.bus.active:
+            self.bus.begin("reduce", flat.name, self._nbytes(flat))
+        call = Call(REDUCE, "reduce", flat.name, flat.number)
+        if flat.ownership.whole:
+            into_shard = partial is gradient._shard
+            work, out = all_reduce_flat(self.comm.shard, call, partial, flat.layout), partial
+        else:
+            into_shard = flat.kind.reduce == flat.kind.master and not has_hooks(flat) and gradient.free()
+            gradient.reserved = gradient.reserved or into_shard
+            out = gradient.shard if into_shard else self.pool.take(flat.shard_numel, flat.kind.reduce, flat.kind.device)
+            work = self.comm.shard.reduce_scatter(call, partial, out, flat.layout)
+        self._under_way.append(Landing(gradient, work, partial, out, into_shard))
+
+    def _nbytes(self, flat: Flat) -> int:
+        if self.comm.shard.axis.world == 1:
+            return 0
+        return flat.layout.padded * flat.kind.reduce.itemsize * (2 if flat.ownership.whole else 1)
+
+    def _land_oldest(self) -> None:
+        landing = self._under_way.popleft()
+        gradient, out = landing.gradient, landing.out
+        flat = gradient.flat
+        landing.work.wait()
+        if not isinstance(self.comm.replicate, Alone):
+            call = Call(REDUCE, "reduce replicas", flat.name, flat.number)
+            layout = flat_layout([out.numel()], world=self.comm.replicate.axis.world, itemsize=out.element_size())
+            all_reduce_flat(self.comm.replicate, call, out, layout).wait()
+        if self._world > 1 and flat.kind.reduce is not torch.float16:
+            out.mul_(1.0 / self._world)
+        if self.bus.active:
+            self.bus.end("reduce", flat.name, self._nbytes(flat))
+        if landing.into_shard:
+            self._landed.append((gradient, gradient.shard, True))
+        elif has_hooks(flat):
+            self._landed.append((gradient, out.clone() if out is landing.partial else out, False))
+        else:
+            self._spread(gradient, out)
+            if out is not landing.partial:
+                self.pool.give(out)
+        gradient.give_back(landing.partial)
+
+    def _spread(self, gradient: Gradient, out: Tensor) -> None:
+        """Add what arrived to gradients that exist; the rest goes to the shard, claimed when all ranks are known."""
+        flat = gradient.flat
+        if gradient.reserved:
+            gradient.shard.add_(out)
+        elif gradient.free():
+            gradient.reserved = True
+            gradient.shard.copy_(out)
+            self._landed.append((gradient, gradient.shard, True))
+        else:
+            missing = [index for index, param in enumerate(flat.params) if param.grad is None]
+            for index in range(len(flat.params)):
+                if index not in missing:
+                    gradient.land(index, flat.local(index, out))
+            if missing:
+                self._landed.append((gradient, out.clone(), False))
+
+    def finish(self) -> None:
+        """Backward is over: reduce what any rank still owes, wait for all, and set ``.grad``.  Collective when ranks > 1."""
+        if not self.open:
+            return
+        self.open = False
+        if self.alone and not self._ready and not self._under_way and not self._landed:
+            return
+        if self._holds_back():
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._finish()
+
+    def _finish(self) -> None:
+        try:
+            for number in self._order[self._next :]:
+                self._launch(self.gradients[number])
+            used, again = self._agree_used()
+            for number in again:
+                self._launch(self.gradients[number])
+            while self._under_way:
+                self._land_oldest()
+            self._claim(used)
+            self._agree_order()
+        finally:
+            for gradient in self.gradients.values():
+                gradient.reserved = False
+            self._next = 0
+            self._ready.clear()
+            self._under_way.clear()
+            self._landed.clear()
+            self._completed.clear()
+            self._seen.clear()
+
+    def _agree_used(self) -> tuple[dict[int, list[bool]], list[int]]:
+        """Which parameters got a gradient on any rank, and the flats some rank completed a second time."""
+        local: list[int] = []
+        for number, gradient in self.gradients.items():
+            seen = self._seen.get(number)
+            local.extend(int(flag or (seen is not None and seen[i])) for i, flag in enumerate(gradient.present))
+            local.append(int(seen is not None and number in self._ready))
+        flags = torch.tensor(local, dtype=torch.uint8)
+        self.comm.world.all_reduce(Call(CONTROL, "end of backward", "all units"), flags, "max")
+        merged, used, again, at = flags.tolist(), {}, [], 0
+        for number, gradient in self.gradients.items():
+            count = len(gradient.present)
+            used[number] = [bool(flag) for flag in merged[at : at + count]]
+            if merged[at + count]:
+                again.append(number)
+            at += count + 1
+        return used, [number for number in self._order if number in again]
+
+    def _claim(self, used: dict[int, list[bool]]) -> None:
+        for gradient, out, in_shard in self._landed:
+            flat = gradient.flat
+            for index, flag in enumerate(used[flat.number]):
+                if not flag:
+                    continue
+                if has_hooks(flat):
+                    deliver(
+                        flat, index, ShardedTensor(flat.local(index, out).to(flat.kind.master, copy=True), flat.specs[index])
+                    )
+                elif flat.params[index].grad is None:
+                    if in_shard:
+                        flat.params[index].grad = gradient.tensor(index)
+                    else:
+                        gradient.land(index, flat.local(index, out))
+
+    def _agree_order(self) -> None:
+        """After the first whole backward, take rank 0's order of completion as canonical."""
+        if self._agreed or self.alone:
+            return
+        done = list(dict.fromkeys(self._completed))
+        order = done + [number for number in self._order if number not in done]
+        numbers = torch.tensor(order, dtype=torch.int64)
+        self.comm.world.broadcast(Call(CONTROL, "agree on order", "all units"), numbers)
+        self._order = [int(number) for number in numbers.tolist()]
+        self._agreed = True
+
+    def _selected(self, gradient: Gradient, grads: Sequence[Tensor | None]) -> list[ShardedTensor | None]:
+        """autograd.grad or backward(inputs=...): reduce now, and hand the ranges to autograd."""
+        flat = gradient.flat
+        once = Gradient(flat, self.pool)
+        once.partial = torch.zeros(flat.layout.padded, dtype=flat.kind.reduce, device=flat.kind.device)
+        once.add(grads)
+        out = torch.empty(flat.shard_numel, dtype=flat.kind.reduce, device=flat.kind.device)
+        call = Call(REDUCE, "reduce for autograd.grad", flat.name, flat.number)
+        if flat.ownership.whole:
+            all_reduce_flat(self.comm.shard, call, once.partial, flat.layout).wait()
+            out = once.partial
+        else:
+            self.comm.shard.reduce_scatter(call, once.partial, out, flat.layout).wait()
+        if not isinstance(self.comm.replicate, Alone):
+            layout = flat_layout([out.numel()], world=self.comm.replicate.axis.world, itemsize=out.element_size())
+            all_reduce_flat(self.comm.replicate, call, out, layout).wait()
+        out = out.mul_(1.0 / self._world).to(flat.kind.master)
+        made = [ShardedTensor(flat.local(index, out), spec) for index, spec in enumerate(flat.specs)]
+        return [None if grad is None else hooked(tensor) for grad, tensor in zip(grads, made, strict=True)]
+
+
+def _accumulates(node: Any) -> bool:
+    """All parameters behind ``node`` shall accumulate: backward().  Else autograd.grad or backward(inputs=...) chose some."""
+    try:
+        return all(torch._C._will_engine_execute_node(edge) for edge, _ in node.next_functions if edge is not None)
+    except RuntimeError:
+        # torch refuses to answer for a leaf that autograd.grad captures.
+        return False
