@@ -62,7 +62,7 @@ def from_first(value: Any) -> Any:
 # ---- gathered and resident
 
 
-@on_ranks(1, 2, 4, stage=STAGES)
+@on_ranks(2, stage=STAGES)
 def test_gathered_shows_full_plain_values_and_puts_the_shards_back(stage: int) -> None:
     model, plain = net(), net()
     attachment = zhooks.attach(model, policy={"stage": stage})
@@ -74,7 +74,7 @@ def test_gathered_shows_full_plain_values_and_puts_the_shards_back(stage: int) -
     assert all(isinstance(param, zhooks.ShardedTensor) for param in model.parameters())
 
 
-@on_ranks(1, 2, 4, stage=STAGES)
+@on_ranks(2, 4, stage=(1, 3))
 def test_the_first_ranks_writes_reach_every_shard_and_the_next_forward(stage: int) -> None:
     model, plain = net().eval(), net().eval()
     attachment = zhooks.attach(model, policy={"stage": stage})
@@ -102,7 +102,7 @@ def test_changes_without_write_and_changes_of_other_ranks_are_dropped() -> None:
     assert same(full(model), plain.parameters())
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_an_exception_inside_gathered_puts_the_shards_back_and_writes_nothing() -> None:
     model, plain = net(), net()
     attachment = zhooks.attach(model)
@@ -114,7 +114,7 @@ def test_an_exception_inside_gathered_puts_the_shards_back_and_writes_nothing() 
     train(model, adamw(model), range(1))
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_stranger_cannot_be_gathered() -> None:
     attachment = zhooks.attach(net())
     with pytest.raises(zhooks.CheckpointError, match="expected parameters of this model"), attachment.gathered(torch.ones(3)):
@@ -139,7 +139,7 @@ def test_a_resident_model_gathers_once_for_many_forwards() -> None:
 # ---- states
 
 
-@on_ranks(1, 2, 4, stage=STAGES)
+@on_ranks(1, 2, stage=STAGES)
 def test_a_full_state_is_the_plain_models_on_the_first_rank_and_nothing_elsewhere(stage: int) -> None:
     model, plain = net(), net()
     attachment = zhooks.attach(model, policy={"stage": stage})
@@ -165,7 +165,7 @@ def test_a_full_state_is_the_plain_models_on_the_first_rank_and_nothing_elsewher
     assert same(resumed.state_dict().values(), plain.state_dict().values())
 
 
-@on_ranks(1, 2, 4, stages=((3, 0), (0, 3), (3, 1), (2, 3)))
+@on_ranks(2, stages=((3, 0), (0, 3), (3, 1), (2, 3)))
 def test_a_full_state_is_loaded_at_another_stage_and_training_goes_on(stages: tuple[int, int]) -> None:
     model = net()
     attachment = zhooks.attach(model, policy={"stage": stages[0]})
@@ -210,7 +210,7 @@ def test_a_full_state_is_loaded_on_another_number_of_ranks(ranks1: Pool, ranks2:
         torch.testing.assert_close(one, four, rtol=1e-5, atol=1e-7)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_state_of_another_model_is_refused_on_every_rank_and_changes_nothing() -> None:
     model, plain = net(), net()
     attachment = zhooks.attach(model)
@@ -221,7 +221,7 @@ def test_a_state_of_another_model_is_refused_on_every_rank_and_changes_nothing()
     assert same(full(model), plain.parameters())
 
 
-@on_ranks(1, 2, 4, stage=(0, 1, 3))
+@on_ranks(2, stage=(0, 1, 3))
 def test_save_full_writes_what_safetensors_loads_into_a_plain_model(stage: int) -> None:
     import tempfile
 
@@ -230,7 +230,7 @@ def test_save_full_writes_what_safetensors_loads_into_a_plain_model(stage: int) 
     model = net()
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
     model.register_parameter("empty", nn.Parameter(torch.empty(0, 4)))
-    model.register_parameter("half", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
+    model.register_parameter("narrow", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
     model.register_parameter("turned", nn.Parameter(torch.randn(4, 3).t()))
     plain = copy.deepcopy(model)
     attachment = zhooks.attach(model, policy={"stage": stage})
@@ -251,7 +251,7 @@ def test_save_full_writes_what_safetensors_loads_into_a_plain_model(stage: int) 
             dist.barrier()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_save_full_into_a_folder_that_is_not_there_is_refused_on_every_rank() -> None:
     attachment = zhooks.attach(net())
     with pytest.raises(zhooks.CheckpointError, match=r"save_full /nowhere/at/all\.safetensors: expected a writable folder"):
@@ -295,7 +295,7 @@ def loop(model: nn.Module) -> list[float]:
     return losses
 
 
-@on_ranks(1, 2, stage=(0, 1, 3))
+@on_ranks(2, stage=(0, 1, 3))
 def test_a_transformers_gpt2_trains_like_the_plain_one(stage: int) -> None:
     model, plain = tiny_gpt2("cpu"), tiny_gpt2("cpu")
     attachment = zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 1000}})
@@ -306,7 +306,7 @@ def test_a_transformers_gpt2_trains_like_the_plain_one(stage: int) -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_transformers_model_on_meta_is_filled_by_its_own_init_and_generates() -> None:
     model = tiny_gpt2("meta")
     attachment = zhooks.attach(model, policy={"units": {"min_numel": 1000}})
@@ -316,19 +316,26 @@ def test_a_transformers_model_on_meta_is_filled_by_its_own_init_and_generates() 
     assert loop(model)[-1] > 0
     with attachment.resident(), torch.no_grad():
         tokens = torch.ones(1, 4, dtype=torch.int64)
-        made = model.eval().generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        made = model.eval().generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False, pad_token_id=0
+        )
     everybody = from_first(made)
     assert torch.equal(made, everybody) and made.shape == (1, 8)
 
 
-@on_ranks(1, 2)
+@on_ranks(1)
 def test_a_llama_on_meta_gets_its_rotary_frequencies_back() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
-            num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, vocab_size=128
+            num_hidden_layers=2,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=128,
         )
         plain = LlamaForCausalLM(config)
         with torch.device("meta"):

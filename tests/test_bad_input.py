@@ -56,14 +56,14 @@ def refused(error: type[Exception], words: str, attempt: Callable[[], Any], mode
 # ---- the policy
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_an_unknown_policy_key_is_refused_with_its_nearest_neighbour() -> None:
     model = net()
     words = "[units] min_nummel ... unknown key ... did you mean min_numel?"
     refused(zhooks.PolicyError, words, lambda: zhooks.attach(model, policy={"units": {"min_nummel": 1}}), model)
 
 
-@on_ranks(1, 2)
+@on_ranks(1)
 def test_an_unknown_policy_value_is_refused() -> None:
     model = net()
     words = "stage ... expected 0, 1, 2 or 3, found 4"
@@ -82,7 +82,7 @@ def test_a_policy_file_is_refused_with_its_line(tmp_path: Path) -> None:
     refused(zhooks.PolicyError, "missing.toml", lambda: zhooks.attach(model, policy=missing), model)
 
 
-@on_ranks(1, 2)
+@on_ranks(1)
 def test_a_pattern_that_matches_no_module_is_refused() -> None:
     model = net()
     words = "[units] ... expected Block to match a module, found none ... BatchNorm1d, Linear"
@@ -95,7 +95,9 @@ def test_a_pattern_that_matches_no_module_is_refused() -> None:
 @on_ranks(2)
 def test_a_mesh_that_does_not_cover_the_group_is_refused() -> None:
     model = net()
-    words = "mesh ... expected every rank of the process group (0 to 1), found ranks [0] ... Build the mesh over the whole group"
+    words = (
+        "mesh ... expected every rank of the process group (0 to 1), found ranks [0] ... Build the mesh over the whole group"
+    )
     mesh = DeviceMesh("cpu", [0], mesh_dim_names=("shard",))
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model, mesh=mesh), model)
 
@@ -117,7 +119,7 @@ def test_a_model_attached_twice_is_refused_and_goes_on_training() -> None:
     attachment = zhooks.attach(model)
     words = "attach: expected a plain model, found it attached already ... detach()"
     for again in (model, nn.Sequential(model)):
-        with pytest.raises(zhooks.AttachError, match="attached already|another attachment"):
+        with pytest.raises(zhooks.AttachError, match=r"attached already|another attachment"):
             zhooks.attach(again)
     with pytest.raises(zhooks.AttachError, match=".*".join(re.escape(word) for word in words.split(" ... "))):
         zhooks.attach(model)
@@ -127,28 +129,28 @@ def test_a_model_attached_twice_is_refused_and_goes_on_training() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-@on_ranks(1, 2)
+@on_ranks(1)
 def test_a_module_inside_an_attached_model_is_refused() -> None:
     model = net()
     zhooks.attach(model)
-    with pytest.raises(zhooks.AttachError, match="attach|another attachment"):
+    with pytest.raises(zhooks.AttachError, match=r"attach|another attachment"):
         zhooks.attach(model[0])
 
 
-@on_ranks(1, 2)
+@on_ranks(1)
 def test_a_module_without_parameters_is_refused() -> None:
     model = nn.Sequential(nn.ReLU(), nn.Dropout(0.1))
     words = "attach: expected Sequential to have parameters, found none"
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model), model)
 
 
-@on_ranks(1, 2)
+@on_ranks(1)
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(zhooks.AttachError, match=r"expected a torch\.nn\.Module, found dict"):
         zhooks.attach({})  # type: ignore[arg-type]
 
 
-@on_ranks(1, 2)
+@on_ranks(1)
 def test_parameters_on_several_devices_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(zhooks.AttachError, match=r"expected all parameters on one device, found cpu, meta\. Call model\.to\("):
@@ -156,7 +158,7 @@ def test_parameters_on_several_devices_are_refused() -> None:
     assert not hooks_left(model) and type(model[0].weight) is nn.Parameter
 
 
-@on_ranks(1, 2, kind=("lazy", "sparse", "subclass", "weak reference"))
+@on_ranks(1, kind=("lazy", "sparse", "subclass", "weak reference"))
 def test_parameters_that_cannot_be_sharded_are_refused_by_name(kind: str) -> None:
     import weakref
 
@@ -200,7 +202,7 @@ def test_a_graph_that_still_holds_a_parameter_is_refused_and_everything_put_back
     assert all(param.grad is not None for param in model.parameters())
 
 
-@on_ranks(1, 2)
+@on_ranks(1)
 def test_a_meta_model_nothing_can_initialise_is_refused_and_stays_on_meta() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
@@ -216,7 +218,7 @@ def test_a_meta_model_nothing_can_initialise_is_refused_and_stays_on_meta() -> N
 # ---- the optimizer
 
 
-@on_ranks(1, 2)
+@on_ranks(1)
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model = net()
     stranger = torch.optim.SGD(net().parameters(), lr=0.1)
@@ -229,7 +231,9 @@ def test_an_optimizer_with_state_that_was_not_passed_is_refused_and_accepted_whe
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step(model, optimizer)
-    words = "attach: expected an optimizer without state, found AdamW with state for this model. Pass it: attach(model, optimizer)"
+    words = (
+        "attach: expected an optimizer without state, found AdamW with state for this model. Pass it: attach(model, optimizer)"
+    )
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model), model)
     zhooks.attach(model, optimizer)
     step(model, optimizer)
@@ -261,7 +265,7 @@ def run_alone(transport: str) -> str:
     """The first rank trains; the second never comes to the second forward."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
-    zhooks.attach(model, policy={"units": {"min_numel": 0}, "comm": {"transport": transport, "timeout_s": 2}})
+    zhooks.attach(model, policy={"units": {"min_numel": 0}, "comm": {"transport": transport, "timeout_s": 1}})
     model(torch.ones(2, 8)).sum().backward()
     assert model[0][0].weight.grad is not None
     dist.barrier()
@@ -283,19 +287,19 @@ def test_a_rank_that_never_makes_a_call_the_others_make_is_an_error_in_time(tran
     assert [outcome.end for outcome in outcomes] == [End.RETURNED] * 2, outcomes[0].text
     said = outcomes[0].value
     assert re.match(r"rank 0 in \w+", said), said
-    assert "within 2" in said and ("gather 0" in said or "gather" in said) and "timeout_s" in said, said
+    assert "within 1" in said and ("gather 0" in said or "gather" in said) and "timeout_s" in said, said
 
 
 # ---- NaN
 
 
-@on_ranks(1, 2, stage=(0, 1, 3))
+@on_ranks(2, stage=(1, 3))
 def test_nan_gradients_raise_where_the_user_asks_for_it_and_else_pass_as_in_plain_torch(stage: int) -> None:
     model, plain = net(), net()
     zhooks.attach(model, policy={"stage": stage})
     for either in (model, plain):
         (either(torch.ones(4, 6)) * math.nan).sum().backward()
-        with pytest.raises(RuntimeError, match="total norm .* is non-finite"):
+        with pytest.raises(RuntimeError, match=r"total norm .* is non-finite"):
             nn.utils.clip_grad_norm_(either.parameters(), 1.0, error_if_nonfinite=True)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert math.isnan(float(norm))

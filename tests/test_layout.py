@@ -5,6 +5,8 @@ pytest runs it; it is arithmetic and starts no process. It never asks where a te
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -30,9 +32,7 @@ def owned(layout: Layout, index: int) -> list[int]:
 
 
 @given(numels_of, worlds, itemsizes, bounds)
-def test_every_element_is_owned_by_exactly_one_rank(
-    numels: list[int], world: int, itemsize: int, bound: int | None
-) -> None:
+def test_every_element_is_owned_by_exactly_one_rank(numels: list[int], world: int, itemsize: int, bound: int | None) -> None:
     layout = flat_layout(numels, world=world, itemsize=itemsize, max_numel=bound)
     for index, numel in enumerate(numels):
         assert sorted(owned(layout, index)) == list(range(numel))
@@ -47,7 +47,7 @@ def test_the_pieces_of_a_parameter_are_consecutive_in_the_shard_and_disjoint(
         end = 0
         for index in range(len(numels)):
             pieces = layout.pieces(index, rank)
-            for before, after in zip(pieces, pieces[1:], strict=False):
+            for before, after in itertools.pairwise(pieces):
                 assert after.local == before.local + before.numel
                 assert after.start > before.start
             if pieces:
@@ -57,9 +57,7 @@ def test_the_pieces_of_a_parameter_are_consecutive_in_the_shard_and_disjoint(
 
 
 @given(numels_of, worlds, itemsizes, bounds)
-def test_a_piece_lies_where_the_ranges_of_its_rank_say(
-    numels: list[int], world: int, itemsize: int, bound: int | None
-) -> None:
+def test_a_piece_lies_where_the_ranges_of_its_rank_say(numels: list[int], world: int, itemsize: int, bound: int | None) -> None:
     layout = flat_layout(numels, world=world, itemsize=itemsize, max_numel=bound)
     for rank in range(world):
         places = [place for start, stop in layout.ranges(rank) for place in range(start, stop)]

@@ -35,9 +35,7 @@ def backward(model: nn.Module) -> None:
     assert next(model.parameters()).grad is not None
 
 
-def trained(
-    stage: int, precision: str, **more: object
-) -> tuple[nn.Module, zhooks.Attachment, torch.optim.Optimizer]:
+def trained(stage: int, precision: str, **more: object) -> tuple[nn.Module, zhooks.Attachment, torch.optim.Optimizer]:
     """A model after a step and one more backward, its attachment and its optimizer."""
     model = build()
     attachment = zhooks.attach(model, policy=policy_of(stage, precision, **more))
@@ -160,7 +158,7 @@ def test_padding_is_held_and_counted(stage: int) -> None:
     assert rows["parameter"] == (24 * 4 // 2 if stage == 3 else 24 * 4)
 
 
-@on_ranks(1, 2, stage=STAGES)
+@on_ranks(2, stage=STAGES)
 def test_the_papers_figure_stands_beside_it(stage: int) -> None:
     world = place()[1]
     _, attachment, _ = trained(stage, "bf16")

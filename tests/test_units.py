@@ -265,7 +265,10 @@ class Named(nn.Module):
         ({"classes": ["Block"]}, ["left.0", "left.1", "right.0", "right.1", "Named"]),
         ({"names": ["left.*", "leave"]}, ["left.0", "left.1", "Named", "leave"]),
         ({"names": ["right"]}, ["Named", "right"]),
-        ({"names": ["left.0"], "classes": ["Linear"]}, ["left.0", "left.1.linear", "right.0.linear", "right.1.linear", "leave"]),
+        (
+            {"names": ["left.0"], "classes": ["Linear"]},
+            ["left.0", "left.1.linear", "right.0.linear", "right.1.linear", "leave"],
+        ),
     ],
 )
 def test_patterns_of_the_policy_choose_the_units(patterns: dict[str, list[str]], expected: list[str]) -> None:
@@ -281,6 +284,11 @@ def test_a_pattern_that_matches_nothing_is_refused_and_names_the_classes_there_a
         units(meta(Named), classes=["Blok"])
     with pytest.raises(AttachError, match=r"expected lft\.\* to match a module"):
         units(meta(Named), names=["left.*", "lft.*"])
+
+
+def test_a_list_chosen_by_a_pattern_is_entered_through_modules_that_are_called() -> None:
+    for group in units(meta(Named), names=["left", "right"]):
+        assert not any(isinstance(entry, nn.ModuleList) for entry in group.entries), group.name
 
 
 def test_min_numel_coalesces_what_patterns_chose() -> None:

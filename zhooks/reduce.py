@@ -38,7 +38,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, reducer: Reducer, flat: Flat, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.reducer, ctx.flat = reducer, flat
         ctx.set_materialize_grads(False)
-        return tuple(flat.fresh_views())
+        return flat.graph_views()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import _foreach_supported_types
 
+import zhooks.sharded_functions
+import zhooks.sharded_ops  # noqa: F401  (both open a door of the sharded tensor)
 from zhooks.layout import Piece
 from zhooks.sharded import ShardedTensor, rebuild
 

@@ -285,9 +285,9 @@ class Runtime:
 
     def settle(self, *, force: bool = False) -> None:
         """Be at rest: finish an open backward, and follow freezes.  Called at every entry."""
-        if not force and in_backward():
-            return
         if self._back is None and not self.reducer.open and not self.relaid:
+            return
+        if not force and in_backward():
             return
         with torch.inference_mode(False), torch.no_grad():
             if self._back is not None or self.reducer.open:

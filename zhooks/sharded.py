@@ -95,6 +95,16 @@ class Spec:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else flat[:0]
 
 
+class Doors:
+    """Where the two protocols of torch lead; ``sharded_functions.py`` and ``sharded_ops.py`` put themselves here."""
+
+    call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+    dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+doors = Doors()
+
+
 class ShardedTensor(torch.Tensor):
     """One rank's range of a tensor whose shape, dtype and device are the global ones.
 
@@ -156,17 +166,13 @@ class ShardedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from zhooks.sharded_functions import call
-
-        return call(func, args, kwargs or {})
+        return doors.call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from zhooks.sharded_ops import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return doors.dispatch(func, args, kwargs or {})
 
 
 class ReadOnly(torch.Tensor):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.errors import ShardedOpError
 from zhooks.norms import partial_norm
-from zhooks.sharded import ReadOnly, ShardedTensor
+from zhooks.sharded import ReadOnly, ShardedTensor, doors
 
 aten = torch.ops.aten
 
@@ -69,8 +69,33 @@ def _rule(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
     if name.startswith("_foreach_") and name not in _NOT_POINTWISE_FOREACH:
         return _local
     if name.startswith("_fused_") or func in _LOCAL or torch.Tag.pointwise in func.tags:
-        return _local
+        return _in_place if _writes_only_self(func) else _local
     return _whole
+
+
+def _writes_only_self(func: Any) -> bool:
+    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+    return bool(writes) and writes[0] and not any(writes[1:])
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The short way of an optimizer's inner loop: one tensor changed by others of its own range, and by numbers."""
+    lead = args[0]
+    if type(lead) is not ShardedTensor or any(isinstance(value, Tensor) for value in kwargs.values()):
+        return _local(func, args, kwargs)
+    spec = lead._spec
+    plain = [lead._local]
+    for value in args[1:]:
+        if type(value) is ShardedTensor and value._spec is spec:
+            plain.append(value._local)
+        elif isinstance(value, Tensor) and value.dim() > 0:
+            return _local(func, args, kwargs)
+        else:
+            plain.append(value)
+    func(*plain, **kwargs)
+    if lead._bound:
+        spec.home.written()
+    return lead
 
 
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,3 +322,5 @@ def _refuse(func: Any, tensor: ShardedTensor) -> Any:
 
 
 _RULES: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+
+doors.dispatch = dispatch

@@ -231,15 +231,23 @@ class Flat:
             if self._graph is None:
                 self._graph = self.node(self)
             elif self._graph and self._graph[0].untyped_storage()._cdata != self._storage():
-                for view, fresh in zip(self._graph, self.fresh_views(), strict=True):
+                for view, fresh in zip(self._graph, self.plain_views(), strict=True):
                     view.data = fresh
             return self._graph
+        return self.plain_views()
+
+    def plain_views(self) -> list[Tensor]:
+        """One plain tensor a parameter on the full buffer, the same ones while the buffer stays."""
         if self._views is None:
             with torch.inference_mode(False):
-                self._views = self.fresh_views()
+                self._views = self._new_views()
         return self._views
 
-    def fresh_views(self) -> list[Tensor]:
+    def graph_views(self) -> tuple[Tensor, ...]:
+        """New tensors for a node's outputs; they share the version counters of the plain ones."""
+        return tuple([view.detach() for view in self.plain_views()])
+
+    def _new_views(self) -> list[Tensor]:
         """New tensors on the full buffer's storage; not views to autograd, so a gather bumps no version they check."""
         assert self.full is not None
         storage, starts = self.full.untyped_storage(), self.layout.starts
@@ -260,11 +268,12 @@ class Flat:
 
     def _stale(self) -> None:
         """The values changed under tensors that autograd may have saved: its own check shall find out."""
-        held = [*(self._views or ()), *(self._graph or ())]
-        if held:
-            with torch.inference_mode(False):
-                torch.autograd.graph.increment_version(held)
-            self._views, self._graph = None, None
+        graph, self._graph = self._graph, None
+        if self._views is not None:
+            torch.autograd.graph.increment_version(self._views)
+        if graph is not None and self.releasable:
+            # Re-pointed to another buffer since, these no longer share a counter with the plain views.
+            torch.autograd.graph.increment_version(graph)
 
     def _drop_views(self) -> None:
         self._views = None

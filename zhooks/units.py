@@ -55,7 +55,7 @@ def find_units(model: nn.Module, policy: Policy) -> list[Group]:
                 group.params[inner] = param
         if group.params:
             groups.append(group)
-    groups = _join_small(model, groups, policy.units.min_numel)
+    groups = _join_small(groups, policy.units.min_numel)
     rest = {name: param for name, param in model.named_parameters() if id(param) not in taken}
     if rest:
         groups.append(_rest(model, rest))
@@ -133,8 +133,8 @@ def _is_expert(name: str) -> bool:
     return any("expert" in part.lower() for part in name.split("."))
 
 
-def _join_small(model: nn.Module, groups: list[Group], floor: int) -> list[Group]:
-    """Join neighbours below ``floor`` elements; a holder whose children all joined is entered through itself."""
+def _join_small(groups: list[Group], floor: int) -> list[Group]:
+    """Join neighbours below ``floor`` elements."""
     joined: list[Group] = []
     for group in groups:
         last = joined[-1] if joined else None
@@ -144,15 +144,15 @@ def _join_small(model: nn.Module, groups: list[Group], floor: int) -> list[Group
             last.name = f"{last.name.split('..')[0]}..{group.name}"
         else:
             joined.append(group)
-    if len(joined) == 1 and joined[0].numel < floor:
-        # One small unit is the whole model's: hooking the root alone costs less than hooking every block.
-        joined[0].entries = [model]
     return joined
 
 
 def _rest(model: nn.Module, params: dict[str, nn.Parameter]) -> Group:
     """What no unit took belongs to the root, entered through the root or through the modules that own it."""
     owners = {id(model): model}
+    if len(params) == sum(1 for _ in model.parameters()):
+        # One unit is the whole model: hooking the root alone costs less than hooking every layer.
+        return Group(type(model).__name__, [model], params)
     modules = dict(model.named_modules())
     for name in params:
         owner = modules[name.rpartition(".")[0]]
