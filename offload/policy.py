@@ -147,7 +147,7 @@ class Schedule(_Table):
     reshard_after_forward: bool | Literal["auto"] = _key(
         "auto",
         expected='true, false or "auto"',
-        why="auto keeps the last units gathered that fit [budget] device; with no budget it is true, the least memory.",
+        why="auto keeps the last units gathered that fit [budget] device; with no budget the very last one.",
     )
     prefetch: int = _key(
         1,
@@ -166,12 +166,12 @@ class Schedule(_Table):
 
 
 class Budget(_Table):
-    """[budget]: bytes a rank may hold."""
+    """[budget]: bytes of gathered parameters that may stay between forward and backward."""
 
     device: Size | None = _key(
         None,
         expected=_SIZES,
-        why='Unset sets no bound; read by reshard_after_forward = "auto".',
+        why='Unset keeps the last unit alone; read by reshard_after_forward = "auto"; the least of all ranks counts.',
     )
 
 
@@ -192,9 +192,9 @@ class Comm(_Table):
         allow_inf_nan=False,
     )
     bucket: Size = _key(
-        32 << 20,
+        16 << 20,
         expected=f"{_SIZES}, at least 256 B",
-        why="Constant size of the buffer a reduction in another dtype passes through; above this nothing gets faster.",
+        why="Shared memory of one rank that gathers and reductions pass through; constant, whatever the model.",
         ge=256,
     )
 
@@ -341,7 +341,7 @@ class Policy(_Table):
         if key == "partition" and value is None:
             return f"{self.partition(section)}, which follows from stage {self.stage}"
         if key == "reshard_after_forward" and value == "auto":
-            return "true, as no [budget] device is set" if self.budget.device is None else "as [budget] device allows"
+            return "the last unit, as no [budget] device is set" if self.budget.device is None else "as [budget] device allows"
         if (section, key) == ("precision", "reduce") and value is None:
             return "fp32, as param is set" if self.precision.param else "each gradient's own dtype"
         unset = {

@@ -84,7 +84,7 @@ def test_the_defaults_are_stage_3_on_the_device() -> None:
     assert policy.schedule.reshard_after_forward == "auto"
     assert (policy.schedule.prefetch, policy.schedule.max_reductions) == (1, 2)
     assert policy.budget.device is None
-    assert (policy.comm.transport, policy.comm.timeout_s, policy.comm.bucket) == ("auto", 300.0, 32 << 20)
+    assert (policy.comm.transport, policy.comm.timeout_s, policy.comm.bucket) == ("auto", 300.0, 16 << 20)
     assert {policy.parameter.tier, policy.gradient.tier, policy.optimizer.tier} == {"device"}
 
 
@@ -249,7 +249,7 @@ def test_describe_prints_the_effective_table_and_every_key() -> None:
         "# reduce is unset: fp32, as param is set",
         'reshard_after_forward = "auto"  # as [budget] device allows',
         'device = "1536 MiB"',
-        'bucket = "32 MiB"',
+        'bucket = "16 MiB"',
     ):
         assert line in text.splitlines(), line
     for section in Policy.model_fields:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from zhooks.unit import Flat
+from zhooks.flat import Flat
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 

@@ -29,9 +29,10 @@ from zhooks.build import (
     optimizers_of,
     plain_unit,
     relay_unit,
+    scratch_for,
     shard_states,
 )
-from zhooks.checks import check_model, check_optimizer, check_ranks_equal
+from zhooks.checks import check_model, check_optimizer, check_ranks_equal, check_same_model
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.describe import describe
 from zhooks.hooks import Casts, install
@@ -115,11 +116,13 @@ class Attachment:
 
     def _build(self, materializer: Materializer) -> None:
         groups = find_units(self.model, self.policy)
+        check_same_model(groups, self._comm.world)
+        scratch = scratch_for(groups, self._ground, materializer.device)
         try:
             with loose_references(self.model):
                 for number, group in enumerate(groups):
-                    materializer.unit(group)
-                    self._units.append(build_unit(self.model, group, number, self._ground))
+                    self._units.append(Unit(group.name, number, group.entries))
+                    build_unit(self.model, group, self._units[-1], self._ground, materializer, scratch)
                     if self._optimizer is not None:
                         shard_states(self._units[-1], self._optimizer)
             materializer.buffers(self._comm.world)

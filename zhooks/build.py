@@ -21,12 +21,14 @@ from offload.errors import AttachError
 from offload.events import Bus
 from offload.policy import Policy
 from zhooks.comm import CONTROL, Call, Comm
+from zhooks.flat import Flat, Kind, Ownership
 from zhooks.hooks import rehook
 from zhooks.layout import flat_layout
+from zhooks.materialize import Materializer, swap_memory
 from zhooks.placement import Table
-from zhooks.pool import Pool
+from zhooks.pool import Pool, Scratch
 from zhooks.sharded import ShardedTensor, Spec
-from zhooks.unit import Flat, Kind, Ownership, Slot, Unit
+from zhooks.unit import Recurrent, Slot, Unit
 from zhooks.units import Group
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,24 +46,41 @@ class Ground:
     sync: bool
 
 
-def build_unit(model: nn.Module, group: Group, number: int, ground: Ground) -> Unit:
-    """Shard one group: its parameters are sharded tensors afterwards, of the same identity.
+def build_unit(
+    model: nn.Module, group: Group, unit: Unit, ground: Ground, materializer: Materializer, scratch: Scratch
+) -> None:
+    """Shard one group into ``unit``: its parameters are sharded tensors afterwards, of the same identity.
 
     Collective over all ranks when ``ground.sync``: rank 0's values are broadcast.
     """
-    unit = Unit(group.name, number, group.entries)
+    scratch.reset()
     kept_wide = _normalised(model)
     kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, param in group.params.items():
-        kinds.setdefault(_kind(param, ground.policy, wide=id(param) in kept_wide), []).append((name, param))
+        kind = _kind(param, ground.policy, materializer.device, wide=id(param) in kept_wide)
+        kinds.setdefault(kind, []).append((name, param))
+    fulls = []
     for kind, members in kinds.items():
-        flat = _flat(unit, number * 8 + len(unit.flats), kind, members, ground)
-        _fill(flat, members, ground)
-        for index, (_, param) in enumerate(members):
-            _swap_in(flat, index, param)
+        flat = _flat(unit, unit.number * 8 + len(unit.flats), kind, members, ground)
+        flat.reserve()
         unit.flats.append(flat)
-    unit.slots = find_slots(model, unit)
-    return unit
+        fulls.append(_place(flat, scratch))
+    materializer.unit(group)
+    for flat in unit.flats:
+        full = fulls.pop(0)
+        _fill(flat, full, ground)
+        flat.adopt(full)
+        del full
+        for index, param in enumerate(flat.params):
+            _swap_in(flat, index, param)
+    unit.slots, unit.recurrent = find_slots(model, unit), find_recurrent(model, unit)
+
+
+def scratch_for(groups: Sequence[Group], ground: Ground, device: torch.device) -> Scratch:
+    """Room for the largest group with its padding; none where full buffers stay anyway."""
+    world = ground.comm.world.axis.world
+    room = [sum(p.numel() * p.element_size() + 256 for p in group.params.values()) + 256 * world for group in groups]
+    return Scratch(max(room) if ground.table.gathers_at_use and ground.comm.shard.axis.world > 1 else 0, device)
 
 
 def _normalised(model: nn.Module) -> set[int]:
@@ -69,13 +88,13 @@ def _normalised(model: nn.Module) -> set[int]:
     return {id(p) for m in model.modules() if isinstance(m, _NormBase) for p in m.parameters(recurse=False)}
 
 
-def _kind(param: nn.Parameter, policy: Policy, *, wide: bool) -> Kind:
+def _kind(param: nn.Parameter, policy: Policy, device: torch.device, *, wide: bool) -> Kind:
     chosen, reduce = policy.precision.param, policy.precision.reduce
     plain = wide or not param.is_floating_point()
     compute = param.dtype if plain or chosen is None else DTYPES[chosen]
     fallback = torch.float32 if chosen is not None and param.is_floating_point() else param.dtype
     reduced = fallback if reduce is None or not param.is_floating_point() else DTYPES[reduce]
-    return Kind(param.dtype, compute, reduced, param.device, param.requires_grad)
+    return Kind(param.dtype, compute, reduced, device, param.requires_grad)
 
 
 def _flat(unit: Unit, number: int, kind: Kind, members: Sequence[tuple[str, nn.Parameter]], ground: Ground) -> Flat:
@@ -102,13 +121,25 @@ def _flat(unit: Unit, number: int, kind: Kind, members: Sequence[tuple[str, nn.P
 
 
 @torch.no_grad()
-def _fill(flat: Flat, members: Sequence[tuple[str, nn.Parameter]], ground: Ground) -> None:
-    full = torch.zeros(flat.layout.padded, dtype=flat.kind.master, device=flat.kind.device)
-    for spec, start, (_, param) in zip(flat.specs, flat.layout.starts, members, strict=True):
-        full.as_strided(spec.shape, spec.stride, start).copy_(param)
+def _place(flat: Flat, scratch: Scratch) -> Tensor:
+    """The full buffer at attach, with parameters that are on meta put there: they need no memory of their own."""
+    numel, dtype = flat.layout.padded, flat.kind.master
+    full = torch.zeros(numel, dtype=dtype, device=flat.kind.device) if flat.aliased else scratch.zeros(numel, dtype)
+    for spec, start, param in zip(flat.specs, flat.layout.starts, flat.params, strict=True):
+        if param.device.type == "meta":
+            swap_memory(param, full.as_strided(spec.shape, spec.stride, start))
+    return full
+
+
+@torch.no_grad()
+def _fill(flat: Flat, full: Tensor, ground: Ground) -> None:
+    """Move parameters into the full buffer, giving up their own memory one by one, and make ranks equal."""
+    for spec, start, param in zip(flat.specs, flat.layout.starts, flat.params, strict=True):
+        place = full.as_strided(spec.shape, spec.stride, start)
+        if param.data_ptr() != place.data_ptr():
+            param.data = place.copy_(param)
     if ground.sync:
         ground.comm.world.broadcast(Call(CONTROL, "broadcast parameters", flat.name, flat.number), full)
-    flat.adopt(full)
 
 
 def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
@@ -122,11 +153,13 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     spec.hooks = hooks if hooks is not None else spec.hooks
     spec.post_hooks = post if post is not None else spec.post_hooks
     grad = None if param.grad is None else ShardedTensor(spec.take(param.grad).clone(), spec)
-    param._backward_hooks = None
-    param.grad = None
+    own_grad, param.grad = param.grad, None
+    _drop_hooks(param)
     try:
         torch.utils.swap_tensors(param, made)
     except RuntimeError as error:
+        bare: Any = param
+        bare._backward_hooks, bare._post_accumulate_grad_hooks, bare.grad = hooks, post, own_grad
         raise AttachError(
             f"parameter {spec.name}: expected nothing else to refer to its memory, found: {str(error).splitlines()[0]} "
             "Drop graphs (loss, outputs) of earlier forwards before attach."
@@ -149,20 +182,31 @@ def loose_references(model: nn.Module) -> Iterator[None]:
             module.__dict__["_flat_weight_refs"] = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
+def _drop_hooks(param: Any) -> None:
+    """Forget hooks that went with the other tensor of a swap, so that registering starts anew."""
+    param._backward_hooks = param._post_accumulate_grad_hooks = None
+
+
 def find_slots(model: nn.Module, unit: Unit) -> list[Slot]:
-    """Every place in the tree that holds a parameter of ``unit``: module tables, and lists kept beside them (RNNs)."""
+    """Every place in the tree that holds a parameter of ``unit``."""
     where = {id(param): (f, i) for f, flat in enumerate(unit.flats) for i, param in enumerate(flat.params)}
     slots = []
     for module in model.modules():
         for key, param in module._parameters.items():
             if id(param) in where:
                 slots.append(Slot(module._parameters, key, *where[id(param)]))
-        flat_weights = module.__dict__.get("_flat_weights")
-        if isinstance(flat_weights, list):
-            for place, param in enumerate(flat_weights):
-                if id(param) in where:
-                    slots.append(Slot(flat_weights, place, *where[id(param)]))
     return slots
+
+
+def find_recurrent(model: nn.Module, unit: Unit) -> list[Recurrent]:
+    """RNNs rebuild their list of weights from their attributes; it is put back with the sharded parameters."""
+    mine = {id(param) for flat in unit.flats for param in flat.params}
+    found = []
+    for module in model.modules():
+        weights = module.__dict__.get("_flat_weights")
+        if isinstance(weights, list) and any(id(weight) in mine for weight in weights):
+            found.append(Recurrent(module, tuple(weights)))
+    return found
 
 
 # Back to plain.
@@ -203,6 +247,8 @@ def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         full_grads = [g.clone() for g in full_values(flat, state_shard(flat, grads))] if any(held) else []
         values = full_values(flat, flat.shard)
         for index, param in enumerate(flat.params):
+            if not isinstance(param, ShardedTensor):
+                continue
             plain = nn.Parameter(values[index].clone(), param.requires_grad)
             _swap_out(flat.specs[index], param, plain)
             if any(held) and held[index]:
@@ -216,6 +262,7 @@ def _swap_out(spec: Spec, param: nn.Parameter, plain: nn.Parameter) -> None:
             setattr(plain, key, value)
     param.grad = None
     torch.utils.swap_tensors(param, plain)
+    _drop_hooks(param)
     rehook(param, spec)
 
 
@@ -273,7 +320,7 @@ def relay_unit(unit: Unit, ground: Ground, optimizers: Sequence[torch.optim.Opti
     carried: list[tuple[nn.Parameter, Any, str, Tensor]] = []
     for flat in unit.flats:
         for value, param, spec in zip(full_values(flat, flat.shard), flat.params, flat.specs, strict=True):
-            kind = _kind(param, ground.policy, wide=id(param) in wide)
+            kind = _kind(param, ground.policy, flat.kind.device, wide=id(param) in wide)
             kinds.setdefault(kind, []).append((spec.name, param, value.clone()))
         carried.extend(_carried(flat, optimizers))
         flat.release()
@@ -284,6 +331,7 @@ def relay_unit(unit: Unit, ground: Ground, optimizers: Sequence[torch.optim.Opti
         full = torch.zeros(flat.layout.padded, dtype=kind.master, device=kind.device)
         for spec, start, (_, _, value) in zip(flat.specs, flat.layout.starts, members, strict=True):
             full.as_strided(spec.shape, spec.stride, start).copy_(value)
+        flat.reserve()
         flat.adopt(full)
         for index, (spec, (_, param, _)) in enumerate(zip(flat.specs, members, strict=True)):
             sharded: Any = param
@@ -297,7 +345,7 @@ def relay_unit(unit: Unit, ground: Ground, optimizers: Sequence[torch.optim.Opti
             param.grad = moved
         else:
             owner.state[param][key] = moved
-    unit.slots = find_slots(model, unit)
+    unit.slots, unit.recurrent = find_slots(model, unit), find_recurrent(model, unit)
     return True
 
 

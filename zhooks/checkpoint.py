@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from zhooks.build import full_values, state_keys, state_shard
 from zhooks.comm import CONTROL, Call, Comm
+from zhooks.flat import Flat
 from zhooks.runtime import Runtime
 from zhooks.sharded import ShardedTensor
-from zhooks.unit import Flat, Unit
+from zhooks.unit import Unit
 
 SAFETENSORS = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64",

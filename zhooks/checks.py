@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from zhooks.build import loose_references, optimizers_of
 from zhooks.comm import CONTROL, Call, Transport
 from zhooks.hooks import Before
 from zhooks.sharded import ShardedTensor
+from zhooks.units import Group
 
 
 def check_model(model: nn.Module) -> torch.device:
@@ -72,6 +74,12 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         raise AttachError(f"parameter {name}: expected a leaf, found the result of {param.grad_fn}. Use a plain parameter.")
     if param.grad is not None and param.grad.layout is not torch.strided:
         raise AttachError(f"parameter {name}.grad: expected a dense gradient, found {param.grad.layout}. Set sparse=False.")
+    # One reference is the module's object; a second may be the accumulation node of a graph that is gone.
+    if param._use_count() > 2:  # type: ignore[attr-defined]
+        raise AttachError(
+            f"parameter {name}: expected nothing else to refer to its memory, found {param._use_count() - 1} references. "  # type: ignore[attr-defined]
+            "Drop graphs (loss, outputs) of earlier forwards before attach."
+        )
     if weakref.getweakrefcount(param):
         raise AttachError(
             f"parameter {name}: expected no weak references to it, found {weakref.getweakrefcount(param)}. Delete what holds "
@@ -108,6 +116,43 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
                 "model. Pass it: "
                 "attach(model, optimizer)."
             )
+
+
+def check_same_model(groups: Sequence[Group], world: Transport) -> None:
+    """Every rank attaches the same parameters in the same units.  Collective.
+
+    Raises:
+        AttachError: names, shapes, dtypes, requires_grad or units differ between ranks.
+    """
+    if world.axis.world == 1:
+        return
+    facts = [
+        (name, f"{number} {name} {tuple(param.shape)} {param.dtype} {param.requires_grad}")
+        for number, group in enumerate(groups)
+        for name, param in group.params.items()
+    ]
+    whole = hashlib.blake2b("\n".join(fact for _, fact in facts).encode(), digest_size=7)
+    numbers = torch.tensor([len(facts), int.from_bytes(whole.digest(), "little")], dtype=torch.int64)
+    low, high = numbers.clone(), numbers.clone()
+    world.all_reduce(Call(CONTROL, "compare models", "all parameters"), low, "min")
+    world.all_reduce(Call(CONTROL, "compare models", "all parameters"), high, "max")
+    if torch.equal(low, high):
+        return
+    rank = world.axis.ranks[world.axis.rank]
+    if low[0] != high[0]:
+        found = f"{low[0]} to {high[0]} parameters ({len(facts)} on rank {rank})"
+    else:
+        each = torch.tensor([_text_digest(fact) for _, fact in facts], dtype=torch.int64)
+        least, most = each.clone(), each.clone()
+        world.all_reduce(Call(CONTROL, "compare models", "each parameter"), least, "min")
+        world.all_reduce(Call(CONTROL, "compare models", "each parameter"), most, "max")
+        differ = [fact for (_, fact), same in zip(facts, (least == most).tolist(), strict=True) if not same]
+        found = f"that {', '.join(differ[:3])} (as rank {rank} has them) differ"
+    raise AttachError(f"attach: expected the same model and policy on every rank, found {found}. Build it alike on all ranks.")
+
+
+def _text_digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def check_ranks_equal(model: nn.Module, world: Transport) -> None:

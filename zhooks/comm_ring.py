@@ -26,14 +26,15 @@ from offload.errors import DivergenceError
 from zhooks.comm import Call
 from zhooks.mesh import Axis
 
-SLOT = 1 << 20
+SLOT = 1 << 19
+SMALL_SLOT = 1 << 17
 LABEL_BYTES = 256
 
 
 class Message:
     """One collective as this rank sees it: what it sends, and what to do with each part that arrives."""
 
-    __slots__ = ("arrived", "call", "land", "nbytes", "only", "own", "parts", "received", "sent", "source")
+    __slots__ = ("arrived", "call", "land", "nbytes", "only", "own", "parts", "received", "sent", "source", "total")
 
     def __init__(
         self,
@@ -48,6 +49,8 @@ class Message:
     ) -> None:
         self.call, self.source, self.parts, self.land, self.nbytes = call, source, parts, land, nbytes
         self.own, self.only = own, only
+        # What all ranks must agree on: the whole of what is sent to one reader, or cut between them.
+        self.total = nbytes if parts is None else source.numel()
         self.received: dict[int, int] = {}
         self.arrived = False
         self.sent = False
@@ -62,11 +65,11 @@ class Ring:
     """One channel: the outboxes of all ranks, and the messages this rank has yet to write and to read."""
 
     @staticmethod
-    def nbytes(world: int, slots: int) -> int:
-        return world * (4096 * (1 + -(-slots * LABEL_BYTES // 4096)) + slots * SLOT)
+    def nbytes(world: int, slots: int, slot: int) -> int:
+        return world * (4096 * (1 + -(-slots * LABEL_BYTES // 4096)) + slots * slot)
 
-    def __init__(self, memory: mmap.mmap, offset: int, axis: Axis, slots: int) -> None:
-        self._axis, self._slots = axis, slots
+    def __init__(self, memory: mmap.mmap, offset: int, axis: Axis, slots: int, slot: int) -> None:
+        self._axis, self._slots, self._slot = axis, slots, slot
         self._head: list[np.ndarray] = []
         self._tail: list[np.ndarray] = []
         self._labels: list[list[memoryview]] = []
@@ -79,9 +82,9 @@ class Ring:
             offset += 4096
             self._labels.append([view[offset + i * LABEL_BYTES : offset + (i + 1) * LABEL_BYTES] for i in range(slots)])
             offset += 4096 * -(-slots * LABEL_BYTES // 4096)
-            block = torch.frombuffer(memory, dtype=torch.uint8, count=slots * SLOT, offset=offset)
-            self._data.append(list(block.split(SLOT)))
-            offset += slots * SLOT
+            block = torch.frombuffer(memory, dtype=torch.uint8, count=slots * slot, offset=offset)
+            self._data.append(list(block.split(slot)))
+            offset += slots * slot
         self._peers = [r for r in range(axis.world) if r != axis.rank]
         self._outgoing: deque[Iterator[bool]] = deque()
         self._incoming: deque[Message] = deque()
@@ -116,7 +119,7 @@ class Ring:
         if message.only is not None and message.only != rank:
             message.sent = True
             return
-        label = _label(message.call, sequence)
+        label = _label(message.call, sequence, message.total)
         head, tail = self._head[rank], self._tail[rank]
         for source in self._sends(message):
             while head[0] - min(int(tail[r]) for r in self._peers) >= self._slots:
@@ -130,10 +133,10 @@ class Ring:
 
     def _sends(self, message: Message) -> Iterator[Tensor]:
         if message.parts is None:
-            yield from _slots_of(message.source)
+            yield from _slots_of(message.source, self._slot)
             return
         for reader in self._peers:
-            yield from _parts_of(message.source, message.parts[reader])
+            yield from _parts_of(message.source, message.parts[reader], self._slot)
 
     def _read_some(self) -> bool:
         moved = False
@@ -165,7 +168,7 @@ class Ring:
             index = int(tail[rank]) % self._slots
             if message.received[writer] == 0:
                 self._check(message, writer, bytes(self._labels[writer][index]))
-            size = min(SLOT, message.nbytes - message.received[writer])
+            size = min(self._slot, message.nbytes - message.received[writer])
             message.land(writer, message.received[writer], self._data[writer][index][:size])
             message.received[writer] += size
             tail[rank] += 1
@@ -179,13 +182,13 @@ class Ring:
     def _skipped(self, message: Message, writer: int, *, before: bool) -> int:
         """Slots of ``writer``'s message that come before this rank's part, or all of them."""
         if message.parts is None:
-            return _count(message.nbytes)
+            return _count(message.nbytes, self._slot)
         readers = [r for r in range(self._axis.world) if r != writer and (not before or r < self._axis.rank)]
-        return sum(_count(sum(b - a for a, b in message.parts[r])) for r in readers)
+        return sum(_count(sum(b - a for a, b in message.parts[r]), self._slot) for r in readers)
 
     def _check(self, message: Message, writer: int, label: bytes) -> None:
         sequence = self._sequence - len(self._incoming) + 1
-        expected = _label(message.call, sequence)
+        expected = _label(message.call, sequence, message.total)
         found = label.partition(b"\0")[0]
         if found != expected[:-1]:
             raise DivergenceError(
@@ -213,21 +216,21 @@ def _once(message: Message) -> None:
         own()
 
 
-def _label(call: Call, sequence: int) -> bytes:
-    return f"{call.what} {call.key} (call {sequence})".encode()[: LABEL_BYTES - 1] + b"\0"
+def _label(call: Call, sequence: int, nbytes: int) -> bytes:
+    return f"{call.what} {call.key} (call {sequence}, {nbytes} bytes)".encode()[: LABEL_BYTES - 1] + b"\0"
 
 
-def _count(nbytes: int) -> int:
-    return -(-nbytes // SLOT)
+def _count(nbytes: int, slot: int) -> int:
+    return -(-nbytes // slot)
 
 
-def _slots_of(source: Tensor) -> Iterator[Tensor]:
-    for start in range(0, source.numel(), SLOT):
-        yield source[start : start + SLOT]
+def _slots_of(source: Tensor, slot: int) -> Iterator[Tensor]:
+    for start in range(0, source.numel(), slot):
+        yield source[start : start + slot]
 
 
-def _parts_of(source: Tensor, parts: list[tuple[int, int]]) -> Iterator[Tensor]:
+def _parts_of(source: Tensor, parts: list[tuple[int, int]], slot: int) -> Iterator[Tensor]:
     if len(parts) == 1:
-        yield from _slots_of(source[parts[0][0] : parts[0][1]])
+        yield from _slots_of(source[parts[0][0] : parts[0][1]], slot)
         return
-    yield from _slots_of(torch.cat([source[a:b] for a, b in parts]))
+    yield from _slots_of(torch.cat([source[a:b] for a, b in parts]), slot)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zhooks.comm import CHANNELS, CONTROL, Call, Work, stuck
-from zhooks.comm_ring import SLOT, Message, Ring
+from zhooks.comm_ring import SLOT, SMALL_SLOT, Message, Ring
 from zhooks.layout import Layout
 from zhooks.mesh import Axis
 
@@ -40,15 +40,15 @@ class SharedMemory:
     @classmethod
     def open(cls, axis: Axis, group: dist.ProcessGroup, timeout_s: float, bucket: int) -> SharedMemory | None:
         """Map one file for the axis' ranks; None on every rank when any rank cannot see it.  Collective."""
-        slots = max(4, bucket // 2 // SLOT)
-        sizes = [Ring.nbytes(axis.world, slots), Ring.nbytes(axis.world, slots), Ring.nbytes(axis.world, 4)]
+        large = (max(4, bucket // 2 // SLOT), SLOT)
+        shapes = [(4, SMALL_SLOT) if channel == CONTROL else large for channel in CHANNELS]
+        sizes = [Ring.nbytes(axis.world, slots, slot) for slots, slot in shapes]
         memory = _share(axis, group, sum(sizes))
         if memory is None:
             return None
         rings, offset = [], 0
-        for channel, size in zip(CHANNELS, sizes, strict=True):
-            count = 4 if channel == CONTROL else slots
-            rings.append(Ring(memory, offset, axis, count))
+        for (slots, slot), size in zip(shapes, sizes, strict=True):
+            rings.append(Ring(memory, offset, axis, slots, slot))
             offset += size
         return cls(axis, group, timeout_s, rings)
 

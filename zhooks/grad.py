@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from offload.errors import ShardedOpError
+from zhooks.flat import Flat
 from zhooks.pool import Pool
 from zhooks.sharded import ShardedTensor
-from zhooks.unit import Flat
 
 
 class Gradient:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload.errors import AttachError
 from zhooks.comm import CONTROL, Call, Transport
@@ -24,6 +24,7 @@ class Materializer:
         self.model, self.device, self.sync = model, device, sync
         self._init = init
         self._done: set[int] = set()
+        # Judged before anything has memory; a module's parameters may be placed before it is filled.
         self._meta = {id(m): (name, m) for name, m in model.named_modules() if _is_meta(m)}
         if init is None:
             missing = [name or type(m).__name__ for name, m in self._meta.values() if self._initialiser(m) is None]
@@ -55,7 +56,7 @@ class Materializer:
         self._done.add(id(module))
         for param in module._parameters.values():
             if param is not None and param.device.type == "meta":
-                _swap_memory(param, self.device)
+                swap_memory(param, torch.empty_like(param, device=self.device))
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 module._buffers[key] = torch.empty_like(buffer, device=self.device)
@@ -78,9 +79,9 @@ def _is_meta(module: nn.Module) -> bool:
     return any(tensor.device.type == "meta" for tensor in tensors)
 
 
-def _swap_memory(param: nn.Parameter, device: torch.device) -> None:
+def swap_memory(param: nn.Parameter, memory: Tensor) -> None:
     """Real memory behind the same Parameter object."""
-    made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+    made = nn.Parameter(memory, param.requires_grad)
     for key, value in param.__dict__.items():
         setattr(made, key, value)
     torch.utils.swap_tensors(param, made)

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from zhooks.flat import Flat
 from zhooks.placement import Placement, Table
 from zhooks.pool import Pool
 from zhooks.reduce import Reducer
 from zhooks.sharded import ShardedTensor
-from zhooks.unit import Flat, Unit
+from zhooks.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,27 @@ class Pool:
         self._held = 0
 
 
+class Scratch:
+    """One buffer that the units of an attachment are laid out in, one after the other, while they are built."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed 1-D tensor in the buffer, or beside it when it is too small."""
+        start = -(-self._used // 64) * 64
+        stop = start + numel * dtype.itemsize
+        if stop > self._memory.numel():
+            return torch.zeros(numel, dtype=dtype, device=self._memory.device)
+        self._used = stop
+        return self._memory[start:stop].view(dtype).zero_()
+
+    def reset(self) -> None:
+        """The next unit begins."""
+        self._used = 0
+
+
 def device_keeps(device: torch.device) -> bool:
     """The device's own allocator keeps freed blocks."""
     return device.type != "cpu"

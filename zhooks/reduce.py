@@ -24,11 +24,11 @@ from torch import Tensor
 from offload.errors import ShardedOpError
 from offload.events import Bus
 from zhooks.comm import CONTROL, REDUCE, Alone, Call, Comm, Work, all_reduce_flat
+from zhooks.flat import Flat
 from zhooks.grad import Gradient, deliver, has_hooks, hooked
 from zhooks.layout import flat_layout
 from zhooks.pool import Pool
 from zhooks.sharded import ShardedTensor
-from zhooks.unit import Flat
 
 
 class Gather(torch.autograd.Function):
@@ -94,7 +94,7 @@ class Reducer:
             flat.number: old if (old := kept[flat.number]) is not None and old.flat is flat else Gradient(flat, self.pool)
             for flat in flats
         }
-        self._order = [flat.number for flat in reversed(flats)]
+        self._order = [flat.number for flat in reversed(flats) if flat.layout.padded]
         self._agreed = False
 
     @property
@@ -126,7 +126,7 @@ class Reducer:
             out = self._selected(gradient, grads)
         else:
             out = [None] * len(grads)
-            if self.alone and flat.kind.reduce == flat.kind.master:
+            if flat.layout.padded == 0 or (self.alone and flat.kind.reduce == flat.kind.master):
                 gradient.direct(grads)
             else:
                 gradient.add(grads)

@@ -20,9 +20,10 @@ import torch
 from offload.events import Bus
 from zhooks.activation import SavedParameters
 from zhooks.agree import Agreement
+from zhooks.flat import Flat
 from zhooks.reduce import Reducer
 from zhooks.schedule import Path, Step, Walk, arrange, keep_gathered
-from zhooks.unit import Flat, Unit
+from zhooks.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,18 @@ class Runtime:
         if self.bus.active:
             self.bus.end("forward", walk.path.name)
         self._kept = keep
+        if failed:
+            self._abandon_gathers()
         self._release_others(keep)
+
+    def _abandon_gathers(self) -> None:
+        """After an exception nothing may wait: other ranks may be anywhere."""
+        for unit in self._units:
+            for flat in unit.flats:
+                if flat.releasable:
+                    self.saved.gone(flat)
+                flat.abandon()
+        self._out.clear()
 
     def _record(self, walk: Walk, open_: Sequence[int]) -> None:
         """After a path's first pass all ranks take over one order."""

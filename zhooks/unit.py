@@ -1,328 +1,43 @@
-"""One unit: the flat buffers of a group of parameters, and whether they rest, are being gathered, or are gathered.
+"""One unit: parameters gathered together, and the places in modules where they are put while in use.
 
-``runtime.py`` tells a unit to gather and release; ``sharded.py`` asks a ``Flat`` for values; ``attach.py`` builds both.
-It never decides when anything happens and knows nothing of modules but the slots its parameters sit in.
-
-Note: [Release]
-    Releasing drops our views and hands the buffer's storage back to the pool, which reuses it only when nobody else holds
-    it.  A reference the user or autograd kept stays valid with the values it had: memory is held, never overwritten.
+``runtime.py`` tells it to gather, show, hide and release; ``build.py`` makes it.  It never decides when.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, MutableMapping, MutableSequence
+import weakref
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.errors import AttachError
-from offload.events import Bus
-from zhooks.comm import CONTROL, DONE, GATHER, Call, Transport, Work
-from zhooks.layout import Layout, Piece
-from zhooks.pool import Pool
-from zhooks.sharded import ShardedTensor, Spec
-
-
-class State(Enum):
-    """Where the full values of a flat buffer are."""
-
-    RESTING = "resting"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
-
-
-MOVES = {
-    (State.RESTING, "begin"): State.GATHERING,
-    (State.GATHERING, "finish"): State.GATHERED,
-    (State.GATHERED, "begin"): State.GATHERING,
-    (State.GATHERED, "release"): State.RESTING,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What the parameters of one flat buffer have in common: dtypes at rest and in use, device, trainable or not."""
-
-    master: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    device: torch.device
-    trainable: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Ownership:
-    """How a flat buffer is held between steps.
-
-    ``whole``: every rank keeps all of it (optimizer replicated).  ``resident``: the full buffer stays between uses.
-    """
-
-    whole: bool
-    resident: bool
-
-
-class Flat:
-    """The parameters of one unit that share a ``Kind``, as one padded flat range over the ranks of ``transport``."""
-
-    def __init__(
-        self, name: str, number: int, kind: Kind, layout: Layout, ownership: Ownership, transport: Transport, pool: Pool
-    ) -> None:
-        self.name, self.number, self.kind, self.layout = name, number, kind, layout
-        self.ownership, self.transport, self._pool = ownership, transport, pool
-        self.params: list[nn.Parameter] = []
-        self.specs: list[Spec] = []
-        self.shard: Tensor = torch.empty(0)
-        self.full: Tensor | None = None
-        self.state = State.RESTING
-        self.node: Callable[[Flat], tuple[Tensor, ...]] | None = None
-        self.ask: Callable[[Flat, str], None] | None = None
-        self._views: list[Tensor] | None = None
-        self._graph: tuple[Tensor, ...] | None = None
-        self._writes = 0
-        self._version = -1
-        self._work: Work = DONE
-        self.bus: Bus = Bus()
-
-    # What a sharded tensor asks (sharded.Home).
-
-    @property
-    def sharded(self) -> bool:
-        return not self.ownership.whole and self.layout.world > 1
-
-    def written(self) -> None:
-        self._writes += 1
-        self._stale()
-
-    def settle(self) -> None:
-        self._ask("settle")
-
-    def relay(self) -> None:
-        self._ask("relay")
-
-    def view(self, index: int) -> Tensor:
-        self._ask("use")
-        with torch.inference_mode(False):
-            return self.values()[index]
-
-    def assemble(self, tensor: ShardedTensor) -> Tensor:
-        piece = torch.zeros(self.layout.shard_numel, dtype=tensor.dtype, device=self.kind.device)
-        start = tensor._spec.pieces[0].local if tensor._spec.pieces else 0
-        piece[start : start + tensor._local.numel()].copy_(tensor._local)
-        full = torch.empty(self.layout.padded, dtype=tensor.dtype, device=self.kind.device)
-        self.transport.all_gather(Call(CONTROL, "full_tensor", tensor._spec.name, self.number), piece, full, self.layout).wait()
-        spec = tensor._spec
-        return full.as_strided(spec.shape, spec.stride, self.layout.starts[spec.index]).clone()
-
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
-        if self.sharded:
-            self.transport.all_reduce(Call(CONTROL, f"all-reduce {op}", self.name, self.number), tensor, op)
-
-    def first(self) -> bool:
-        return self.transport.axis.rank == 0
-
-    def _ask(self, what: str) -> None:
-        if self.ask is not None:
-            self.ask(self, what)
-
-    # Gathered or not.
-
-    @property
-    def aliased(self) -> bool:
-        """The shard is this rank's range of the full buffer itself: nothing to copy, nothing to release."""
-        same = self.kind.master == self.kind.compute
-        return same and (self.ownership.whole or self.layout.world == 1 or self._in_place())
-
-    def _in_place(self) -> bool:
-        return self.ownership.resident and len(self.layout.segments) == 1
-
-    @property
-    def releasable(self) -> bool:
-        return not (self.ownership.resident or self.aliased)
-
-    @property
-    def full_nbytes(self) -> int:
-        return self.layout.padded * self.kind.compute.itemsize
-
-    @property
-    def moved_nbytes(self) -> int:
-        """Payload of one gather."""
-        return self.full_nbytes if self.sharded else 0
-
-    def version(self) -> int:
-        return self._writes + self.shard._version
-
-    def current(self) -> bool:
-        """The full buffer, complete or on its way, holds the shard's present values."""
-        return self.full is not None and self._version == self.version()
-
-    def begin_gather(self) -> None:
-        """Start bringing the full buffer up to date; nothing to do when it is."""
-        if self.current() or self.layout.padded == 0:
-            return
-        if self.state is State.GATHERING:
-            self.finish_gather()
-        self._move("begin")
-        if self.full is None:
-            self.full = self._pool.take(self.layout.padded, self.kind.compute, self.kind.device)
-        if self._version != self.version():
-            self._stale()
-        if self.bus.active:
-            self.bus.begin("gather", self.name, self.moved_nbytes)
-        self._version = self.version()
-        with torch.no_grad(), torch.inference_mode(False):
-            source = self._send_buffer(self.full)
-            call = Call(GATHER, "gather", self.name, self.number)
-            self._work = DONE if self.ownership.whole else self.transport.all_gather(call, source, self.full, self.layout)
-
-    def finish_gather(self) -> None:
-        """Wait until the full buffer may be used."""
-        if self.state is not State.GATHERING:
-            return
-        work, self._work = self._work, DONE
-        with torch.no_grad():
-            work.wait()
-        self._move("finish")
-        if self.bus.active:
-            self.bus.end("gather", self.name, self.moved_nbytes)
-
-    def _send_buffer(self, full: Tensor) -> Tensor:
-        """The shard in the compute dtype; a cast goes straight into this rank's range of the full buffer."""
-        if self.ownership.whole:
-            if not self.aliased:
-                full.copy_(self.shard)
-            return full
-        if self.kind.master == self.kind.compute:
-            return self.shard
-        ranges = self.layout.ranges(self.transport.axis.rank)
-        if len(ranges) == 1:
-            own = full[ranges[0][0] : ranges[0][1]]
-            own.copy_(self.shard)
-            return own
-        return self.shard.to(self.kind.compute)
-
-    def release(self) -> None:
-        """Drop the full buffer; the shard remains."""
-        if self.state is State.GATHERING:
-            self.finish_gather()
-        if self.state is State.RESTING or not self.releasable:
-            return
-        self._move("release")
-        self._drop_views()
-        full, self.full = self.full, None
-        if full is not None:
-            self._pool.give(full)
-            if self.bus.active:
-                self.bus.instant("release", self.name, self.full_nbytes)
-
-    def _move(self, verb: str) -> None:
-        moved = MOVES.get((self.state, verb))
-        assert moved is not None, f"unit {self.name}: cannot {verb} while {self.state.value}"
-        self.state = moved
-
-    # Views.
-
-    def values(self) -> list[Tensor] | tuple[Tensor, ...]:
-        """Full plain tensors, one a parameter: nodes of the graph where grad is enabled and the parameters train."""
-        if self.kind.trainable and torch.is_grad_enabled() and self.node is not None:
-            if self._graph is None:
-                self._graph = self.node(self)
-            elif self._graph and self._graph[0].untyped_storage()._cdata != self._storage():
-                for view, fresh in zip(self._graph, self.plain_views(), strict=True):
-                    view.data = fresh
-            return self._graph
-        return self.plain_views()
-
-    def plain_views(self) -> list[Tensor]:
-        """One plain tensor a parameter on the full buffer, the same ones while the buffer stays."""
-        if self._views is None:
-            with torch.inference_mode(False):
-                self._views = self._new_views()
-        return self._views
-
-    def graph_views(self) -> tuple[Tensor, ...]:
-        """New tensors for a node's outputs; they share the version counters of the plain ones."""
-        return tuple([view.detach() for view in self.plain_views()])
-
-    def _new_views(self) -> list[Tensor]:
-        """New tensors on the full buffer's storage; not views to autograd, so a gather bumps no version they check."""
-        assert self.full is not None
-        storage, starts = self.full.untyped_storage(), self.layout.starts
-        empty = torch.empty
-        dtype, device = self.kind.compute, self.kind.device
-        return [
-            empty(0, dtype=dtype, device=device).set_(storage, start, spec.shape, spec.stride)
-            for start, spec in zip(starts, self.specs, strict=True)
-        ]
-
-    def end_graph(self) -> None:
-        """Backward has used the nodes of this forward: the next one makes its own."""
-        self._graph = None
-
-    def _storage(self) -> int:
-        assert self.full is not None
-        return int(self.full.untyped_storage()._cdata)
-
-    def _stale(self) -> None:
-        """The values changed under tensors that autograd may have saved: its own check shall find out."""
-        graph, self._graph = self._graph, None
-        if self._views is not None:
-            torch.autograd.graph.increment_version(self._views)
-        if graph is not None and self.releasable:
-            # Re-pointed to another buffer since, these no longer share a counter with the plain views.
-            torch.autograd.graph.increment_version(graph)
-
-    def _drop_views(self) -> None:
-        self._views = None
-        if self._graph is None:
-            return
-        if any(held(view) for view in self._graph):
-            self._graph = None
-            return
-        nothing = torch.empty(0, dtype=self.kind.compute, device=self.kind.device)
-        for view in self._graph:
-            view.data = nothing
-
-    def pieces(self, index: int) -> tuple[Piece, ...]:
-        if self.ownership.whole:
-            return (Piece(0, self.layout.starts[index], self.layout.numels[index]),) if self.layout.numels[index] else ()
-        return self.layout.pieces(index, self.transport.axis.rank)
-
-    def local(self, index: int, shard: Tensor) -> Tensor:
-        """Parameter ``index``'s part of a shard-sized tensor."""
-        pieces = self.pieces(index)
-        start = pieces[0].local if pieces else 0
-        return shard[start : start + sum(piece.numel for piece in pieces)]
-
-    @property
-    def shard_numel(self) -> int:
-        return self.layout.padded if self.ownership.whole else self.layout.shard_numel
-
-    def adopt(self, full: Tensor) -> None:
-        """Take the padded values of all parameters (master dtype): keep this rank's ranges, or alias them."""
-        if self.aliased:
-            self.full = full
-            low, high = (0, self.layout.padded) if self.ownership.whole else self.layout.ranges(self.transport.axis.rank)[0]
-            empty = torch.empty(0, dtype=full.dtype, device=full.device)
-            self.shard = empty.set_(full.untyped_storage(), low, (high - low,), (1,))
-            self.state, self._version = State.GATHERED, self.version()
-        elif self.ownership.whole:
-            self.shard = full
-        else:
-            self.shard = torch.cat([full[a:b] for a, b in self.layout.ranges(self.transport.axis.rank)]).clone()
+from zhooks.flat import Flat, State
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in the module tree that holds a parameter: a module's table of parameters, or a list such as an RNN's."""
+    """A place in the module tree that holds a parameter: a module's table of parameters and a name."""
 
-    table: MutableMapping[str, Any] | MutableSequence[Any]
-    key: Any
+    table: MutableMapping[str, Any]
+    key: str
     flat: int
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A module that keeps a list of its weights beside its attributes, with weak references to see them change."""
+
+    module: nn.Module
+    weights: tuple[Any, ...]
+
+    def hide(self) -> None:
+        self.module.__dict__["_flat_weights"] = list(self.weights)
+        if "_flat_weight_refs" in self.module.__dict__:
+            references = [None if weight is None else weakref.ref(weight) for weight in self.weights]
+            self.module.__dict__["_flat_weight_refs"] = references
 
 
 class Unit:
@@ -332,6 +47,7 @@ class Unit:
         self.name, self.number, self.entries = name, number, entries
         self.flats: list[Flat] = []
         self.slots: list[Slot] = []
+        self.recurrent: list[Recurrent] = []
         self.depth = 0
         self.trainable_left = 0
         # Inside gathered(): the slots hold full values that the user may change.
@@ -392,8 +108,5 @@ class Unit:
         """Put the sharded parameters back."""
         for slot in self.slots:
             slot.table[slot.key] = self.flats[slot.flat].params[slot.index]
-
-
-def held(view: Tensor) -> bool:
-    """Somebody besides the table of views refers to this very tensor (table, loop and call are three references)."""
-    return sys.getrefcount(view) > 4 or view._use_count() > 1  # type: ignore[attr-defined]
+        for module in self.recurrent:
+            module.hide()

@@ -48,7 +48,7 @@ def find_units(model: nn.Module, policy: Policy) -> list[Group]:
     chosen = _by_pattern(model, policy) if policy.units.classes or policy.units.names else _by_structure(model, policy)
     groups, taken = [], set()
     for name, module in chosen:
-        group = Group(name, [module])
+        group = Group(name, _callable(module))
         for inner, param in module.named_parameters(prefix=name, remove_duplicate=True):
             if id(param) not in taken:
                 taken.add(id(param))
@@ -62,6 +62,13 @@ def find_units(model: nn.Module, policy: Policy) -> list[Group]:
     _enter_aliases(model, groups)
     order = {id(param): place for place, param in enumerate(model.parameters())}
     return sorted(groups, key=lambda group: min(order[id(param)] for param in group.params.values()))
+
+
+def _callable(module: nn.Module) -> list[nn.Module]:
+    """The module, or the nearest below it that are called: nobody calls a ModuleList."""
+    if not isinstance(module, NEVER_CALLED):
+        return [module]
+    return [inner for child in module.children() for inner in _callable(child)]
 
 
 def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
