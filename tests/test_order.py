@@ -235,6 +235,14 @@ def test_a_step_of_a_replicated_model_moves_two_psi(stage: int) -> None:
     assert gathered == (0 if stage == 0 else 4 * NUMEL)
 
 
+@on_ranks(2, stage=(0, 1, 2, 3), reshard=(True, False, "auto"))
+def test_the_plan_predicts_the_payload_of_a_step_to_the_byte(stage: int, reshard: bool | str) -> None:
+    run = Run(4, stage=stage, schedule={"reshard_after_forward": reshard})
+    assert run.attachment.payload() is None
+    log = run.warm()
+    assert sum(log.moved.values()) == run.attachment.payload()
+
+
 @on_ranks(2, reshard=(True, False, "auto"))
 def test_a_step_of_a_sharded_model_moves_at_most_three_psi(reshard: bool | str) -> None:
     log = Run(4, schedule={"reshard_after_forward": reshard}).warm()

@@ -223,7 +223,7 @@ class Attachment:
     def memory(self) -> memory.MemoryReport:
         """Bytes this rank holds, what x tier, from the storages that exist, beside the formula."""
         return memory.report(
-            self._units, self._runtime.reducer, self._pool, self._table, optimizers_of(self.model.parameters())
+            self._units, self._runtime.reducer, self._comm, self._table, optimizers_of(self.model.parameters())
         )
 
     def observe(self, observer: Observer) -> Observation:
@@ -232,8 +232,12 @@ class Attachment:
         return Observation(self._bus, observer)
 
     def describe(self) -> str:
-        """A table: unit, parameters, numel, padding, placement."""
-        return describe(self._units, self._table, self._comm)
+        """A table: unit, parameters, numel, padding, placement; after a step also what the plan moves."""
+        return describe(self._units, self._table, self._comm, self.payload())
+
+    def payload(self) -> int | None:
+        """Bytes of gathers and reductions one training step moves by the plan (full payloads); None before a first step."""
+        return self._runtime.payload()
 
     @property
     def rank(self) -> int:

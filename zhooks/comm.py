@@ -54,6 +54,8 @@ class Transport(Protocol):
 
     axis: Axis
     name: str
+    nbytes: int
+    """Memory of its own that messages pass through, mapped by this rank; constant, whatever the model."""
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         """Start filling ``full`` [layout.padded] from every rank's ``shard`` [layout.shard_numel], same dtype.
@@ -94,9 +96,18 @@ class Comm:
     replicate: Transport
     world: Transport
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the transports themselves."""
+        return sum(transport.nbytes for transport in self._distinct())
+
     def close(self) -> None:
-        for transport in {id(t): t for t in (self.shard, self.replicate, self.world)}.values():
+        """Close every transport once."""
+        for transport in self._distinct():
             transport.close()
+
+    def _distinct(self) -> list[Transport]:
+        return list({id(t): t for t in (self.shard, self.replicate, self.world)}.values())
 
 
 def open_comm(mesh: Mesh, policy: Policy, device: torch.device) -> Comm:
@@ -174,6 +185,7 @@ class Alone:
     """One rank: every collective is a copy, or nothing where source and destination are the same memory."""
 
     name = "alone"
+    nbytes = 0
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -202,6 +214,7 @@ class Stock:
     """The backend's own collectives, with a group a channel so that gathers and reductions need no common order."""
 
     name = "stock"
+    nbytes = 0
 
     def __init__(
         self,

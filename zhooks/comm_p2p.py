@@ -24,6 +24,7 @@ class PeerToPeer:
     """Collectives over one axis from tagged point-to-point messages; sums are taken in rank order."""
 
     name = "p2p"
+    nbytes = 0
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.axis = axis

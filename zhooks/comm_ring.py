@@ -70,6 +70,7 @@ class Ring:
 
     def __init__(self, memory: mmap.mmap, offset: int, axis: Axis, slots: int, slot: int) -> None:
         self._axis, self._slots, self._slot = axis, slots, slot
+        self.total = self.nbytes(axis.world, slots, slot)
         self._head: list[np.ndarray] = []
         self._tail: list[np.ndarray] = []
         self._labels: list[list[memoryview]] = []

@@ -36,6 +36,7 @@ class SharedMemory:
         self._group = group
         self._timeout_s = timeout_s
         self._rings = rings
+        self.nbytes = sum(ring.total for ring in rings)
 
     @classmethod
     def open(cls, axis: Axis, group: dist.ProcessGroup, timeout_s: float, bucket: int) -> SharedMemory | None:

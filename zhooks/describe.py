@@ -12,7 +12,7 @@ from zhooks.placement import Table
 from zhooks.unit import Unit
 
 
-def describe(units: Sequence[Unit], table: Table, comm: Comm) -> str:
+def describe(units: Sequence[Unit], table: Table, comm: Comm, payload: int | None) -> str:
     """A plain-text table: unit, parameters, elements, padding, dtypes, placement; then the totals."""
     head = ("unit", "params", "numel", "padding", "rest -> use", "parameter", "gradient", "optimizer")
     rows = [head]
@@ -38,6 +38,8 @@ def describe(units: Sequence[Unit], table: Table, comm: Comm) -> str:
         f"{len(units)} units, {numel:,} elements, {padding:,} of padding ({padding / max(1, numel):.3%}); {axes}; "
         f"transport {comm.shard.name}."
     )
+    if payload is not None:
+        lines.append(f"By the plan a training step moves {payload / 2**20:,.2f} MiB of payload.")
     lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")
     return "\n".join(lines)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from zhooks.comm import Comm
 from zhooks.flat import Flat
 from zhooks.placement import Placement, Table
-from zhooks.pool import Pool
 from zhooks.reduce import Reducer
 from zhooks.sharded import ShardedTensor
 from zhooks.unit import Unit
@@ -62,7 +62,7 @@ class MemoryReport:
 
 
 def report(
-    units: Sequence[Unit], reducer: Reducer, pool: Pool, table: Table, optimizers: Sequence[torch.optim.Optimizer]
+    units: Sequence[Unit], reducer: Reducer, comm: Comm, table: Table, optimizers: Sequence[torch.optim.Optimizer]
 ) -> MemoryReport:
     """Measure now; see ``MemoryReport``."""
     flats = [flat for unit in units for flat in unit.flats]
@@ -78,7 +78,8 @@ def report(
     transient = {
         "gathered units": sum(_nbytes(flat.full) for flat in flats if flat.releasable and flat.full is not None),
         "partial gradients": _partials(flats, reducer),
-        "idle buffers": pool.nbytes,
+        "idle buffers": reducer.pool.nbytes,
+        "message rings": comm.nbytes,
     }
     psi = sum(flat.layout.numel for flat in flats)
     ranks = flats[0].layout.world

@@ -158,7 +158,7 @@ class Reducer:
         if flat.kind.reduce is torch.float16:
             partial.mul_(1.0 / self._world)
         if self.bus.active:
-            self.bus.begin("reduce", flat.name, self._nbytes(flat))
+            self.bus.begin("reduce", flat.name, self.nbytes(flat))
         call = Call(REDUCE, "reduce", flat.name, flat.number)
         if flat.ownership.whole:
             into_shard = partial is gradient._shard
@@ -170,7 +170,8 @@ class Reducer:
             work = self.comm.shard.reduce_scatter(call, partial, out, flat.layout)
         self._under_way.append(Landing(gradient, work, partial, out, into_shard))
 
-    def _nbytes(self, flat: Flat) -> int:
+    def nbytes(self, flat: Flat) -> int:
+        """Payload of one reduction of ``flat``; a replicated gradient is gathered again after it."""
         if self.comm.shard.axis.world == 1:
             return 0
         return flat.layout.padded * flat.kind.reduce.itemsize * (2 if flat.ownership.whole else 1)
@@ -187,7 +188,7 @@ class Reducer:
         if self._world > 1 and flat.kind.reduce is not torch.float16:
             out.mul_(1.0 / self._world)
         if self.bus.active:
-            self.bus.end("reduce", flat.name, self._nbytes(flat))
+            self.bus.end("reduce", flat.name, self.nbytes(flat))
         if landing.into_shard:
             self._landed.append((gradient, gradient.shard, True))
         elif has_hooks(flat):

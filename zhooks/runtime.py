@@ -185,6 +185,23 @@ class Runtime:
         path.order = arrange(path.order, self.agree.sequence(path.name, walk.used), path.used | set(open_))
         path.recorded = True
 
+    def payload(self) -> int | None:
+        """Bytes of gathers and reductions that the plan says one training step moves; None before a first step.
+
+        Full (unsharded) payloads, as the events count them: a gather or a reduction of a unit is its padded size.
+        """
+        forward = self._paths.get(self._last)
+        backward = self._paths.get(f"backward of {self._last}")
+        if forward is None or not forward.recorded:
+            return None
+        moved = {unit.number: sum(flat.moved_nbytes for flat in unit.flats) for unit in self._units}
+        reduced = sum(self.reducer.nbytes(gradient.flat) for gradient in self.reducer.gradients.values())
+        if not self.releases:
+            return sum(moved.values()) + reduced
+        kept = self._plan_keep(forward)
+        again = [number for number in backward.order if number not in kept] if backward is not None else []
+        return sum(moved[number] for number in (*forward.order, *again)) + reduced
+
     def _plan_keep(self, path: Path) -> frozenset[int]:
         """The units that path keeps gathered for backward."""
         if not self.releases or not path.recorded:
