@@ -141,6 +141,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 _DDP = ("torch.nn.parallel",)
+# torch imports its DTensor package, 35 MB, when any tensor subclass is first used; FSDP2's own import has it already.
+_ZHOOKS = ("zhooks", "torch.distributed.tensor")
 _FSDP = ("torch.distributed.device_mesh", "torch.distributed.fsdp")
 
 DRIVERS: dict[str, Driver] = {
@@ -149,7 +151,7 @@ DRIVERS: dict[str, Driver] = {
     "zero1": Driver(zero1, (*_DDP, "torch.distributed.optim")),
     "fsdp2": Driver(partial(fsdp2, reshard=True), _FSDP),
     "fsdp2-noreshard": Driver(partial(fsdp2, reshard=False), _FSDP),
-    **{f"zhooks-{stage}": Driver(partial(zhooks, stage=stage, transport="auto"), ("zhooks",)) for stage in range(4)},
-    "zhooks-3-stock": Driver(partial(zhooks, stage=3, transport="stock"), ("zhooks",)),
+    **{f"zhooks-{stage}": Driver(partial(zhooks, stage=stage, transport="auto"), _ZHOOKS) for stage in range(4)},
+    "zhooks-3-stock": Driver(partial(zhooks, stage=3, transport="stock"), _ZHOOKS),
     **{f"deepspeed-{stage}": Driver(partial(deepspeed, stage=stage), ("deepspeed",)) for stage in (1, 2, 3)},
 }

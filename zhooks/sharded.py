@@ -63,7 +63,7 @@ class Spec:
     def __init__(self, name: str, like: Tensor, home: Home, index: int, pieces: tuple[Piece, ...]) -> None:
         self.name, self.home, self.index, self.pieces = name, home, index, pieces
         self.shape, self.dtype = like.shape, like.dtype
-        self.stride = like.stride() if _dense(like) else torch.empty(like.shape, device="meta").stride()
+        self.stride = like.stride() if _dense(like) else _contiguous(like.shape)
         self.tensors: weakref.WeakSet[ShardedTensor] = weakref.WeakSet()
         self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = {}
         self.post_hooks: dict[int, Callable[[Tensor], None]] = {}
@@ -82,7 +82,7 @@ class Spec:
     def storage_order(self, tensor: Tensor) -> Tensor:
         """``tensor``, expanded to the global shape, as 1-D in the order the parameter lies in memory."""
         expanded = tensor.expand(self.shape)
-        if self.stride == torch.empty(self.shape, device="meta").stride():
+        if self.stride == _contiguous(self.shape):
             return expanded.reshape(-1)
         laid = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
         laid.copy_(expanded)
@@ -278,3 +278,12 @@ def _dense(tensor: Tensor) -> bool:
             return False
         size *= length
     return True
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    """The strides torch gives a new tensor of ``shape``."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
