@@ -327,3 +327,15 @@ def test_hybrid_sharding_trains_like_plain_replicas(case: tuple[int, int]) -> No
     everybody: list[Any] = [None] * world
     dist.all_gather_object(everybody, [param.full_tensor() for param in model.parameters()])
     assert all(torch.equal(a, b) for other in everybody for a, b in zip(other, everybody[0], strict=True))
+
+
+@on_ranks(2, stage=(0, 1, 2, 3))
+def test_a_unit_of_several_dtypes_and_frozen_parameters_keeps_every_value(stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    model.register_parameter("narrow", nn.Parameter(torch.randn(5).to(torch.bfloat16)))
+    model[2].bias.requires_grad_(False)
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    zhooks.attach(model, policy={"stage": stage})
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), expected[name]), name

@@ -127,7 +127,7 @@ def _place(flat: Flat, scratch: Scratch) -> Tensor:
     full = torch.zeros(numel, dtype=dtype, device=flat.kind.device) if flat.aliased else scratch.zeros(numel, dtype)
     for spec, start, param in zip(flat.specs, flat.layout.starts, flat.params, strict=True):
         if param.device.type == "meta":
-            swap_memory(param, full.as_strided(spec.shape, spec.stride, start))
+            swap_memory(param, spec.within(full, start))
     return full
 
 
@@ -135,7 +135,7 @@ def _place(flat: Flat, scratch: Scratch) -> Tensor:
 def _fill(flat: Flat, full: Tensor, ground: Ground) -> None:
     """Move parameters into the full buffer, giving up their own memory one by one, and make ranks equal."""
     for spec, start, param in zip(flat.specs, flat.layout.starts, flat.params, strict=True):
-        place = full.as_strided(spec.shape, spec.stride, start)
+        place = spec.within(full, start)
         if param.data_ptr() != place.data_ptr():
             param.data = place.copy_(param)
     if ground.sync:
@@ -222,7 +222,7 @@ def full_values(flat: Flat, shard: Tensor) -> list[Tensor]:
         call = Call(CONTROL, "gather values", flat.name, flat.number)
         flat.transport.all_gather(call, shard.clone(), full, flat.layout).wait()
     starts = flat.layout.starts
-    return [full.as_strided(spec.shape, spec.stride, start) for spec, start in zip(flat.specs, starts, strict=True)]
+    return [spec.within(full, start) for spec, start in zip(flat.specs, starts, strict=True)]
 
 
 def state_shard(flat: Flat, tensors: Sequence[Tensor | None]) -> Tensor:
@@ -330,7 +330,7 @@ def relay_unit(unit: Unit, ground: Ground, optimizers: Sequence[torch.optim.Opti
         flat = _flat(unit, unit.number * 8 + len(unit.flats), kind, [(name, param) for name, param, _ in members], ground)
         full = torch.zeros(flat.layout.padded, dtype=kind.master, device=kind.device)
         for spec, start, (_, _, value) in zip(flat.specs, flat.layout.starts, members, strict=True):
-            full.as_strided(spec.shape, spec.stride, start).copy_(value)
+            spec.within(full, start).copy_(value)
         flat.reserve()
         flat.adopt(full)
         for index, (spec, (_, param, _)) in enumerate(zip(flat.specs, members, strict=True)):

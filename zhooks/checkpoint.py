@@ -142,7 +142,7 @@ def _spread(flat: Flat, comm: Comm, tensors: Sequence[Any], dtype: torch.dtype) 
     if _first(comm):
         for spec, start, tensor in zip(flat.specs, flat.layout.starts, tensors, strict=True):
             if tensor is not None:
-                full.as_strided(spec.shape, spec.stride, start).copy_(tensor)
+                spec.within(full, start).copy_(tensor)
     comm.world.broadcast(Call(CONTROL, "load", flat.name, flat.number), full)
     if flat.ownership.whole:
         return full

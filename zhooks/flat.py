@@ -113,7 +113,7 @@ class Flat:
         full = torch.empty(self.layout.padded, dtype=tensor.dtype, device=self.kind.device)
         self.transport.all_gather(Call(CONTROL, "full_tensor", tensor._spec.name, self.number), piece, full, self.layout).wait()
         spec = tensor._spec
-        return full.as_strided(spec.shape, spec.stride, self.layout.starts[spec.index]).clone()
+        return spec.within(full, self.layout.starts[spec.index]).clone()
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         if self.sharded:

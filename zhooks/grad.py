@@ -132,7 +132,7 @@ class Gradient:
 
     def _shaped(self, buffer: Tensor) -> list[Tensor]:
         return [
-            buffer.as_strided(spec.shape, spec.stride, start)
+            spec.within(buffer, start)
             for start, spec in zip(self.flat.layout.starts, self.flat.specs, strict=True)
         ]
 

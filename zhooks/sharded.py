@@ -79,6 +79,10 @@ class Spec:
     def key(self) -> tuple[Any, ...]:
         return (self.shape, self.stride, self.pieces)
 
+    def within(self, flat: Tensor, start: int) -> Tensor:
+        """The parameter's full shape at ``start`` of a flat tensor, wherever that lies in its storage."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + start)
+
     def storage_order(self, tensor: Tensor) -> Tensor:
         """``tensor``, expanded to the global shape, as 1-D in the order the parameter lies in memory."""
         expanded = tensor.expand(self.shape)
