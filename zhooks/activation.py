@@ -48,6 +48,10 @@ class SavedParameters:
         if flat.full is not None:
             self._live[torch._C._storage_address(flat.full)] = flat  # type: ignore[attr-defined]
 
+    def forget(self) -> None:
+        """All buffers are laid out anew."""
+        self._live.clear()
+
     def gone(self, flat: Flat) -> None:
         """``flat`` is about to be released."""
         if flat.full is not None:

@@ -42,7 +42,8 @@ from zhooks.placement import Table
 from zhooks.pool import Pool
 from zhooks.reduce import Reducer, make_node
 from zhooks.registries import Registries
-from zhooks.runtime import Choices, Runtime
+from zhooks.runtime import Runtime
+from zhooks.schedule import Choices
 from zhooks.sharded import ShardedTensor
 from zhooks.unit import Unit
 from zhooks.units import find_units
@@ -148,6 +149,7 @@ class Attachment:
 
     def _relay(self) -> None:
         """Follow parameters that were frozen or unfrozen since the last step."""
+        self._runtime.reducer.flush()
         optimizers = optimizers_of(self.model.parameters())
         for unit in self._units:
             relay_unit(unit, self._ground, optimizers, self.model)
@@ -159,6 +161,7 @@ class Attachment:
         if not self._handles:
             raise AttachError("detach: expected an attached model, found one that was detached already. Attach it again first.")
         self._runtime.settle()
+        self._runtime.reducer.flush()
         while self._handles:
             self._handles.pop().remove()
         optimizers = optimizers_of(self.model.parameters())

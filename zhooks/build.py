@@ -300,14 +300,16 @@ def shard_states(unit: Unit, optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizers_of(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Every living optimizer that holds one of these parameters, in the order they were made."""
-    wanted = {id(param) for param in params}
-    return [
-        found
-        for found in gc.get_objects()
-        if issubclass(type(found), torch.optim.Optimizer)
-        and any(id(param) in wanted for group in getattr(found, "param_groups", ()) for param in group["params"])
-    ]
+    """Every living optimizer that holds one of these parameters, in an order all ranks share: by the places of theirs."""
+    place = {id(param): index for index, param in enumerate(params)}
+    gc.collect()
+    found: list[tuple[list[int], str, torch.optim.Optimizer]] = []
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.optim.Optimizer):
+            held = [place[id(p)] for group in getattr(candidate, "param_groups", ()) for p in group["params"] if id(p) in place]
+            if held:
+                found.append((held, type(candidate).__name__, candidate))
+    return [optimizer for _, _, optimizer in sorted(found, key=lambda entry: entry[:2])]
 
 
 @torch.no_grad()

@@ -138,9 +138,9 @@ def _open_axis(axis: Axis, mesh: Mesh, policy: Policy, device: torch.device) -> 
             f'[comm] transport: expected "auto" or "stock" for parameters on {device.type}, found "{wanted}". '
             'Write transport = "auto".'
         )
-    group = _group(axis, mesh)
     if axis.world == 1:
         return Alone(axis)
+    group = _group(axis, mesh)
     if device.type == "cpu" and wanted in ("auto", "shm"):
         ordered = platform.machine() in ("x86_64", "AMD64")
         opened = SharedMemory.open(axis, group, timeout, policy.comm.bucket) if ordered else None

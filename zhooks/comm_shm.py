@@ -78,6 +78,10 @@ class SharedMemory:
         source = _bytes(full)
         parts = {r: [(a * item, b * item) for a, b in layout.ranges(r)] for r in range(world)}
         begun = False
+        if len(mine) > 1:
+            own_values = torch.cat([full[a:b] for a, b in mine])
+        else:
+            own_values = full[mine[0][0] : mine[0][1]] if mine else full[:0]
 
         def add(start: int, values: Tensor) -> None:
             target = out[start : start + values.numel()]
@@ -90,7 +94,7 @@ class SharedMemory:
             values = data.view(full.dtype)
             start = offset // item
             if world == 2:
-                torch.add(_read(full, mine, start, values.numel()), values, out=out[start : start + values.numel()])
+                torch.add(own_values[start : start + values.numel()], values, out=out[start : start + values.numel()])
                 return
             add(start, values)
             nonlocal begun
@@ -99,7 +103,7 @@ class SharedMemory:
         def own() -> None:
             nonlocal begun
             if world > 2:
-                add(0, _read(full, mine, 0, out.numel()))
+                add(0, own_values)
                 begun = True
 
         message = Message(call, source, parts, land, out.numel() * item, own)
@@ -142,7 +146,8 @@ class SharedMemory:
 
     def close(self) -> None:
         self._rings = []
-        dist.destroy_process_group(self._group)
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     def _launch(self, ring: Ring, message: Message) -> Work:
         ring.launch(message)
@@ -193,14 +198,6 @@ def _scatter(target: Tensor, parts: list[tuple[int, int]], offset: int, data: Te
             offset = 0
         else:
             offset = max(0, offset - size)
-
-
-def _read(full: Tensor, parts: tuple[tuple[int, int], ...], offset: int, numel: int) -> Tensor:
-    """``numel`` elements at ``offset`` of the concatenated ``parts`` of ``full``; a view where there is one part."""
-    if len(parts) == 1:
-        start = parts[0][0] + offset
-        return full[start : start + numel]
-    return torch.cat([full[a:b] for a, b in parts])[offset : offset + numel]
 
 
 def _share(axis: Axis, group: dist.ProcessGroup, nbytes: int) -> mmap.mmap | None:

@@ -29,14 +29,20 @@ class Gradient:
         self._shard: Tensor | None = None
         self._tensors: list[ShardedTensor] = []
         self._parts: list[Tensor] = []
+        self._uses = 0
 
     def free(self) -> bool:
         """No parameter has a gradient, and nobody kept an earlier one: the shard may be overwritten."""
         if self.reserved or any(param.grad is not None for param in self.flat.params):
             return False
-        if self._shard is None or any(_held(tensor) for tensor in self._tensors):
+        if self._shard is None or self._kept():
             self._fresh()
         return True
+
+    def _kept(self) -> bool:
+        """Somebody besides us refers to a gradient of an earlier backward, or to its memory."""
+        uses = torch._C._storage_Use_Count(self.shard.untyped_storage()._cdata)
+        return uses > self._uses or any(_held(tensor) for tensor in self._tensors)
 
     def _fresh(self) -> None:
         flat = self.flat
@@ -44,6 +50,7 @@ class Gradient:
             self._shard = torch.zeros(flat.shard_numel, dtype=flat.kind.master, device=flat.kind.device)
             self._tensors = [ShardedTensor(flat.local(i, self._shard), spec) for i, spec in enumerate(flat.specs)]
             self._parts = self._shaped(self._shard) if flat.shard_numel == flat.layout.padded else []
+            self._uses = torch._C._storage_Use_Count(self._shard.untyped_storage()._cdata)
 
     @property
     def shard(self) -> Tensor:
@@ -114,7 +121,7 @@ class Gradient:
         """Set or add one parameter's reduced range."""
         param = self.flat.params[index]
         if param.grad is None:
-            if not self._tensors or _held(self._tensors[index]):
+            if not self._tensors or self._kept():
                 landed = torch.empty(local.shape, dtype=self.flat.kind.master, device=local.device).copy_(local)
                 param.grad = ShardedTensor(landed, self.flat.specs[index])
                 return
@@ -131,10 +138,7 @@ class Gradient:
         param.grad._local.add_(local)
 
     def _shaped(self, buffer: Tensor) -> list[Tensor]:
-        return [
-            spec.within(buffer, start)
-            for start, spec in zip(self.flat.layout.starts, self.flat.specs, strict=True)
-        ]
+        return [spec.within(buffer, start) for start, spec in zip(self.flat.layout.starts, self.flat.specs, strict=True)]
 
 
 def has_hooks(flat: Flat) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from zhooks.runtime import Runtime, Scope
+from zhooks.runtime import Runtime
+from zhooks.schedule import Scope
 from zhooks.sharded import Spec
 from zhooks.unit import Unit
 

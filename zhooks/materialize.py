@@ -49,8 +49,18 @@ class Materializer:
                 self._fill(module)
         if self.sync:
             for name, buffer in self.model.named_buffers():
-                with torch.no_grad():
-                    world.broadcast(Call(CONTROL, "broadcast buffer", name), buffer)
+                self._equal(name, buffer, world)
+
+    @torch.no_grad()
+    def _equal(self, name: str, buffer: Tensor, world: Transport) -> None:
+        if buffer.is_contiguous():
+            world.broadcast(Call(CONTROL, "broadcast buffer", name), buffer)
+            return
+        whole = buffer.contiguous()
+        world.broadcast(Call(CONTROL, "broadcast buffer", name), whole)
+        if not torch.equal(whole, buffer):
+            owner, _, key = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[key] = whole
 
     def _fill(self, module: nn.Module) -> None:
         self._done.add(id(module))

@@ -228,6 +228,16 @@ class Reducer:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._finish()
 
+    def flush(self) -> None:
+        """Reduce what ``no_sync`` still holds back, before the layout it belongs to goes away.  Collective."""
+        if all(gradient.partial is None for gradient in self.gradients.values()):
+            return
+        before, self.sync, self.open = self.sync, True, True
+        try:
+            self.finish()
+        finally:
+            self.sync = before
+
     def _finish(self) -> None:
         try:
             for number in self._order[self._next :]:

@@ -11,9 +11,10 @@ Note: [Passes]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import FrameType
 
 import torch
 
@@ -22,25 +23,8 @@ from zhooks.activation import SavedParameters
 from zhooks.agree import Agreement
 from zhooks.flat import Flat
 from zhooks.reduce import Reducer
-from zhooks.schedule import Path, Step, Walk, arrange, keep_gathered
+from zhooks.schedule import Choices, Path, Scope, Step, Walk, arrange, keep_gathered
 from zhooks.unit import Unit
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """A module a pass can begin at: its name, and the units that can be entered below it, in order of registration."""
-
-    name: str
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What the policy says about the schedule."""
-
-    prefetch: int
-    reshard: bool | str
-    budget: int | None
 
 
 class Runtime:
@@ -58,6 +42,7 @@ class Runtime:
         self._keep: frozenset[int] = frozenset()
         self._frames: list[tuple[object, tuple[Unit, ...]]] = []
         self._out: dict[int, Unit] = {}
+        self._caller: FrameType | None = None
         self._resident = 0
         self._hooked = False
         self._entries: set[int] = set()
@@ -75,6 +60,7 @@ class Runtime:
         self.releases = any(unit.releasable for unit in units)
         self._paths.clear()
         self._out.clear()
+        self.saved.forget()
         for unit in units:
             for flat in unit.flats:
                 flat.ask, flat.bus = self.asked, self.bus
@@ -89,9 +75,11 @@ class Runtime:
 
     def enter(self, module: object, units: tuple[Unit, ...], scope: Scope, training: bool) -> None:
         """A module that ``units`` are entered through is about to run; the outermost one begins a pass."""
-        if any(running is module for running, _ in self._frames[:1]):
-            self._abandon()
+        if self._frames and self._frames[0][0] is module:
+            self._abandon_dead()
         if not self._frames:
+            # Two calls up: the module's own call, which is on the stack for as long as the pass lasts.
+            self._caller = sys._getframe(2)
             self._begin(module, scope, training)
         entered: list[Unit] = []
         self._frames.append((module, ()))
@@ -107,20 +95,32 @@ class Runtime:
         """That module has run, or raised."""
         if not self._frames or self._frames[-1][0] is not module:
             return
+        left = []
         for unit in self._frames.pop()[1]:
             unit.depth -= 1
             if unit.depth == 0:
                 unit.hide()
-        if self._frames:
-            return
+                left.append(unit)
+        if not self._frames:
+            self._left_outermost(failed)
+        for unit in left if not failed else ():
+            unit.check_unwritten()
+
+    def _left_outermost(self, failed: bool) -> None:
+        self._caller = None
         if self._hooked:
             self._hooked = False
             self.saved.exit()
         if self._walk is not None:
             self._end_pass(failed)
 
-    def _abandon(self) -> None:
+    def _abandon_dead(self) -> None:
         """A pass was left without its hooks running (an interrupt): put everything back before the next."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame is self._caller:
+                return
+            frame = frame.f_back
         while self._frames:
             self.leave(self._frames[-1][0], failed=True)
 
@@ -213,7 +213,7 @@ class Runtime:
     def _catch_up(self, walk: Walk) -> None:
         for number in walk.finish():
             self._start(self._units[number])
-        for unit in tuple(self._out.values()):
+        for unit in self._units:
             unit.finish_gather()
 
     def use(self, unit: Unit) -> None:
@@ -314,6 +314,8 @@ class Runtime:
 
     def settle(self, *, force: bool = False) -> None:
         """Be at rest: finish an open backward, and follow freezes.  Called at every entry."""
+        if self._frames:
+            self._abandon_dead()
         if self._back is None and not self.reducer.open and not self.relaid:
             return
         if not force and in_backward():

@@ -16,6 +16,23 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """A module a pass can begin at: its name, and the units that can be entered below it, in order of registration."""
+
+    name: str
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the policy says about the schedule."""
+
+    prefetch: int
+    reshard: bool | str
+    budget: int | None
+
+
 @dataclass(slots=True)
 class Path:
     """The order of use of one way through the model (training forward, its backward, evaluation, a branch)."""

@@ -12,7 +12,6 @@ Note: [Bound and derived]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
@@ -64,7 +63,6 @@ class Spec:
         self.name, self.home, self.index, self.pieces = name, home, index, pieces
         self.shape, self.dtype = like.shape, like.dtype
         self.stride = like.stride() if _dense(like) else _contiguous(like.shape)
-        self.tensors: weakref.WeakSet[ShardedTensor] = weakref.WeakSet()
         self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = {}
         self.post_hooks: dict[int, Callable[[Tensor], None]] = {}
 
@@ -126,8 +124,6 @@ class ShardedTensor(torch.Tensor):
         )
         tensor: ShardedTensor = made
         tensor._local, tensor._spec, tensor._bound = local, spec, bound
-        if not bound:
-            spec.tensors.add(tensor)
         return tensor
 
     def to_local(self) -> Tensor:

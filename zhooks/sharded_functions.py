@@ -176,6 +176,15 @@ def _refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     )
 
 
+def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise ShardedOpError(
+        f"storage of {args[0]._spec.name}: expected the whole tensor's memory, found one rank's range "
+        "(save_pretrained and safetensors "
+        "ask for it). Use attachment.save_full(path), or pass full values: save_pretrained(..., "
+        "state_dict=attachment.state_dict()['model'])."
+    )
+
+
 _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
     _PROPERTIES.grad.__get__: _grad,
     _PROPERTIES.requires_grad.__set__: _requires_grad,
@@ -188,6 +197,8 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, An
     Tensor.tolist: _refused,
     Tensor.__array__: _refused,
     Tensor.share_memory_: _refused,
+    Tensor.untyped_storage: _stored,
+    Tensor.storage: _stored,
     torch.autograd.grad: _plain,
     torch.autograd.backward: _plain,
 }

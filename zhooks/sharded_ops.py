@@ -100,6 +100,11 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise operation to the ranges."""
+    mixed = _mixed(args)
+    if mixed is not None:
+        for side in (True, False):
+            func(*_side(args, mixed, side), **kwargs)
+        return args[0]
     leads = _leads(args, kwargs)
     lead = leads[0]
     if func is aten.copy_.default and not isinstance(args[0], ShardedTensor):
@@ -123,6 +128,24 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pairs = zip(out, leads, strict=False)
         return type(out)(ShardedTensor(item, of._spec) for item, of in pairs)
     return out
+
+
+def _mixed(args: tuple[Any, ...]) -> list[bool] | None:
+    """Which of a list operation's tensors are sharded, where some are and some are not."""
+    if not args or not isinstance(args[0], (list, tuple)):
+        return None
+    mask = [isinstance(value, ShardedTensor) for value in args[0]]
+    return mask if any(mask) and not all(mask) else None
+
+
+def _side(args: tuple[Any, ...], mask: list[bool], side: bool) -> list[Any]:
+    """The arguments of the sharded tensors alone, or of the others."""
+    return [
+        [item for item, sharded in zip(value, mask, strict=True) if sharded is side]
+        if isinstance(value, (list, tuple)) and len(value) == len(mask)
+        else value
+        for value in args
+    ]
 
 
 def _leads(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
@@ -173,9 +196,11 @@ def _localise(value: Any, lead: ShardedTensor, leads: list[ShardedTensor]) -> An
     return value
 
 
-def _matching(value: ShardedTensor, lead: ShardedTensor) -> Tensor:
+def _matching(value: ShardedTensor, lead: ShardedTensor) -> Any:
     if value._spec is lead._spec or value._spec.key() == lead._spec.key():
         return value._local
+    if value.shape != lead.shape and value._bound:
+        return NotImplemented
     if value.shape != lead.shape:
         raise ShardedOpError(
             f"element-wise operation on {lead._spec.name} {tuple(lead.shape)} and {value._spec.name} "

@@ -10,9 +10,9 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from offload.errors import AttachError
+from offload.errors import AttachError, ShardedOpError
 from zhooks.flat import Flat, State
 
 
@@ -48,6 +48,7 @@ class Unit:
         self.flats: list[Flat] = []
         self.slots: list[Slot] = []
         self.recurrent: list[Recurrent] = []
+        self._shown: list[tuple[Tensor, int, int]] = []
         self.depth = 0
         self.trainable_left = 0
         # Inside gathered(): the slots hold full values that the user may change.
@@ -103,6 +104,22 @@ class Unit:
                     "(model.to(), half() or an assignment; undone now). Call detach(), change the model, attach again."
                 )
             slot.table[slot.key] = values[slot.flat][slot.index]
+        self._shown = [(view, view._version, view.data_ptr()) for group in values for view in group]
+
+    def check_unwritten(self) -> None:
+        """Refuse a write into a gathered value: where it is a copy, it would be lost.
+
+        Raises:
+            ShardedOpError: a forward changed a parameter in place, or replaced its data.
+        """
+        shown, self._shown = self._shown, []
+        names = [(flat, spec.name) for flat in self.flats for spec in flat.specs]
+        for (view, version, address), (flat, name) in zip(shown, names, strict=True):
+            if view.data_ptr() != address or (view._version != version and not flat.aliased):
+                raise ShardedOpError(
+                    f"parameter {name}: expected its forward to read it, found a write that would be lost. Write outside the "
+                    "forward under no_grad (weight.clamp_(...)), or use `with attachment.gathered(parameter, write=True):`."
+                )
 
     def hide(self) -> None:
         """Put the sharded parameters back."""
