@@ -23,6 +23,7 @@ setup: $(STAMP)
 # The stamp is written last: an interrupted set-up is done again from where pip left it.
 $(STAMP): setup.cfg pyproject.toml
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@echo 'installing torch and the test dependencies into $(VENV): minutes, about 5 GB'
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e '.[test]'
 	touch $(STAMP)

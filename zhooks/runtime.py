@@ -78,8 +78,7 @@ class Runtime:
         if self._frames and self._frames[0][0] is module:
             self._abandon_dead()
         if not self._frames:
-            # Two calls up: the module's own call, which is on the stack for as long as the pass lasts.
-            self._caller = sys._getframe(2)
+            self._caller = sys._getframe(2)  # the module's own call: on the stack as long as the pass lasts
             self._begin(module, scope, training)
         entered: list[Unit] = []
         self._frames.append((module, ()))
@@ -171,10 +170,9 @@ class Runtime:
 
     def _abandon_gathers(self) -> None:
         """After an exception nothing may wait: other ranks may be anywhere."""
+        self.saved.forget()
         for unit in self._units:
             for flat in unit.flats:
-                if flat.releasable:
-                    self.saved.gone(flat)
                 flat.abandon()
         self._out.clear()
 
@@ -226,8 +224,10 @@ class Runtime:
             step = walk.use(unit.number)
             if self._out:
                 self._release_idle(step, backward)
+            # Kept units are there on every rank when backward begins; a rank may be done with them already.
             for number in step.launch:
-                self._start(self._units[number])
+                if not (backward and number in self._kept):
+                    self._start(self._units[number])
         self._start(unit)
         unit.finish_gather()
 
@@ -330,11 +330,12 @@ class Runtime:
     def _end_backward(self) -> None:
         walk, self._back = self._back, None
         self._tasks.clear()
-        self._kept = frozenset()
+        kept, self._kept = self._kept, frozenset()
         self._entries.clear()
         if walk is not None and self.releases:
             for number in walk.finish():
-                self._start(self._units[number])
+                if number not in kept:
+                    self._start(self._units[number])
             if not walk.path.recorded:
                 self._record_backward(walk)
         for unit in self._units:

@@ -102,9 +102,11 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise operation to the ranges."""
     mixed = _mixed(args)
     if mixed is not None:
-        for side in (True, False):
-            func(*_side(args, mixed, side), **kwargs)
-        return args[0]
+        parts = {side: func(*_side(args, mixed, side), **kwargs) for side in (True, False)}
+        if parts[True] is None:
+            return None
+        queues = {side: iter(part) for side, part in parts.items()}
+        return [next(queues[side]) for side in mixed]
     leads = _leads(args, kwargs)
     lead = leads[0]
     if func is aten.copy_.default and not isinstance(args[0], ShardedTensor):
