@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,7 +43,6 @@ from zhooks.reduce import Reducer, make_node
 from zhooks.registries import Registries
 from zhooks.runtime import Runtime
 from zhooks.schedule import Choices
-from zhooks.sharded import ShardedTensor
 from zhooks.unit import Unit
 from zhooks.units import find_units
 
@@ -265,6 +263,3 @@ class Observation:
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
-
-
-__all__ = ["Attachment", "Observation", "ShardedTensor", "attach", "dist"]

@@ -15,6 +15,7 @@ Note: [Transports]
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -230,26 +231,22 @@ class Stock:
         self._device = device
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
-        works = []
-        step = 0
-        for segment in layout.segments:
-            numel = segment.numel // self.axis.world
-            target = full[segment.start : segment.start + segment.numel]
-            piece = shard[step : step + numel]
-            works.append(_all_gather(target, piece, group=self._groups[call.channel], async_op=True))
-            step += numel
-        return self._track(call, works)
+        group = self._groups[call.channel]
+        pairs = self._pairs(full, shard, layout)
+        return self._track(call, [_all_gather(whole, part, group=group, async_op=True) for whole, part in pairs])
 
     def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
-        works = []
+        group = self._groups[call.channel]
+        pairs = self._pairs(full, out, layout)
+        return self._track(call, [_reduce_scatter(part, whole, group=group, async_op=True) for whole, part in pairs])
+
+    def _pairs(self, full: Tensor, shard: Tensor, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each segment of the full buffer with this rank's part of it in the shard."""
         step = 0
         for segment in layout.segments:
             numel = segment.numel // self.axis.world
-            source = full[segment.start : segment.start + segment.numel]
-            target = out[step : step + numel]
-            works.append(_reduce_scatter(target, source, group=self._groups[call.channel], async_op=True))
+            yield full[segment.start : segment.start + segment.numel], shard[step : step + numel]
             step += numel
-        return self._track(call, works)
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         moved = tensor.to(self._device)

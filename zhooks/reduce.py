@@ -23,6 +23,7 @@ from torch import Tensor
 
 from offload.errors import ShardedOpError
 from offload.events import Bus
+from zhooks.agree import Agreement
 from zhooks.comm import CONTROL, REDUCE, Alone, Call, Comm, Work, all_reduce_flat
 from zhooks.flat import Flat
 from zhooks.grad import Gradient, deliver, has_hooks, hooked
@@ -181,10 +182,7 @@ class Reducer:
         gradient, out = landing.gradient, landing.out
         flat = gradient.flat
         landing.work.wait()
-        if not isinstance(self.comm.replicate, Alone):
-            call = Call(REDUCE, "reduce replicas", flat.name, flat.number)
-            layout = flat_layout([out.numel()], world=self.comm.replicate.axis.world, itemsize=out.element_size())
-            all_reduce_flat(self.comm.replicate, call, out, layout).wait()
+        self._sum_replicas(flat, out)
         if self._world > 1 and flat.kind.reduce is not torch.float16:
             out.mul_(1.0 / self._world)
         if self.bus.active:
@@ -198,6 +196,14 @@ class Reducer:
             if out is not landing.partial:
                 self.pool.give(out)
         gradient.give_back(landing.partial)
+
+    def _sum_replicas(self, flat: Flat, out: Tensor) -> None:
+        """Sum a reduced range over the replicate axis, in place."""
+        replicate = self.comm.replicate
+        if isinstance(replicate, Alone):
+            return
+        layout = flat_layout([out.numel()], world=replicate.axis.world, itemsize=out.element_size())
+        all_reduce_flat(replicate, Call(REDUCE, "reduce replicas", flat.name, flat.number), out, layout).wait()
 
     def _spread(self, gradient: Gradient, out: Tensor) -> None:
         """Add what arrived to gradients that exist; the rest goes to the shard, claimed when all ranks are known."""
@@ -299,9 +305,7 @@ class Reducer:
             return
         done = list(dict.fromkeys(self._completed))
         order = done + [number for number in self._order if number not in done]
-        numbers = torch.tensor(order, dtype=torch.int64)
-        self.comm.world.broadcast(Call(CONTROL, "agree on order", "all units"), numbers)
-        self._order = [int(number) for number in numbers.tolist()]
+        self._order = Agreement(self.comm.world).sequence("all units", order)
         self._agreed = True
 
     def _selected(self, gradient: Gradient, grads: Sequence[Tensor | None]) -> list[ShardedTensor | None]:
@@ -317,9 +321,7 @@ class Reducer:
             out = once.partial
         else:
             self.comm.shard.reduce_scatter(call, once.partial, out, flat.layout).wait()
-        if not isinstance(self.comm.replicate, Alone):
-            layout = flat_layout([out.numel()], world=self.comm.replicate.axis.world, itemsize=out.element_size())
-            all_reduce_flat(self.comm.replicate, call, out, layout).wait()
+        self._sum_replicas(flat, out)
         out = out.mul_(1.0 / self._world).to(flat.kind.master)
         made = [ShardedTensor(flat.local(index, out), spec) for index, spec in enumerate(flat.specs)]
         return [None if grad is None else hooked(tensor) for grad, tensor in zip(grads, made, strict=True)]

@@ -70,10 +70,6 @@ class Spec:
     def numel(self) -> int:
         return self.shape.numel()
 
-    @property
-    def local_numel(self) -> int:
-        return sum(piece.numel for piece in self.pieces)
-
     def key(self) -> tuple[Any, ...]:
         return (self.shape, self.stride, self.pieces)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from offload.errors import AttachError, ShardedOpError
-from zhooks.flat import Flat, State
+from zhooks.flat import Flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,6 @@ class Unit:
     @property
     def full_nbytes(self) -> int:
         return sum(flat.full_nbytes for flat in self.flats)
-
-    @property
-    def gathered(self) -> bool:
-        return any(flat.releasable and flat.state is not State.RESTING for flat in self.flats)
 
     def begin_gather(self) -> None:
         for flat in self.flats:
