@@ -14,6 +14,7 @@ __all__ = [
     "LayoutError",
     "PolicyError",
     "ShardedOpError",
+    "TierError",
     "ZhooksError",
 ]
 
@@ -28,6 +29,10 @@ class PolicyError(ZhooksError, ValueError):
 
 class BudgetError(ZhooksError, RuntimeError):
     """A tier cannot admit what the policy asks it to hold."""
+
+
+class TierError(ZhooksError, RuntimeError):
+    """A tier lost or refused data: an I/O error, or bytes that are not those that were written."""
 
 
 class AttachError(ZhooksError, ValueError):

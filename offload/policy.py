@@ -7,39 +7,69 @@ room never looks at a model, a device or a process group, and never guesses: wha
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from offload import policy_load
+from offload import policy_layers
+from offload.deepspeed import IgnoredKeys
 from offload.errors import PolicyError
-from offload.policy_load import Document, format_size, parse_size
+from offload.policy_errors import explain
+from offload.policy_load import Document, Place, member
+from offload.policy_rules import CELLS, Rule, RuleCell, Tiers, tiers_of
+from offload.policy_tables import (
+    Activation,
+    Budget,
+    Comm,
+    Disk,
+    Dtype,
+    Host,
+    Optimizer,
+    Partition,
+    Placed,
+    Precision,
+    Schedule,
+    Table,
+    TierName,
+    Units,
+    sized,
+    words,
+)
+from offload.policy_text import Share, format_size, parse_size, toml_value
 
 __all__ = [
+    "Activation",
     "Budget",
     "Comm",
+    "Disk",
     "Dtype",
+    "Host",
+    "IgnoredKeys",
+    "Optimizer",
     "Partition",
     "Placed",
     "Policy",
     "Precision",
+    "Rule",
+    "RuleCell",
     "Schedule",
+    "Share",
+    "TierName",
+    "Tiers",
     "Units",
     "format_size",
     "parse_size",
+    "written",
 ]
 
-Partition = Literal["shard", "replicate"]
-Tier = Literal["device"]
-Dtype = Literal["fp32", "bf16", "fp16"]
-Transport = Literal["auto", "stock", "p2p", "shm"]
 Placement = Literal["R", "P", "S"]
 
-_CELLS = ("parameter", "gradient", "optimizer")
-# The four rows that exist (ZeRO, arXiv:1910.02054, section 5), in the order of `_CELLS`: what a file may write, and
+# The four rows that exist (ZeRO, arXiv:1910.02054, section 5), in the order of `CELLS`: what a file may write, and
 # below what it means: R replicated, S sharded, P a partial sum on every rank until the accumulation boundary.
 _ROWS: dict[int, tuple[Partition, Partition, Partition]] = {
     0: ("replicate", "replicate", "replicate"),
@@ -55,151 +85,17 @@ _PLACEMENTS: dict[int, tuple[Placement, Placement, Placement]] = {
 }
 
 
-def _key(default: Any, *, expected: str, why: str, **bounds: Any) -> Any:
-    """A field with the words its error uses and the reason for its default beside it."""
-    return Field(default, description=why, json_schema_extra={"expected": expected}, **bounds)
+_RULES = "a list of tables, each written [[rule]]"
+Rules = Annotated[
+    tuple[Rule, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+]
+#: What a policy cannot say anew: a change of stage or of the tier of replicated parameters.
+_KEPT_ON_DEVICE = (
+    "replicated parameters are on the device at every use; use stage 3 (or 0) to place them, or tier \"device\""
+)
 
 
-def _tuple(value: object) -> object:
-    """Files have lists; a frozen policy keeps tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _name(value: str) -> str:
-    if not 0 < len(value) <= 256 or not value.isprintable():
-        raise ValueError("not a name")
-    return value
-
-
-Names = Annotated[tuple[Annotated[str, AfterValidator(_name)], ...], BeforeValidator(_tuple)]
-Size = Annotated[int, BeforeValidator(parse_size)]
-
-_NAMES = "a list of non-empty names"
-_DTYPES = '"fp32", "bf16" or "fp16"'
-_SIZES = 'bytes or a size like "20 GiB"'
-
-
-class _Table(BaseModel):
-    # Strict: a policy that says "3" for 3 or 1 for true was not written by someone who read the schema.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
-
-
-class Placed(_Table):
-    """One row of the table of placements: [parameter], [gradient] or [optimizer]."""
-
-    partition: Partition | None = _key(
-        None,
-        expected='"shard" or "replicate"',
-        why="Unset follows from the stage, so that a file says the stage or the cells and seldom both.",
-    )
-    tier: Tier = _key("device", expected='"device", the only tier of this version', why="Where the compute is.")
-
-
-class Precision(_Table):
-    """[precision]: the dtypes of compute and of reduction; the shards keep the model's own (fp32) masters."""
-
-    param: Dtype | None = _key(
-        None,
-        expected=_DTYPES,
-        why="Unset leaves each parameter's own dtype: attach alone must not change a result.",
-    )
-    reduce: Dtype | None = _key(
-        None,
-        expected=_DTYPES,
-        why="Unset is fp32 where param is set, else the gradient's own: long sums are where 16 bits lose most.",
-    )
-    output: Dtype | None = _key(
-        None,
-        expected=_DTYPES,
-        why="Unset leaves the model's output as it computed it; losses are usually taken in fp32 by the loss itself.",
-    )
-    cast_inputs: bool = _key(
-        True,
-        expected="true or false",
-        why="Floating-point inputs are cast to param, else the first layer would refuse them.",
-    )
-
-
-class Units(_Table):
-    """[units]: which modules are gathered together."""
-
-    classes: Names = _key((), expected=_NAMES, why="Module class names; none lets repeated blocks find themselves.")
-    names: Names = _key((), expected=_NAMES, why="Globs over module names, e.g. layers.*; none as above.")
-    min_numel: int = _key(
-        65536,
-        expected="an integer from 0 to 2**40",
-        why="Smaller neighbours are coalesced, for below this latency outweighs transfer; 0 coalesces nothing.",
-        ge=0,
-        le=1 << 40,
-    )
-    max_numel: int = _key(
-        1 << 26,
-        expected="an integer from 1 to 2**40",
-        why="A larger flat buffer is cut into segments; 2**26 of fp32 are 256 MiB, where size no longer helps.",
-        ge=1,
-        le=1 << 40,
-    )
-
-
-class Schedule(_Table):
-    """[schedule]: when units are gathered, released and reduced."""
-
-    reshard_after_forward: bool | Literal["auto"] = _key(
-        "auto",
-        expected='true, false or "auto"',
-        why="auto keeps the last units gathered that fit [budget] device; with no budget the very last one.",
-    )
-    prefetch: int = _key(
-        1,
-        expected="an integer from 0 to 16",
-        why="Units gathered ahead of use; one hides the transfer behind the compute and costs one more unit's buffer.",
-        ge=0,
-        le=16,
-    )
-    max_reductions: int = _key(
-        2,
-        expected="an integer from 1 to 64",
-        why="Reductions in flight; one runs while the next fills, more only pile up gradient buffers.",
-        ge=1,
-        le=64,
-    )
-
-
-class Budget(_Table):
-    """[budget]: bytes of gathered parameters that may stay between forward and backward."""
-
-    device: Size | None = _key(
-        None,
-        expected=_SIZES,
-        why='Unset keeps the last unit alone; read by reshard_after_forward = "auto"; the least of all ranks counts.',
-    )
-
-
-class Comm(_Table):
-    """[comm]: how ranks talk."""
-
-    transport: Transport = _key(
-        "auto",
-        expected='"auto", "stock", "p2p" or "shm"',
-        why="auto takes the fastest that the backend and the hosts allow; stock is the backend's own collectives.",
-    )
-    timeout_s: float = _key(
-        300.0,
-        expected="seconds, above 0 and at most 86400",
-        why="Long enough for a slow first step, short enough that a missing rank is named within a coffee.",
-        gt=0,
-        le=86400,
-        allow_inf_nan=False,
-    )
-    bucket: Size = _key(
-        16 << 20,
-        expected=f"{_SIZES}, at least 256 B",
-        why="Shared memory of one rank that gathers and reductions pass through; constant, whatever the model.",
-        ge=256,
-    )
-
-
-class Policy(_Table):
+class Policy(Table):
     """What to partition, in which precision, on which tier, and when.
 
     Build one with `load` (a file) or `of` (anything `attach` takes); ``Policy(stage=2)`` works too. A written stage and
@@ -209,36 +105,43 @@ class Policy(_Table):
         PolicyError: one line a problem.
     """
 
-    stage: int = _key(
+    stage: int = words(
         3,
         expected="0, 1, 2 or 3",
-        why="Everything sharded: the least memory, for at most half as much traffic again.",
+        does="The row of the table below.",
+        why="3 has everything sharded: the least memory, for at most half as much traffic again.",
         ge=0,
         le=3,
     )
     parameter: Placed = Field(Placed(), description="The tensors the model computes with.")
     gradient: Placed = Field(Placed(), description="What backward leaves for the optimizer.")
-    optimizer: Placed = Field(Placed(), description="The optimizer's states and the masters it updates.")
+    optimizer: Optimizer = Field(Optimizer(), description="The optimizer's states and the masters it updates.")
+    activation: Activation = Field(Activation(), description="What autograd saves for backward.")
     precision: Precision = Field(Precision(), description="Dtypes of compute and of reduction.")
     units: Units = Field(Units(), description="Which modules are gathered together.")
     schedule: Schedule = Field(Schedule(), description="When units are gathered, released and reduced.")
-    budget: Budget = Field(Budget(), description="Bytes a rank may hold.")
+    budget: Budget = Field(Budget(), description="Bytes a rank may use on each tier.")
+    host: Host = Field(Host(), description="The memory of the host tier.")
+    disk: Disk = Field(Disk(), description="The scratch file of the disk tier.")
     comm: Comm = Field(Comm(), description="How ranks talk.")
+    rule: Rules = words((), expected=_RULES, does="Other tiers for parameters by name; the last that matches wins.")
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise policy_load.explain(error, Document("policy", values), Policy) from None
+            raise explain(error, Document("policy", values), Policy) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a TOML or JSON policy file of at most 1 MiB.
+        """Read a TOML or JSON policy file of at most 1 MiB and the files it extends, or a DeepSpeed configuration.
 
         Raises:
             PolicyError: missing, unreadable, malformed or contradictory; one line a problem, with the file and line.
+        Warns:
+            IgnoredKeys: a DeepSpeed configuration asks for something that is not done here.
         """
-        return cls._build(policy_load.read(Path(path)))
+        return cls._build(policy_layers.load(Path(path), _own_keys(cls)))
 
     @classmethod
     def of(cls, value: str | os.PathLike[str] | Mapping[str, Any] | Policy | None) -> Policy:
@@ -246,6 +149,8 @@ class Policy(_Table):
 
         Raises:
             PolicyError: as `load`, or ``value`` is none of these.
+        Warns:
+            IgnoredKeys: as `load`.
         """
         if value is None:
             return cls()
@@ -258,7 +163,7 @@ class Policy(_Table):
         strangers = [key for key in value if not isinstance(key, str)]
         if strangers:
             raise PolicyError(f"policy: expected names for keys, found {type(strangers[0]).__name__}")
-        return cls._build(Document("policy", dict(value)))
+        return cls._build(policy_layers.handed(value, _own_keys(cls)))
 
     @classmethod
     def _build(cls, document: Document) -> Self:
@@ -267,7 +172,9 @@ class Policy(_Table):
             # Past this class's own __init__, whose error would name neither file nor line.
             BaseModel.__init__(policy, **document.values)
         except ValidationError as error:
-            raise policy_load.explain(error, document, cls) from None
+            raise explain(error, document, cls) from None
+        if document.ignored:
+            warnings.warn(IgnoredKeys(document.source, document.ignored), stacklevel=_callers_level())
         return policy
 
     @model_validator(mode="before")
@@ -276,64 +183,114 @@ class Policy(_Table):
         """Fill in the stage that the written cells spell; where they spell none or several, `_agree` says so."""
         if not isinstance(values, Mapping) or "stage" in values:
             return values
-        written = {cell: _partition(values.get(cell)) for cell in _CELLS if _partition(values.get(cell)) is not None}
+        written = {cell: _partition(values.get(cell)) for cell in CELLS if _partition(values.get(cell)) is not None}
         stages = _stages(written)
         return {**values, "stage": stages[0]} if written and len(stages) == 1 else values
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        """Refuse cells that contradict the stage, or that spell none or several of the four rows."""
-        written = {cell: part for cell in _CELLS if (part := getattr(self, cell).partition) is not None}
-        if "stage" in self.model_fields_set:
-            wanted = dict(zip(_CELLS, _ROWS[self.stage], strict=True))
-            problems = [
-                ((cell, "partition"), f'stage {self.stage} expects "{wanted[cell]}", found "{part}"; change either')
-                for cell, part in written.items()
-                if part != wanted[cell]
-            ]
-        elif written:
-            rows = "; ".join(f"stage {stage} = {', '.join(row)}" for stage, row in _ROWS.items())
-            stages = _stages(written)
-            fit = f"stages {', '.join(map(str, stages))} fit, write stage too" if stages else "no stage fits"
-            problems = [
-                (
-                    (next(iter(written)), "partition"),
-                    f"the cells spell no single row ({fit}); {', '.join(_CELLS)} are: {rows}",
-                )
-            ]
-        else:
-            problems = []
+        """Refuse cells that contradict the stage, that spell none or several of the four rows, or that cannot be placed."""
+        problems = self._rows() or self._misplaced()
         if problems:
             raise PydanticCustomError("policy_cells", "cells contradict", {"problems": problems})
         return self
 
+    def _rows(self) -> list[tuple[Place, str]]:
+        written = {cell: part for cell in CELLS if (part := getattr(self, cell).partition) is not None}
+        if "stage" in self.model_fields_set:
+            wanted = dict(zip(CELLS, _ROWS[self.stage], strict=True))
+            return [
+                ((cell, "partition"), f'stage {self.stage} expects "{wanted[cell]}", found "{part}"; change either')
+                for cell, part in written.items()
+                if part != wanted[cell]
+            ]
+        if not written:
+            return []
+        rows = "; ".join(f"stage {stage} = {', '.join(row)}" for stage, row in _ROWS.items())
+        stages = _stages(written)
+        fit = f"stages {', '.join(map(str, stages))} fit, write stage too" if stages else "no stage fits"
+        spelt = f"the cells spell no single row ({fit}); {', '.join(CELLS)} are: {rows}"
+        return [((next(iter(written)), "partition"), spelt)]
+
+    def _misplaced(self) -> list[tuple[Place, str]]:
+        """Parameters that are replicated for the optimizer's sake (stages 1 and 2) have no tier to come from."""
+        if self.stage not in (1, 2):
+            return []
+        tiers: dict[Place, str | None] = {("parameter", "tier"): self.parameter.tier}
+        tiers |= {("rule", member(n), "parameter", "tier"): rule.parameter.tier for n, rule in enumerate(self.rule)}
+        return [
+            (place, f'found "{tier}" at stage {self.stage}: {_KEPT_ON_DEVICE}')
+            for place, tier in tiers.items()
+            if tier not in (None, "device")
+        ]
+
     def partition(self, cell: str) -> Partition:
         """The effective partition of "parameter", "gradient" or "optimizer"."""
-        return _ROWS[self.stage][_CELLS.index(cell)]
+        return _ROWS[self.stage][CELLS.index(cell)]
 
     def table(self) -> dict[str, Placement]:
         """The effective placement of each cell: "R" replicated, "S" sharded, "P" partial sums until the boundary."""
-        return dict(zip(_CELLS, _PLACEMENTS[self.stage], strict=True))
+        return dict(zip(CELLS, _PLACEMENTS[self.stage], strict=True))
+
+    def tiers(self, name: str) -> Tiers:
+        """Where the cells of the parameter ``name`` rest: the last rule that matches and says so, else the tables."""
+        return tiers_of(name, self.rule, {cell: getattr(self, cell).tier for cell in CELLS})
+
+    @property
+    def tiered(self) -> bool:
+        """Whether anything, by a table or a rule, is to rest or be updated elsewhere than plain PyTorch has it."""
+        cells = (self.parameter, self.gradient, self.optimizer, self.activation)
+        ruled = (tier for rule in self.rule for tier in rule.tiers().values())
+        moved = any(tier != "device" for tier in (*(cell.tier for cell in cells), *ruled))
+        return moved or self.optimizer.kernel != "torch" or self.optimizer.compute != "device" or self.optimizer.overlap
+
+    def values(self) -> dict[str, Any]:
+        """Every key that is set, defaults included, as plain values that `of` takes back to an equal policy."""
+        tables = {
+            name: {key: str(value) if isinstance(value, Share) else _plain(value) for key, value in table if value is not None}
+            for name, table in self
+            if isinstance(table, Table)
+        }
+        rules = [{"match": rule.match} | {cell: {"tier": tier} for cell, tier in rule.tiers().items()} for rule in self.rule]
+        return {"stage": self.stage, **tables, "rule": rules}
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """A JSON schema of policy files, for editors."""
+        schema: dict[str, Any] = _bare(cls.model_json_schema())
+        path = {"type": "string", "minLength": 1}
+        schema["properties"] |= {
+            policy_layers.EXTENDS: {
+                "anyOf": [path, {"type": "array", "items": path}],
+                "description": "Policy files this one builds on, relative to it; what is written here wins.",
+            },
+            "$schema": {"type": "string", "description": "The schema an editor checks this file with."},
+        }
+        rule = schema["$defs"]["Rule"]["properties"]
+        rule |= {f"{cell}.tier": schema["$defs"]["RuleCell"]["properties"]["tier"] for cell in CELLS}
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "zhooks policy"}
 
     def describe(self) -> str:
         """The effective table and every key, as a policy file that loads back to an equal policy."""
         table = self.table()
         lines = [f"# {'what':<10} partition  placed  tier"]
-        for cell in _CELLS:
+        for cell in CELLS:
             lines.append(f"# {cell:<10} {self.partition(cell):<9}  {table[cell]:<6}  {getattr(self, cell).tier}")
         lines += ["# R replicated, S sharded, P a partial sum on every rank until the accumulation boundary", ""]
         lines.append(f"stage = {self.stage}")
         for name, section in self:
-            if isinstance(section, _Table):
+            if isinstance(section, Table):
                 lines += ["", f"[{name}]", *(self._line(name, key, value) for key, value in section)]
+        for rule in self.rule:
+            lines += ["", "[[rule]]", f"match = {toml_value(rule.match)}"]
+            lines += [f"{cell}.tier = {toml_value(tier)}" for cell, tier in rule.tiers().items()]
         return "\n".join(lines)
 
     def _line(self, section: str, key: str, value: object) -> str:
         note = self._meaning(section, key, value)
         if value is None:
             return f"# {key} is unset: {note}"
-        written = format_size(value) if (section, key) in _SIZED and isinstance(value, int) else value
-        line = f"{key} = {policy_load.toml_value(written)}"
+        line = f"{key} = {written(type(getattr(self, section)), key, value)}"
         return f"{line}  # {note}" if note else line
 
     def _meaning(self, section: str, key: str, value: object) -> str:
@@ -344,15 +301,44 @@ class Policy(_Table):
             return "the last unit, as no [budget] device is set" if self.budget.device is None else "as [budget] device allows"
         if (section, key) == ("precision", "reduce") and value is None:
             return "fp32, as param is set" if self.precision.param else "each gradient's own dtype"
+        if isinstance(value, Share):
+            return "of what is free when it is attached"
         unset = {
             ("precision", "param"): "each parameter's own dtype",
             ("precision", "output"): "as the model computed it",
-            ("budget", "device"): "no bound",
+            ("disk", "path"): "the system's folder for temporary files",
         }
-        return unset.get((section, key), "") if value is None else ""
+        return unset.get((section, key), "no bound") if value is None else ""
 
 
-_SIZED = {("budget", "device"), ("comm", "bucket")}
+def written(table: type[BaseModel], key: str, value: object) -> str:
+    """``value`` of a table's ``key`` as a policy file would have it."""
+    if isinstance(value, Share):
+        return toml_value(str(value))
+    return toml_value(format_size(value) if isinstance(value, int) and sized(table.model_fields[key]) else value)
+
+
+def _callers_level() -> int:
+    """How far above `_build` the user's own line is, which may have called `load`, `of` or ``zhooks.attach``."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("offload", "zhooks"):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _own_keys(model: type[Policy]) -> frozenset[str]:
+    return frozenset(model.model_fields)
+
+
+def _bare(schema: Any) -> Any:
+    """A schema without the words that only errors and pages use."""
+    if isinstance(schema, dict):
+        return {key: _bare(value) for key, value in schema.items() if key not in ("expected", "does", "why")}
+    return [_bare(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def _partition(section: object) -> object:
@@ -363,5 +349,5 @@ def _stages(written: Mapping[str, object]) -> list[int]:
     return [
         stage
         for stage, row in _ROWS.items()
-        if all(written.get(cell) in (None, part) for cell, part in zip(_CELLS, row, strict=True))
+        if all(written.get(cell) in (None, part) for cell, part in zip(CELLS, row, strict=True))
     ]

@@ -20,13 +20,11 @@ import pytest
 from pydantic import BaseModel
 
 from offload import errors
-from offload.policy import Policy
-from offload.policy_load import format_size, toml_value
+from offload.policy import Policy, written
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "toml", "sh", "text"}
-SIZES = {("budget", "device"), ("comm", "bucket")}
 
 # Runs in the other process: executes each block in one namespace and says, as JSON, what each printed.
 DRIVER = """
@@ -147,20 +145,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def keys() -> Iterator[tuple[str, str, object]]:
-    """Table, name and default of every key of the policy; the table of `stage` is empty."""
+def keys() -> Iterator[tuple[str, str, str]]:
+    """Table, name and default of every key of the policy, as a file has it; the table of `stage` is empty."""
     policy = Policy()
     for name, value in policy:
         if isinstance(value, BaseModel):
-            yield from ((name, key, default) for key, default in value)
-        else:
-            yield "", name, value
-
-
-def written(table: str, key: str, default: object) -> str:
-    if default is None:
-        return "unset"
-    return toml_value(format_size(default) if (table, key) in SIZES and isinstance(default, int) else default)
+            yield from ((name, key, "unset" if held is None else written(type(value), key, held)) for key, held in value)
+        elif name != "rule":
+            yield "", name, written(Policy, name, value)
 
 
 def sections(page: Path) -> dict[str, str]:
@@ -172,13 +164,13 @@ def sections(page: Path) -> dict[str, str]:
 def test_the_policy_page_names_every_key_with_its_default() -> None:
     page = sections(ROOT / "docs" / "policy.md")
     for table, key, default in keys():
-        row = f"| `{key}` | `{written(table, key, default)}` |"
+        row = f"| `{key}` | `{default}` |"
         homes = [text for heading, text in page.items() if (f"[{table}]" if table else "stage") in heading]
         assert any(row in text for text in homes), f"docs/policy.md: expected {row} under [{table}]"
 
 
 def test_the_policy_page_names_no_key_that_is_not_there() -> None:
-    known = {key for _, key, _ in keys()}
+    known = {key for _, key, _ in keys()} | {"extends", "match"}
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "policy.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert rows and set(rows) <= known, set(rows) - known
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import tempfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from offload.errors import PolicyError
-from offload.policy import Policy, format_size, parse_size
+from offload.policy import Budget, Disk, Policy, Rule, Share, Tiers, format_size, parse_size
+from offload.policy_text import format_amount, parse_amount
+from offload.tier import Tier
 
 Write = Callable[..., Path]
 
@@ -31,6 +34,15 @@ tier = "device"
 partition = "shard"
 [optimizer]
 partition = "shard"
+tier = "disk"
+kernel = "numba"
+compute = "host"
+overlap = true
+[activation]
+tier = "host"
+checkpoint = "unit"
+min_bytes = "64 KiB"
+keep = "1 GiB"
 
 [precision]
 param = "bf16"
@@ -54,11 +66,32 @@ max_reductions = 4
 
 [budget]
 device = "20 GiB"
+host = "80%"
+disk = 12345
+
+[host]
+pin = false
+slab = "16 MiB"
+
+[disk]
+path = "/scratch"
+block = "4 MiB"
+threads = 7
+direct = true
 
 [comm]
 transport = "p2p"
 timeout_s = 12.5
 bucket = "8 MiB"
+
+[[rule]]
+match = "*.embed*"
+gradient.tier = "host"
+optimizer = { tier = "device" }
+[[rule]]
+match = "head.*"
+[rule.optimizer]
+tier = "host"
 """
 
 
@@ -83,9 +116,14 @@ def test_the_defaults_are_stage_3_on_the_device() -> None:
     assert (policy.units.min_numel, policy.units.max_numel) == (65536, 2**26)
     assert policy.schedule.reshard_after_forward == "auto"
     assert (policy.schedule.prefetch, policy.schedule.max_reductions) == (1, 2)
-    assert policy.budget.device is None
+    assert policy.budget == Budget(device=None, host=None, disk=None)
     assert (policy.comm.transport, policy.comm.timeout_s, policy.comm.bucket) == ("auto", 300.0, 16 << 20)
-    assert {policy.parameter.tier, policy.gradient.tier, policy.optimizer.tier} == {"device"}
+    assert {policy.parameter.tier, policy.gradient.tier, policy.optimizer.tier, policy.activation.tier} == {"device"}
+    assert (policy.optimizer.kernel, policy.optimizer.compute, policy.optimizer.overlap) == ("torch", "device", False)
+    assert (policy.activation.checkpoint, policy.activation.min_bytes, policy.activation.keep) == ("none", 1 << 20, 0)
+    assert policy.host.model_dump() == {"pin": "auto", "slab": 64 << 20}
+    assert policy.disk.model_dump() == {"path": None, "block": 8 << 20, "threads": 4, "direct": "auto"}
+    assert policy.rule == () and not policy.tiered
 
 
 @pytest.mark.parametrize(("stage", "row"), [(0, "R R R"), (1, "R P S"), (2, "R S S"), (3, "S S S")])
@@ -119,7 +157,19 @@ def test_every_key_of_a_file_arrives(write: Write) -> None:
     assert policy.units.names == ("layers.*", "head")
     assert (policy.units.min_numel, policy.units.max_numel) == (0, 1_000_000)
     assert policy.schedule.model_dump() == {"reshard_after_forward": False, "prefetch": 3, "max_reductions": 4}
-    assert policy.budget.device == 20 << 30
+    assert policy.optimizer.model_dump() == {
+        "partition": "shard", "tier": "disk", "kernel": "numba", "compute": "host", "overlap": True,
+    }  # fmt: skip
+    assert policy.activation.model_dump() == {
+        "tier": "host", "checkpoint": "unit", "min_bytes": 64 << 10, "keep": 1 << 30,
+    }  # fmt: skip
+    assert (policy.budget.device, policy.budget.host, policy.budget.disk) == (20 << 30, Share(0.8), 12345)
+    assert policy.host.model_dump() == {"pin": False, "slab": 16 << 20}
+    assert policy.disk.model_dump() == {"path": "/scratch", "block": 4 << 20, "threads": 7, "direct": True}
+    assert [(rule.match, rule.tiers()) for rule in policy.rule] == [
+        ("*.embed*", {"gradient": "host", "optimizer": "device"}),
+        ("head.*", {"optimizer": "host"}),
+    ]
     assert policy.comm.model_dump() == {"transport": "p2p", "timeout_s": 12.5, "bucket": 8 << 20}
 
 
@@ -156,10 +206,11 @@ def test_an_empty_file_is_every_default(write: Write) -> None:
 def test_every_key_explains_its_default() -> None:
     def keys(model: type[BaseModel]) -> list[tuple[str, Any]]:
         below = [f.annotation for f in model.model_fields.values()]
-        tables = [kind for kind in below if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        tables = [kind for kind in (*below, Rule) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        tables = tables if model is Policy else [kind for kind in tables if kind is not Rule]
         return [*model.model_fields.items(), *(pair for table in tables for pair in keys(table))]
 
-    assert len(keys(Policy)) > 20
+    assert len(keys(Policy)) > 50
     for name, field in keys(Policy):
         assert field.description and field.description.endswith("."), f"{name} does not say why"
 
@@ -253,7 +304,7 @@ def test_describe_prints_the_effective_table_and_every_key() -> None:
     ):
         assert line in text.splitlines(), line
     for section in Policy.model_fields:
-        assert section == "stage" or f"[{section}]" in text.splitlines()
+        assert section in ("stage", "rule") or f"[{section}]" in text.splitlines()
 
 
 NAMES = st.text(min_size=1, max_size=20).filter(str.isprintable)
@@ -265,8 +316,30 @@ def some(**keys: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=keys)
 
 
+TIERS = st.sampled_from(["device", "host", "disk"])
+AMOUNTS = SIZES | st.integers(0, 100).map(lambda n: f"{n}%") | st.floats(0, 1).map(Share)
+TOGGLES = st.booleans() | st.just("auto")
+RULES = st.builds(
+    lambda match, cell, tier, more: {"match": match, cell: {"tier": tier}, **more},
+    NAMES,
+    st.just("optimizer"),
+    TIERS,
+    some(gradient=some(tier=TIERS)),
+)
+
 VALUES = some(
     stage=st.integers(0, 3),
+    gradient=some(tier=TIERS),
+    optimizer=some(
+        tier=TIERS,
+        kernel=st.sampled_from(["torch", "numba"]),
+        compute=st.sampled_from(["device", "host"]),
+        overlap=st.booleans(),
+    ),
+    activation=some(tier=TIERS, checkpoint=st.sampled_from(["none", "unit"]), min_bytes=SIZES, keep=SIZES),
+    host=some(pin=TOGGLES, slab=st.integers(4096, 2**62)),
+    disk=some(path=NAMES, block=st.integers(256, 2**40).map(lambda n: n * 4096), threads=st.integers(1, 64), direct=TOGGLES),
+    rule=st.lists(RULES, max_size=3),
     precision=some(param=DTYPES, reduce=DTYPES, output=DTYPES, cast_inputs=st.booleans()),
     units=some(
         classes=st.lists(NAMES, max_size=3),
@@ -279,7 +352,7 @@ VALUES = some(
         prefetch=st.integers(0, 16),
         max_reductions=st.integers(1, 64),
     ),
-    budget=some(device=SIZES),
+    budget=some(device=AMOUNTS, host=AMOUNTS, disk=AMOUNTS),
     comm=some(
         transport=st.sampled_from(["auto", "stock", "p2p", "shm"]),
         timeout_s=st.floats(1e-3, 86400) | st.integers(1, 86400),
@@ -299,4 +372,118 @@ def test_describe_is_a_policy_file_that_loads_back_equal(values: dict[str, Any],
 @FILES
 @given(values=VALUES)
 def test_json_and_a_mapping_mean_the_same(values: dict[str, Any], write: Write) -> None:
-    assert Policy.load(write(json.dumps(values), "policy.json")) == Policy.of(values)
+    assert Policy.load(write(json.dumps(values, default=str), "policy.json")) == Policy.of(values)
+
+
+@given(values=VALUES)
+def test_values_are_plain_and_mean_the_same(values: dict[str, Any]) -> None:
+    policy = Policy.of(values)
+    assert Policy.of(json.loads(json.dumps(policy.values()))) == policy
+
+
+# --- shares, rules and tiers ------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_a_size_or_a_share_of_what_is_free() -> None:
+    asked: list[int] = []
+
+    def available() -> int:
+        asked.append(1)
+        return 1000
+
+    budget = Policy.of({"budget": {"device": "20 GiB", "host": "80%"}}).budget
+    assert budget.resolve(Tier.DEVICE, available) == 20 << 30
+    assert budget.resolve(Tier.DISK, available) is None
+    assert asked == [], "only a share needs to know what is free"
+    assert budget.resolve(Tier.HOST, available) == 800
+    assert asked == [1]
+
+
+@given(st.floats(0, 1))
+def test_a_formatted_share_parses_back_exactly(fraction: float) -> None:
+    assert parse_amount(format_amount(Share(fraction))) == Share(fraction)
+
+
+@pytest.mark.parametrize(("text", "fraction"), [("80%", 0.8), ("7 %", 0.07), ("12.5%", 0.125), ("0%", 0.0), ("100%", 1.0)])
+def test_a_percentage_is_a_share(text: str, fraction: float) -> None:
+    assert parse_amount(text) == Share(fraction)
+    assert str(Share(0.07)) == "7%"
+
+
+@pytest.mark.parametrize("value", ["101%", "-1%", "%", "80%%", "1e1%", Share(1.5), Share(-0.1), Share(float("nan"))])
+def test_a_share_is_between_nothing_and_everything(value: object) -> None:
+    with pytest.raises(PolicyError, match="expected"):
+        parse_amount(value)
+
+
+RULED = Policy.of(
+    {
+        "parameter": {"tier": "disk"},
+        "rule": [
+            {"match": "*.embed*", "parameter": {"tier": "device"}, "optimizer": {"tier": "host"}},
+            {"match": "*.embed*.bias", "parameter.tier": "host"},
+            {"match": "HEAD", "gradient.tier": "disk"},
+        ],
+    }
+)
+
+
+def test_the_last_rule_that_matches_decides_each_cell() -> None:
+    device, host, disk = Tier.DEVICE, Tier.HOST, Tier.DISK
+    assert RULED.tiers("layers.0.weight") == Tiers(parameter=disk, gradient=device, optimizer=device)
+    assert RULED.tiers("model.embed.weight") == Tiers(parameter=device, gradient=device, optimizer=host)
+    assert RULED.tiers("model.embed.bias") == Tiers(parameter=host, gradient=device, optimizer=host)
+    assert RULED.tiers("head") == RULED.tiers("layers.0.weight"), "case counts"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"parameter": {"tier": "host"}},
+        {"gradient": {"tier": "disk"}},
+        {"optimizer": {"tier": "host"}},
+        {"activation": {"tier": "host"}},
+        {"optimizer": {"kernel": "numba"}},
+        {"optimizer": {"compute": "host"}},
+        {"optimizer": {"overlap": True}},
+        {"rule": [{"match": "*", "optimizer.tier": "disk"}]},
+    ],
+)
+def test_a_policy_says_whether_anything_is_placed(values: dict[str, Any]) -> None:
+    assert Policy.of(values).tiered
+
+
+def test_rules_and_keys_that_place_nothing_leave_a_policy_untiered() -> None:
+    placed = {"rule": [{"match": "*", "parameter.tier": "device"}], "budget": {"host": "80%"}, "disk": {"threads": 2}}
+    assert not Policy.of(placed).tiered
+
+
+def test_the_folder_of_the_disk_tier_is_the_systems_own_where_none_is_said() -> None:
+    assert Disk().folder == Path(tempfile.gettempdir())
+    assert Disk(path="/scratch").folder == Path("/scratch")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_may_rest_elsewhere_where_the_whole_row_is_sharded_or_none_of_it(stage: int) -> None:
+    assert Policy.of({"stage": stage, "parameter": {"tier": "disk"}}).tiers("any").parameter is Tier.DISK
+
+
+# --- the schema for editors -------------------------------------------------------------------------------------------
+
+
+def test_the_json_schema_names_every_table_and_key_and_allows_no_other() -> None:
+    schema = Policy.json_schema()
+    assert json.loads(json.dumps(schema)) == schema
+    assert set(schema["properties"]) == {*Policy.model_fields, "extends", "$schema"}
+    for definition in (schema, *schema["$defs"].values()):
+        if definition.get("type") == "object":
+            assert definition["additionalProperties"] is False
+            for name, key in definition["properties"].items():
+                assert "description" in key or "$ref" in key, f"{name} is not described"
+    assert schema["$defs"]["Disk"]["properties"]["threads"]["maximum"] == 64
+    assert '"expected"' not in json.dumps(schema)
+
+
+def test_a_schema_key_and_a_schema_comment_are_harmless(write: Write) -> None:
+    assert Policy.load(write('{"$schema": "policy.schema.json", "stage": 1}', "policy.json")) == Policy(stage=1)
+    assert Policy.load(write("#:schema policy.schema.json\nstage = 1\n")) == Policy(stage=1)

@@ -1,0 +1,164 @@
+"""Whatever a policy file holds, it is a policy or clear lines: in TOML, in JSON, in DeepSpeed's words, and extended."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+import warnings
+from collections import ChainMap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offload import deepspeed
+from offload.deepspeed_keys import HONOURED, OTHER
+from offload.errors import PolicyError
+from offload.policy import Policy
+from tests.test_deepspeed import EVERYTHING
+from tests.test_policy import WHOLE
+
+Write = Callable[..., Path]
+FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+SOME = settings(FILES, max_examples=400)
+#: What a change of the schema must survive once: run with -m slow.
+MANY = settings(FILES, max_examples=10_000)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def into(text: str | bytes, name: str = "policy.toml") -> Path:
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+        return path
+
+    return into
+
+
+LINES = re.compile(r"\S[^\n]*(\n\S[^\n]*)*")
+
+
+def answers(path: Path) -> None:
+    """A policy or a `PolicyError` of printable, non-empty lines that start with the file's name; nothing else."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            policy = Policy.load(path)
+    except PolicyError as error:
+        said = str(error)
+        assert LINES.fullmatch(said)
+        for line in said.split("\n"):
+            assert line.isprintable() and line.startswith(str(path.parent)) and len(line) > len(str(path)) + 5
+    else:
+        assert policy.stage in range(4)
+        assert Policy.of(tomllib.loads(policy.describe())) == policy
+        assert Policy.of(policy.values()) == policy
+        for warning in caught:
+            assert isinstance(warning.message, deepspeed.IgnoredKeys)
+            assert "\n" not in str(warning.message)
+            assert all(line.isprintable() and ": " in line for line in warning.message.ignored)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+FRAGMENTS = [*"\"'[]{}=\n#,\\%.", '"""', "[[", "[[rule]]\n", "-1", "1e999", "nan", "true", "null", "stage = 1\n", '"auto"']
+TEXTS = [WHOLE, json.dumps(tomllib.loads(WHOLE), indent=1), Policy().describe(), json.dumps(EVERYTHING, indent=1)]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> str:
+    text = draw(st.sampled_from(TEXTS))
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(text)))
+        end = draw(st.integers(start, min(len(text), start + 12)))
+        text = text[:start] + draw(st.sampled_from(FRAGMENTS) | st.text(max_size=6)) + text[end:]
+    return text
+
+
+@SOME
+@given(text=mutated())
+def test_a_mutated_policy_is_a_policy_or_clear_lines(text: str, write: Write) -> None:
+    answers(write(text))
+
+
+@pytest.mark.slow
+@MANY
+@given(text=mutated())
+def test_a_policy_mutated_ten_thousand_ways_is_a_policy_or_clear_lines(text: str, write: Write) -> None:
+    answers(write(text))
+
+
+@FILES
+@given(raw=st.binary(max_size=200), name=st.sampled_from(["policy.toml", "policy.json", "policy"]))
+def test_any_bytes_are_a_policy_or_clear_lines(raw: bytes, name: str, write: Write) -> None:
+    answers(write(raw, name))
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["auto", "80%", "cpu"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+INNER = sorted({key for _, table in Policy() if hasattr(table, "model_fields_set") for key in type(table).model_fields})
+KEYS = [*Policy.model_fields, "extends", "$schema", "prefetch", "bogus", "fp16"]
+RULE = st.dictionaries(
+    st.sampled_from(["match", "parameter", "parameter.tier", "optimizer", "optimizer.tier", "bogus"]),
+    JSONS | st.sampled_from(["host", "*"]) | st.dictionaries(st.sampled_from(["tier", "bogus"]), JSONS, max_size=2),
+    max_size=3,
+)
+OWN = st.dictionaries(
+    st.sampled_from(KEYS), JSONS | st.dictionaries(st.sampled_from([*INNER, "bogus"]), JSONS, max_size=4), max_size=5
+) | st.fixed_dictionaries({"rule": st.lists(RULE, max_size=3)})
+
+
+def dialect(place: tuple[str, ...] = ()) -> st.SearchStrategy[dict[str, Any]]:
+    """A table of DeepSpeed's keys, and sometimes another, with any values."""
+    plain = sorted({*HONOURED[place], *OTHER.get(place, {})})
+    tables = [key for key in plain if (*place, key) in HONOURED]
+    anything = st.dictionaries(st.sampled_from([*plain, "bogus", "stage"]), JSONS | st.integers(0, 2**40), max_size=6)
+    below = [st.fixed_dictionaries({key: dialect((*place, key))}) for key in tables]
+    return st.lists(st.one_of(anything, *below), max_size=3).map(lambda parts: dict(ChainMap(*parts)))
+
+
+def values_answer(values: dict[str, Any], write: Write) -> None:
+    answers(write(json.dumps(values), "policy.json"))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", deepspeed.IgnoredKeys)
+            Policy.of(values)
+    except PolicyError as error:
+        assert all(line.startswith("policy: ") and line.isprintable() for line in str(error).split("\n"))
+
+
+@FILES
+@given(values=OWN)
+def test_any_value_under_any_key_is_a_policy_or_clear_lines(values: dict[str, Any], write: Write) -> None:
+    values_answer(values, write)
+
+
+@SOME
+@given(values=dialect())
+def test_any_value_under_any_key_of_deepspeed_is_a_policy_or_clear_lines(values: dict[str, Any], write: Write) -> None:
+    values_answer(values, write)
+
+
+@pytest.mark.slow
+@MANY
+@given(values=OWN | dialect())
+def test_ten_thousand_values_are_policies_or_clear_lines(values: dict[str, Any], write: Write) -> None:
+    values_answer(values, write)
+
+
+@FILES
+@given(base=OWN | dialect(), over=OWN)
+def test_any_file_that_extends_any_other_is_a_policy_or_clear_lines(
+    base: dict[str, Any], over: dict[str, Any], write: Write
+) -> None:
+    write(json.dumps(base), "base.json")
+    answers(write(json.dumps({**over, "extends": "base.json"}), "policy.json"))
