@@ -1,0 +1,400 @@
+"""The seam to the compute device: asynchronous copies, page-locking, free memory and where the device sits.
+
+``host.py``, ``budget.py`` and the store call it; the one room of the house that touches CUDA streams and events, and on a
+CPU a worker thread stands in for the copy stream.  It never decides what moves, and never keeps a tensor past its copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import resource
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+from torch import Tensor
+
+from offload.errors import CapabilityError, TierError
+
+__all__ = ["ALIGN", "Device", "Ticket", "aligned", "locked_nbytes", "open_device", "over", "round_up"]
+
+#: Every buffer of a tier starts on a page and owns whole pages: direct I/O and page-locking both ask for it.
+ALIGN = 4096
+#: Below this a copy is over before a thread would have woken.
+INLINE_NBYTES = 256 << 10
+#: Registered to see whether the driver counts page-locked memory against RLIMIT_MEMLOCK.
+PROBE_NBYTES = 1 << 20
+
+_HOST_REGISTER_PORTABLE = 1
+
+
+class Ticket(Protocol):
+    """One copy under way; dropping it neither stops the copy nor frees memory the copy still uses."""
+
+    def wait(self) -> None:
+        """Order the caller's current stream after the copy; on a CPU block until it is done.
+
+        Raises:
+            TierError: the copy failed; names its key.
+        """
+
+    def synchronize(self) -> None:
+        """Block until the host may use the result and the source may be given away; raises as ``wait``."""
+
+    def done(self) -> bool:
+        """Whether the copy is over, well or badly; never blocks and never raises for a failed copy."""
+
+
+class Device(ABC):
+    """A compute device as the store needs it.
+
+    Attributes:
+        device: with its index where it has one.
+        addresses_host: compute reads HOST memory where it lies, so nothing need be copied to be used.
+    """
+
+    def __init__(self, device: torch.device, addresses_host: bool) -> None:
+        self.device = device
+        self.addresses_host = addresses_host
+
+    @abstractmethod
+    def copy(self, out: Tensor, source: Tensor, key: str = "") -> Ticket:
+        """Start ``out.copy_(source)``; same shape, dtypes may differ, and both are kept alive until it is over.
+
+        It runs after what the caller's current stream has queued. Copies in one direction run in the order of issue;
+        between directions only ``wait`` orders. Until then nobody writes either tensor, nor reads ``out``.
+
+        Args:
+            out: contiguous where it lies on the other side than ``source``; its version counts up before this returns.
+            key: what errors call it.
+        """
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes] on the device, contents undefined, not an inference tensor; page aligned on a CPU."""
+
+    def pin(self, memory: Tensor) -> None:
+        """Page-lock host ``memory`` (a storage of whole pages) for this device; nothing on a CPU.
+
+        Raises:
+            CapabilityError: the driver or RLIMIT_MEMLOCK does not let it.
+        """
+        assert not self.pins(), "a device that pins says how"
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo `pin` of the same storage; no copy that uses it may be under way."""
+        assert not self.pins(), "a device that pins says how"
+
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """Bytes (free, total) of the device; what torch's allocator caches but does not use counts as free."""
+
+    def pins(self) -> bool:
+        """Whether `pin` locks anything here."""
+        return False
+
+    def memlock_applies(self) -> bool:
+        """Whether what `pin` locks counts against RLIMIT_MEMLOCK; some drivers lock past it."""
+        return False
+
+    def pci_address(self) -> str | None:
+        """Where sysfs has the device, e.g. "0000:3b:00.0"; None where it is no PCI device or torch does not say."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for every copy; none may be started afterwards."""
+
+
+def open_device(device: torch.device, *, addresses_host: bool | None = None) -> Device:
+    """The `Device` for a torch device.
+
+    Args:
+        device: "cpu", or "cuda" with or without an index (the current one then).
+        addresses_host: None is what is true (CPU yes, CUDA no); False on a CPU forces the copies a GPU would need.
+    Raises:
+        CapabilityError: neither CPU nor a CUDA that this torch can use, or CUDA told to address host memory.
+    """
+    if device.type == "cpu":
+        return CpuDevice(torch.device("cpu"), addresses_host is not False)
+    if device.type != "cuda":
+        raise CapabilityError(f'device {device}: expected "cpu" or "cuda", found "{device.type}"; move the model to either')
+    if not torch.cuda.is_available():
+        raise CapabilityError(f"device {device}: expected a CUDA device, found none this torch can use; install a CUDA torch")
+    if addresses_host:
+        raise CapabilityError(f"device {device}: CUDA computes on its own memory only; leave addresses_host unset")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return CudaDevice(torch.device("cuda", index))
+
+
+def round_up(nbytes: int) -> int:
+    """``nbytes`` in whole pages."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def over(memory: Any, nbytes: int) -> Tensor:
+    """uint8 [nbytes] at the start of a writable buffer, in a storage of its own that spans and keeps the buffer."""
+    # An attachment may be entered under inference_mode, yet what it allocates there is trained later.
+    with torch.inference_mode(False), torch.no_grad():
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
+
+
+def aligned(nbytes: int) -> Tensor:
+    """uint8 [nbytes] of fresh host memory on a page of its own; the storage is whole pages and unmapped with it."""
+    if nbytes == 0:
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return over(mmap.mmap(-1, round_up(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), nbytes)
+
+
+class _WorkerTicket:
+    """A copy in a worker thread, or one that is already over."""
+
+    def __init__(self, future: Future[None], key: str) -> None:
+        self._future = future
+        self._key = key
+
+    def wait(self) -> None:
+        try:
+            self._future.result()
+        except Exception as error:
+            raise _failed(self._key, error) from error
+
+    synchronize = wait
+
+    def done(self) -> bool:
+        return self._future.done()
+
+
+class _Worker:
+    """Copies between host tensors by one thread, in the order of issue as on a stream."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="zhooks-copy")
+        self._issue = threading.Lock()
+        self._last: Future[None] | None = None
+
+    def copy(self, out: Tensor, source: Tensor, key: str) -> Ticket:
+        assert out.shape == source.shape, f"copy of {key}: {tuple(source.shape)} into {tuple(out.shape)}"
+        move = _move if _plain(out, source) else _convert
+        if not out.is_inference():
+            # Autograd must see the write now, as on a stream, and although memmove goes behind its back.
+            torch.autograd.graph.increment_version(out)
+        with self._issue:
+            idle = self._last is None or self._last.done()
+            if idle and out.nbytes < INLINE_NBYTES:
+                future: Future[None] = Future()
+                try:
+                    move(out, source)
+                    future.set_result(None)
+                except Exception as error:
+                    future.set_exception(error)
+            else:
+                future = self._last = self._threads.submit(move, out, source)
+        return _WorkerTicket(future, key)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+
+
+class CpuDevice(Device):
+    """Host memory is the device's memory; copies run in a thread so that compute goes on."""
+
+    def __init__(self, device: torch.device, addresses_host: bool) -> None:
+        super().__init__(device, addresses_host)
+        self._worker = _Worker()
+
+    def copy(self, out: Tensor, source: Tensor, key: str = "") -> Ticket:
+        assert not (out.is_cuda or source.is_cuda), f"copy of {key}: a CPU device copies between host tensors only"
+        return self._worker.copy(out, source, key)
+
+    def empty(self, nbytes: int) -> Tensor:
+        return aligned(nbytes)
+
+    def memory(self) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class _CudaTicket:
+    """A copy on a copy stream, and what it must keep alive."""
+
+    def __init__(self, device: torch.device, event: torch.cuda.Event, key: str, kept: tuple[Tensor, ...]) -> None:
+        self._device = device
+        self._event = event
+        self._key = key
+        self._kept = kept
+
+    def wait(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        try:
+            current.wait_event(self._event)
+        except RuntimeError as error:
+            raise _failed(self._key, error) from error
+        # From here on the current stream orders the device's side: it may be freed as soon as that stream allows, even
+        # where another stream allocated it. The host's side is still being read or written until the event.
+        for tensor in self._kept:
+            if tensor.is_cuda:
+                tensor.record_stream(current)
+        self._kept = tuple(tensor for tensor in self._kept if not tensor.is_cuda)
+
+    def synchronize(self) -> None:
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:
+            raise _failed(self._key, error) from error
+        self._kept = ()
+
+    def done(self) -> bool:
+        try:
+            return bool(self._event.query())
+        except RuntimeError:
+            # A failed device answers every query with its error; `wait` and `synchronize` are where it is raised.
+            return True
+
+
+class CudaDevice(Device):
+    """A CUDA device with one copy stream a direction.
+
+    Note: [What keeps a copied tensor alive]. The caching allocator reuses freed memory in the order of the stream that
+    allocated it, which knows nothing of the copy streams. Each ticket therefore holds both tensors, and `_in_flight`
+    holds each ticket until its event has passed, so that one dropped unwaited frees nothing under a running copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, addresses_host=False)
+        self._to_device = torch.cuda.Stream(device)
+        self._to_host = torch.cuda.Stream(device)
+        self._worker = _Worker()
+        self._in_flight: dict[torch.cuda.Stream, deque[_CudaTicket]] = {self._to_device: deque(), self._to_host: deque()}
+        self._issue = threading.Lock()
+
+    def copy(self, out: Tensor, source: Tensor, key: str = "") -> Ticket:
+        if not (out.is_cuda or source.is_cuda):
+            return self._worker.copy(out, source, key)
+        assert out.shape == source.shape, f"copy of {key}: {tuple(source.shape)} into {tuple(out.shape)}"
+        across = out.is_cuda != source.is_cuda
+        # A strided host side would be staged through pageable memory that is read before the stream has filled it.
+        assert not across or (out.is_contiguous() and source.is_contiguous()), f"copy of {key}: both sides are contiguous"
+        stream = self._to_device if out.is_cuda else self._to_host
+        with self._issue, torch.cuda.device(self.device):
+            self._reap()
+            # The caller's stream may still read `out` or write `source`.
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream), torch.inference_mode(out.is_inference()), torch.no_grad():
+                out.copy_(source, non_blocking=True)
+            # Blocking: a rank that waits must not spin on a core that another rank's update needs.
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+            ticket = _CudaTicket(self.device, event, key, (out, source))
+            self._in_flight[stream].append(ticket)
+        return ticket
+
+    def empty(self, nbytes: int) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def pin(self, memory: Tensor) -> None:
+        address, nbytes = memory.data_ptr(), memory.untyped_storage().nbytes()
+        assert address % ALIGN == 0 == nbytes % ALIGN, "page-locking takes whole pages"
+        with torch.cuda.device(self.device):
+            runtime = torch.cuda.cudart()
+            status = runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE)
+        if int(status) != 0:
+            why = runtime.cudaGetErrorString(status)
+            soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} B"
+            raise CapabilityError(
+                f"device {self.device} cannot page-lock {nbytes} B of host memory ({why}): expected room below the limit on "
+                f"locked memory (ulimit -l), found {locked_nbytes()} B locked and a limit of {found}; raise it (ulimit -l "
+                f"unlimited, docker run --ulimit memlock=-1), or lower [budget] host"
+            )
+
+    def unpin(self, memory: Tensor) -> None:
+        with torch.cuda.device(self.device):
+            status = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        assert int(status) == 0, f"device {self.device} could not unlock host memory: error {int(status)}"
+
+    def memory(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + cached, total
+
+    def pins(self) -> bool:
+        return True
+
+    def memlock_applies(self) -> bool:
+        if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
+            return False
+        # Whoever enforces the limit must count; a driver whose registrations move neither counter does not.
+        memory, before = aligned(PROBE_NBYTES), locked_nbytes()
+        try:
+            self.pin(memory)
+        except CapabilityError:
+            return True
+        counted = locked_nbytes() - before >= PROBE_NBYTES
+        self.unpin(memory)
+        return counted
+
+    def pci_address(self) -> str | None:
+        found: Any = torch.cuda.get_device_properties(self.device)
+        if not hasattr(found, "pci_bus_id"):
+            return None
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+    def close(self) -> None:
+        self._to_device.synchronize()
+        self._to_host.synchronize()
+        with self._issue:
+            self._reap()
+        self._worker.close()
+
+    def _reap(self) -> None:
+        """Let go of what finished copies kept; a stream finishes in order."""
+        for tickets in self._in_flight.values():
+            while tickets and tickets[0].done():
+                tickets.popleft()
+
+
+def locked_nbytes(root: Path = Path("/")) -> int:
+    """Bytes this process has locked or pinned as the kernel counts them; 0 where there is no /proc."""
+    try:
+        lines = (root / "proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("VmLck:", "VmPin:")))
+
+
+def _plain(out: Tensor, source: Tensor) -> bool:
+    """Whether the bytes can be moved as they lie."""
+    # A subclass (fake, functional) may have no bytes to move.
+    return out.dtype == source.dtype and all(
+        type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        for tensor in (out, source)
+    )
+
+
+def _move(out: Tensor, source: Tensor) -> None:
+    # ctypes releases the GIL, and unlike copy_ it starts no second team of OpenMP threads beside the compute's.
+    ctypes.memmove(out.data_ptr(), source.data_ptr(), out.nbytes)
+
+
+def _convert(out: Tensor, source: Tensor) -> None:
+    # In this order: leaving inference mode turns gradients on.
+    with torch.inference_mode(out.is_inference()), torch.no_grad():
+        out.copy_(source)
+
+
+def _failed(key: str, error: Exception) -> TierError:
+    what = f"found {type(error).__name__}: {error}"
+    return TierError(f"copy of {key or 'a block'}: expected it to finish, {what}; what it was to fill is undefined")
