@@ -1,0 +1,117 @@
+"""Bytes in order into a new file, past the page cache where the file system has that: written while the next are made.
+
+``shard_file.py`` writes its files through here: a checkpoint as large as memory would push everything else out of the page
+cache, and wait for all of it at the end.  It knows no format.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from offload.device import aligned
+from offload.disk_io import Bytes, Mover, SystemIo
+
+__all__ = ["Stream"]
+
+#: Two buffers of this size: one is filled while the other is written.
+BUFFER = 8 << 20
+
+
+class Stream:
+    """A new file, its owner's alone.
+
+    Raises:
+        OSError: from any call; what failed in the background surfaces at the next.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._io = path, SystemIo()
+        self._buffers: list[Bytes] = [aligned(BUFFER).numpy() for _ in range(2)]
+        self._filled = self._written = 0
+        self._under_way: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zhooks-save")
+        self._direct_fd = -1
+        self._fd = self._io.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._plain = Mover(self._io, self._fd, direct=False, bounce_nbytes=BUFFER)
+        self._direct = self._open_direct()
+
+    def _open_direct(self) -> Mover | None:
+        try:
+            self._direct_fd = self._io.open(self.path, os.O_WRONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOTSUP):
+                return None
+            self.abort()
+            raise
+        return Mover(self._io, self._direct_fd, direct=True, bounce_nbytes=BUFFER)
+
+    def write(self, data: Bytes) -> None:
+        """Append ``data``; it may be changed once this returns."""
+        done = 0
+        while done < data.size:
+            count = min(data.size - done, BUFFER - self._filled)
+            self._buffers[0][self._filled : self._filled + count] = data[done : done + count]
+            self._filled, done = self._filled + count, done + count
+            if self._filled == BUFFER:
+                self._push()
+
+    def _push(self) -> None:
+        """Start writing the buffer that was filled, when the one before it is done."""
+        self._wait()
+        memory, offset = self._buffers[0][: self._filled], self._written
+        self._under_way = self._thread.submit(self._put, memory, offset)
+        self._written, self._filled = self._written + self._filled, 0
+        self._buffers.reverse()
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _put(self, memory: Bytes, offset: int) -> None:
+        if self._direct is not None:
+            try:
+                self._complete(self._direct.write(memory, offset), memory.size)
+                return
+            except OSError as error:
+                # Some file systems open a file for direct I/O and refuse it at the first write.
+                if error.errno != errno.EINVAL or offset:
+                    raise
+                self._direct = None
+        self._complete(self._plain.write(memory, offset), memory.size)
+
+    def _complete(self, moved: int, nbytes: int) -> None:
+        if moved < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def finish(self) -> None:
+        """Everything is in the file, and the file on the disk."""
+        if self._filled:
+            self._push()
+        self._wait()
+        # Direct writes end on a page.
+        self._io.truncate(self._fd, self._written)
+        os.fsync(self._fd)
+        self._close()
+
+    def abort(self) -> None:
+        """Close and remove the file; idempotent, and raises nothing."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.exception()
+        with suppress(OSError):
+            self._close()
+        with suppress(OSError):
+            self.path.unlink()
+
+    def _close(self) -> None:
+        self._thread.shutdown()
+        self._direct = None
+        for fd in (self._direct_fd, self._fd):
+            if fd >= 0:
+                os.close(fd)
+        self._direct_fd = self._fd = -1

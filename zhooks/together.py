@@ -1,0 +1,114 @@
+"""Steps that all ranks take together and that fail on all ranks or on none.
+
+The checkpoint rooms run every step that may fail on one rank through here, so that no rank waits for another that has
+raised.  It communicates through the transport it is given and never decides what a step does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from offload.errors import CheckpointError, ZhooksError
+from zhooks.comm import CONTROL, Call, Transport
+
+__all__ = ["Together"]
+
+T = TypeVar("T")
+_TEXT = 2048
+_SLICE = 1 << 20
+
+
+class Together:
+    """All ranks of ``world`` at one piece of work.
+
+    Args:
+        verb: what they do; the same on every rank, for it labels the collectives.
+        subject: what they do it to, for errors; paths may differ between hosts.
+    """
+
+    def __init__(self, world: Transport, verb: str, subject: str) -> None:
+        self._world, self._verb, self._subject = world, verb, subject
+        self.rank, self.size = world.axis.rank, world.axis.world
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def run(self, step: Callable[[], T]) -> T:
+        """Take ``step`` on every rank.  Collective.
+
+        Raises:
+            CheckpointError: it failed on some rank; every rank raises the first failing rank's reason.
+        """
+        problem, cause, results = "", None, []
+        try:
+            results.append(step())
+        except Exception as error:
+            problem, cause = self._reason(error), error
+        lowest = torch.tensor([self.size - self.rank if cause else 0], dtype=torch.int64)
+        self._world.all_reduce(self._call("agree"), lowest, "max")
+        if int(lowest.item()) == 0:
+            return results[0]
+        failed = self.size - int(lowest.item())
+        raw = problem.encode()[:_TEXT] if self.rank == failed else b""
+        said = self.collect(raw)[failed].decode(errors="replace")
+        raise CheckpointError(said if self.size == 1 else f"rank {failed}: {said}") from cause
+
+    def on_first(self, step: Callable[[], Any]) -> None:
+        """Take ``step`` on the first rank alone; the others learn whether it failed.  Collective."""
+        self.run(step if self.first else _nothing)
+
+    def share(self, value: Any) -> Any:
+        """The first rank's JSON value on every rank.  Collective."""
+        if self.size == 1:
+            return value
+        raw = json.dumps(value).encode() if self.first else b""
+        length = torch.tensor([len(raw)], dtype=torch.int64)
+        self._world.broadcast(self._call("share"), length)
+        text = torch.zeros(int(length.item()), dtype=torch.uint8)
+        if raw:
+            text.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        self._world.broadcast(self._call("share"), text)
+        return json.loads(text.numpy().tobytes())
+
+    def collect(self, raw: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order.  Collective."""
+        if self.size == 1:
+            return [raw]
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(raw)
+        self._world.all_reduce(self._call("collect"), lengths, "sum")
+        ends = lengths.cumsum(0).tolist()
+        everything = torch.zeros(ends[-1], dtype=torch.uint8)
+        if raw:
+            everything[ends[self.rank] - len(raw) : ends[self.rank]] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        for low in range(0, everything.numel(), _SLICE):
+            self._world.all_reduce(self._call("collect"), everything[low : low + _SLICE], "max")
+        joined = everything.numpy().tobytes()
+        return [joined[end - count : end] for end, count in zip(ends, lengths.tolist(), strict=True)]
+
+    def _call(self, what: str) -> Call:
+        return Call(CONTROL, f"{self._verb}: {what}", "all ranks")
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, ZhooksError):
+            return str(error)
+        if isinstance(error, OSError):
+            place = f" at {error.filename}" if error.filename else ""
+            found = f"{error.strerror or error}{place}"
+            return (
+                f"{self._verb} {self._subject}: expected room and permission to do so, found: {found}. Free room, or choose "
+                "another path."
+            )
+        return (
+            f"{self._verb} {self._subject}: expected no exception, found {type(error).__name__}: {error}. Mend it and try "
+            "again."
+        )
+
+
+def _nothing() -> None:
+    return None
