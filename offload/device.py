@@ -7,7 +7,6 @@ CPU a worker thread stands in for the copy stream.  It never decides what moves,
 from __future__ import annotations
 
 import ctypes
-import mmap
 import resource
 import threading
 from abc import ABC, abstractmethod
@@ -21,11 +20,10 @@ import torch
 from torch import Tensor
 
 from offload.errors import CapabilityError, TierError
+from offload.pages import ALIGN, aligned
 
-__all__ = ["ALIGN", "Device", "Ticket", "aligned", "locked_nbytes", "open_device", "over", "round_up"]
+__all__ = ["Device", "Ticket", "locked_nbytes", "open_device"]
 
-#: Every buffer of a tier starts on a page and owns whole pages: direct I/O and page-locking both ask for it.
-ALIGN = 4096
 #: Below this a copy is over before a thread would have woken.
 INLINE_NBYTES = 256 << 10
 #: Registered to see whether the driver counts page-locked memory against RLIMIT_MEMLOCK.
@@ -131,27 +129,6 @@ def open_device(device: torch.device, *, addresses_host: bool | None = None) -> 
         raise CapabilityError(f"device {device}: CUDA computes on its own memory only; leave addresses_host unset")
     index = torch.cuda.current_device() if device.index is None else device.index
     return CudaDevice(torch.device("cuda", index))
-
-
-def round_up(nbytes: int) -> int:
-    """``nbytes`` in whole pages."""
-    return -(-nbytes // ALIGN) * ALIGN
-
-
-def over(memory: Any, nbytes: int) -> Tensor:
-    """uint8 [nbytes] at the start of a writable buffer, in a storage of its own that spans and keeps the buffer."""
-    # An attachment may be entered under inference_mode, yet what it allocates there is trained later.
-    with torch.inference_mode(False), torch.no_grad():
-        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
-
-
-def aligned(nbytes: int) -> Tensor:
-    """uint8 [nbytes] of fresh host memory on a page of its own; the storage is whole pages and unmapped with it."""
-    if nbytes == 0:
-        with torch.inference_mode(False):
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return over(mmap.mmap(-1, round_up(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), nbytes)
 
 
 class _WorkerTicket:

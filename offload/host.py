@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import platform
 import threading
 import weakref
@@ -21,8 +20,9 @@ import torch
 from torch import Tensor
 
 from offload.budget import cannot_admit, shown
-from offload.device import ALIGN, Device, over, round_up
+from offload.device import Device
 from offload.errors import BudgetError, CapabilityError
+from offload.pages import ALIGN, mapped, over, round_up
 from offload.tier import Tier
 
 __all__ = ["HostPool"]
@@ -55,7 +55,7 @@ class _Slab:
         self.serial = serial
         self.nbytes = nbytes
         self.shared = shared
-        self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = mapped(nbytes)
         self.hole_at: dict[int, int] = {0: nbytes}
         self.hole_before: dict[int, int] = {nbytes: 0}
         self.idle_steps = 0

@@ -323,7 +323,7 @@ class Disk(Table):
         why="Unset is the system's folder for temporary files.",
     )
     block: Size = words(
-        8 << 20,
+        4 << 20,
         expected=f"{_SIZES}, at least 1 MiB and a multiple of 4 KiB",
         does="Bytes of one request.",
         why="Requests of this size reach a disk's bandwidth.",
@@ -331,7 +331,7 @@ class Disk(Table):
         multiple_of=4096,
     )
     threads: int = words(
-        4,
+        16,
         expected="an integer from 1 to 64",
         does="Requests in flight.",
         why="An NVMe disk needs several to be busy; more only pile up.",

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from offload.device import aligned
 from offload.disk_io import Bytes, Mover, SystemIo
+from offload.pages import aligned
 
 __all__ = ["Stream"]
 

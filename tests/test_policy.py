@@ -122,7 +122,7 @@ def test_the_defaults_are_stage_3_on_the_device() -> None:
     assert (policy.optimizer.kernel, policy.optimizer.compute, policy.optimizer.overlap) == ("torch", "device", False)
     assert (policy.activation.checkpoint, policy.activation.min_bytes, policy.activation.keep) == ("none", 1 << 20, 0)
     assert policy.host.model_dump() == {"pin": "auto", "slab": 64 << 20}
-    assert policy.disk.model_dump() == {"path": None, "block": 8 << 20, "threads": 4, "direct": "auto"}
+    assert policy.disk.model_dump() == {"path": None, "block": 4 << 20, "threads": 16, "direct": "auto"}
     assert policy.rule == () and not policy.tiered
 
 

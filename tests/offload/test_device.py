@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.device import ALIGN, INLINE_NBYTES, CpuDevice, Device, aligned, locked_nbytes, open_device, round_up
+from offload.device import INLINE_NBYTES, CpuDevice, Device, locked_nbytes, open_device
 from offload.errors import CapabilityError, TierError
+from offload.pages import ALIGN, aligned, round_up
 
 LARGE = INLINE_NBYTES * 4
 SMALL = 4096

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from offload.device import ALIGN, CpuDevice, Device, open_device, round_up
+from offload.device import CpuDevice, Device, open_device
 from offload.errors import BudgetError, CapabilityError
 from offload.host import TRIM_STEPS, HostPool, _distant_node, _prefer, _Slab
+from offload.pages import ALIGN, round_up
 
 PAGE = ALIGN
 SLAB = 64 * PAGE

@@ -1,0 +1,196 @@
+"""One extent of the scratch file: the requests under way on it, the moves of its blocks, and the checksums of what it holds.
+
+``disk.py`` keeps an ``Area`` for every extent and runs its moves in threads.  It never hands out bytes other than those last
+written, never decides where an extent lies, and never waits.
+
+Note: [Trusting the disk]
+    The checksum of each CHECK bytes stays in memory, for the file lives no longer than its process.  It is computed from the
+    source before a write and compared with what a read brought, so a lost, torn or misdirected write, a cut file and a bit
+    that fell over are all found, at the latest when the bytes are wanted.  From the call of a write until all of it has
+    ended well its pieces count as unwritten: bytes of a write that failed half way are never handed out.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
+
+from offload.budget import shown
+from offload.disk_file import trouble
+from offload.disk_io import Bytes, Mover
+from offload.errors import TierError
+
+__all__ = ["CHECK", "Area", "Extent", "Pending", "Verb"]
+
+#: A checksum covers so many bytes of an extent: whole pieces can be rewritten alone.
+CHECK = 1 << 20
+
+_CHANGED = "the file was changed or the device fails: the block is lost, load the last checkpoint"
+
+
+class Verb(Enum):
+    """What a request does, as its events and errors call it."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of the file; it is known by identity, so one that was freed is not mistaken for its successor.
+
+    Attributes:
+        offset: in the file, a multiple of ALIGN.
+        nbytes: exact; the room it takes is whole pages.
+    """
+
+    offset: int
+    nbytes: int
+
+
+class Pending:
+    """A transfer under way; dropping it neither stops the transfer nor frees the memory the transfer still uses."""
+
+    def __init__(self, verb: Verb, key: str, offset: int, memory: Bytes) -> None:
+        self.verb, self.key, self.offset, self.nbytes = verb, key, offset, memory.size
+        self.memory: Bytes | None = memory
+        self.error: TierError | None = None
+        # Bytes whose blocks have not ended yet; the disk tier's lock guards it.
+        self.left = self.nbytes
+        self._over = threading.Event()
+        self._pid = os.getpid()
+
+    def wait(self) -> None:
+        """Block until the memory may be used again.
+
+        Raises:
+            TierError: the transfer failed; names the block, the file and the place.
+        """
+        self.settle()
+        if self.error is not None:
+            # A new one each time, or its traceback would keep the frames of all who ever waited.
+            raise TierError(*self.error.args) from self.error.__cause__
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self._over.is_set()
+
+    def settle(self) -> None:
+        """Block until it is over, well or badly."""
+        if not self._over.is_set() and os.getpid() != self._pid:
+            raise TierError(
+                f"disk tier cannot {self.verb.value} {self.key} here: process {self._pid} does, of which this is a fork; "
+                "wait before forking"
+            )
+        self._over.wait()
+
+    def fail(self, error: BaseException) -> None:
+        """The first thing that went wrong is what ``wait`` raises."""
+        # Frames hold the memory of the transfer, which must not live as long as its error.
+        for each in (error, error.__cause__):
+            if each is not None:
+                each.__traceback__ = None
+        if self.error is None and isinstance(error, TierError):
+            self.error = error
+        elif self.error is None:
+            self.error = TierError(f"disk tier cannot {self.verb.value} {self.key}: {type(error).__name__}: {error}")
+
+    def end(self) -> None:
+        """Nothing uses the memory any more."""
+        self.memory = None
+        self._over.set()
+
+    def excludes(self, other: Pending) -> bool:
+        """Whether the two must not be under way at once."""
+        apart = self.offset + self.nbytes <= other.offset or other.offset + other.nbytes <= self.offset
+        return not apart and Verb.WRITE in (self.verb, other.verb)
+
+
+class Area:
+    """An allocated extent and what it holds; moves of different pieces may run at once.
+
+    Attributes:
+        flying: the requests under way; the disk tier's lock guards it.
+    """
+
+    __slots__ = ("_path", "_sums", "_written", "extent", "flying", "key")
+
+    def __init__(self, extent: Extent, key: str, path: Path) -> None:
+        pieces = -(-extent.nbytes // CHECK)
+        self.extent, self.key = extent, key
+        self.flying: list[Pending] = []
+        self._path = path
+        self._sums = array("Q", bytes(8 * pieces))
+        self._written = bytearray(pieces)
+
+    def forget(self, request: Pending) -> None:
+        """The pieces of a write hold nothing that may be read."""
+        first, last = request.offset // CHECK, -(-(request.offset + request.nbytes) // CHECK)
+        self._written[first:last] = bytes(last - first)
+
+    def move(self, request: Pending, mover: Mover, start: int, stop: int) -> None:
+        """Transfer bytes ``start`` to ``stop`` of the request: whole pieces, or up to its end.
+
+        Raises:
+            TierError: they could not be transferred, or are not those that were written.
+        """
+        assert request.memory is not None
+        memory = request.memory[start:stop]
+        at = request.offset + start
+        subject = f"disk tier cannot {request.verb.value} {request.key} ({shown(self.extent.nbytes)})"
+        try:
+            if request.verb is Verb.WRITE:
+                self._write(mover, memory, at, subject)
+            else:
+                self._read(mover, memory, at, subject)
+        except OSError as error:
+            where = self.extent.offset + at
+            raise TierError(f"{subject}: byte {where} of {self._path}: {trouble(error)}") from error
+
+    def _write(self, mover: Mover, memory: Bytes, at: int, subject: str) -> None:
+        # Before the write: bytes that somebody changes meanwhile must not count as those that were meant.
+        sums = array("Q", (xxh3_64_intdigest(piece.data) for piece in _pieces(memory)))
+        where = self.extent.offset + at
+        moved = mover.write(memory, where)
+        if moved < memory.size:
+            raise TierError(
+                f"{subject}: expected {memory.size} bytes to be taken at byte {where} of {self._path}, found {moved}; "
+                "choose another [disk] path"
+            )
+        first = at // CHECK
+        self._sums[first : first + len(sums)] = sums
+        self._written[first : first + len(sums)] = b"\1" * len(sums)
+
+    def _read(self, mover: Mover, memory: Bytes, at: int, subject: str) -> None:
+        first, where = at // CHECK, self.extent.offset + at
+        hollow = self._written.find(0, first, first + -(-memory.size // CHECK))
+        if hollow >= 0:
+            raise TierError(
+                f"{subject}: byte {self.extent.offset + hollow * CHECK} of {self._path} was never written, or its write "
+                "failed or has not ended; write the block again"
+            )
+        moved = mover.read(memory, where)
+        if moved < memory.size:
+            raise TierError(
+                f"{subject}: expected {memory.size} bytes at byte {where} of {self._path}, found {moved} before the end; "
+                f"{_CHANGED}"
+            )
+        for index, piece in enumerate(_pieces(memory)):
+            found, expected = xxh3_64_intdigest(piece.data), self._sums[first + index]
+            if found != expected:
+                begin = where + index * CHECK
+                raise TierError(
+                    f"{subject}: bytes {begin} to {begin + piece.size} of {self._path}: expected checksum {expected:016x}, "
+                    f"found {found:016x}; {_CHANGED}"
+                )
+
+
+def _pieces(memory: Bytes) -> list[Bytes]:
+    return [memory[start : start + CHECK] for start in range(0, memory.size, CHECK)]
+
