@@ -1,0 +1,124 @@
+"""A block: a 1-D run of elements with one home tier, and parts of it.
+
+``store.py`` makes blocks and moves them; whoever holds one asks it for its values.  It never moves anything itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.disk import Extent
+from offload.lease import Lease, looked_at
+from offload.tier import Tier
+
+__all__ = ["Block", "Keeper", "Part"]
+
+
+class Keeper(Protocol):
+    """What a block asks of the store it lies in."""
+
+    @property
+    def compute(self) -> torch.device:
+        """Where values are used."""
+
+    def tensor(self, block: Block, *, read: bool) -> Tensor:
+        """The block's values in memory."""
+
+    def drop(self, block: Block) -> None:
+        """Give the block's room back."""
+
+    def forsake(self, block: Block) -> None:
+        """Nobody refers to the block any more."""
+
+
+class Block:
+    """A 1-D run of elements with one home.  Made by ``Store.put`` or ``Store.adopt``."""
+
+    def __init__(self, store: Keeper, key: str, numel: int, dtype: torch.dtype, home: Tensor | Extent) -> None:
+        self.key, self.numel, self.dtype = key, numel, dtype
+        self.store, self.home = store, home
+        self.tier = Tier.DISK
+        self.charged = 0
+        # Nothing was ever written: its values are zeros that lie nowhere yet.
+        self.blank = False
+        self.lease: Lease | None = None
+        self.base = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        """Where the block's values are used, whatever its home."""
+        return self.store.compute
+
+    @property
+    def paged(self) -> bool:
+        """At home on disk: opening it may read, and push others out."""
+        return self.tier is Tier.DISK
+
+    @property
+    def in_view(self) -> bool:
+        """Somebody has a view of its own memory."""
+        return isinstance(self.home, Tensor) and looked_at(self.home)
+
+    @property
+    def version(self) -> int:
+        """Grows with every in-place change, across homes and leases."""
+        if self.lease is not None and not self.lease.direct:
+            return self.base + self.lease.writes
+        return self.base + (int(self.home._version) if isinstance(self.home, Tensor) else 0)
+
+    def switch(self, lease: Lease | None) -> None:
+        """The values are read through another lease, or at home, from now on; the version stays."""
+        version = self.version
+        self.lease = lease
+        self.base += version - self.version
+
+    def tensor(self, *, read: bool = True) -> Tensor:
+        """The values in memory, 1-D: writes to them reach the block.  Short-lived where the home is a disk.
+
+        Args:
+            read: False where every element will be overwritten: nothing is read.
+        """
+        return self.store.tensor(self, read=read)
+
+    def touch(self) -> None:
+        """The values were written where torch counts no version: below autograd, or by a kernel of our own."""
+        lease = self.lease
+        values = self.home if lease is None or lease.direct else lease.values
+        assert isinstance(values, Tensor), f"block {self.key}: written while it is not in memory"
+        torch.autograd.graph.increment_version(values)
+
+    def drop(self) -> None:
+        """Give its room back; the block is not used again."""
+        self.store.drop(self)
+
+    def __del__(self) -> None:
+        self.store.forsake(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of a block: what a sharded tensor holds where its values may be anywhere."""
+
+    block: Block
+    start: int
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.block.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.block.device
+
+    def open(self) -> Tensor:
+        """The range in memory: writes reach the block; short-lived where the home is a disk."""
+        return self.block.tensor()[self.start : self.start + self.numel]

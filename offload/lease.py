@@ -1,0 +1,172 @@
+"""A block's values in memory for a while: the lease, the steps that bring it there, and the steps that take it back.
+
+``store.py`` opens and closes leases; whoever fetched one waits for it, works on its values and closes it.  Whether anything
+has to be written back is read from the version counter that torch keeps for every tensor.  It never decides what is evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.tier import Tier
+
+__all__ = ["Done", "Failed", "Lease", "Step", "Then", "as_bytes", "looked_at", "seen", "storage_uses", "view_of"]
+
+
+class Step(Protocol):
+    """Something under way; the error of a worker surfaces at ``wait``, with the name of the block."""
+
+    def wait(self) -> None:
+        """Until the caller (the host on a CPU, the current stream on CUDA) may use the result."""
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+
+class Done:
+    """Nothing is under way."""
+
+    def wait(self) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+
+class Failed:
+    """It is over, and badly."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def done(self) -> bool:
+        return True
+
+
+class Then:
+    """A step, and what follows it: started as soon as somebody looks and finds the first one done."""
+
+    def __init__(self, first: Step, follow: Callable[[], Step]) -> None:
+        self._now: Step = first
+        self._follow: Callable[[], Step] | None = follow
+
+    def wait(self) -> None:
+        self._go_on()
+        self._now.wait()
+
+    def done(self) -> bool:
+        if self._follow is not None and self._now.done():
+            self._go_on()
+        return self._follow is None and self._now.done()
+
+    def _go_on(self) -> None:
+        """Wait for the first and start what follows; an error is kept for ``wait``, for ``done`` never raises."""
+        if self._follow is None:
+            return
+        try:
+            self._now.wait()
+            self._now = self._follow()
+        except Exception as error:
+            self._now = Failed(error)
+        self._follow = None
+
+
+class Lease:
+    """One block's values at one tier, shared by all who fetched it and have not closed it yet.
+
+    Attributes:
+        values: 1-D [numel], the block's dtype.  The block's own memory where that is at ``at`` already (``direct``), else
+            a buffer; valid after ``wait`` and until the last ``close``.
+    """
+
+    __slots__ = (
+        "_arrived", "_arriving", "_opened", "at", "buffer", "direct", "fresh", "holds", "key", "leaving", "uses", "values",
+    )  # fmt: skip
+
+    def __init__(self, key: str, at: Tier, values: Tensor, buffer: Tensor | None, *, fresh: bool) -> None:
+        self.key, self.at, self.values, self.buffer = key, at, values, buffer
+        self.direct = buffer is None
+        # Nothing was read: whatever the values become is what the block holds.
+        self.fresh = fresh
+        self.holds = 1
+        # The write-back, once the last holder has closed.
+        self.leaving: Step | None = None
+        self._arriving: Step = Done()
+        self._arrived = False
+        self._opened = values._version
+        # Counted before a transfer begins, which refers to the buffer itself until it has ended.
+        self.uses = storage_uses(values)
+
+    def arrive(self, step: Step) -> None:
+        """The values are there once ``step`` has ended."""
+        self._arriving = step
+
+    def wait(self) -> Tensor:
+        """The values, ready to be used."""
+        if not self._arrived:
+            self._arriving.wait()
+            self._arriving, self._arrived = Done(), True
+            # What arrived counts as no change: nobody may write before this.
+            self._opened = self.values._version
+        return self.values
+
+    def arrived(self) -> bool:
+        """Wait; whether it went well.  What did not was raised where the values were wanted."""
+        try:
+            self.wait()
+        except Exception:
+            return False
+        return True
+
+    @property
+    def writes(self) -> int:
+        """In-place changes since it was opened."""
+        return int(self.values._version) - self._opened if self._arrived else 0
+
+    @property
+    def changed(self) -> bool:
+        return self.fresh or self.writes > 0
+
+    def written_back(self) -> None:
+        """The block's own memory holds these values now."""
+        self.fresh, self._opened = False, self.values._version
+
+    @property
+    def held_outside(self) -> bool:
+        """Somebody still has a view of the buffer: it must not be used again yet."""
+        return storage_uses(self.values) > self.uses
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors and handles refer to the tensor's memory, this call's own among them."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def looked_at(home: Tensor) -> bool:
+    """Somebody has a view of a block's own memory: besides the block's tensor, and the handle that counts."""
+    return storage_uses(home) > 2
+
+
+def seen(values: Tensor) -> Tensor:
+    """Another tensor on the same memory and version counter: as long as it lives the buffer counts as held."""
+    return values.view(-1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as 1-D uint8."""
+    with torch.no_grad(), torch.inference_mode(False):
+        return tensor.view(torch.uint8)
+
+
+def view_of(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """The first ``numel`` elements of a uint8 buffer as ``dtype``, with a version counter of its own."""
+    with torch.no_grad(), torch.inference_mode(False):
+        empty = torch.empty(0, dtype=dtype, device=buffer.device)
+        return empty.set_(buffer.untyped_storage(), buffer.storage_offset() // dtype.itemsize, (numel,), (1,))

@@ -1,0 +1,412 @@
+"""The tiered store: blocks of memory, each at home on one tier, fetched to another for use and written back when changed.
+
+The runtime puts parameters, gradients and optimizer states here; every block has one authoritative tier, and everything
+that moves one goes through this room.  It never knows what a block means and never decides when it is needed.
+
+Note: [Opened on demand]
+    ``Block.tensor`` answers anybody at any time: a block on disk is read into a staging buffer and stays open among the few
+    most recently used.  What was changed there is written back when it is pushed out.  A write that fails loses nothing:
+    the buffer stays open and stays the truth, and the error is raised where somebody next waits for the store.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from offload.block import Block
+from offload.budget import Budget
+from offload.device import Device
+from offload.disk import DiskFile, Extent
+from offload.host import HostPool
+from offload.lease import Done, Lease, Step, as_bytes, looked_at, seen, view_of
+from offload.staging import Staging
+from offload.tier import Tier
+from offload.transfer import Transfers
+
+__all__ = ["MOVES", "Store"]
+
+#: From home to home: what ``Store.move`` may do.  Everything goes through host memory.
+MOVES = frozenset((one, other) for one in Tier for other in Tier if one is not other)
+
+
+class Store:
+    """All blocks of one attachment on this rank.
+
+    Args:
+        device: the seam to the compute device; a CPU device computes on host memory directly.
+        host: where HOST blocks and staging buffers come from.
+        disk: opens the scratch file; called at the first block that needs it.
+        budget: bytes a tier may hold; staging counts as host memory.
+        staging_nbytes: how much staging may be under way before a fetch waits for write-backs to end.
+    """
+
+    #: Blocks that stay open after they were opened on demand.
+    RECENT = 2
+    #: Bytes of gradients that pass through, in tensors of the allocator's, before it returns what it keeps of them.
+    RELEASE_NBYTES = 256 << 20
+
+    def __init__(
+        self, device: Device, host: HostPool, disk: Callable[[], DiskFile], budget: Budget, *, staging_nbytes: int = 0
+    ) -> None:
+        self.device, self.host, self.budget = device, host, budget
+        self.staging = Staging(device, host, budget, staging_nbytes)
+        self._transfers = Transfers(device, self.staging, self._take, lambda: self.disk)
+        self._open_disk = disk
+        self._file: DiskFile | None = None
+        self._recent: OrderedDict[int, Block] = OrderedDict()
+        self._leaving: dict[int, Block] = {}
+        self._dropped: deque[tuple[Tensor | Extent, Tier, int]] = deque()
+        self._forsaken: deque[Lease] = deque()
+        self._passed = 0
+        self._closed = False
+
+    # Blocks.
+
+    @property
+    def compute(self) -> torch.device:
+        return self.device.device
+
+    @property
+    def disk(self) -> DiskFile:
+        if self._file is None:
+            self._file = self._open_disk()
+        return self._file
+
+    def put(self, key: str, numel: int, dtype: torch.dtype, tier: Tier) -> Block:
+        """A new block of zeros.
+
+        Raises:
+            BudgetError: the tier cannot admit it.
+        """
+        self._sweep()
+        home = self._home(key, numel, dtype, tier)
+        block = Block(self, key, numel, dtype, home)
+        block.tier, block.charged, block.blank = tier, block.nbytes, True
+        return block
+
+    def adopt(self, key: str, tensor: Tensor) -> Block:
+        """A block around memory on the device that somebody else owns and accounts for."""
+        block = Block(self, key, tensor.numel(), tensor.dtype, tensor)
+        block.tier = Tier.DEVICE
+        return block
+
+    def _home(self, key: str, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor | Extent:
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return view_of(self.device.empty(0), 0, dtype)
+        self._make_room(tier, nbytes)
+        self.budget.admit(tier, key, nbytes)
+        try:
+            if tier is Tier.DISK:
+                return self.disk.allocate(nbytes, key)
+            buffer = self.device.empty(nbytes) if tier is Tier.DEVICE else self.host.take(nbytes, key)
+        except BaseException:
+            self.budget.release(tier, nbytes)
+            raise
+        return view_of(buffer, numel, dtype)
+
+    def drop(self, block: Block) -> None:
+        lease, block.lease = block.lease, None
+        if lease is not None:
+            self._recent.pop(id(block), None)
+            self._leaving.pop(id(block), None)
+            with suppress(Exception):
+                lease.wait()
+            if lease.leaving is not None:
+                with suppress(Exception):
+                    lease.leaving.wait()
+            self.staging.recycle(lease)
+        if block.charged:
+            self._free(block.home, block.tier, block.charged)
+            block.charged = 0
+
+    def forsake(self, block: Block) -> None:
+        """Nobody refers to the block any more; its room is given back at the next call (this may be any thread)."""
+        if self._closed:
+            return
+        if block.lease is not None:
+            self._forsaken.append(block.lease)
+        if block.charged:
+            self._dropped.append((block.home, block.tier, block.charged))
+
+    def _free(self, home: Tensor | Extent, tier: Tier, nbytes: int) -> None:
+        if isinstance(home, Tensor) and tier is Tier.HOST:
+            if looked_at(home):
+                # Somebody looks at it still: it must not become another's block under their eyes.
+                self._dropped.append((home, tier, nbytes))
+                return
+            self.host.give(home)
+        self.budget.release(tier, nbytes)
+        if not isinstance(home, Tensor) and self._file is not None:
+            self._file.free(home)
+
+    # Leases.
+
+    def fetch(self, block: Block, at: Tier, *, read: bool = True) -> Lease:
+        """Start bringing the values to ``at`` (DEVICE or HOST); close what is returned.
+
+        Args:
+            read: False where every element will be overwritten.
+        Raises:
+            BudgetError: no room for a buffer.  TierError: an earlier write-back of this block failed.
+        """
+        at = Tier.HOST if self.device.addresses_host else at
+        self._sweep()
+        held = block.lease
+        if held is not None and held.at is not at:
+            if held.leaving is None:
+                assert held.holds == 1 and id(block) in self._recent, f"block {block.key}: fetched to two tiers at once"
+                self._push_out(block)
+            self._finish_leaving(block)
+            held = None
+        if held is not None and held.leaving is not None:
+            self._revive(block, held)
+        if held is not None:
+            held.holds += 1
+            return held
+        lease = self._transfers.lease(block, at, read=read)
+        block.switch(lease)
+        return lease
+
+    def close(self, block: Block) -> None:
+        """One holder is done; after the last, changes start on their way home."""
+        lease = block.lease
+        assert lease is not None and lease.holds > 0, f"block {block.key}: closed more often than fetched"
+        lease.holds -= 1
+        if lease.holds:
+            return
+        if lease.direct:
+            block.switch(None)
+            return
+        if not lease.arrived() or not lease.changed:
+            block.switch(None)
+            self.staging.recycle(lease)
+            return
+        try:
+            lease.leaving = self._transfers.write(block, lease)
+        except BaseException:
+            self._keep_open(block, lease)
+            raise
+        self._leaving[id(block)] = block
+
+    def _revive(self, block: Block, lease: Lease) -> None:
+        """Fetched again while it is on its way home: the buffer has the values."""
+        leaving = lease.leaving
+        assert leaving is not None
+        self._leaving.pop(id(block), None)
+        lease.leaving, lease.holds = None, 0
+        try:
+            leaving.wait()
+        except BaseException:
+            self._keep_open(block, lease)
+            raise
+        self._landed(block, lease)
+
+    def _keep_open(self, block: Block, lease: Lease) -> None:
+        """Its way home is barred: the buffer is the truth until somebody writes it back."""
+        lease.leaving, lease.holds = None, 1
+        self._recent[id(block)] = block
+
+    def _landed(self, block: Block, lease: Lease) -> None:
+        version = block.version
+        lease.written_back()
+        block.base += version - block.version
+
+    def _finish_leaving(self, block: Block) -> None:
+        """Wait until a block is home, and give its buffer back."""
+        lease = block.lease
+        if lease is None or lease.leaving is None:
+            return
+        self._leaving.pop(id(block), None)
+        try:
+            lease.leaving.wait()
+        except BaseException:
+            self._keep_open(block, lease)
+            raise
+        self._landed(block, lease)
+        block.switch(None)
+        self.staging.recycle(lease)
+
+    # Opened on demand.
+
+    def tensor(self, block: Block, *, read: bool = True) -> Tensor:
+        lease = block.lease
+        if lease is None and isinstance(block.home, Tensor):
+            if block.blank and read:
+                block.home.data.zero_()  # data: reading counts as no change
+            block.blank = False
+            return block.home
+        if lease is not None and lease.leaving is None:
+            if id(block) in self._recent:
+                self._recent.move_to_end(id(block))
+            return seen(lease.wait())
+        if lease is not None:
+            self._revive(block, lease)
+            lease.holds += 1
+        else:
+            lease = self.fetch(block, Tier.HOST, read=read)
+        try:
+            values = seen(lease.wait())
+        except BaseException:
+            self._recent.pop(id(block), None)
+            self.close(block)
+            raise
+        self._recent[id(block)] = block
+        self._limit_recent(block)
+        return values
+
+    def _limit_recent(self, newest: Block) -> None:
+        """Close what was not asked for lately and nobody has a view of."""
+        for block in list(self._recent.values()):
+            if len(self._recent) <= self.RECENT:
+                return
+            if block is not newest and block.lease is not None and not block.lease.held_outside:
+                self._push_out(block)
+
+    def _push_out(self, block: Block) -> None:
+        del self._recent[id(block)]
+        self.close(block)
+
+    def rest(self) -> None:
+        """Send everything that was opened on demand home; returns at once."""
+        for block in list(self._recent.values()):
+            self._push_out(block)
+
+    # Whole blocks.
+
+    def read_into(self, block: Block, out: Tensor) -> Step:
+        """Start copying the values into ``out``: 1-D on the compute device, same numel; cast where dtypes differ."""
+        self._sweep()
+        home, lease = block.home, block.lease
+        if lease is not None or block.blank or out.dtype != block.dtype:
+            out.copy_(self.tensor(block))
+            return Done()
+        if isinstance(home, Tensor):
+            return self.device.copy(out, home, key=block.key)
+        if out.device.type == "cpu":
+            return self.disk.read(home, as_bytes(out), 0, block.key)
+        return self._transfers.read(out, home, block.key)
+
+    def overwrite(self, block: Block, values: Tensor) -> None:
+        """The whole block becomes ``values`` (1-D, on the compute device): nothing is read, and it is on its way home."""
+        self._change(block, values, add=False)
+
+    def add(self, block: Block, values: Tensor) -> None:
+        """``values`` is added where the compute is, and the sum is on its way home."""
+        self._change(block, values, add=True)
+
+    def _change(self, block: Block, values: Tensor, *, add: bool) -> None:
+        lease = self.fetch(block, Tier.DEVICE, read=add)
+        try:
+            mine = lease.wait()
+            mine.add_(values) if add else mine.copy_(values)
+            block.touch()
+        finally:
+            self.close(block)
+        self._passed += block.nbytes
+        if self._passed >= self.RELEASE_NBYTES:
+            self._passed = 0
+            self.host.release_heap()
+
+    def trim(self) -> None:
+        """A step has ended: give the system what was not needed for some steps."""
+        self.host.trim()
+        self.host.release_heap()
+
+    def move(self, block: Block, tier: Tier) -> None:
+        """Change the home; the values and the version stay.
+
+        Raises:
+            BudgetError: the new tier cannot admit the block, which stays where it was.
+        """
+        if tier is block.tier:
+            return
+        assert (block.tier, tier) in MOVES
+        values = self.tensor(block)
+        version = block.version
+        home = self._home(block.key, block.numel, block.dtype, tier)
+        try:
+            if isinstance(home, Tensor):
+                home.copy_(values)
+            else:
+                self.disk.write(home, as_bytes(values.to("cpu").contiguous()), 0, block.key).wait()
+        except BaseException:
+            self._free(home, tier, block.nbytes)
+            raise
+        charged = block.charged
+        block.charged = 0
+        old, was = block.home, block.tier
+        lease, block.lease = block.lease, None
+        self._recent.pop(id(block), None)
+        del values
+        if lease is not None:
+            self.staging.recycle(lease)
+        if charged:
+            self._free(old, was, charged)
+        block.home, block.tier, block.charged = home, tier, block.nbytes
+        block.base = version - (home._version if isinstance(home, Tensor) else 0)
+
+    # At rest.
+
+    def _take(self, nbytes: int, key: str, at: Tier) -> Tensor:
+        while at is Tier.HOST and self.staging.crowded(nbytes) and self._leaving:
+            self._finish_leaving(next(iter(self._leaving.values())))
+        self._make_room(at, nbytes)
+        return self.staging.take(nbytes, key, at)
+
+    def _make_room(self, tier: Tier, nbytes: int) -> None:
+        """Where the budget is short, wait for what is on its way home, and send home what was opened on demand."""
+        while (room := self.budget.room(tier)) is not None and room < nbytes:
+            idle = [block for block in self._recent.values() if block.lease is not None and not block.lease.held_outside]
+            if self._leaving:
+                self._finish_leaving(next(iter(self._leaving.values())))
+            elif idle:
+                self._push_out(idle[0])
+            else:
+                return
+
+    def _sweep(self) -> None:
+        """Take note of everything that has ended since the last call."""
+        while self._forsaken:
+            self.staging.recycle(self._forsaken.popleft())
+        for _ in range(len(self._dropped)):
+            self._free(*self._dropped.popleft())
+        self.staging.sweep()
+        leaving = [(block, block.lease.leaving) for block in self._leaving.values() if block.lease is not None]
+        self._finish_all([block for block, step in leaving if step is not None and step.done()])
+
+    def _finish_all(self, blocks: Sequence[Block]) -> None:
+        """Wait for all of them, whatever happens to one; raises the first error."""
+        errors: list[Exception] = []
+        for block in blocks:
+            try:
+                self._finish_leaving(block)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def settle(self) -> None:
+        """Wait until everything is home.
+
+        Raises:
+            TierError: a write-back failed; the values stay in memory.
+        """
+        self.rest()
+        self._finish_all(list(self._leaving.values()))
+        self._sweep()
+
+    def shut(self) -> None:
+        """Release everything; blocks are not used again."""
+        self._closed = True
+        self._leaving.clear()
+        self._recent.clear()
+        if self._file is not None:
+            self._file.close()
+        self.host.close()
+        self.device.close()
