@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import zhooks
+from offload.errors import BudgetError
 from offload.events import Event
 from tests.on_ranks import on_ranks, place
 
@@ -182,14 +184,24 @@ def test_without_resharding_every_unit_is_gathered_once() -> None:
     assert gathers(Run(5, schedule={"reshard_after_forward": False})) == (5, 0)
 
 
+# In units: half of five parameters and gradients rest here, two are gathered and three summed at once.
+FLOOR = 10
+
+
 @on_ranks(2, kept=(0, 1, 2, 3, 5))
 def test_a_budget_that_admits_exactly_k_units_keeps_the_last_k(kept: int) -> None:
-    run = Run(5, schedule={"reshard_after_forward": "auto"}, budget={"device": kept * NBYTES})
+    run = Run(5, schedule={"reshard_after_forward": "auto"}, budget={"device": (FLOOR + kept) * NBYTES})
     assert gathers(run) == (5, 5 - kept)
     _, backward = run.log.forward_and_backward()
     assert [line for line in backward if line.startswith("begin gather")] == [
         f"begin gather {number}" for number in reversed(range(5 - kept))
     ]
+
+
+@on_ranks(2)
+def test_a_budget_below_what_rests_and_flies_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"\[budget\] device: expected room"):
+        Run(5, budget={"device": FLOOR * NBYTES - 1})
 
 
 # ---- reductions

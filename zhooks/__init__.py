@@ -12,6 +12,7 @@ from offload.errors import (
     LayoutError,
     PolicyError,
     ShardedOpError,
+    TierError,
     ZhooksError,
 )
 from offload.events import Recorder
@@ -32,6 +33,7 @@ __all__ = [
     "Recorder",
     "ShardedOpError",
     "ShardedTensor",
+    "TierError",
     "ZhooksError",
     "attach",
 ]

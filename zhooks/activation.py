@@ -1,12 +1,18 @@
-"""What autograd saves: gathered parameters pass as references, everything else is left alone.
+"""What autograd saves: gathered parameters pass as references, large values go to the stash, the rest is left alone.
 
-``runtime.py`` enters it around a forward whose units will be released.  A reference costs no memory; when backward asks
-for it the unit is gathered again, whatever module hooks saw or missed.  It never keeps a gathered buffer alive.
+``runtime.py`` enters it around a forward whose units will be released or whose activations have a tier.  A reference costs no
+memory; when backward asks for it the unit is gathered again, whatever module hooks saw or missed.  It never keeps a gathered
+buffer alive.
 
 Note: [Hook pairs nest]
     torch calls only the innermost pair of saved-tensor hooks, so ours hands what is not a parameter to the pair outside
     it (the user's ``save_on_cpu``, a checkpoint around the model) and takes the version check over from torch, which
-    skips it for hooked tensors.
+    skips it for hooked tensors.  Where there is such a pair, activations are its business and the stash stays out.
+
+Note: [What is stashed]
+    Plain strided tensors on the device of compute that the forward made: no parameters (whatever buffer they lie in), no
+    leaves that want a gradient, which their owner keeps alive anyway, and nothing whose bytes are not its values (sparse,
+    quantized, conjugated or negated views, subclasses).  A write after saving is an error, as it is in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -18,6 +24,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from offload.events import Bus
+from offload.policy import Policy
+from offload.rooms import Places
+from offload.saved import Saved
+from offload.stash import Limits, Stash
+from offload.tier import Tier
 from zhooks.flat import Flat
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -42,11 +54,26 @@ class SavedParameters:
         self._gather = gather
         self._outer: Pair | None = None
         self._live: dict[int, Flat] = {}
+        self._staying: list[Flat] = []
+        self._passing: set[int] = set()
+        self.stash: Stash | None = None
+        #: The module entered last, for the names of what is stashed.
+        self.where: str = "model"
+
+    def watch(self, flats: list[Flat]) -> None:
+        """Take over these flats (all of the attachment)."""
+        self.forget()
+        self._staying = [flat for flat in flats if not flat.releasable]
 
     def live(self, flat: Flat) -> None:
         """``flat`` has just been gathered: tensors on its storage are its parameters."""
-        if flat.full is not None:
-            self._live[torch._C._storage_address(flat.full)] = flat  # type: ignore[attr-defined]
+        if flat.full is None:
+            return
+        address = torch._C._storage_address(flat.full)  # type: ignore[attr-defined]
+        if flat.releasable:
+            self._live[address] = flat
+        else:
+            self._passing.add(address)
 
     def forget(self) -> None:
         """All buffers are laid out anew."""
@@ -60,12 +87,17 @@ class SavedParameters:
     def enter(self) -> None:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._outer = cast("Pair | None", tuple(outer)) if outer is not None else None
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._pair(self._outer))
+        stash = self.stash if self._outer is None else None
+        if stash is not None:
+            self._passing.clear()
+            for flat in self._staying:
+                self.live(flat)
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._pair(self._outer, stash))
 
     def exit(self) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
-    def _pair(self, outer: Pair | None) -> Pair:
+    def _pair(self, outer: Pair | None, stash: Stash | None) -> Pair:
         live, address = self._live, torch._C._storage_address  # type: ignore[attr-defined]
 
         def pack(tensor: Tensor) -> Any:
@@ -76,24 +108,44 @@ class SavedParameters:
                 )
             if outer is not None:
                 return outer[0](tensor)
+            if stash is not None and type(tensor) is Tensor and self._stashes(stash, tensor):
+                saved = stash.put(tensor)
+                if saved is not None:
+                    return saved
             return tensor.detach(), tensor._version
 
         def unpack(packed: Any) -> Tensor:
-            if type(packed) is Reference:
+            kind = type(packed)
+            if kind is Reference:
                 return self._restore(packed)
             if outer is not None:
                 return outer[1](packed)
+            if kind is Saved:
+                assert stash is not None
+                if packed.probe._version != packed.version:
+                    raise modified(f"tensor of shape {list(packed.shape)}", packed.probe._version, packed.version)
+                return stash.open(packed)
             tensor, version = packed
             if tensor._version != version:
-                raise _modified(f"tensor of shape {list(tensor.shape)}", tensor._version, version)
+                raise modified(f"tensor of shape {list(tensor.shape)}", tensor._version, version)
             return cast(Tensor, tensor)
 
         return pack, unpack
 
+    def _stashes(self, stash: Stash, tensor: Tensor) -> bool:
+        """See Note [What is stashed]."""
+        return (
+            tensor.device == stash.device
+            and tensor.layout is torch.strided
+            and not (tensor.requires_grad and tensor.is_leaf)
+            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+            and torch._C._storage_address(tensor) not in self._passing  # type: ignore[attr-defined]
+        )
+
     def _restore(self, reference: Reference) -> Tensor:
         flat = reference.flat
         if flat.version() != reference.version:
-            raise _modified(f"parameter of unit {flat.name}", flat.version(), reference.version)
+            raise modified(f"parameter of unit {flat.name}", flat.version(), reference.version)
         self._gather(flat)
         assert flat.full is not None
         with torch.inference_mode(False):
@@ -102,8 +154,17 @@ class SavedParameters:
             return empty.set_(storage, reference.offset, reference.shape, reference.stride)
 
 
-def _modified(what: str, found: int, expected: int) -> RuntimeError:
+def modified(what: str, found: int, expected: int) -> RuntimeError:
+    """Plain PyTorch's error for a value that was changed between its use in forward and backward."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{what}] is at version {found}; expected version {expected} instead."
     )
+
+
+def open_stash(policy: Policy, places: Places | None, bus: Bus, saved: SavedParameters) -> Stash | None:
+    """Where the policy puts activations; None where they stay on the device."""
+    tier, chosen = Tier(policy.activation.tier), policy.activation
+    if tier is Tier.DEVICE or places is None:
+        return None
+    return Stash(places, tier, Limits(chosen.min_bytes, chosen.keep), bus, lambda: saved.where)

@@ -6,8 +6,9 @@ together and taken apart.  It never works during a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from offload.errors import AttachError
 from offload.events import Bus, Observer
 from offload.policy import Policy
-from zhooks import checkpoint, export, memory
-from zhooks.agree import Agreement, least
+from offload.store import Store
+from offload.tier import Tier
+from zhooks import checkpoint, export, memory, sharded_checkpoint
+from zhooks.activation import open_stash
+from zhooks.agree import Agreement
 from zhooks.build import (
-    DTYPES,
     Ground,
     build_unit,
     loose_references,
@@ -34,15 +37,20 @@ from zhooks.build import (
 from zhooks.checks import check_model, check_optimizer, check_ranks_equal, check_same_model
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.describe import describe
-from zhooks.hooks import Casts, install
+from zhooks.flat import Flat
+from zhooks.hooks import casts_of, install
 from zhooks.materialize import Materializer
 from zhooks.mesh import resolve
+from zhooks.observation import Observation
+from zhooks.optim import Stepper
 from zhooks.placement import Table
 from zhooks.pool import Pool
+from zhooks.recompute import Recompute, recomputed
 from zhooks.reduce import Reducer, make_node
 from zhooks.registries import Registries
 from zhooks.runtime import Runtime
 from zhooks.schedule import Choices
+from zhooks.tiers import change_store, check_change, kept_budget, open_stepper, open_store
 from zhooks.unit import Unit
 from zhooks.units import find_units
 
@@ -78,7 +86,9 @@ def attach(
     axes = resolve(mesh)
     comm = open_comm(axes, chosen, device)
     try:
-        return Attachment(model, optimizer, chosen, comm, Materializer(model, device, init, sync))
+        # What is trained later must not be made of inference tensors.
+        with torch.inference_mode(False):
+            return Attachment(model, optimizer, chosen, comm, Materializer(model, device, init, sync))
     except BaseException:
         comm.close()
         raise
@@ -93,29 +103,46 @@ class Attachment:
         self._table = Table.of(policy.table())
         self._pool = Pool(0)
         self._ground = Ground(policy, self._table, comm, self._pool, self._bus, materializer.sync)
+        self._store: Store | None = None
+        self._stepper: Stepper | None = None
         self._optimizer = optimizer
         self._registries = Registries()
         self._units: list[Unit] = []
         if not materializer.sync:
             check_ranks_equal(model, comm.world)
-        self._build(materializer)
+        spare = self._build(materializer)
         reducer = Reducer(
             comm, self._pool, self._bus, most=policy.schedule.max_reductions, unreduced=self._table.accumulates_unreduced
         )
         schedule = policy.schedule
-        budget = least(comm.world, policy.budget.device)
-        choices = Choices(schedule.prefetch, schedule.reshard_after_forward, budget)
+        choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare)
         self._node = make_node(reducer)
         self._wire()
         self._runtime = Runtime(self._units, reducer, self._bus, choices, Agreement(comm.world))
         self._runtime.relay = self._relay  # type: ignore[method-assign]
-        casts = Casts(_dtype(policy.precision.param) if policy.precision.cast_inputs else None, _dtype(policy.precision.output))
-        self._handles = install(model, self._units, self._runtime, casts)
+        self._keep_activations()
+        self._casts = casts_of(policy.precision)
+        self._handles = install(model, self._units, self._runtime, self._casts)
         self._registries.open()
+        self._step_over_tiers()
 
-    def _build(self, materializer: Materializer) -> None:
+    def _keep_activations(self) -> None:
+        """What autograd saves stays, goes to its tier or is computed again, as the policy says."""
+        self._runtime.saved.stash = open_stash(self.policy, self._store, self._bus, self._runtime.saved)
+        again = self.policy.activation.checkpoint == "unit"
+        self._runtime.recompute = Recompute(recomputed(self.model, self._units)) if again else None
+
+    def _step_over_tiers(self) -> None:
+        if self._store is not None:
+            self._stepper = open_stepper(self.policy, self._store, self._bus, self._units, self._runtime)
+
+    def _build(self, materializer: Materializer) -> int | None:
+        """Shard the model; returns the bytes of gathered units that may stay between forward and backward."""
         groups = find_units(self.model, self.policy)
         check_same_model(groups, self._comm.world)
+        if self.policy.tiered:
+            self._store = open_store(self.policy, materializer.device, groups, self._table, self._comm, self._bus)
+            self._ground = replace(self._ground, store=self._store)
         scratch = scratch_for(groups, self._ground, materializer.device)
         try:
             with loose_references(self.model):
@@ -125,11 +152,21 @@ class Attachment:
                     if self._optimizer is not None:
                         shard_states(self._units[-1], self._optimizer)
             materializer.buffers(self._comm.world)
+            spare = kept_budget(self.policy, self._units, self._comm, materializer.device)
         except BaseException:
             with loose_references(self.model):
                 for unit in self._units:
                     plain_unit(unit, [self._optimizer] if self._optimizer is not None else [])
+            if self._store is not None:
+                self._store.shut()
             raise
+        self._size_pool()
+        return spare
+
+    def _size_pool(self) -> None:
+        """Keep as many idle buffers as the schedule has under way at once."""
+        flats = [flat for unit in self._units for flat in unit.flats]
+        self._pool.paged = any(flat.kind.tiers.parameter is Tier.DISK for flat in flats)
         sizes = sorted(
             (
                 flat.layout.padded * max(flat.kind.compute.itemsize, flat.kind.reduce.itemsize)
@@ -147,12 +184,50 @@ class Attachment:
 
     def _relay(self) -> None:
         """Follow parameters that were frozen or unfrozen since the last step."""
+        self._lay_out(always=False)
+
+    def _lay_out(self, *, always: bool) -> None:
         self._runtime.reducer.flush()
         optimizers = optimizers_of(self.model.parameters())
         for unit in self._units:
-            relay_unit(unit, self._ground, optimizers, self.model)
+            if relay_unit(unit, self._ground, optimizers, self.model, always=always) and self._stepper is not None:
+                for optimizer in optimizers:
+                    for flat in unit.flats:
+                        self._stepper.adopt(optimizer, flat)
         self._wire()
         self._runtime.take(self._units)
+
+    def apply(self, policy: Policy | str | Path | dict[str, Any]) -> None:
+        """Go on under another policy: states move between tiers, partitions change, nothing restarts.  Collective.
+
+        Call it between steps.  [units] and [comm] stay as they were, and so does the scratch file once there is one.
+        Raises:
+            PolicyError: the policy cannot be read, or changes what cannot change.
+            BudgetError, TierError: a tier cannot take what should move there; what has moved stays moved, all of it usable.
+        """
+        chosen = Policy.of(policy)
+        check_change(self.policy, chosen, self._store)
+        self._runtime.settle()
+        self.policy, self._table = chosen, Table.of(chosen.table())
+        device = self._units[0].flats[0].kind.device
+        if chosen.tiered or self._store is not None:
+            self._store = change_store(self._store, chosen, device, self._units, self._table, self._comm, self._bus)
+        if self._stepper is not None:
+            self._stepper.close()
+        self._step_over_tiers()
+        self._ground = replace(self._ground, policy=chosen, table=self._table, store=self._store)
+        try:
+            self._lay_out(always=True)
+        finally:
+            self._wire()
+            self._runtime.take(self._units)
+            self._casts.change(casts_of(chosen.precision))
+            self._runtime.reducer.change(most=chosen.schedule.max_reductions, unreduced=self._table.accumulates_unreduced)
+            self._keep_activations()
+            self._size_pool()
+            # Nothing is kept between forward and backward until the budget is known to allow it.
+            self._runtime.choices = Choices(chosen.schedule.prefetch, chosen.schedule.reshard_after_forward, 0)
+        self._runtime.choices = replace(self._runtime.choices, budget=kept_budget(chosen, self._units, self._comm, device))
 
     def detach(self) -> nn.Module:
         """Restore the plain model: full parameters, gradients and known optimizer states, no hook left.  Collective."""
@@ -160,6 +235,8 @@ class Attachment:
             raise AttachError("detach: expected an attached model, found one that was detached already. Attach it again first.")
         self._runtime.settle()
         self._runtime.reducer.flush()
+        if self._stepper is not None:
+            self._stepper.close()
         while self._handles:
             self._handles.pop().remove()
         optimizers = optimizers_of(self.model.parameters())
@@ -168,6 +245,8 @@ class Attachment:
                 plain_unit(unit, optimizers)
         self._registries.close()
         self._pool.clear()
+        if self._store is not None:
+            self._store.shut()
         self._comm.world.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
         self._comm.close()
         return self.model
@@ -221,6 +300,68 @@ class Attachment:
         self._runtime.settle()
         export.save_full(self.model, self._units, self._comm, Path(path))
 
+    def save(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        objects: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write what this run needs to go on, each rank its own shards from the tiers they rest on.  Collective.
+
+        ``folder`` becomes the new checkpoint in one rename once every rank has written and synced its file; an earlier one
+        there stays loadable until then.  Saved: parameters, gradients held, optimizer states and options, buffers, random
+        states (torch, python, numpy).  Nothing is pickled.
+
+        Args:
+            folder: on a file system all hosts share; absent, empty, or an earlier checkpoint.
+            optimizer: one, several, or () for none; None is the one known from ``attach``, else all that hold parameters.
+            objects: anything with ``state_dict`` and ``load_state_dict`` (a scheduler, a scaler), by name.
+            extra: plain data and tensors ``load`` shall return, e.g. the step.
+        Raises:
+            CheckpointError: on every rank, naming the first that failed; nothing was committed.
+        """
+        self._runtime.settle()
+        sharded_checkpoint.save(self._live(optimizer, objects), Path(folder), extra or {})
+
+    def load(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        objects: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Go on where ``save`` was called: same model, policy and number of ranks; returns ``extra``.  Collective.
+
+        Every file is verified on every rank before anything is changed.  States an optimizer has not made yet are made.
+
+        Args:
+            optimizer: as in ``save``; () leaves optimizers as they are.
+            objects: as in ``save``; {} leaves theirs in the file.
+        Raises:
+            CheckpointError: on every rank; the run is as it was, unless the message says that it is partly loaded.
+        """
+        self._runtime.settle()
+        return sharded_checkpoint.load(self._live(optimizer, objects), Path(folder))
+
+    def _live(self, optimizer: Any, objects: Mapping[str, Any] | None) -> sharded_checkpoint.Live:
+        chosen = self._optimizer if optimizer is None else optimizer
+        if chosen is None:
+            chosen = optimizers_of(self.model.parameters())
+        optimizers = (chosen,) if isinstance(chosen, torch.optim.Optimizer) else tuple(chosen)
+
+        def landed(flat: Flat) -> None:
+            if self._stepper is not None:
+                for each in optimizers:
+                    self._stepper.adopt(each, flat)
+
+        about = {"stage": self.policy.stage, "table": dict(self.policy.table())}
+        reducer = self._runtime.reducer
+        return sharded_checkpoint.Live(
+            self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, landed
+        )
+
     def memory(self) -> memory.MemoryReport:
         """Bytes this rank holds, what x tier, from the storages that exist, beside the formula."""
         return memory.report(
@@ -238,28 +379,12 @@ class Attachment:
 
     def payload(self) -> int | None:
         """Bytes of gathers and reductions one training step moves by the plan (full payloads); None before a first step."""
-        return self._runtime.payload()
+        gathers = self._runtime.gathers()
+        if gathers is None:
+            return None
+        moved = sum(flat.moved_nbytes for number in gathers for flat in self._units[number].flats)
+        return moved + self._runtime.reducer.payload()
 
     @property
     def rank(self) -> int:
         return int(self._comm.world.axis.ranks[self._comm.world.axis.rank])
-
-
-class Observation:
-    """An observer that listens; ``close()`` or leaving the ``with`` block ends it."""
-
-    def __init__(self, bus: Bus, observer: Observer) -> None:
-        self._bus, self.observer = bus, observer
-
-    def close(self) -> None:
-        self._bus.detach(self.observer)
-
-    def __enter__(self) -> Observation:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else DTYPES[name]

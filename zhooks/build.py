@@ -20,9 +20,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from offload.errors import AttachError
 from offload.events import Bus
 from offload.policy import Policy
+from offload.store import Store
+from offload.tier import Tier, Tiers
 from zhooks.comm import CONTROL, Call, Comm
-from zhooks.flat import Flat, Kind, Ownership
+from zhooks.flat import Flat
 from zhooks.hooks import rehook
+from zhooks.kind import DTYPES, FLATS, Kind, Ownership, pieces
 from zhooks.layout import flat_layout
 from zhooks.materialize import Materializer, swap_memory
 from zhooks.placement import Table
@@ -30,8 +33,6 @@ from zhooks.pool import Pool, Scratch
 from zhooks.sharded import ShardedTensor, Spec
 from zhooks.unit import Recurrent, Slot, Unit
 from zhooks.units import Group
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Ground:
     pool: Pool
     bus: Bus
     sync: bool
+    store: Store | None = None
 
 
 def build_unit(
@@ -57,11 +59,11 @@ def build_unit(
     kept_wide = _normalised(model)
     kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, param in group.params.items():
-        kind = _kind(param, ground.policy, materializer.device, wide=id(param) in kept_wide)
+        kind = _kind(name, param, ground.policy, materializer.device, wide=id(param) in kept_wide)
         kinds.setdefault(kind, []).append((name, param))
     fulls = []
-    for kind, members in kinds.items():
-        flat = _flat(unit, unit.number * 8 + len(unit.flats), kind, members, ground)
+    for kind, members in pieces(kinds):
+        flat = _flat(unit, unit.number * FLATS + len(unit.flats), kind, members, ground)
         flat.reserve()
         unit.flats.append(flat)
         fulls.append(_place(flat, scratch))
@@ -80,7 +82,8 @@ def scratch_for(groups: Sequence[Group], ground: Ground, device: torch.device) -
     """Room for the largest group with its padding; none where full buffers stay anyway."""
     world = ground.comm.world.axis.world
     room = [sum(p.numel() * p.element_size() + 256 for p in group.params.values()) + 256 * world for group in groups]
-    return Scratch(max(room) if ground.table.gathers_at_use and ground.comm.shard.axis.world > 1 else 0, device)
+    moves = ground.store is not None or (ground.table.gathers_at_use and ground.comm.shard.axis.world > 1)
+    return Scratch(max(room) if moves else 0, device)
 
 
 def _normalised(model: nn.Module) -> set[int]:
@@ -88,19 +91,22 @@ def _normalised(model: nn.Module) -> set[int]:
     return {id(p) for m in model.modules() if isinstance(m, _NormBase) for p in m.parameters(recurse=False)}
 
 
-def _kind(param: nn.Parameter, policy: Policy, device: torch.device, *, wide: bool) -> Kind:
+def _kind(name: str, param: nn.Parameter, policy: Policy, device: torch.device, *, wide: bool) -> Kind:
     chosen, reduce = policy.precision.param, policy.precision.reduce
     plain = wide or not param.is_floating_point()
     compute = param.dtype if plain or chosen is None else DTYPES[chosen]
     fallback = torch.float32 if chosen is not None and param.is_floating_point() else param.dtype
     reduced = fallback if reduce is None or not param.is_floating_point() else DTYPES[reduce]
-    return Kind(param.dtype, compute, reduced, device, param.requires_grad)
+    tiers = policy.tiers(name)
+    if not param.requires_grad:
+        tiers = Tiers(tiers.parameter, tiers.gradient, tiers.parameter)
+    return Kind(param.dtype, compute, reduced, device, param.requires_grad, tiers)
 
 
 def _flat(unit: Unit, number: int, kind: Kind, members: Sequence[tuple[str, nn.Parameter]], ground: Ground) -> Flat:
     comm, table = ground.comm, ground.table
     whole = not table.shards_optimizer
-    resident = not table.gathers_at_use
+    resident = not table.gathers_at_use and kind.tiers.parameter is Tier.DEVICE
     world = comm.shard.axis.world
     cut = None if whole or (resident and kind.master == kind.compute) else ground.policy.units.max_numel
     layout = flat_layout(
@@ -112,10 +118,10 @@ def _flat(unit: Unit, number: int, kind: Kind, members: Sequence[tuple[str, nn.P
     )
     suffix = "" if not unit.flats else f"#{len(unit.flats)}"
     flat = Flat(f"{unit.name}{suffix}", number, kind, layout, Ownership(whole, resident), comm.shard, ground.pool)
-    flat.bus = ground.bus
+    flat.bus, flat.store = ground.bus, ground.store
     for index, (name, param) in enumerate(members):
         flat.params.append(param)
-        flat.specs.append(Spec(name, param, flat, index, ()))
+        flat.specs.append(Spec(name, param, flat, index, (), kind.device))
         flat.specs[index].pieces = flat.pieces(index)
     return flat
 
@@ -145,7 +151,7 @@ def _fill(flat: Flat, full: Tensor, ground: Ground) -> None:
 def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     """Make ``param`` the sharded tensor, keeping identity, gradient, hooks and the user's attributes."""
     spec = flat.specs[index]
-    made: Any = nn.Parameter(ShardedTensor(flat.local(index, flat.shard), spec, bound=True), param.requires_grad)
+    made: Any = nn.Parameter(ShardedTensor(flat.part(index), spec, bound=True), param.requires_grad)
     made._bound = True
     for key, value in param.__dict__.items():
         setattr(made, key, value)
@@ -215,6 +221,7 @@ def find_recurrent(model: nn.Module, unit: Unit) -> list[Recurrent]:
 @torch.no_grad()
 def full_values(flat: Flat, shard: Tensor) -> list[Tensor]:
     """Gather a shard-sized tensor of any dtype; full plain tensors, one a parameter.  Collective."""
+    shard = shard.to(flat.kind.device)
     if flat.ownership.whole or flat.layout.world == 1:
         full = shard
     else:
@@ -258,7 +265,7 @@ def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 def _swap_out(spec: Spec, param: nn.Parameter, plain: nn.Parameter) -> None:
     for key, value in param.__dict__.items():
-        if key not in ("_local", "_spec", "_bound"):
+        if key not in ("_at", "_on", "_spec", "_bound"):
             setattr(plain, key, value)
     param.grad = None
     torch.utils.swap_tensors(param, plain)
@@ -313,23 +320,30 @@ def optimizers_of(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]
 
 
 @torch.no_grad()
-def relay_unit(unit: Unit, ground: Ground, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> bool:
-    """Lay a unit out anew where parameters were frozen or unfrozen; gradients and states follow.  Collective."""
-    if all(param.requires_grad == flat.kind.trainable for flat in unit.flats for param in flat.params):
+def relay_unit(
+    unit: Unit, ground: Ground, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, *, always: bool = False
+) -> bool:
+    """Lay a unit out anew where parameters were frozen or unfrozen; gradients and states follow.  Collective.
+
+    ``always``: whatever the parameters say, for the policy has changed.
+    """
+    if not always and all(param.requires_grad == flat.kind.trainable for flat in unit.flats for param in flat.params):
         return False
     wide = _normalised(model)
     kinds: dict[Kind, list[tuple[str, nn.Parameter, Tensor]]] = {}
     carried: list[tuple[nn.Parameter, Any, str, Tensor]] = []
     for flat in unit.flats:
         for value, param, spec in zip(full_values(flat, flat.shard), flat.params, flat.specs, strict=True):
-            kind = _kind(param, ground.policy, flat.kind.device, wide=id(param) in wide)
+            kind = _kind(spec.name, param, ground.policy, flat.kind.device, wide=id(param) in wide)
             kinds.setdefault(kind, []).append((spec.name, param, value.clone()))
         carried.extend(_carried(flat, optimizers))
         flat.release()
+        if flat.rest is not None:
+            flat.rest.drop()
     hooks = {id(p): (s.hooks, s.post_hooks) for flat in unit.flats for p, s in zip(flat.params, flat.specs, strict=True)}
     unit.flats = []
-    for kind, members in kinds.items():
-        flat = _flat(unit, unit.number * 8 + len(unit.flats), kind, [(name, param) for name, param, _ in members], ground)
+    for kind, members in pieces(kinds):
+        flat = _flat(unit, unit.number * FLATS + len(unit.flats), kind, [(name, param) for name, param, _ in members], ground)
         full = torch.zeros(flat.layout.padded, dtype=kind.master, device=kind.device)
         for spec, start, (_, _, value) in zip(flat.specs, flat.layout.starts, members, strict=True):
             spec.within(full, start).copy_(value)
@@ -337,7 +351,7 @@ def relay_unit(unit: Unit, ground: Ground, optimizers: Sequence[torch.optim.Opti
         flat.adopt(full)
         for index, (spec, (_, param, _)) in enumerate(zip(flat.specs, members, strict=True)):
             sharded: Any = param
-            sharded._local, sharded._spec = flat.local(index, flat.shard), spec
+            sharded._at, sharded._on, sharded._spec = flat.part(index), flat.kind.device, spec
             spec.hooks, spec.post_hooks = hooks[id(param)]
         unit.flats.append(flat)
     specs = {id(param): spec for flat in unit.flats for param, spec in zip(flat.params, flat.specs, strict=True)}

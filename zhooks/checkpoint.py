@@ -96,7 +96,7 @@ def load_full_state(
     for flat in flats_of(units):
         tensors = [values.get(names[id(param)]) for param in flat.params]
         shard = _spread(flat, comm, tensors, flat.kind.master)
-        flat.shard.copy_(shard)
+        flat.overwritten().copy_(shard)
         flat.written()
     for name, buffer in buffers.items():
         if name in values and isinstance(values[name], Tensor):

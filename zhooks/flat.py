@@ -12,16 +12,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
+from offload.block import Part
+from offload.errors import TierError
 from offload.events import Bus
+from offload.store import Store
+from offload.tier import Tier
 from zhooks.comm import CONTROL, DONE, GATHER, Call, Transport, Work
+from zhooks.kind import Kind, Ownership
 from zhooks.layout import Layout, Piece
 from zhooks.pool import Pool
+from zhooks.refusals import too_late
+from zhooks.resting import Resting
 from zhooks.sharded import ShardedTensor, Spec
 
 
@@ -41,28 +48,6 @@ MOVES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What the parameters of one flat buffer have in common: dtypes at rest and in use, device, trainable or not."""
-
-    master: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    device: torch.device
-    trainable: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Ownership:
-    """How a flat buffer is held between steps.
-
-    ``whole``: every rank keeps all of it (optimizer replicated).  ``resident``: the full buffer stays between uses.
-    """
-
-    whole: bool
-    resident: bool
-
-
 class Flat:
     """The parameters of one unit that share a ``Kind``, as one padded flat range over the ranks of ``transport``."""
 
@@ -73,13 +58,17 @@ class Flat:
         self.ownership, self.transport, self._pool = ownership, transport, pool
         self.params: list[nn.Parameter] = []
         self.specs: list[Spec] = []
-        self.shard: Tensor = torch.empty(0)
+        self._shard: Tensor = torch.empty(0)
+        self.rest: Resting | None = None
+        self.store: Store | None = None
         self.full: Tensor | None = None
         self.state = State.RESTING
         self.node: Callable[[Flat], tuple[Tensor, ...]] | None = None
         self.ask: Callable[[Flat, str], None] | None = None
         self._views: list[Tensor] | None = None
         self._graph: tuple[Tensor, ...] | None = None
+        # Updated early in this step (overlap.py), and forwards whose backward is still to come.
+        self.spent, self.nodes = False, 0
         self._writes = 0
         self._version = -1
         self._work: Work = DONE
@@ -101,6 +90,11 @@ class Flat:
     def relay(self) -> None:
         self._ask("relay")
 
+    def look(self, name: str) -> None:
+        if self.spent:
+            self.spent = False
+            raise too_late(f"{name}.grad", "a look at the gradient before the step (clipping, unscaling, zero_grad)")
+
     def view(self, index: int) -> Tensor:
         self._ask("use")
         with torch.inference_mode(False):
@@ -109,7 +103,8 @@ class Flat:
     def assemble(self, tensor: ShardedTensor) -> Tensor:
         piece = torch.zeros(self.layout.shard_numel, dtype=tensor.dtype, device=self.kind.device)
         start = tensor._spec.pieces[0].local if tensor._spec.pieces else 0
-        piece[start : start + tensor._local.numel()].copy_(tensor._local)
+        local = tensor._local
+        piece[start : start + local.numel()].copy_(local)
         full = torch.empty(self.layout.padded, dtype=tensor.dtype, device=self.kind.device)
         self.transport.all_gather(Call(CONTROL, "full_tensor", tensor._spec.name, self.number), piece, full, self.layout).wait()
         spec = tensor._spec
@@ -129,8 +124,24 @@ class Flat:
     # Gathered or not.
 
     @property
+    def shard(self) -> Tensor:
+        """This rank's resting values, 1-D in the master dtype; short-lived where they rest on disk.  Writes reach them."""
+        return self._shard if self.rest is None else self.rest.shard()
+
+    def overwritten(self) -> Tensor:
+        """The shard for whoever writes all of it: what it held is not read, and may have been lost."""
+        return self._shard if self.rest is None else self.rest.master.tensor(read=False)
+
+    @property
+    def rests(self) -> bool:
+        """The shard is kept in blocks of the store, not simply on the device."""
+        return self.kind.apart or self.kind.tiers.parameter is not Tier.DEVICE
+
+    @property
     def aliased(self) -> bool:
         """The shard is this rank's range of the full buffer itself: nothing to copy, nothing to release."""
+        if self.rests and self.layout.padded:
+            return False
         same = self.kind.master == self.kind.compute
         if self.layout.padded == 0:
             return True
@@ -153,7 +164,7 @@ class Flat:
         return self.full_nbytes if self.sharded else 0
 
     def version(self) -> int:
-        return self._writes + self.shard._version
+        return self._writes + (self._shard._version if self.rest is None else self.rest.version())
 
     def current(self) -> bool:
         """The full buffer, complete or on its way, holds the shard's present values."""
@@ -173,18 +184,44 @@ class Flat:
         if self.bus.active:
             self.bus.begin("gather", self.name, self.moved_nbytes)
         self._version = self.version()
-        with torch.no_grad(), torch.inference_mode(False):
-            source = self._send_buffer(self.full)
-            call = Call(GATHER, "gather", self.name, self.number)
-            self._work = DONE if self.ownership.whole else self.transport.all_gather(call, source, self.full, self.layout)
+        try:
+            with torch.no_grad(), torch.inference_mode(False):
+                self._work = self._fill(self.full)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def prepare(self) -> None:
+        """Start fetching from its tier what the next gather sends."""
+        if self.rest is not None and not self._read_whole and not self.current():
+            self.rest.prepare()
+
+    @property
+    def _read_whole(self) -> bool:
+        """The full buffer is filled from this rank's blocks alone, or from masters that nobody prefetches."""
+        return self.ownership.whole or self.layout.world == 1 or self.ownership.resident
+
+    def _fill(self, full: Tensor) -> Work:
+        call = Call(GATHER, "gather", self.name, self.number)
+        if self.rest is not None and (self.ownership.whole or self.layout.world == 1):
+            return self.rest.read_into(full)
+        source = self.rest.send() if self.rest is not None and not self._read_whole else self._send_buffer(full)
+        return DONE if self.ownership.whole else self.transport.all_gather(call, source, full, self.layout)
 
     def finish_gather(self) -> None:
         """Wait until the full buffer may be used."""
         if self.state is not State.GATHERING:
             return
         work, self._work = self._work, DONE
-        with torch.no_grad():
-            work.wait()
+        try:
+            with torch.no_grad():
+                work.wait()
+        except BaseException:
+            # A tier that failed left the buffer half filled: it must not pass for the values.
+            self.abandon()
+            raise
+        if self.rest is not None:
+            self.rest.sent()
         self._move("finish")
         if self.bus.active:
             self.bus.end("gather", self.name, self.moved_nbytes)
@@ -207,7 +244,9 @@ class Flat:
     def release(self) -> None:
         """Drop the full buffer; the shard remains."""
         if self.state is State.GATHERING:
-            self.finish_gather()
+            # Gathered ahead and not wanted any more: that its tier failed is nobody's concern now.
+            with suppress(TierError):
+                self.finish_gather()
         if self.state is State.RESTING or not self.releasable:
             return
         self._move("release")
@@ -221,6 +260,8 @@ class Flat:
     def abandon(self) -> None:
         """Release after a failure, without waiting for ranks that may never come: memory under way is left to its work."""
         self._work = DONE
+        if self.rest is not None:
+            self.rest.sent()
         if self.releasable and self.state is not State.RESTING:
             self.state = State.RESTING
             self._drop_views()
@@ -240,6 +281,7 @@ class Flat:
         if self.kind.trainable and torch.is_grad_enabled() and self.node is not None:
             if self._graph is None:
                 self._graph = self.node(self)
+                self.nodes += 1
             elif self._graph and self._graph[0].untyped_storage()._cdata != self._storage():
                 for view, fresh in zip(self._graph, self.plain_views(), strict=True):
                     view.data = fresh
@@ -301,37 +343,61 @@ class Flat:
             return (Piece(0, self.layout.starts[index], self.layout.numels[index]),) if self.layout.numels[index] else ()
         return self.layout.pieces(index, self.transport.axis.rank)
 
+    def span(self, index: int) -> tuple[int, int]:
+        """Where parameter ``index``'s part lies in a shard-sized tensor: start and numel."""
+        pieces = self.pieces(index)
+        return (pieces[0].local if pieces else 0), sum(piece.numel for piece in pieces)
+
     def local(self, index: int, shard: Tensor) -> Tensor:
         """Parameter ``index``'s part of a shard-sized tensor."""
-        pieces = self.pieces(index)
-        start = pieces[0].local if pieces else 0
-        return shard[start : start + sum(piece.numel for piece in pieces)]
+        start, numel = self.span(index)
+        return shard[start : start + numel]
+
+    def part(self, index: int) -> Tensor | Part:
+        """Parameter ``index``'s part of the shard, wherever that rests."""
+        return self.local(index, self._shard) if self.rest is None else Part(self.rest.master, *self.span(index))
 
     @property
     def shard_numel(self) -> int:
         return self.layout.padded if self.ownership.whole else self.layout.shard_numel
 
     def reserve(self) -> None:
-        """Allocate the long-lived shard, before anything short-lived that would strand behind it."""
-        if not self.aliased:
-            self.shard = torch.empty(self.shard_numel, dtype=self.kind.master, device=self.kind.device)
+        """Allocate the long-lived shard, before anything short-lived that would strand behind it.
+
+        Raises:
+            BudgetError: its tier cannot admit it.
+        """
+        if self.rests and self.layout.padded:
+            self.rest = self._reserve_blocks()
+        elif not self.aliased:
+            self._shard = torch.empty(self.shard_numel, dtype=self.kind.master, device=self.kind.device)
+
+    def _reserve_blocks(self) -> Resting:
+        assert self.store is not None
+        kind, numel, tiers = self.kind, self.shard_numel, self.kind.tiers
+        home = tiers.optimizer if kind.apart else tiers.parameter
+        master = self.store.put(f"parameter/{self.name}", numel, kind.master, home)
+        if not kind.apart or self.ownership.resident:
+            return Resting(self.store, master, None)
+        return Resting(self.store, master, self.store.put(f"copy/{self.name}", numel, kind.compute, tiers.parameter))
 
     def adopt(self, full: Tensor) -> None:
         """Take the padded values of all parameters (master dtype): keep this rank's ranges, or alias them."""
         if self.aliased:
             self.full = full
             ranges = ((0, self.layout.padded),) if self.ownership.whole else self.layout.ranges(self.transport.axis.rank)
-            low, high = ranges[0] if ranges else (0, 0)
+            # Of a world of one the segments follow each other.
+            low, high = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
             empty = torch.empty(0, dtype=full.dtype, device=full.device)
-            self.shard = empty.set_(full.untyped_storage(), low, (high - low,), (1,))
+            self._shard = empty.set_(full.untyped_storage(), low, (high - low,), (1,))
             self.state, self._version = State.GATHERED, self.version()
-        elif self.ownership.whole:
-            self.shard.copy_(full)
-        else:
-            step = 0
-            for start, stop in self.layout.ranges(self.transport.axis.rank):
-                self.shard[step : step + stop - start].copy_(full[start:stop])
-                step += stop - start
+            return
+        shard = self.overwritten()
+        ranges = ((0, self.layout.padded),) if self.ownership.whole else self.layout.ranges(self.transport.axis.rank)
+        step = 0
+        for start, stop in ranges:
+            shard[step : step + stop - start].copy_(full[start:stop])
+            step += stop - start
 
 
 def held(view: Tensor) -> bool:

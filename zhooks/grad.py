@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from offload.block import Block, Part
 from offload.errors import ShardedOpError
+from offload.tier import Tier
 from zhooks.flat import Flat
 from zhooks.pool import Pool
 from zhooks.sharded import ShardedTensor
@@ -27,6 +29,7 @@ class Gradient:
         # The shard holds, or is about to receive, values that no parameter claims yet.
         self.reserved = False
         self._shard: Tensor | None = None
+        self._block: Block | None = None
         self._tensors: list[ShardedTensor] = []
         self._parts: list[Tensor] = []
         self._uses = 0
@@ -35,31 +38,70 @@ class Gradient:
         """No parameter has a gradient, and nobody kept an earlier one: the shard may be overwritten."""
         if self.reserved or any(param.grad is not None for param in self.flat.params):
             return False
-        if self._shard is None or self._kept():
+        if (self._shard is None and self._block is None) or self._kept():
             self._fresh()
         return True
 
+    @property
+    def tiered(self) -> bool:
+        """The gradient rests off the device: it is made whole there before it goes."""
+        return self.flat.kind.tiers.gradient is not Tier.DEVICE and self.flat.layout.padded > 0
+
     def _kept(self) -> bool:
         """Somebody besides us refers to a gradient of an earlier backward, or to its memory."""
-        uses = torch._C._storage_Use_Count(self.shard.untyped_storage()._cdata)
-        return uses > self._uses or any(_held(tensor) for tensor in self._tensors)
+        if any(_held(tensor) for tensor in self._tensors):
+            return True
+        if self._block is not None:
+            return self._block.in_view
+        return torch._C._storage_Use_Count(self.shard.untyped_storage()._cdata) > self._uses
 
     def _fresh(self) -> None:
         flat = self.flat
+        if self.tiered:
+            self._fresh_block()
+            return
         with torch.inference_mode(False):
             self._shard = torch.zeros(flat.shard_numel, dtype=flat.kind.master, device=flat.kind.device)
             self._tensors = [ShardedTensor(flat.local(i, self._shard), spec) for i, spec in enumerate(flat.specs)]
             self._parts = self._shaped(self._shard) if flat.shard_numel == flat.layout.padded else []
             self._uses = torch._C._storage_Use_Count(self._shard.untyped_storage()._cdata)
 
+    def _fresh_block(self) -> None:
+        """Another block; one that somebody keeps lives as long as the gradients in it."""
+        flat = self.flat
+        assert flat.store is not None
+        self._tensors, self._block = [], None
+        block = flat.store.put(f"gradient/{flat.name}", flat.shard_numel, flat.kind.master, flat.kind.tiers.gradient)
+        parts = [Part(block, *flat.span(index)) for index in range(len(flat.specs))]
+        with torch.inference_mode(False):
+            self._tensors = [ShardedTensor(part, spec) for part, spec in zip(parts, flat.specs, strict=True)]
+        self._block = block
+
     @property
     def shard(self) -> Tensor:
+        if self._block is not None:
+            return self._block.tensor()
         assert self._shard is not None
         return self._shard
 
     @property
-    def shard_nbytes(self) -> int:
-        return 0 if self._shard is None else self._shard.untyped_storage().nbytes()
+    def block(self) -> Block | None:
+        """Where the reduced gradients rest, when that is off the device."""
+        return self._block
+
+    def overwrite(self, reduced: Tensor) -> None:
+        """The whole shard becomes ``reduced``; nothing that was there is read."""
+        if self._block is not None and self.flat.store is not None:
+            self.flat.store.overwrite(self._block, reduced)
+        else:
+            self.shard.copy_(reduced)
+
+    def accumulate(self, reduced: Tensor) -> None:
+        """``reduced`` is added to the whole shard."""
+        if self._block is not None and self.flat.store is not None:
+            self.flat.store.add(self._block, reduced)
+        else:
+            self.shard.add_(reduced)
 
     def tensor(self, index: int) -> ShardedTensor:
         return self._tensors[index]
@@ -68,10 +110,11 @@ class Gradient:
         """One pass over each gradient: copied or added, and cast, into the partial sum."""
         flat = self.flat
         if self.partial is None:
-            own = flat.ownership.whole and flat.kind.master == flat.kind.reduce and self.free() and not has_hooks(flat)
+            own = flat.ownership.whole and flat.kind.master == flat.kind.reduce and not (self.tiered or has_hooks(flat))
+            own = own and self.free()
             self.reserved = self.reserved or own
             self.partial = self.shard if own else self._pool.take(flat.layout.padded, flat.kind.reduce, flat.kind.device)
-        parts = self._parts if self.partial is self._shard else self._shaped(self.partial)
+        parts = self._parts if self._parts and self.partial is self._shard else self._shaped(self.partial)
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
@@ -110,7 +153,7 @@ class Gradient:
             param, spec = self.flat.params[index], self.flat.specs[index]
             if spec.hooks or spec.post_hooks:
                 landed = ShardedTensor(spec.storage_order(grad).to(self.flat.kind.master, copy=True), spec)
-                deliver(self.flat, index, landed)
+                self.deliver(index, landed)
             elif fresh:
                 self._parts[index].copy_(grad)
                 param.grad = self._tensors[index]
@@ -122,6 +165,10 @@ class Gradient:
         param = self.flat.params[index]
         if param.grad is None:
             if not self._tensors or self._kept():
+                if self.tiered:
+                    self._fresh_block()
+                    self.land(index, local)
+                    return
                 landed = torch.empty(local.shape, dtype=self.flat.kind.master, device=local.device).copy_(local)
                 param.grad = ShardedTensor(landed, self.flat.specs[index])
                 return
@@ -135,7 +182,20 @@ class Gradient:
                 "autograd Function "
                 "read the parameter outside its module's forward; read it inside, or set grad to None."
             )
-        param.grad._local.add_(local)
+        mine = param.grad._local
+        mine.add_(local.to(mine.device))
+
+    def deliver(self, index: int, landed: ShardedTensor) -> None:
+        """Hand one reduced gradient to the parameter through the user's hooks."""
+        grad, param = hooked(landed), self.flat.params[index]
+        if param.grad is not None:
+            param.grad.add_(grad)
+        elif self.tiered:
+            self.land(index, grad._local)
+        else:
+            param.grad = grad
+        for hook in tuple(self.flat.specs[index].post_hooks.values()):
+            hook(param)
 
     def _shaped(self, buffer: Tensor) -> list[Tensor]:
         return [spec.within(buffer, start) for start, spec in zip(self.flat.layout.starts, self.flat.specs, strict=True)]
@@ -157,18 +217,6 @@ def hooked(grad: ShardedTensor) -> ShardedTensor:
     return grad
 
 
-def deliver(flat: Flat, index: int, landed: ShardedTensor) -> None:
-    """Hand one reduced gradient to the parameter through its hooks."""
-    grad = hooked(landed)
-    param = flat.params[index]
-    if param.grad is None:
-        param.grad = grad
-    else:
-        param.grad.add_(grad)
-    for hook in tuple(flat.specs[index].post_hooks.values()):
-        hook(param)
-
-
 def _held(tensor: ShardedTensor) -> bool:
     """Someone besides our list keeps this gradient (refcounts of the list, the loop and the call are three)."""
-    return sys.getrefcount(tensor) > 4 or tensor._use_count() > 1 or sys.getrefcount(tensor._local) > 2  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor) > 4 or tensor._use_count() > 1 or sys.getrefcount(tensor._at) > 2  # type: ignore[attr-defined]

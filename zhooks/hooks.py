@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from zhooks.runtime import Runtime
+from offload.policy_tables import Precision
+from zhooks.kind import DTYPES
+from zhooks.runtime import Runtime, in_backward
 from zhooks.schedule import Scope
 from zhooks.sharded import Spec
 from zhooks.unit import Unit
@@ -27,8 +29,18 @@ class Casts:
     def __init__(self, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
         self.inputs, self.outputs = inputs, outputs
 
+    def change(self, other: Casts) -> None:
+        """Cast as ``other`` does from now on."""
+        self.inputs, self.outputs = other.inputs, other.outputs
+
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value)
+
+
+def casts_of(precision: Precision) -> Casts:
+    """The casts a policy's [precision] asks for."""
+    inputs = precision.param if precision.cast_inputs else None
+    return Casts(*(None if name is None else DTYPES[name] for name in (inputs, precision.output)))
 
 
 class Inert:
@@ -43,6 +55,8 @@ class Before:
 
     def __init__(self, runtime: Runtime, units: Sequence[Unit], scope: Scope, casts: Casts) -> None:
         self._runtime, self._units, self._scope, self._casts = runtime, tuple(units), scope, casts
+        # The last forward of the module began a pass; a recomputation in backward then casts as that forward did.
+        self.begins = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()
@@ -51,8 +65,13 @@ class Before:
         return Inert, ()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        outermost = self._runtime.outermost
+        if not in_backward():
+            self.begins = self._runtime.outermost
+        outermost = self._runtime.outermost and (self.begins or not in_backward())
         self._runtime.enter(module, self._units, self._scope, module.training)
+        self._runtime.saved.where = self._scope.name
+        if self._runtime.recompute is not None:
+            self._runtime.recompute.enter(module, args, kwargs)
         if outermost and self._casts.inputs is not None:
             return self._casts.cast(args, self._casts.inputs), self._casts.cast(kwargs, self._casts.inputs)
         return None
@@ -61,8 +80,8 @@ class Before:
 class After:
     """Forward hook of the same module; runs when forward raises, too."""
 
-    def __init__(self, runtime: Runtime, casts: Casts) -> None:
-        self._runtime, self._casts = runtime, casts
+    def __init__(self, runtime: Runtime, casts: Casts, before: Before) -> None:
+        self._runtime, self._casts, self._before = runtime, casts, before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()
@@ -73,8 +92,12 @@ class After:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         # torch calls this with None from inside its except clause; a module may also return None of its own.
         failed = output is None and sys.exc_info()[0] is not None
+        if self._runtime.recompute is not None:
+            self._runtime.recompute.leave(module, failed)
         self._runtime.leave(module, failed)
-        if self._runtime.outermost and self._casts.outputs is not None and not failed:
+        if self._casts.outputs is None or failed or not self._runtime.outermost:
+            return None
+        if self._before.begins or not in_backward():
             return self._casts.cast(output, self._casts.outputs)
         return None
 
@@ -92,7 +115,7 @@ def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Ca
         numbers = tuple(unit.number for unit in units if unit in entered or any(id(entry) in below for entry in unit.entries))
         scope = Scope(names.get(id(module), "") or type(module).__name__, numbers)
         before = Before(runtime, entered, scope, casts)
-        after = After(runtime, casts)
+        after = After(runtime, casts, before)
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after, always_call=True))
     return handles

@@ -7,11 +7,13 @@ Source: ZeRO, arXiv:1910.02054, section 3 (16 Psi; 4 Psi + 12 Psi/N; 2 Psi + 14 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from offload.block import Block, Part
+from offload.tier import Tier
 from zhooks.comm import Comm
 from zhooks.flat import Flat
 from zhooks.placement import Placement, Table
@@ -53,7 +55,10 @@ class MemoryReport:
         lines = [f"{'what':<22}{'tier':<8}{'held':>14}{'by the table':>16}"]
         lines += [f"{row.what:<22}{row.tier:<8}{_mib(row.nbytes):>14}{_mib(row.formula):>16}" for row in self.rows]
         lines.append(f"{'sum':<30}{_mib(self.nbytes):>14}{_mib(self.formula):>16}")
-        lines += [f"{'+ ' + name:<22}{'device':<8}{_mib(size):>14}" for name, size in self.transient.items()]
+        where = {"staging": "host"}
+        lines += [
+            f"{'+ ' + name:<22}{where.get(name, 'device'):<8}{_mib(size):>14}" for name, size in self.transient.items()
+        ]
         lines.append(
             f"{self.psi:,} parameters over {self.ranks} rank(s); the ZeRO paper's figure for mixed precision with "
             f"Adam: {_mib(self.paper)}"
@@ -66,24 +71,37 @@ def report(
 ) -> MemoryReport:
     """Measure now; see ``MemoryReport``."""
     flats = [flat for unit in units for flat in unit.flats]
-    master = sum(_nbytes(flat.shard) for flat in flats if not flat.aliased and flat.ownership.resident)
-    parameter = sum(_resting(flat) for flat in flats)
-    gradient, states = _gradients(flats, reducer), _states(flats, optimizers)
-    adam = sum(_state_formula(flat, optimizers) for flat in flats)
-    rows = (
-        Row("parameter", "device", parameter, sum(_parameter_formula(flat) for flat in flats)),
-        Row("gradient", "device", gradient, sum(_gradient_formula(flat, reducer) for flat in flats)),
-        Row("optimizer", "device", states + master, adam + sum(_master_formula(flat) for flat in flats)),
-    )
+    rows = [
+        *_rows("parameter", [(flat.kind.tiers.parameter, _parameter(flat)) for flat in flats]),
+        *_rows("gradient", [(flat.kind.tiers.gradient, cell) for flat, cell in _gradients(flats)]),
+        *_rows("optimizer", [(flat.kind.tiers.optimizer, _optimizer(flat, optimizers)) for flat in flats]),
+    ]
     transient = {
         "gathered units": sum(_nbytes(flat.full) for flat in flats if flat.releasable and flat.full is not None),
         "partial gradients": _partials(flats, reducer),
         "idle buffers": reducer.pool.nbytes,
         "message rings": comm.nbytes,
     }
+    store = next((flat.store for flat in flats if flat.store is not None), None)
+    if store is not None:
+        transient["staging"] = store.staging.used
     psi = sum(flat.layout.numel for flat in flats)
     ranks = flats[0].layout.world
-    return MemoryReport(rows, transient, psi, ranks, paper_bytes(psi, ranks, table))
+    return MemoryReport(tuple(rows), transient, psi, ranks, paper_bytes(psi, ranks, table))
+
+
+Cell = tuple[int, int]
+"""Bytes held, and bytes by the layout and the policy's dtypes."""
+
+
+def _rows(what: str, cells: Sequence[tuple[Tier, Cell]]) -> list[Row]:
+    """One row a tier that something rests on; a cell that is empty everywhere is shown where it would be."""
+    rows = []
+    for tier in Tier:
+        mine = [cell for where, cell in cells if where is tier]
+        if any(held or formula for held, formula in mine):
+            rows.append(Row(what, tier.value, sum(held for held, _ in mine), sum(formula for _, formula in mine)))
+    return rows or [Row(what, (cells[0][0] if cells else Tier.DEVICE).value, 0, 0)]
 
 
 def paper_bytes(psi: int, ranks: int, table: Table) -> int:
@@ -96,40 +114,53 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _resting(flat: Flat) -> int:
-    if not flat.ownership.resident:
-        return _nbytes(flat.shard)
-    return _nbytes(flat.full) if flat.full is not None else flat.full_nbytes if flat.aliased else 0
-
-
-def _parameter_formula(flat: Flat) -> int:
+def _parameter(flat: Flat) -> Cell:
+    """What the model computes with, at rest: the shard, its copy in the compute dtype, or all of it."""
     if flat.ownership.resident:
-        return flat.layout.padded * flat.kind.compute.itemsize
-    return flat.shard_numel * flat.kind.master.itemsize
+        formula = flat.full_nbytes
+        return (_nbytes(flat.full) if flat.full is not None else formula if flat.aliased else 0), formula
+    if flat.rest is None:
+        return _nbytes(flat.shard), flat.shard_numel * flat.kind.master.itemsize
+    dtype = flat.kind.compute if flat.kind.apart else flat.kind.master
+    return flat.rest.gathered_from.nbytes, flat.shard_numel * dtype.itemsize
 
 
-def _master_formula(flat: Flat) -> int:
-    apart = flat.ownership.resident and not flat.aliased
-    return flat.shard_numel * flat.kind.master.itemsize if apart else 0
+def _master(flat: Flat) -> Cell:
+    """Masters that rest apart from the parameters: with the optimizer's states."""
+    formula = flat.shard_numel * flat.kind.master.itemsize
+    if flat.rest is not None:
+        return (flat.rest.master.nbytes, formula) if flat.kind.apart else (0, 0)
+    return (_nbytes(flat.shard), formula) if flat.ownership.resident and not flat.aliased else (0, 0)
 
 
-def _gradients(flats: Sequence[Flat], reducer: Reducer) -> int:
-    """Storages behind the parameters' ``.grad``, each counted once, and partial sums that wait for a boundary."""
-    seen: dict[int, int] = {}
+def _optimizer(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
+    (held, formula), (states, by_layout) = _master(flat), _states(flat, optimizers)
+    return held + states, formula + by_layout
+
+
+def _gradients(flats: Sequence[Flat]) -> Iterator[tuple[Flat, Cell]]:
+    """Storages and blocks behind the parameters' ``.grad``, each counted once."""
+    seen: set[int] = set()
     for flat in flats:
-        for param in flat.params:
-            with torch._C.DisableTorchFunctionSubclass():
-                grad = param.grad
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [param.grad for param in flat.params]
+        held = 0
+        for grad in grads:
             if isinstance(grad, ShardedTensor):
-                storage = grad._local.untyped_storage()
-                seen[storage._cdata] = storage.nbytes()
-    return sum(seen.values())
+                owner, nbytes = _owner(grad)
+                held += 0 if owner in seen else nbytes
+                seen.add(owner)
+        some = any(grad is not None for grad in grads)
+        yield flat, (held, flat.shard_numel * flat.kind.master.itemsize if some else 0)
 
 
-def _gradient_formula(flat: Flat, reducer: Reducer) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        held = any(param.grad is not None for param in flat.params)
-    return flat.shard_numel * flat.kind.master.itemsize if held else 0
+def _owner(tensor: ShardedTensor) -> Cell:
+    """The identity and the size of the memory behind a range."""
+    at = tensor._at
+    if isinstance(at, Part):
+        return id(at.block), at.block.nbytes
+    storage = at.untyped_storage()
+    return storage._cdata, storage.nbytes()
 
 
 def _partials(flats: Sequence[Flat], reducer: Reducer) -> int:
@@ -141,26 +172,23 @@ def _partials(flats: Sequence[Flat], reducer: Reducer) -> int:
     return total
 
 
-def _states(flats: Sequence[Flat], optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    total = 0
-    for optimizer in optimizers:
-        for flat in flats:
-            for param in flat.params:
-                for value in optimizer.state.get(param, {}).values():
-                    if isinstance(value, ShardedTensor):
-                        total += _nbytes(value._local)
-    return total
-
-
-def _state_formula(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Sharded states the optimizers keep, times this rank's elements of each parameter."""
-    total = 0
+def _states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
+    """Sharded states the optimizers keep for a flat: ranges on the device, whole blocks elsewhere."""
+    held = formula = 0
+    blocks: dict[int, Block] = {}
     for optimizer in optimizers:
         for index, param in enumerate(flat.params):
             own = sum(piece.numel for piece in flat.pieces(index))
-            kept = [value for value in optimizer.state.get(param, {}).values() if isinstance(value, ShardedTensor)]
-            total += sum(own * value.dtype.itemsize for value in kept)
-    return total
+            for value in optimizer.state.get(param, {}).values():
+                if not isinstance(value, ShardedTensor):
+                    continue
+                if isinstance(value._at, Part):
+                    blocks[id(value._at.block)] = value._at.block
+                else:
+                    held += _nbytes(value._local)
+                    formula += own * value.dtype.itemsize
+    rest = sum(block.nbytes for block in blocks.values())
+    return held + rest, formula + sum(flat.shard_numel * block.dtype.itemsize for block in blocks.values())
 
 
 def _mib(nbytes: int) -> str:

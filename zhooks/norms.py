@@ -61,14 +61,14 @@ class PartialNorm(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-def partial_norm(local: Tensor, ord: float, home: Home, dtype: torch.dtype) -> PartialNorm:
-    """The norm of ``local`` as this rank's part of the whole; an empty range counts for nothing."""
+def partial_norm(local: Tensor, ord: float, home: Home, dtype: torch.dtype, device: torch.device) -> PartialNorm:
+    """The norm of ``local`` as this rank's part of the whole, on ``device``; an empty range counts for nothing."""
     values = local.to(torch.float32) if local.dtype in (torch.float16, torch.bfloat16) else local
     if local.numel() == 0:
         empty = math.inf if ord == -math.inf else 0.0
-        return PartialNorm(torch.full((), empty, dtype=values.dtype, device=local.device), ord, home, dtype)
+        return PartialNorm(torch.full((), empty, dtype=values.dtype, device=device), ord, home, dtype)
     norm = torch.linalg.vector_norm(values, ord)
-    return PartialNorm(_power(norm, ord), ord, home, dtype)
+    return PartialNorm(_power(norm, ord).to(device), ord, home, dtype)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offload.pages import aligned
+
 
 class Pool:
     """Idle buffers by size; on CUDA the caching allocator is the pool and nothing is kept here."""
 
     def __init__(self, idle_nbytes: int) -> None:
         self.idle_nbytes = idle_nbytes
+        # Buffers that a disk fills start on a page.
+        self.paged = False
         self._idle: dict[tuple[int, torch.device], list[Tensor]] = {}
         self._held = 0
 
@@ -31,6 +35,8 @@ class Pool:
             if shelf:
                 self._held -= nbytes
                 return shelf.pop().view(dtype)
+            if self.paged and not device_keeps(device):
+                return aligned(nbytes).view(dtype)
             return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
 
     def give(self, buffer: Tensor) -> None:

@@ -24,9 +24,10 @@ from torch import Tensor
 from offload.errors import ShardedOpError
 from offload.events import Bus
 from zhooks.agree import Agreement
-from zhooks.comm import CONTROL, REDUCE, Alone, Call, Comm, Work, all_reduce_flat
+from zhooks.comm import CONTROL, DONE, REDUCE, Alone, Call, Comm, Work, all_reduce_flat
 from zhooks.flat import Flat
-from zhooks.grad import Gradient, deliver, has_hooks, hooked
+from zhooks.grad import Gradient, has_hooks, hooked
+from zhooks.kind import FLATS
 from zhooks.layout import flat_layout
 from zhooks.pool import Pool
 from zhooks.sharded import ShardedTensor
@@ -65,6 +66,7 @@ class Landing:
     partial: Tensor
     out: Tensor
     into_shard: bool
+    whole: bool
 
 
 class Reducer:
@@ -76,6 +78,8 @@ class Reducer:
         self.open = False
         self.done: Callable[[Flat], None] = lambda flat: None
         self.opened: Callable[[], None] = lambda: None
+        # Told of every whole gradient that has landed, where updates may be made in backward.
+        self.early: Callable[[Gradient], None] | None = None
         self._most, self._unreduced = most, unreduced
         self._world = comm.shard.axis.world * comm.replicate.axis.world
         self.gradients: dict[int, Gradient] = {}
@@ -86,7 +90,11 @@ class Reducer:
         self._next = 0
         self._ready: set[int] = set()
         self._under_way: deque[Landing] = deque()
-        self._landed: list[tuple[Gradient, Tensor, bool]] = []
+        self._landed: list[tuple[Gradient, Tensor | None]] = []
+
+    def change(self, *, most: int, unreduced: bool) -> None:
+        """Another policy, between steps."""
+        self._most, self._unreduced = most, unreduced
 
     def watch(self, flats: Sequence[Flat]) -> None:
         """Take over these flats (all trainable ones of the attachment), in unit order."""
@@ -97,6 +105,14 @@ class Reducer:
         }
         self._order = [flat.number for flat in reversed(flats) if flat.layout.padded]
         self._agreed = False
+
+    def expect(self, used: Sequence[int]) -> None:
+        """Units in the order of a forward that all ranks have agreed on: until a backward has shown better, gradients
+        complete the other way round, a unit's at its first use."""
+        if self._agreed or self.open:
+            return
+        place = {number: at for at, number in reversed(list(enumerate(used)))}
+        self._order.sort(key=lambda number: -place.get(number // FLATS, -1))
 
     @property
     def alone(self) -> bool:
@@ -127,8 +143,9 @@ class Reducer:
             out = self._selected(gradient, grads)
         else:
             out = [None] * len(grads)
-            if flat.layout.padded == 0 or (self.alone and flat.kind.reduce == flat.kind.master):
+            if flat.layout.padded == 0 or (self.alone and flat.kind.reduce == flat.kind.master and not gradient.tiered):
                 gradient.direct(grads)
+                self._tell(gradient, whole=False)
             else:
                 gradient.add(grads)
                 self._advance(flat.number)
@@ -155,27 +172,38 @@ class Reducer:
         self._seen[flat.number] = [
             a or b for a, b in zip(gradient.present, self._seen.get(flat.number, gradient.present), strict=True)
         ]
+        whole = all(gradient.present)
         partial = gradient.take_partial()
         if flat.kind.reduce is torch.float16:
             partial.mul_(1.0 / self._world)
         if self.bus.active:
             self.bus.begin("reduce", flat.name, self.nbytes(flat))
         call = Call(REDUCE, "reduce", flat.name, flat.number)
+        if self.alone:
+            # What this rank has is the sum: it lands as it is, at once.
+            self._under_way.append(Landing(gradient, DONE, partial, partial, partial is gradient._shard, whole))
+            self._land_oldest()
+            return
         if flat.ownership.whole:
             into_shard = partial is gradient._shard
             work, out = all_reduce_flat(self.comm.shard, call, partial, flat.layout), partial
         else:
-            into_shard = flat.kind.reduce == flat.kind.master and not has_hooks(flat) and gradient.free()
+            plain = flat.kind.reduce == flat.kind.master and not (gradient.tiered or has_hooks(flat))
+            into_shard = plain and gradient.free()
             gradient.reserved = gradient.reserved or into_shard
             out = gradient.shard if into_shard else self.pool.take(flat.shard_numel, flat.kind.reduce, flat.kind.device)
             work = self.comm.shard.reduce_scatter(call, partial, out, flat.layout)
-        self._under_way.append(Landing(gradient, work, partial, out, into_shard))
+        self._under_way.append(Landing(gradient, work, partial, out, into_shard, whole))
 
     def nbytes(self, flat: Flat) -> int:
         """Payload of one reduction of ``flat``; a replicated gradient is gathered again after it."""
         if self.comm.shard.axis.world == 1:
             return 0
         return flat.layout.padded * flat.kind.reduce.itemsize * (2 if flat.ownership.whole else 1)
+
+    def payload(self) -> int:
+        """Payload of one step's reductions."""
+        return sum(self.nbytes(gradient.flat) for gradient in self.gradients.values())
 
     def _land_oldest(self) -> None:
         landing = self._under_way.popleft()
@@ -188,14 +216,23 @@ class Reducer:
         if self.bus.active:
             self.bus.end("reduce", flat.name, self.nbytes(flat))
         if landing.into_shard:
-            self._landed.append((gradient, gradient.shard, True))
+            self._landed.append((gradient, None))
         elif has_hooks(flat):
-            self._landed.append((gradient, out.clone() if out is landing.partial else out, False))
+            self._landed.append((gradient, out.clone() if out is landing.partial else out))
         else:
             self._spread(gradient, out)
             if out is not landing.partial:
                 self.pool.give(out)
         gradient.give_back(landing.partial)
+        self._tell(gradient, whole=landing.whole and self._landed[-1:] == [(gradient, None)])
+
+    def _tell(self, gradient: Gradient, *, whole: bool) -> None:
+        """A reduction has landed; ``whole``: every parameter's gradient, and alone in the shard."""
+        gradient.flat.nodes = max(0, gradient.flat.nodes - 1)
+        if self.early is not None and (whole or gradient.flat.spent):
+            gradient.flat.nodes += 1
+            self.early(gradient)
+            gradient.flat.nodes -= 1
 
     def _sum_replicas(self, flat: Flat, out: Tensor) -> None:
         """Sum a reduced range over the replicate axis, in place."""
@@ -209,18 +246,18 @@ class Reducer:
         """Add what arrived to gradients that exist; the rest goes to the shard, claimed when all ranks are known."""
         flat = gradient.flat
         if gradient.reserved:
-            gradient.shard.add_(out)
+            gradient.accumulate(out)
         elif gradient.free():
             gradient.reserved = True
-            gradient.shard.copy_(out)
-            self._landed.append((gradient, gradient.shard, True))
+            gradient.overwrite(out)
+            self._landed.append((gradient, None))
         else:
             missing = [index for index, param in enumerate(flat.params) if param.grad is None]
             for index in range(len(flat.params)):
                 if index not in missing:
                     gradient.land(index, flat.local(index, out))
             if missing:
-                self._landed.append((gradient, out.clone(), False))
+                self._landed.append((gradient, out.clone()))
 
     def finish(self) -> None:
         """Backward is over: reduce what any rank still owes, wait for all, and set ``.grad``.  Collective when ranks > 1."""
@@ -284,20 +321,21 @@ class Reducer:
         return used, [number for number in self._order if number in again]
 
     def _claim(self, used: dict[int, list[bool]]) -> None:
-        for gradient, out, in_shard in self._landed:
+        for gradient, out in self._landed:
             flat = gradient.flat
             for index, flag in enumerate(used[flat.number]):
                 if not flag:
                     continue
-                if has_hooks(flat):
-                    deliver(
-                        flat, index, ShardedTensor(flat.local(index, out).to(flat.kind.master, copy=True), flat.specs[index])
-                    )
-                elif flat.params[index].grad is None:
-                    if in_shard:
+                if out is None:
+                    if flat.spent:
+                        continue
+                    if flat.params[index].grad is None:
                         flat.params[index].grad = gradient.tensor(index)
-                    else:
-                        gradient.land(index, flat.local(index, out))
+                elif has_hooks(flat):
+                    local = flat.local(index, out).to(flat.kind.master, copy=True)
+                    gradient.deliver(index, ShardedTensor(local, flat.specs[index]))
+                elif flat.params[index].grad is None:
+                    gradient.land(index, flat.local(index, out))
 
     def _agree_order(self) -> None:
         """After the first whole backward, take rank 0's order of completion as canonical."""

@@ -22,9 +22,10 @@ from offload.events import Bus
 from zhooks.activation import SavedParameters
 from zhooks.agree import Agreement
 from zhooks.flat import Flat
+from zhooks.recompute import Recompute
 from zhooks.reduce import Reducer
-from zhooks.schedule import Choices, Path, Scope, Step, Walk, arrange, keep_gathered
-from zhooks.unit import Unit
+from zhooks.schedule import Choices, Path, Scope, Step, Walk, arrange, backward_guess, keep_gathered
+from zhooks.unit import Unit, find_around
 
 
 class Runtime:
@@ -33,6 +34,7 @@ class Runtime:
     def __init__(self, units: Sequence[Unit], reducer: Reducer, bus: Bus, choices: Choices, agree: Agreement) -> None:
         self.bus, self.reducer, self.choices, self.agree = bus, reducer, choices, agree
         self.saved = SavedParameters(self.backward_use)
+        self.recompute: Recompute | None = None
         self.relaid: bool = False
         self._paths: dict[object, Path] = {}
         self._walk: Walk | None = None
@@ -43,8 +45,7 @@ class Runtime:
         self._frames: list[tuple[object, tuple[Unit, ...]]] = []
         self._out: dict[int, Unit] = {}
         self._caller: FrameType | None = None
-        self._resident = 0
-        self._hooked = False
+        self._resident, self._hooked = 0, False
         self._entries: set[int] = set()
         self._tasks: set[int] = set()
         self._units: list[Unit] = []
@@ -56,11 +57,12 @@ class Runtime:
     def take(self, units: Sequence[Unit]) -> None:
         """Run these units from now on."""
         self._units = list(units)
+        find_around(self._units)
         self._of = {id(flat): unit for unit in units for flat in unit.flats}
         self.releases = any(unit.releasable for unit in units)
         self._paths.clear()
         self._out.clear()
-        self.saved.forget()
+        self.saved.watch([flat for unit in units for flat in unit.flats])
         for unit in units:
             for flat in unit.flats:
                 flat.ask, flat.bus = self.asked, self.bus
@@ -120,6 +122,8 @@ class Runtime:
             if frame is self._caller:
                 return
             frame = frame.f_back
+        if self._frames and self.recompute is not None:
+            self.recompute.abandon()
         while self._frames:
             self.leave(self._frames[-1][0], failed=True)
 
@@ -134,7 +138,7 @@ class Runtime:
             self._begin_pass(scope, training, grad)
             if grad:
                 self._entries.add(id(module))
-        if grad and self.releases and id(module) in self._entries:
+        if grad and (self.releases or self.saved.stash is not None) and id(module) in self._entries:
             self._hooked = True
             self.saved.enter()
 
@@ -160,6 +164,7 @@ class Runtime:
             self._catch_up(walk)
             if not walk.path.recorded:
                 self._record(walk, walk.path.order)
+                self.reducer.expect(walk.path.order)
             keep = self._plan_keep(walk.path) if torch.is_grad_enabled() else keep
         if self.bus.active:
             self.bus.end("forward", walk.path.name)
@@ -183,22 +188,16 @@ class Runtime:
         path.order = arrange(path.order, self.agree.sequence(path.name, walk.used), path.used | set(open_))
         path.recorded = True
 
-    def payload(self) -> int | None:
-        """Bytes of gathers and reductions that the plan says one training step moves; None before a first step.
-
-        Full (unsharded) payloads, as the events count them: a gather or a reduction of a unit is its padded size.
-        """
+    def gathers(self) -> list[int] | None:
+        """The units one training step gathers, in order, by the plan; None before a first step."""
         forward = self._paths.get(self._last)
         backward = self._paths.get(f"backward of {self._last}")
         if forward is None or not forward.recorded:
             return None
-        moved = {unit.number: sum(flat.moved_nbytes for flat in unit.flats) for unit in self._units}
-        reduced = sum(self.reducer.nbytes(gradient.flat) for gradient in self.reducer.gradients.values())
         if not self.releases:
-            return sum(moved.values()) + reduced
+            return [unit.number for unit in self._units]
         kept = self._plan_keep(forward)
-        again = [number for number in backward.order if number not in kept] if backward is not None else []
-        return sum(moved[number] for number in (*forward.order, *again)) + reduced
+        return [*forward.order, *(number for number in (backward.order if backward else ()) if number not in kept)]
 
     def _plan_keep(self, path: Path) -> frozenset[int]:
         """The units that path keeps gathered for backward."""
@@ -228,6 +227,8 @@ class Runtime:
             for number in step.launch:
                 if not (backward and number in self._kept):
                     self._start(self._units[number])
+            for number in step.fetch:
+                self._units[number].prepare()
         self._start(unit)
         unit.finish_gather()
 
@@ -235,9 +236,9 @@ class Runtime:
         for flat in unit.flats:
             if not flat.current():
                 flat.begin_gather()
+                self.saved.live(flat)
                 if flat.releasable:
                     self._out[unit.number] = unit
-                    self.saved.live(flat)
 
     def _release_idle(self, step: Step, backward: bool) -> None:
         """Units that are neither in use, nor next, nor to be kept for backward make room."""
@@ -280,9 +281,8 @@ class Runtime:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
 
     def _guess_backward(self) -> list[int]:
-        """The forward's order reversed: each unit once, from its last use."""
         forward = self._paths.get(self._last)
-        order = list(dict.fromkeys(reversed(forward.order))) if forward is not None else []
+        order = backward_guess(forward.order if forward is not None else [], {unit.number: unit.around for unit in self._units})
         return [number for number in order if self._units[number].releasable]
 
     def _backward_over(self) -> None:

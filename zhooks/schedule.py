@@ -45,10 +45,14 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do at a use: launch these gathers in this order; units in ``window`` stay, other idle ones may go."""
+    """What to do at a use: launch these gathers in this order; units in ``window`` stay, other idle ones may go.
+
+    ``fetch``: the units after them, whose gathers will be launched next: what they send may be fetched from its tier.
+    """
 
     launch: tuple[int, ...]
     window: frozenset[int]
+    fetch: tuple[int, ...] = ()
 
 
 class Walk:
@@ -86,7 +90,7 @@ class Walk:
         launch = tuple(order[self._launched : until])
         self._launched = until
         self._cursor = found + 1
-        return Step(launch, frozenset((number, *self._ahead())))
+        return Step(launch, frozenset((number, *self._ahead())), tuple(order[until : until + self._depth]))
 
     def finish(self) -> tuple[int, ...]:
         """The pass ended: gathers of the path that this rank has not launched, which other ranks may wait for."""
@@ -108,6 +112,20 @@ def arrange(guess: Sequence[int], used: Sequence[int], open_: Set[int]) -> list[
                 continue
             order.insert(order.index(before) + 1 if before is not None else 0, number)
         before = number
+    return order
+
+
+def backward_guess(forward: Sequence[int], around: Mapping[int, Set[int]]) -> list[int]:
+    """The order a first backward is likely to use: the forward's reversed, each unit once, from its last use.
+
+    ``around``: the units that run inside a unit's modules.  Such a unit is in use until the last of them has ended, so
+    backward may need it before any of them.
+    """
+    order = list(dict.fromkeys(reversed(forward)))
+    for number in [number for number in order if around.get(number)]:
+        order.remove(number)
+        inner = [place for place, other in enumerate(order) if other in around[number]]
+        order.insert(inner[0] if inner else 0, number)
     return order
 
 

@@ -97,7 +97,7 @@ class Loading:
         restore(self.rng, self.live.devices)
 
     def _flat(self, number: int, flat: Flat) -> None:
-        shard = flat.shard
+        shard = flat.overwritten()
         _pour(self.reader, tensor_name(number, "value"), [(0, shard)])
         del shard
         flat.written()
@@ -120,7 +120,7 @@ class Loading:
             return
         gradient = self.live.reducer.gradients.get(flat.number)
         if gradient is not None and gradient.free():
-            shard = gradient.shard
+            shard = gradient.shard if gradient.block is None else gradient.block.tensor(read=False)
             _pour(self.reader, name, [(0, shard)])
             del shard
             for index in held:
@@ -154,6 +154,10 @@ class Loading:
             fits = isinstance(held, ShardedTensor) and held.dtype == dtype and held._spec is flat.specs[index]
             made.append((index, held if fits else _new(flat, index, dtype)))
             coming.states.entries[param][coming.key] = made[-1][1]
+        if len(made) == len(flat.params):
+            # All of it is overwritten: what a failed disk has lost is not asked for.
+            for block in {state._at.block for _, state in made if isinstance(state._at, Part)}:
+                block.tensor(read=False)
         _pour(self.reader, coming.name, [(flat.span(index)[0], state._local) for index, state in made])
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from offload.block import Part
 from offload.errors import ShardedOpError
 from zhooks.layout import Piece
 
@@ -34,6 +35,9 @@ class Home(Protocol):
 
     def settle(self) -> None:
         """Finish a backward that is still open, so that gradients are what they claim."""
+
+    def look(self, name: str) -> None:
+        """The user reads the gradient of a parameter: it must be there to be read."""
 
     def view(self, index: int) -> Tensor:
         """The full plain tensor of parameter ``index``, gathered if need be; part of the graph where grad is on."""
@@ -57,11 +61,15 @@ class Spec:
     ``shape`` and ``stride`` are global; ``pieces`` say which elements, in storage order, this rank holds.
     """
 
-    __slots__ = ("__weakref__", "dtype", "home", "hooks", "index", "name", "pieces", "post_hooks", "shape", "stride", "tensors")
+    __slots__ = (
+        "__weakref__", "device", "dtype", "home", "hooks", "index", "name", "pieces", "post_hooks", "shape", "stride",
+    )  # fmt: skip
 
-    def __init__(self, name: str, like: Tensor, home: Home, index: int, pieces: tuple[Piece, ...]) -> None:
+    def __init__(
+        self, name: str, like: Tensor, home: Home, index: int, pieces: tuple[Piece, ...], device: torch.device
+    ) -> None:
         self.name, self.home, self.index, self.pieces = name, home, index, pieces
-        self.shape, self.dtype = like.shape, like.dtype
+        self.shape, self.dtype, self.device = like.shape, like.dtype, device
         self.stride = like.stride() if _dense(like) else _contiguous(like.shape)
         self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = {}
         self.post_hooks: dict[int, Callable[[Tensor], None]] = {}
@@ -109,29 +117,59 @@ class ShardedTensor(torch.Tensor):
     ``to_local()`` is the 1-D range in storage order; ``full_tensor()`` gathers the whole (every rank must call it).
     """
 
-    _local: Tensor
+    _at: Tensor | Part
+    _on: torch.device
     _spec: Spec
     _bound: bool
 
     @staticmethod
-    def __new__(cls, local: Tensor, spec: Spec, *, bound: bool = False, requires_grad: bool = False) -> ShardedTensor:
+    def __new__(
+        cls,
+        local: Tensor | Part,
+        spec: Spec,
+        *,
+        bound: bool = False,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+    ) -> ShardedTensor:
+        on = local.device if device is None else device
         made = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=on, requires_grad=requires_grad
         )
         tensor: ShardedTensor = made
-        tensor._local, tensor._spec, tensor._bound = local, spec, bound
+        tensor._at, tensor._on, tensor._spec, tensor._bound = local, on, spec, bound
         return tensor
 
+    @property
+    def _local(self) -> Tensor:
+        at = self._at
+        return at.open() if type(at) is Part else cast(Tensor, at)
+
+    @property
+    def _paged(self) -> bool:
+        """The range is on disk: opening many at once would bring them all into memory."""
+        return type(self._at) is Part and self._at.block.paged
+
+    def _written(self) -> None:
+        """Its range was written below autograd, where torch counts no version."""
+        if type(self._at) is Part:
+            self._at.block.touch()
+        if self._bound:
+            self._spec.home.written()
+
     def to_local(self) -> Tensor:
-        """This rank's range: 1-D, in storage order, on the device it really lives on.  Shares memory with the shard."""
-        return self._local
+        """This rank's range: 1-D, in storage order, on the device it really lives on.
+
+        Shares memory with the shard on the device and in host memory; a range on disk is a copy in host memory.
+        """
+        return self._local.clone() if self._paged else self._local
 
     def full_tensor(self) -> Tensor:
         """The whole value as a new plain tensor on every rank.  Collective; not differentiable."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             spec = self._spec
             if not spec.home.sharded:
-                return self._local.as_strided(spec.shape, spec.stride).clone()
+                return self._local.as_strided(spec.shape, spec.stride).to(self._on, copy=True)
             return spec.home.assemble(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -145,7 +183,7 @@ class ShardedTensor(torch.Tensor):
         if id(self) in memo:
             return cast(ShardedTensor, memo[id(self)])
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            copied = ShardedTensor(self._local.clone(), self._spec)
+            copied = ShardedTensor(self._local.clone(), self._spec, device=self._on)
             made: Any = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
             if self.grad is not None:
                 made.grad = self.grad.__deepcopy__(memo)
@@ -217,6 +255,9 @@ class Saved:
     def relay(self) -> None:
         return None
 
+    def look(self, name: str) -> None:
+        return None
+
     def first(self) -> bool:
         return False
 
@@ -260,7 +301,7 @@ def rebuild(
         raise ShardedOpError(
             f"sharded tensor {name}: expected ranges of {numel} elements, found {pieces}. The file is damaged."
         )
-    spec = Spec(name, torch.empty_strided(shape, stride, dtype=local.dtype, device="meta"), SAVED, 0, ranges)
+    spec = Spec(name, torch.empty_strided(shape, stride, dtype=local.dtype, device="meta"), SAVED, 0, ranges, local.device)
     return ShardedTensor(local, spec, requires_grad=requires_grad)
 
 

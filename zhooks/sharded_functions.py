@@ -108,6 +108,7 @@ def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     tensor = args[0]
     if tensor._bound:
         tensor._spec.home.settle()
+        tensor._spec.home.look(tensor._spec.name)
     with torch._C.DisableTorchFunctionSubclass():
         return func(tensor)
 

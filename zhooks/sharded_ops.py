@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.block import Part
 from offload.errors import ShardedOpError
 from zhooks.norms import partial_norm
 from zhooks.sharded import ReadOnly, ShardedTensor, doors
@@ -48,6 +49,20 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if rule is None:
         rule = _RULES[func] = _rule(func)
     return rule(func, args, kwargs)
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A list operation over ranges on disk: one element after the other, for all at once may not fit in memory."""
+    count = len(args[0])
+
+    def at(index: int, value: Any) -> Any:
+        return [value[index]] if type(value) in (list, tuple) and len(value) == count else value
+
+    out: list[Any] = []
+    for index in range(count):
+        named = {key: at(index, value) for key, value in kwargs.items()}
+        out.extend(_local(func, tuple(at(index, value) for value in args), named) or ())
+    return out or None
 
 
 def _rule(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
@@ -88,18 +103,20 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for value in args[1:]:
         if type(value) is ShardedTensor and value._spec is spec:
             plain.append(value._local)
-        elif isinstance(value, Tensor) and value.dim() > 0:
+        elif isinstance(value, Tensor) and (value.dim() > 0 or value.device != plain[0].device):
             return _local(func, args, kwargs)
         else:
             plain.append(value)
     func(*plain, **kwargs)
-    if lead._bound:
-        spec.home.written()
+    lead._written()
     return lead
 
 
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise operation to the ranges."""
+    first = args[0]
+    if type(first) in (list, tuple) and len(first) > 1 and any(type(t) is ShardedTensor and t._paged for t in first):
+        return _one_by_one(func, args, kwargs)
     mixed = _mixed(args)
     if mixed is not None:
         parts = {side: func(*_side(args, mixed, side), **kwargs) for side in (True, False)}
@@ -120,15 +137,15 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _whole(func, args, kwargs)
     out = func(*plain, **named)
     for tensor in written:
-        if tensor._bound:
-            tensor._spec.home.written()
+        tensor._written()
     if written:
         return args[0] if out is not None else None
+    device = kwargs.get("device") or lead._on
     if isinstance(out, Tensor):
-        return ShardedTensor(out, lead._spec)
+        return ShardedTensor(out, lead._spec, device=device)
     if isinstance(out, (list, tuple)):
         pairs = zip(out, leads, strict=False)
-        return type(out)(ShardedTensor(item, of._spec) for item, of in pairs)
+        return type(out)(ShardedTensor(item, of._spec, device=device) for item, of in pairs)
     return out
 
 
@@ -187,14 +204,21 @@ def _localise(value: Any, lead: ShardedTensor, leads: list[ShardedTensor]) -> An
         return _matching(value, lead)
     if isinstance(value, Tensor):
         if value.dim() == 0:
-            return value
+            return _beside(value, lead)
         if torch.broadcast_shapes(value.shape, lead.shape) != lead.shape:
             return NotImplemented
-        return lead._spec.take(value)
+        return _beside(lead._spec.take(value), lead)
     if isinstance(value, (list, tuple)) and value and any(isinstance(item, Tensor) for item in value):
         if len(value) == len(leads):
             return [_localise(item, of, leads) for item, of in zip(value, leads, strict=True)]
         return [_localise(item, lead, leads) for item in value]
+    return value
+
+
+def _beside(value: Tensor, lead: ShardedTensor) -> Tensor:
+    """A plain tensor where the range is: beside one in host memory, the number a user's loop computed on the device."""
+    if lead._on == value.device and type(lead._at) is Part:
+        return value.to(lead._local.device)
     return value
 
 
@@ -220,7 +244,7 @@ def _matching(value: ShardedTensor, lead: ShardedTensor) -> Any:
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    return ShardedTensor(tensor._local, tensor._spec, bound=tensor._bound)
+    return ShardedTensor(tensor._at, tensor._spec, bound=tensor._bound, device=tensor._on)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -238,14 +262,13 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the whole tensor and keep the range: the same numbers as the plain model's with the same generator."""
     tensor = args[0]
     spec = tensor._spec
-    whole = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor._local.device)
+    whole = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor._on)
     drawn = func(whole, *args[1:], **{key: value for key, value in kwargs.items() if key != "memory_format"})
     local = spec.take(drawn).clone()
     if not func._schema.is_mutable:
-        return ShardedTensor(local, spec)
+        return ShardedTensor(local, spec, device=tensor._on)
     tensor._local.copy_(local)
-    if tensor._bound:
-        spec.home.written()
+    tensor._written()
     return tensor
 
 
@@ -255,7 +278,7 @@ def _total(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     local, home = tensor._local, tensor._spec.home
     if not home.sharded:
         result: Tensor = func(local, *args[1:], **kwargs)
-        return result
+        return Tensor.to(result, tensor._on)
     if local.numel() == 0 and how in ("max", "min") and func in (aten.max.default, aten.min.default):
         low = torch.finfo(local.dtype).min if local.is_floating_point() else torch.iinfo(local.dtype).min
         high = torch.finfo(local.dtype).max if local.is_floating_point() else torch.iinfo(local.dtype).max
@@ -263,7 +286,7 @@ def _total(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     else:
         part = local.sum() if how == "mean" else func(local, *args[1:], **kwargs)
     wide = part.to(torch.float32) if part.dtype in (torch.float16, torch.bfloat16) else part
-    wide = wide.to(torch.int32) if part.dtype == torch.bool else wide.clone()
+    wide = (wide.to(torch.int32) if part.dtype == torch.bool else wide.clone()).to(tensor._on)
     home.all_reduce(wide, "sum" if how == "mean" else how)
     return (wide / tensor._spec.numel if how == "mean" else wide).to(part.dtype)
 
@@ -273,7 +296,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if args[0].shape != args[1].shape:
         return False
     one, two = (_localise(value, lead, [lead]) for value in args[:2])
-    same = torch.tensor([torch.equal(one, two)], dtype=torch.int32, device=lead._local.device)
+    same = torch.tensor([torch.equal(one, two)], dtype=torch.int32, device=lead._on)
     lead._spec.home.all_reduce(same, "min")
     return bool(same.item())
 
@@ -294,8 +317,8 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         plain: Tensor = (
             func(tensor._local, *args[1:], **kwargs) if name == "norm" else aten.linalg_vector_norm(tensor._local, order)
         )
-        return Tensor.to(plain, dtype)
-    return partial_norm(tensor._local, order, tensor._spec.home, dtype)
+        return Tensor.to(plain, tensor._on, dtype)
+    return partial_norm(tensor._local, order, tensor._spec.home, dtype, tensor._on)
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -311,8 +334,18 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler's check: an overflow on any rank is an overflow on all."""
-    grads, found = args[0], args[1]
-    func([grad._local if isinstance(grad, ShardedTensor) else grad for grad in grads], found, *args[2:], **kwargs)
+    grads, found, scale = args[0], args[1], args[2]
+    apart = [grad for grad in grads if isinstance(grad, ShardedTensor) and type(grad._at) is Part]
+    near = [grad for grad in grads if not any(grad is other for other in apart)]
+    if near:
+        func([grad._local if isinstance(grad, ShardedTensor) else grad for grad in near], *args[1:], **kwargs)
+    for grad in apart:
+        local = grad._local
+        here = found.to(local.device)
+        func([local], here, scale.to(local.device), *args[3:], **kwargs)
+        grad._written()
+        if here is not found:
+            found.copy_(here)
     lead = next(grad for grad in grads if isinstance(grad, ShardedTensor))
     lead._spec.home.all_reduce(found, "max")
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ class Unit:
         self._shown: list[tuple[Tensor, int, int]] = []
         self.depth = 0
         self.trainable_left = 0
+        # Numbers of the units entered through modules inside this one's.
+        self.around: frozenset[int] = frozenset()
         # Inside gathered(): the slots hold full values that the user may change.
         self.lent = False
 
@@ -65,6 +67,11 @@ class Unit:
     @property
     def full_nbytes(self) -> int:
         return sum(flat.full_nbytes for flat in self.flats)
+
+    def prepare(self) -> None:
+        """Start fetching what the next gather sends from the tiers it rests on."""
+        for flat in self.flats:
+            flat.prepare()
 
     def begin_gather(self) -> None:
         for flat in self.flats:
@@ -123,3 +130,14 @@ class Unit:
             slot.table[slot.key] = self.flats[slot.flat].params[slot.index]
         for module in self.recurrent:
             module.hide()
+
+
+def find_around(units: Sequence[Unit]) -> None:
+    """Let every unit know which others run inside its modules."""
+    at: dict[int, set[int]] = {}
+    for unit in units:
+        for entry in unit.entries:
+            at.setdefault(id(entry), set()).add(unit.number)
+    for unit in units:
+        inner = {number for entry in unit.entries for module in entry.modules() for number in at.get(id(module), ())}
+        unit.around = frozenset(inner - {unit.number})

@@ -31,6 +31,18 @@ FACTORS: dict[str, tuple[Choice, ...]] = {
     # each: every block its own unit; coalesced: the policy's defaults, one unit for a model this small; cut: many
     # segments a unit.
     "units": ("each", "coalesced", "cut"),
+    # Where things rest. states: the optimizer alone on the host, as ZeRO-Offload; mixed: every cell on another tier;
+    # ruled: by parameter name.
+    "tier": ("device", "host", "disk", "states", "mixed", "ruled"),
+    "prefetch": ("ahead1", "ahead0", "ahead4"),
+}
+
+# Parameter, gradient, optimizer.
+TIERS = {
+    "host": ("host", "host", "host"),
+    "disk": ("disk", "disk", "disk"),
+    "states": ("device", "device", "host"),
+    "mixed": ("host", "disk", "disk"),
 }
 
 CUT_NUMEL = 256
@@ -50,6 +62,8 @@ class Cell:
     reshard: str = "reshard"
     transport: str = "auto"
     units: str = "each"
+    tier: str = "device"
+    prefetch: str = "ahead1"
 
     @property
     def name(self) -> str:
@@ -97,7 +111,19 @@ class Cell:
             policy["precision"] = {"param": self.precision.removesuffix("reduce"), "output": "fp32"}
         if self.precision == "bf16reduce":
             policy["precision"]["reduce"] = "bf16"
-        return policy
+        policy.setdefault("schedule", {})["prefetch"] = int(self.prefetch.removeprefix("ahead"))
+        return policy | self._placed()
+
+    def _placed(self) -> dict[str, Any]:
+        # Replicated parameters that an optimizer shards (stages 1 and 2) are on the device at every use.
+        moves = self.stage in (0, 3)
+        if self.tier == "ruled":
+            cells = {"gradient": {"tier": "host"}, "optimizer": {"tier": "disk"}}
+            weights = {"match": "*weight", **cells, **({"parameter": {"tier": "disk"}} if moves else {})}
+            return {"rule": [weights, {"match": "*bias", "optimizer": {"tier": "host"}}]}
+        parameter, gradient, optimizer = TIERS.get(self.tier, ("device", "device", "device"))
+        placed = {"gradient": {"tier": gradient}, "optimizer": {"tier": optimizer}}
+        return placed | ({"parameter": {"tier": parameter}} if moves else {})
 
 
 def cell_of(row: Mapping[str, Choice]) -> Cell:

@@ -1,0 +1,376 @@
+"""Any torch optimizer over tiers: entered through torch's own step hooks, stepped one flat buffer at a time.
+
+torch calls ``before`` and ``after`` around every optimizer's step; for those that hold our parameters ``before`` does the
+work and leaves nothing of ours for the outer call.  What one flat needs is fetched while the one before it is updated and
+written back while the next one is.  It never computes an update itself: torch or ``optim_kernels.py`` does.
+
+Note: [One step, many calls]
+    The optimizer's ``step`` is called once a flat, with ``param_groups`` narrowed to its parameters: for element-wise
+    optimizers that is the same arithmetic, bit for bit.  What a call changes in a group beside the parameters (a counter)
+    must come out the same from every call, and is changed once; an optimizer that couples parameters is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from offload.block import Block, Part
+from offload.errors import ShardedOpError, ZhooksError
+from offload.events import Bus
+from offload.store import Store
+from offload.tier import Tier
+from zhooks.build import state_keys
+from zhooks.flat import Flat, State
+from zhooks.sharded import ShardedTensor
+
+__all__ = ["Job", "Kernel", "Stepper", "numbers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One flat buffer's part of a step: its parameters that have a gradient, by group of the optimizer."""
+
+    flat: Flat
+    groups: tuple[tuple[nn.Parameter, ...], ...]
+
+    def params(self) -> Iterator[nn.Parameter]:
+        for group in self.groups:
+            yield from group
+
+
+class Kernel(Protocol):
+    """How one job is computed, with everything it needs in memory."""
+
+    def update(self, optimizer: Optimizer, job: Job) -> bool:
+        """Update the job's parameters and states; True where it wrote the flat's copy in the compute dtype, too."""
+
+
+class Early(Protocol):
+    """What has been updated before the step (``overlap.py``)."""
+
+    def left(self, optimizer: Optimizer, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs that are left to the step."""
+
+
+class Stepper:
+    """The optimizer steps of one attachment.
+
+    Args:
+        flats: the flats to be stepped here, now.
+        settle: finishes a backward that is still open.
+        place: where updates are computed, DEVICE or HOST.
+        ahead: flats fetched while one is updated.
+    """
+
+    def __init__(
+        self, store: Store, bus: Bus, flats: Callable[[], Iterable[Flat]], settle: Callable[[], None], place: Tier, ahead: int
+    ) -> None:
+        self._store, self._bus, self.flats, self._settle = store, bus, flats, settle
+        self._place, self._ahead = place, ahead
+        self.kernel: Kernel = Narrowed()
+        self.overlap: Early | None = None
+        self._inside = False
+        self._undo: Callable[[], None] | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def open(self) -> None:
+        """Be called around every optimizer's step from now on."""
+        self._handles = [register_optimizer_step_pre_hook(self.before), register_optimizer_step_post_hook(self.after)]
+
+    def close(self) -> None:
+        self.restore()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def restore(self) -> None:
+        """Give an optimizer its parameters back, when its own step raised in between."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's pre-hook.
+
+        Raises:
+            ShardedOpError: a closure, or an optimizer whose step couples parameters.
+            TierError, BudgetError: a tier failed; the message says how far the step had come.
+        """
+        if self._inside:
+            return
+        self.restore()
+        if not self.jobs(optimizer):
+            return
+        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
+            raise ShardedOpError(
+                f"{type(optimizer).__name__}.step(closure): expected a step without closure, for the policy places its states "
+                "on tiers; found one. Call the closure yourself, then step()."
+            )
+        self._inside = True
+        try:
+            with _own_hooks_first(optimizer, args, kwargs) as hooks:
+                self._settle()
+                # Not before: parameters frozen since backward have been laid out anew just now.
+                jobs = self.jobs(optimizer)
+                self._undo = _leave_rest(optimizer, {id(param) for job in jobs for param in job.params()}, hooks, self.restore)
+                self.run(optimizer, jobs if self.overlap is None else self.overlap.left(optimizer, jobs))
+        except BaseException:
+            self.restore()
+            raise
+        finally:
+            self._inside = False
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's post-hook."""
+        if not self._inside:
+            self.restore()
+
+    def jobs(self, optimizer: Optimizer) -> list[Job]:
+        """What a step of the optimizer has to do here, flat by flat."""
+        place: dict[int, Flat] = {id(param): flat for flat in self.flats() for param in flat.params}
+        if not place:
+            return []
+        by_flat: dict[int, tuple[Flat, list[list[nn.Parameter]]]] = {}
+        count = len(optimizer.param_groups)
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                flat = place.get(id(param))
+                if flat is not None:
+                    by_flat.setdefault(flat.number, (flat, [[] for _ in range(count)]))[1][number].append(param)
+        return [Job(flat, tuple(tuple(group) for group in groups)) for _, (flat, groups) in sorted(by_flat.items())]
+
+    # The pipeline.
+
+    def run(self, optimizer: Optimizer, jobs: Sequence[Job], *, last: bool = True) -> None:
+        """Update the jobs' flats; ``last``: nothing more of this step follows."""
+        for flat in self.flats():
+            if flat.rest is not None and flat.state is not State.GATHERING:
+                # Fetched ahead for a use that never came.
+                flat.rest.sent()
+        self._store.rest()
+        jobs = [job for job in jobs if any(_grad(param) is not None for param in job.params())]
+        start = numbers(optimizer)
+        end: list[dict[str, Any]] | None = None
+        opened: list[list[Block]] = []
+        done = 0
+        try:
+            for index, job in enumerate(jobs):
+                while len(opened) < min(len(jobs), index + 1 + self._ahead):
+                    opened.append(self._fetch(optimizer, jobs[len(opened)]))
+                self._update(optimizer, job, opened[index])
+                end = _same_numbers(optimizer, start, end)
+                self._close(opened, index)
+                done += 1
+            if last:
+                self._store.trim()
+        except ZhooksError as error:
+            self._close_all(opened)
+            if done or isinstance(error, ShardedOpError):
+                error.args = (f"{str(error).rstrip('.')}. {done} of {len(jobs)} units had been updated in this step.",)
+            raise
+        except BaseException:
+            self._close_all(opened)
+            raise
+
+    def _fetch(self, optimizer: Optimizer, job: Job) -> list[Block]:
+        """Start bringing everything of a job to where it is computed."""
+        blocks: dict[int, Block] = {}
+        for param in job.params():
+            for tensor in (param, _grad(param), *optimizer.state.get(param, {}).values()):
+                if isinstance(tensor, ShardedTensor) and type(tensor._at) is Part:
+                    blocks[id(tensor._at.block)] = tensor._at.block
+        fetched: list[Block] = []
+        try:
+            for block in blocks.values():
+                self._store.fetch(block, self._place)
+                fetched.append(block)
+        except BaseException:
+            self._close_all([fetched])
+            raise
+        return fetched
+
+    def _close(self, opened: list[list[Block]], index: int) -> None:
+        while opened[index]:
+            self._store.close(opened[index].pop())
+
+    def _close_all(self, opened: list[list[Block]]) -> None:
+        """After an error: changes that were made start on their way home.  The first error is the one that counts."""
+        for blocks in opened:
+            while blocks:
+                with suppress(ZhooksError):
+                    self._store.close(blocks.pop())
+
+    @torch.no_grad()
+    def _update(self, optimizer: Optimizer, job: Job, blocks: Sequence[Block]) -> None:
+        flat = job.flat
+        for block in blocks:
+            assert block.lease is not None
+            block.lease.wait()
+        if self._bus.active:
+            self._bus.begin("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
+        copied = self.kernel.update(optimizer, job)
+        self.adopt(optimizer, flat)
+        if flat.rest is not None:
+            self._finish_rest(flat, copied=copied)
+        if self._bus.active:
+            self._bus.end("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
+
+    def _finish_rest(self, flat: Flat, *, copied: bool) -> None:
+        """Carry the masters over into what the next gather reads."""
+        rest = flat.rest
+        assert rest is not None
+        if rest.copy is not None and not copied:
+            lease = self._store.fetch(rest.copy, self._place, read=False)
+            try:
+                lease.wait().copy_(rest.shard())
+            finally:
+                self._store.close(rest.copy)
+        rest.copied()
+
+    def adopt(self, optimizer: Optimizer, flat: Flat) -> None:
+        """States that are wherever they were made or loaded move to their tier: one block a kind of state."""
+        tier = flat.kind.tiers.optimizer
+        if tier is Tier.DEVICE:
+            return
+        for key in state_keys(flat, optimizer):
+            held = [(index, optimizer.state.get(param, {}).get(key)) for index, param in enumerate(flat.params)]
+            states = [(index, state) for index, state in held if isinstance(state, ShardedTensor)]
+            new = [(index, state) for index, state in states if type(state._at) is not Part]
+            for dtype in {state.dtype for _, state in new}:
+                same = [(index, state) for index, state in new if state.dtype == dtype]
+                old = [state._at.block for _, state in states if type(state._at) is Part and state._at.dtype == dtype]
+                self._move_in(flat, key, same, old[0] if old else None)
+
+    def _move_in(self, flat: Flat, key: str, states: Sequence[tuple[int, ShardedTensor]], block: Block | None) -> None:
+        fresh = block is None
+        if block is None:
+            name = f"optimizer/{key}/{flat.name}"
+            block = self._store.put(name, flat.shard_numel, states[0][1].dtype, flat.kind.tiers.optimizer)
+        lease = self._store.fetch(block, self._place, read=not fresh)
+        try:
+            values = lease.wait()
+            if fresh:
+                values.zero_()
+            for index, state in states:
+                flat.local(index, values).copy_(state._local)
+                state._at, state._on = Part(block, *flat.span(index)), flat.kind.device
+        finally:
+            self._store.close(block)
+
+
+class Narrowed:
+    """The optimizer's own arithmetic, on the parameters of one flat."""
+
+    def update(self, optimizer: Optimizer, job: Job) -> bool:
+        step: Any = type(optimizer).step
+        plain = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        held = [group["params"] for group in optimizer.param_groups]
+        for group, params in zip(optimizer.param_groups, job.groups, strict=True):
+            group["params"] = list(params)
+        try:
+            plain(optimizer)
+        finally:
+            for group, params in zip(optimizer.param_groups, held, strict=True):
+                group["params"] = params
+        return False
+
+
+def _grad(param: nn.Parameter) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.grad
+
+
+@contextmanager
+def _own_hooks_first(optimizer: Any, args: Any, kwargs: Any) -> Iterator[dict[int, Any]]:
+    """Run the pre-hooks of this very optimizer, which torch would call after ours, and take them away until the step ends."""
+    table = optimizer._optimizer_step_pre_hooks
+    hooks = dict(table)
+    for hook in hooks.values():
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            raise ShardedOpError(
+                f"{type(optimizer).__name__}: expected step pre-hooks that return None, for the policy places its states on "
+                "tiers; found one that changes the arguments of step. Change them where step is called."
+            )
+    table.clear()
+    try:
+        yield hooks
+    except BaseException:
+        table.update(hooks)
+        raise
+
+
+def _leave_rest(
+    optimizer: Any, ours: set[int], hooks: dict[int, Any], restore: Callable[[], None]
+) -> Callable[[], None]:
+    """Leave the outer call only parameters that are not ours; returns what puts everything back.
+
+    ``restore`` is called before the post-hooks of this very optimizer, which shall see it as it is.
+    """
+    held = [(group, group["params"]) for group in optimizer.param_groups]
+    rest = [[param for param in params if id(param) not in ours] for _, params in held]
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+    def undo() -> None:
+        for group, params in held:
+            group["params"] = params
+        before.update(hooks)
+        optimizer._optimizer_step_post_hooks = after
+
+    optimizer._optimizer_step_post_hooks = OrderedDict([(object(), lambda *_: restore()), *after.items()])
+
+    for (group, _), params in zip(held, rest, strict=True):
+        group["params"] = params
+    return undo
+
+
+def numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What the groups hold beside their parameters."""
+    return [{key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _same_numbers(
+    optimizer: Optimizer, start: list[dict[str, Any]], end: list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """After one of many calls: its changes to the groups are undone, and must be those of every other call.
+
+    Raises:
+        ShardedOpError: they are not: the optimizer's step depends on all parameters at once.
+    """
+    now = numbers(optimizer)
+    for group, before in zip(optimizer.param_groups, start, strict=True):
+        for key, value in before.items():
+            if isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+    if end is not None and not all(_equal(one, two) for one, two in zip(now, end, strict=True)):
+        raise ShardedOpError(
+            f"{type(optimizer).__name__}: expected an optimizer that updates each element by itself, for the policy places its "
+            "states on tiers; found that its groups' numbers depend on all parameters at once. Use tier = \"device\" for "
+            "[parameter], [gradient] and [optimizer], or another optimizer."
+        )
+    return now
+
+
+def _equal(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return torch.equal(one, two)
+    return bool(one == two)

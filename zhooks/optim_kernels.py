@@ -1,0 +1,245 @@
+"""``[optimizer] kernel = "numba"``: Adam, AdamW, SGD and Lion updated by our own kernels, one pass over each flat's range.
+
+``optim.py`` calls ``update`` for one flat at a time, with everything in host memory.  Groups, schedulers and state dicts of
+the optimizer stay what torch makes them; an optimizer or an option the kernels lack is refused by name.  It never falls
+back to another kernel by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offload import kernels
+from offload.errors import ShardedOpError
+from offload.pages import aligned
+from offload.tier import Tier
+from zhooks.flat import Flat
+from zhooks.optim import Job
+from zhooks.sharded import ShardedTensor
+
+__all__ = ["Numba"]
+
+
+class Rule(Protocol):
+    """How one kind of optimizer is updated."""
+
+    def states(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the states a parameter of the group has, shaped like it."""
+
+    def begin(self, group: dict[str, Any], state: dict[str, Any]) -> object:
+        """The numbers of one parameter's step, counters moved on; equal for parameters that may share a pass."""
+
+    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None) -> None:
+        """One pass."""
+
+
+class AdamRule:
+    """torch.optim.Adam and AdamW."""
+
+    def __init__(self, *, decoupled: bool) -> None:
+        self._decoupled = decoupled
+
+    def states(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def begin(self, group: dict[str, Any], state: dict[str, Any]) -> object:
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] += 1
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        return kernels.Adam(
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=self._decoupled or bool(group.get("decoupled_weight_decay", False)),
+            step=int(state["step"]),
+            maximize=bool(group["maximize"]),
+        )
+
+    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None) -> None:
+        assert isinstance(how, kernels.Adam)
+        kernels.adam(how, master, grad, states[0], states[1], copy=copy)
+
+
+class SgdRule:
+    """torch.optim.SGD; a momentum buffer that does not exist yet takes the first gradient."""
+
+    def states(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def begin(self, group: dict[str, Any], state: dict[str, Any]) -> object:
+        return kernels.Sgd(
+            lr=float(group["lr"]),
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+            maximize=bool(group["maximize"]),
+            first=bool(group["momentum"]) and state.get("momentum_buffer") is None,
+        )
+
+    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None) -> None:
+        assert isinstance(how, kernels.Sgd)
+        kernels.sgd(how, master, grad, states[0] if states else None, copy=copy)
+
+
+class LionRule:
+    """Lion as its authors published it: groups with lr, betas and weight_decay, one state exp_avg."""
+
+    def states(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def begin(self, group: dict[str, Any], state: dict[str, Any]) -> object:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        return kernels.Lion(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
+
+    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None) -> None:
+        assert isinstance(how, kernels.Lion)
+        kernels.lion(how, master, grad, states[0], copy=copy)
+
+
+_UNSUPPORTED = {"amsgrad": False, "differentiable": False, "capturable": False}
+
+
+def rule_for(optimizer: Optimizer) -> Rule:
+    """The kernels' rule for an optimizer.
+
+    Raises:
+        ShardedOpError: there is none, or the optimizer uses an option the kernels lack.
+    """
+    kind: Any = type(optimizer)
+    rules: dict[Any, Rule] = {
+        torch.optim.Adam: AdamRule(decoupled=False),
+        torch.optim.AdamW: AdamRule(decoupled=True),
+        torch.optim.SGD: SgdRule(),
+    }
+    rule = rules.get(kind)
+    if rule is None and kind.__name__ == "Lion" and all({"betas", "weight_decay"} <= g.keys() for g in optimizer.param_groups):
+        rule = LionRule()
+    if rule is None:
+        raise _refused(optimizer, "")
+    for group in optimizer.param_groups:
+        for option, plain in _UNSUPPORTED.items():
+            if group.get(option, plain) != plain:
+                raise _refused(optimizer, f" with {option}={group[option]}")
+    return rule
+
+
+def _refused(optimizer: Optimizer, found: str) -> ShardedOpError:
+    return ShardedOpError(
+        f'[optimizer] kernel = "numba": expected Adam, AdamW, SGD or Lion with plain options, found '
+        f'{type(optimizer).__name__}{found}. Use kernel = "torch".'
+    )
+
+
+@dataclass(slots=True)
+class Run:
+    """Neighbouring ranges that one pass covers: the numbers, and the first and the whole of each tensor."""
+
+    how: object
+    tensors: list[Tensor]
+    numel: int
+    last: int
+
+    def takes(self, number: int, how: object, tensors: Sequence[Tensor]) -> bool:
+        """The next parameter's ranges follow in the same memory, at the same distance everywhere."""
+        if number != self.last + 1 or how != self.how or len(tensors) != len(self.tensors):
+            return False
+        gaps = {mine_to_next(mine, new) for mine, new in zip(self.tensors, tensors, strict=True)}
+        if len(gaps) != 1:
+            return False
+        gap = gaps.pop()
+        if gap is None or gap < self.numel:
+            return False
+        self.numel, self.last = gap + tensors[0].numel(), number
+        return True
+
+    def whole(self) -> list[Tensor]:
+        return [tensor.as_strided((self.numel,), (1,)) for tensor in self.tensors]
+
+
+def mine_to_next(mine: Tensor, new: Tensor) -> int | None:
+    """Elements from the start of one range to the start of another in the same storage; None across storages."""
+    if mine.untyped_storage()._cdata != new.untyped_storage()._cdata or mine.dtype != new.dtype:
+        return None
+    return int(new.storage_offset()) - int(mine.storage_offset())
+
+
+class Numba:
+    """One pass over a flat's range where its parameters share a group and a step, else one a run of neighbours."""
+
+    def __init__(self, place: Tier) -> None:
+        self._place = place
+
+    def update(self, optimizer: Optimizer, job: Job) -> bool:
+        rule, flat = rule_for(optimizer), job.flat
+        copy = None if flat.rest is None else flat.rest.copy
+        store = flat.store
+        assert copy is None or store is not None
+        target = None if copy is None or store is None else store.fetch(copy, self._place, read=False).wait()
+        try:
+            for run in self._runs(rule, optimizer, job, target):
+                master, grad, *states = run.whole()
+                rule.run(run.how, master, grad, states[: len(states) - (target is not None)], states[-1] if copy else None)
+        finally:
+            if copy is not None and store is not None:
+                copy.touch()
+                store.close(copy)
+        return copy is not None
+
+    def _runs(self, rule: Rule, optimizer: Optimizer, job: Job, copy: Tensor | None) -> list[Run]:
+        flat = job.flat
+        index = {id(param): number for number, param in enumerate(flat.params)}
+        members = [
+            (index[id(param)], param, group)
+            for group, params in zip(optimizer.param_groups, job.groups, strict=True)
+            for param in params
+        ]
+        runs: list[Run] = []
+        made: dict[str, Tensor] = {}
+        written: list[ShardedTensor] = []
+        for number, param, group in sorted(members, key=lambda member: member[0]):
+            grad = _grad(param)
+            if grad is None:
+                continue
+            state = optimizer.state[param]
+            how = rule.begin(group, state)
+            kept = [_state(state, key, flat, number, made) for key in rule.states(group)]
+            sharded: Any = param
+            tensors = [sharded._local, grad._local, *(tensor._local for tensor in kept)]
+            tensors += [] if copy is None else [flat.local(number, copy)]
+            written += [sharded, *kept]
+            if not tensors[0].numel():
+                continue
+            if not (runs and runs[-1].takes(number, how, tensors)):
+                runs.append(Run(how, tensors, tensors[0].numel(), number))
+        for tensor in written:
+            tensor._written()
+        return runs
+
+
+def _state(state: dict[str, Any], key: str, flat: Flat, number: int, made: dict[str, Tensor]) -> ShardedTensor:
+    """A parameter's state; new ones of a flat lie side by side, so that one pass can cover them."""
+    held = state.get(key)
+    if held is None:
+        if key not in made:
+            # Pages of its own: they go back to the system when the states have moved to their tier.
+            made[key] = aligned(4 * flat.shard_numel).view(torch.float32)
+        held = state[key] = ShardedTensor(flat.local(number, made[key]), flat.specs[number], device=flat.kind.device)
+    assert isinstance(held, ShardedTensor)
+    return held
+
+
+def _grad(param: nn.Parameter) -> ShardedTensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = param.grad
+    assert grad is None or isinstance(grad, ShardedTensor)
+    return grad

@@ -1,0 +1,18 @@
+"""Errors that several rooms raise alike.
+
+It formats messages and decides nothing.
+"""
+
+from __future__ import annotations
+
+from offload.errors import ShardedOpError
+
+__all__ = ["too_late"]
+
+
+def too_late(what: str, found: str) -> ShardedOpError:
+    """Something came between backward and step that an update made in backward could not know of."""
+    return ShardedOpError(
+        f"{what}: expected nothing between backward and step, for [optimizer] overlap = true updates in backward, found "
+        f"{found}. This step's early updates were made without it; set overlap = false."
+    )

@@ -1,0 +1,92 @@
+"""Where the shard of one flat buffer rests when that is not simply the device: its blocks, and the way to a gather.
+
+``flat.py`` asks it for the shard's values and for what a gather sends; ``optim.py`` tells it when an update has written both
+blocks.  It never gathers and never decides when to fetch.
+
+Note: [Master and copy]
+    Where parameters are computed in the dtype they rest in, one block is both, on the parameter's tier.  Where they are not,
+    the masters rest with the optimizer's states and a copy in the compute dtype rests on the parameter's tier: a gather
+    fetches the copy, an update writes both.  A write that reaches only the masters makes the copy stale; the next fetch
+    casts it anew.  Parameters that stay gathered on the device need no copy: they are one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload.block import Block
+from offload.lease import Step
+from offload.store import Store
+from offload.tier import Tier
+
+__all__ = ["Resting"]
+
+
+class Resting:
+    """The blocks of one flat's shard."""
+
+    def __init__(self, store: Store, master: Block, copy: Block | None) -> None:
+        self.store, self.master, self.copy = store, master, copy
+        self._copied = -1
+        self._sending: Block | None = None
+
+    def shard(self) -> Tensor:
+        """The master values in memory, 1-D; short-lived where they rest on disk."""
+        return self.master.tensor()
+
+    def version(self) -> int:
+        return self.master.version
+
+    @property
+    def gathered_from(self) -> Block:
+        """What a gather reads."""
+        return self.master if self.copy is None else self.copy
+
+    @property
+    def nbytes(self) -> int:
+        return self.master.nbytes + (0 if self.copy is None else self.copy.nbytes)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast the copy anew where the masters were written without it."""
+        if self.copy is None or self._copied == self.master.version:
+            return
+        self.copy.tensor(read=False).copy_(self.master.tensor())
+        self.copy.touch()
+        self.copied()
+
+    def copied(self) -> None:
+        """The copy holds the masters' present values."""
+        self._copied = self.master.version
+
+    def prepare(self) -> None:
+        """Start fetching what this rank sends in the next gather."""
+        self.refresh()
+        if self._sending is None:
+            self.store.fetch(self.gathered_from, Tier.DEVICE)
+            self._sending = self.gathered_from
+
+    def send(self) -> Tensor:
+        """This rank's range, 1-D in the dtype of ``gathered_from``, until ``sent``."""
+        self.prepare()
+        assert self._sending is not None and self._sending.lease is not None
+        return self._sending.lease.wait()
+
+    def sent(self) -> None:
+        """The gather has read it, or will never happen."""
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            self.store.close(sending)
+
+    def read_into(self, full: Tensor) -> Step:
+        """Start filling ``full``, for this rank holds all of it."""
+        self.refresh()
+        return self.store.read_into(self.gathered_from, full)
+
+    def drop(self) -> None:
+        """The blocks are not used again."""
+        self.sent()
+        self.master.drop()
+        if self.copy is not None:
+            self.copy.drop()

@@ -1,0 +1,286 @@
+"""The tiers of one attachment, put together from its policy: what will rest where, whether it fits, and the store.
+
+``attach.py`` calls it once the units are known and before anything is allocated.  It never touches a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from offload.budget import Budget, available, preflight, shown
+from offload.device import Device, open_device
+from offload.disk import DiskFile
+from offload.disk_io import BufferedIo
+from offload.errors import BudgetError, CapabilityError, PolicyError, ZhooksError
+from offload.events import Bus
+from offload.host import HostPool
+from offload.kernels import available as available_kernels
+from offload.policy import Policy
+from offload.store import Store
+from offload.tier import Tier, Tiers
+from zhooks.agree import least
+from zhooks.comm import CONTROL, Call, Comm
+from zhooks.kind import DTYPES, PIECE_NBYTES
+from zhooks.optim import Stepper
+from zhooks.optim_kernels import Numba
+from zhooks.overlap import Overlap
+from zhooks.placement import Placement, Table
+from zhooks.runtime import Runtime
+from zhooks.unit import Unit
+from zhooks.units import Group
+
+__all__ = ["Need", "needs", "open_stepper", "open_store"]
+
+#: Arrays of a unit that an update works on (masters, gradient, two moments), for this unit and the next; write-backs of the
+#: one before are waited for.
+_STAGED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes a rank will hold, as far as they are known before the optimizer has made its states."""
+
+    resting: Mapping[Tier, int]
+    largest: int
+
+
+def needs(groups: Sequence[Group], policy: Policy, table: Table, ranks: int) -> Need:
+    """Parameters, masters and gradients by tier, and the largest flat's share of masters, in bytes of this rank."""
+    resting = dict.fromkeys(Tier, 0)
+    largest = 0
+    for name, param in [named for group in groups for named in group.params.items()]:
+        tiers = policy.tiers(name)
+        for tier, nbytes in _cells(param, tiers, policy, table, ranks):
+            resting[tier] += nbytes
+        nbytes = max(param.numel() * param.element_size(), PIECE_NBYTES)
+        largest = max(largest, -(-nbytes // ranks) if table.shards_optimizer else nbytes)
+    return Need(resting, largest)
+
+
+def _cells(
+    param: torch.nn.Parameter, tiers: Tiers, policy: Policy, table: Table, ranks: int
+) -> list[tuple[Tier, int]]:
+    def share(placement: Placement) -> int:
+        return -(-param.numel() // ranks) if placement is Placement.SHARD else param.numel()
+
+    master = param.element_size()
+    chosen = policy.precision.param
+    compute = DTYPES[chosen].itemsize if chosen is not None and param.is_floating_point() else master
+    apart = compute != master or table.parameter is not table.optimizer
+    cells = [(tiers.parameter, share(table.parameter) * compute)]
+    if apart:
+        cells.append((tiers.optimizer, share(table.optimizer) * master))
+    if param.requires_grad:
+        cells.append((tiers.gradient, share(table.gradient) * master))
+    return cells
+
+
+def open_store(policy: Policy, device: torch.device, groups: Sequence[Group], table: Table, comm: Comm, bus: Bus) -> Store:
+    """The store of this rank, empty.
+
+    Raises:
+        BudgetError: what is to rest on a tier exceeds its budget or what the machine has; nothing was allocated.
+        CapabilityError: the machine lacks what the policy asks for.
+    """
+    check_compute(policy, device, groups)
+    seam, axis = open_device(device), comm.world.axis
+    limits = {tier: _limit(policy, tier, seam, comm) for tier in Tier}
+    need = needs(groups, policy, table, comm.shard.axis.world)
+    _admit(limits, need, comm)
+    budget = Budget(limits, rank=axis.ranks[axis.rank])
+    with _all_or_none(comm):
+        _fits(policy, seam, need, comm)
+        host = HostPool(seam, slab_nbytes=policy.host.slab, pin=policy.host.pin is not False)
+        store = Store(seam, host, _disk(policy, axis.ranks[axis.rank], bus), budget, staging_nbytes=_STAGED * need.largest)
+        if need.resting[Tier.DISK] or any(policy.tiers(name).optimizer is Tier.DISK for g in groups for name in g.params):
+            # Now, while nothing has changed, is the time to hear that the folder cannot be written.
+            assert store.disk.path
+    return store
+
+
+def _fits(policy: Policy, seam: Device, need: Need, comm: Comm) -> None:
+    """Refuse what this machine cannot hold; ranks that share memory rings share the machine."""
+    away: dict[Tier, int] = {tier: nbytes for tier, nbytes in need.resting.items() if tier is not Tier.DEVICE}
+    pinned = seam.pins() and policy.host.pin is not False and seam.memlock_applies()
+    ranks = comm.world.axis.world if comm.world.name == "shm" else 1
+    preflight(away, device=seam, folder=policy.disk.folder, pinned=pinned, ranks=ranks)
+
+
+def _disk(policy: Policy, rank: int, bus: Bus) -> Callable[[], DiskFile]:
+    chosen = policy.disk
+
+    def opened() -> DiskFile:
+        io = BufferedIo() if chosen.direct is False else None
+        file = DiskFile(chosen.folder, label=f"r{rank}", threads=chosen.threads, block=chosen.block, io=io, bus=bus)
+        if chosen.direct is True and not file.direct:
+            file.close()
+            raise CapabilityError(
+                f"[disk] direct = true: expected a file system that does direct I/O, found none at {chosen.folder}. Choose "
+                'another [disk] path, or direct = "auto".'
+            )
+        return file
+
+    return opened
+
+
+@contextmanager
+def _all_or_none(comm: Comm) -> Iterator[None]:
+    """What one rank refuses no rank does: the others would wait for it.  Collective.
+
+    Raises:
+        BudgetError: another rank refused.
+    """
+    problem: BaseException | None = None
+    try:
+        yield
+    except ZhooksError as error:
+        problem = error
+    axis = comm.world.axis
+    refused = torch.tensor([0 if problem is None else axis.world - axis.rank], dtype=torch.int64)
+    comm.world.all_reduce(Call(CONTROL, "open tiers", "all ranks"), refused, "max")
+    if problem is not None:
+        raise problem
+    if int(refused.item()):
+        rank = axis.ranks[axis.world - int(refused.item())]
+        raise BudgetError(f"tiers: expected every rank to hold its share, found that rank {rank} cannot. Its message says why.")
+
+
+def check_compute(policy: Policy, device: torch.device, groups: Sequence[Group]) -> None:
+    """Where and by whom updates are to be computed must be possible.
+
+    Raises:
+        CapabilityError: the kernel cannot run where the policy wants it.
+    """
+    chosen = policy.optimizer
+    if chosen.kernel == "numba":
+        lacks = available_kernels()
+        if device.type != "cpu" and chosen.compute == "device":
+            lacks = f'the numba kernels run on the host, found compute = "device" on {device}; set [optimizer] compute = "host"'
+        if lacks is not None:
+            raise CapabilityError(f'[optimizer] kernel = "numba": {lacks}.')
+    if chosen.compute == "device" or device.type == "cpu":
+        return
+    for name in [name for group in groups for name, param in group.params.items() if param.requires_grad]:
+        tiers, apart = policy.tiers(name), policy.precision.param not in (None, "fp32")
+        if Tier.DEVICE in (tiers.gradient, tiers.optimizer) or (tiers.parameter is Tier.DEVICE and not apart):
+            raise CapabilityError(
+                f'[optimizer] compute = "host": expected masters, gradient and states of {name} off the device, found '
+                f"parameter {tiers.parameter.value}, gradient {tiers.gradient.value}, optimizer {tiers.optimizer.value}. Place "
+                'them on "host" or "disk" (the parameter may stay where [precision] param is 16 bit), or compute = "device".'
+            )
+
+
+def check_change(old: Policy, new: Policy, store: Store | None) -> None:
+    """What ``Attachment.apply`` cannot change.
+
+    Raises:
+        PolicyError: the new policy changes it.
+    """
+    fixed = ["units", "comm"] + (["disk", "host"] if store is not None else [])
+    changed = [name for name in fixed if getattr(old, name) != getattr(new, name)]
+    if changed:
+        raise PolicyError(
+            f"apply: expected [{'], ['.join(changed)}] as the model was attached with, found a change. Write it into the new "
+            "policy as it was, or detach() and attach again."
+        )
+
+
+def change_store(
+    store: Store | None, policy: Policy, device: torch.device, units: Sequence[Unit], table: Table, comm: Comm, bus: Bus
+) -> Store:
+    """The store under another policy: a new one, or the old one with other limits.
+
+    Raises:
+        BudgetError: what is to rest on a tier exceeds its budget.
+    """
+    groups = [
+        Group(unit.name, unit.entries, {s.name: p for f in unit.flats for s, p in zip(f.specs, f.params, strict=True)})
+        for unit in units
+    ]
+    if store is None:
+        return open_store(policy, device, groups, table, comm, bus)
+    limits = {tier: _limit(policy, tier, store.device, comm) for tier in Tier}
+    need = needs(groups, policy, table, comm.shard.axis.world)
+    _admit(limits, need, comm)
+    store.budget.change(limits)
+    store.staging.limit = _STAGED * need.largest
+    return store
+
+
+def open_stepper(policy: Policy, store: Store, bus: Bus, units: Sequence[Unit], runtime: Runtime) -> Stepper:
+    """What steps optimizers over the tiers, listening from now on; ``units`` may change under it."""
+    place = Tier.HOST if policy.optimizer.compute == "host" else Tier.DEVICE
+    stepper = Stepper(
+        store,
+        bus,
+        lambda: [flat for unit in units for flat in unit.flats],
+        runtime.settle,
+        place,
+        min(policy.schedule.prefetch, 1),
+    )
+    runtime.reducer.early = None
+    if policy.optimizer.overlap:
+        overlap = Overlap(stepper)
+        stepper.overlap, runtime.reducer.early = overlap, overlap.early
+    if policy.optimizer.kernel == "numba":
+        stepper.kernel = Numba(place)
+    stepper.open()
+    return stepper
+
+
+def kept_budget(policy: Policy, units: Sequence[Unit], comm: Comm, device: torch.device) -> int | None:
+    """Bytes of gathered units that may stay between forward and backward: what [budget] device leaves beside the rest.
+
+    Raises:
+        BudgetError: it does not even hold what rests on the device and the units in flight.
+    """
+    limit = _limit(policy, Tier.DEVICE, open_device(device), comm)
+    if limit is None:
+        return None
+    floor = device_floor(policy, units)
+    if floor > limit:
+        raise BudgetError(
+            f"[budget] device: expected room for what rests there and the units in flight, {shown(floor)} in all, found "
+            f"{shown(limit)}. Raise it, lower [schedule] prefetch or [units] max_numel, or place more on another tier."
+        )
+    return limit - floor
+
+
+def device_floor(policy: Policy, units: Sequence[Unit]) -> int:
+    """Bytes on the device whatever is kept: parameters and gradients that rest there, gathered units and sums in flight.
+
+    The optimizer's states on the device are not known before its first step and not counted.
+    """
+    flats = [flat for unit in units for flat in unit.flats]
+    resting = 0
+    for flat in flats:
+        kind = flat.kind
+        if flat.ownership.resident:
+            resting += flat.full_nbytes
+        elif kind.tiers.parameter is Tier.DEVICE:
+            resting += flat.shard_numel * (kind.compute if kind.apart else kind.master).itemsize
+        if kind.trainable and kind.tiers.gradient is Tier.DEVICE:
+            resting += flat.shard_numel * kind.master.itemsize
+    gathered = sorted((unit.full_nbytes for unit in units if unit.releasable), reverse=True)
+    sums = sorted((flat.layout.padded * flat.kind.reduce.itemsize for flat in flats if flat.kind.trainable), reverse=True)
+    alone = flats[0].layout.world == 1 and not any(flat.kind.tiers.gradient is not Tier.DEVICE for flat in flats)
+    flying = 1 if flats[0].layout.world == 1 else 1 + policy.schedule.max_reductions
+    under_way = 0 if alone else sum(sums[:flying])
+    return resting + sum(gathered[: 1 + policy.schedule.prefetch]) + under_way
+
+
+def _limit(policy: Policy, tier: Tier, seam: Device, comm: Comm) -> int | None:
+    """The least that any rank's budget allows."""
+    folder = policy.disk.folder
+    return least(comm.world, policy.budget.resolve(tier, lambda: available(tier, seam, folder)))
+
+
+def _admit(limits: Mapping[Tier, int | None], need: Need, comm: Comm) -> None:
+    axis = comm.world.axis
+    for tier, nbytes in need.resting.items():
+        if tier is not Tier.DEVICE:
+            Budget(limits, rank=axis.ranks[axis.rank]).admit(tier, "all that is to rest there", nbytes)
