@@ -104,17 +104,23 @@ def fsdp2(model: nn.Module, setting: Setting, *, reshard: bool) -> Trial:
     return torch_trial(model, optimizer, setting, autocast=False)
 
 
-def zhooks(model: nn.Module, setting: Setting, *, stage: int, transport: str) -> Trial:
-    """Ours, with nothing tuned: the stage, the transport, and in bf16 the precision every peer uses."""
+def zhooks(model: nn.Module, setting: Setting, *, stage: int, transport: str, more: dict[str, Any] | None = None) -> Trial:
+    """Ours, with nothing tuned: the stage, the transport, in bf16 the precision every peer uses, and tables of `more`."""
     from zhooks import attach
 
-    policy: dict[str, Any] = {"stage": stage, "comm": {"transport": transport}}
+    policy: dict[str, Any] = {"stage": stage, "comm": {"transport": transport}, **(more or {})}
     if setting.dtype == "bf16":
         policy["precision"] = {"param": "bf16", "reduce": "fp32"}
     attachment = attach(model, policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     trial = torch_trial(model, optimizer, setting, autocast=False)
     return Trial(trial.forward, trial.backward, trial.update, attachment)
+
+
+def placed(tier: str, kernel: str = "torch") -> dict[str, Any]:
+    """Everything that rests, on one tier."""
+    optimizer = {"tier": tier, "kernel": kernel}
+    return {"parameter": {"tier": tier}, "gradient": {"tier": tier}, "optimizer": optimizer}
 
 
 def deepspeed(model: nn.Module, setting: Setting, *, stage: int) -> Trial:
@@ -153,5 +159,17 @@ DRIVERS: dict[str, Driver] = {
     "fsdp2-noreshard": Driver(partial(fsdp2, reshard=False), _FSDP),
     **{f"zhooks-{stage}": Driver(partial(zhooks, stage=stage, transport="auto"), _ZHOOKS) for stage in range(4)},
     "zhooks-3-stock": Driver(partial(zhooks, stage=3, transport="stock"), _ZHOOKS),
+    **{
+        f"zhooks-3-{name}": Driver(partial(zhooks, stage=3, transport="auto", more=more), _ZHOOKS)
+        for name, more in {
+            "numba": {"optimizer": {"kernel": "numba"}},
+            "host": placed("host"),
+            "host-numba": placed("host", "numba"),
+            "disk": placed("disk"),
+            "disk-numba": placed("disk", "numba"),
+            "activations": {"activation": {"tier": "host"}},
+            "recompute": {"activation": {"checkpoint": "unit"}},
+        }.items()
+    },
     **{f"deepspeed-{stage}": Driver(partial(deepspeed, stage=stage), ("deepspeed",)) for stage in (1, 2, 3)},
 }
