@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.device import Ticket
 from offload.disk import Extent
 from offload.lease import Lease, looked_at
 from offload.tier import Tier
@@ -36,7 +37,7 @@ class Keeper(Protocol):
 
 
 class Block:
-    """A 1-D run of elements with one home.  Made by ``Store.put`` or ``Store.adopt``."""
+    """A 1-D run of elements with one home.  Made by ``Store.put``."""
 
     def __init__(self, store: Keeper, key: str, numel: int, dtype: torch.dtype, home: Tensor | Extent) -> None:
         self.key, self.numel, self.dtype = key, numel, dtype
@@ -46,6 +47,8 @@ class Block:
         # Nothing was ever written: its values are zeros that lie nowhere yet.
         self.blank = False
         self.lease: Lease | None = None
+        # The last copy from the home to a device, which the host may overtake.
+        self.outgoing: Ticket | None = None
         self.base = 0
 
     @property
@@ -73,6 +76,12 @@ class Block:
         if self.lease is not None and not self.lease.direct:
             return self.base + self.lease.writes
         return self.base + (int(self.home._version) if isinstance(self.home, Tensor) else 0)
+
+    def calm(self) -> None:
+        """Nobody reads the home any more: it may be handed out, written or given back."""
+        outgoing, self.outgoing = self.outgoing, None
+        if outgoing is not None:
+            outgoing.synchronize()
 
     def switch(self, lease: Lease | None) -> None:
         """The values are read through another lease, or at home, from now on; the version stays."""

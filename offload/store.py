@@ -21,9 +21,11 @@ from torch import Tensor
 from offload.block import Block
 from offload.budget import Budget
 from offload.device import Device
-from offload.disk import DiskFile, Extent
+from offload.disk import DiskFile
+from offload.errors import TierError
+from offload.homes import Homes
 from offload.host import HostPool
-from offload.lease import Done, Lease, Step, as_bytes, looked_at, seen, view_of
+from offload.lease import Done, Lease, Step, as_bytes, seen
 from offload.staging import Staging
 from offload.tier import Tier
 from offload.transfer import Transfers
@@ -47,23 +49,20 @@ class Store:
 
     #: Blocks that stay open after they were opened on demand.
     RECENT = 2
-    #: Bytes of gradients that pass through, in tensors of the allocator's, before it returns what it keeps of them.
+    #: Bytes that pass through the allocator's tensors before it returns what it keeps of them.
     RELEASE_NBYTES = 256 << 20
-
     def __init__(
         self, device: Device, host: HostPool, disk: Callable[[], DiskFile], budget: Budget, *, staging_nbytes: int = 0
     ) -> None:
         self.device, self.host, self.budget = device, host, budget
         self.staging = Staging(device, host, budget, staging_nbytes)
+        self._homes = Homes(device, host, disk, budget)
         self._transfers = Transfers(device, self.staging, self._take, lambda: self.disk)
-        self._open_disk = disk
-        self._file: DiskFile | None = None
         self._recent: OrderedDict[int, Block] = OrderedDict()
         self._leaving: dict[int, Block] = {}
-        self._dropped: deque[tuple[Tensor | Extent, Tier, int]] = deque()
         self._forsaken: deque[Lease] = deque()
         self._passed = 0
-        self._closed = False
+        self._closed = self._unwinding = False
 
     # Blocks.
 
@@ -73,9 +72,7 @@ class Store:
 
     @property
     def disk(self) -> DiskFile:
-        if self._file is None:
-            self._file = self._open_disk()
-        return self._file
+        return self._homes.disk
 
     def put(self, key: str, numel: int, dtype: torch.dtype, tier: Tier) -> Block:
         """A new block of zeros.
@@ -84,31 +81,11 @@ class Store:
             BudgetError: the tier cannot admit it.
         """
         self._sweep()
-        home = self._home(key, numel, dtype, tier)
+        self._make_room(tier, numel * dtype.itemsize)
+        home = self._homes.take(key, numel, dtype, tier)
         block = Block(self, key, numel, dtype, home)
         block.tier, block.charged, block.blank = tier, block.nbytes, True
         return block
-
-    def adopt(self, key: str, tensor: Tensor) -> Block:
-        """A block around memory on the device that somebody else owns and accounts for."""
-        block = Block(self, key, tensor.numel(), tensor.dtype, tensor)
-        block.tier = Tier.DEVICE
-        return block
-
-    def _home(self, key: str, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor | Extent:
-        nbytes = numel * dtype.itemsize
-        if nbytes == 0:
-            return view_of(self.device.empty(0), 0, dtype)
-        self._make_room(tier, nbytes)
-        self.budget.admit(tier, key, nbytes)
-        try:
-            if tier is Tier.DISK:
-                return self.disk.allocate(nbytes, key)
-            buffer = self.device.empty(nbytes) if tier is Tier.DEVICE else self.host.take(nbytes, key)
-        except BaseException:
-            self.budget.release(tier, nbytes)
-            raise
-        return view_of(buffer, numel, dtype)
 
     def drop(self, block: Block) -> None:
         lease, block.lease = block.lease, None
@@ -122,7 +99,9 @@ class Store:
                     lease.leaving.wait()
             self.staging.recycle(lease)
         if block.charged:
-            self._free(block.home, block.tier, block.charged)
+            with suppress(TierError):
+                block.calm()
+            self._homes.give(block.home, block.tier, block.charged)
             block.charged = 0
 
     def forsake(self, block: Block) -> None:
@@ -132,18 +111,7 @@ class Store:
         if block.lease is not None:
             self._forsaken.append(block.lease)
         if block.charged:
-            self._dropped.append((block.home, block.tier, block.charged))
-
-    def _free(self, home: Tensor | Extent, tier: Tier, nbytes: int) -> None:
-        if isinstance(home, Tensor) and tier is Tier.HOST:
-            if looked_at(home):
-                # Somebody looks at it still: it must not become another's block under their eyes.
-                self._dropped.append((home, tier, nbytes))
-                return
-            self.host.give(home)
-        self.budget.release(tier, nbytes)
-        if not isinstance(home, Tensor) and self._file is not None:
-            self._file.free(home)
+            self._homes.leave(block.home, block.tier, block.charged, block.outgoing)
 
     # Leases.
 
@@ -240,6 +208,7 @@ class Store:
             if block.blank and read:
                 block.home.data.zero_()  # data: reading counts as no change
             block.blank = False
+            block.calm()
             return block.home
         if lease is not None and lease.leaving is None:
             if id(block) in self._recent:
@@ -265,8 +234,13 @@ class Store:
         for block in list(self._recent.values()):
             if len(self._recent) <= self.RECENT:
                 return
-            if block is not newest and block.lease is not None and not block.lease.held_outside:
+            if block is not newest and self._idle(block):
                 self._push_out(block)
+
+    def _idle(self, block: Block) -> bool:
+        """Opened on demand, and free to go home."""
+        lease = block.lease
+        return lease is not None and not lease.held_outside and not (self._unwinding and lease.changed)
 
     def _push_out(self, block: Block) -> None:
         del self._recent[id(block)]
@@ -275,7 +249,15 @@ class Store:
     def rest(self) -> None:
         """Send everything that was opened on demand home; returns at once."""
         for block in list(self._recent.values()):
-            self._push_out(block)
+            if not self._unwinding or self._idle(block):
+                self._push_out(block)
+
+    def unwind(self) -> None:
+        """The end is near: nothing is written back any more, and what could not be stays the truth in memory."""
+        for home in (self.rest, lambda: self._finish_all(list(self._leaving.values()))):
+            with suppress(TierError):
+                home()
+        self._unwinding = True
 
     # Whole blocks.
 
@@ -287,20 +269,14 @@ class Store:
             out.copy_(self.tensor(block))
             return Done()
         if isinstance(home, Tensor):
-            return self.device.copy(out, home, key=block.key)
+            block.outgoing = self.device.copy(out, home, key=block.key)
+            return block.outgoing
         if out.device.type == "cpu":
             return self.disk.read(home, as_bytes(out), 0, block.key)
         return self._transfers.read(out, home, block.key)
 
-    def overwrite(self, block: Block, values: Tensor) -> None:
-        """The whole block becomes ``values`` (1-D, on the compute device): nothing is read, and it is on its way home."""
-        self._change(block, values, add=False)
-
-    def add(self, block: Block, values: Tensor) -> None:
-        """``values`` is added where the compute is, and the sum is on its way home."""
-        self._change(block, values, add=True)
-
-    def _change(self, block: Block, values: Tensor, *, add: bool) -> None:
+    def change(self, block: Block, values: Tensor, *, add: bool) -> None:
+        """The whole block becomes ``values`` (1-D, on the compute device), or they are added there; then it goes home."""
         lease = self.fetch(block, Tier.DEVICE, read=add)
         try:
             mine = lease.wait()
@@ -308,15 +284,20 @@ class Store:
             block.touch()
         finally:
             self.close(block)
-        self._passed += block.nbytes
-        if self._passed >= self.RELEASE_NBYTES:
+        self.passed(block.nbytes)
+
+    def passed(self, nbytes: int, limit: int = RELEASE_NBYTES) -> None:
+        """So much went through tensors of the allocator's, which keeps what they leave: it is returned every ``limit``."""
+        self._passed += nbytes
+        if self._passed >= limit and self._homes.file is not None:
             self._passed = 0
             self.host.release_heap()
 
     def trim(self) -> None:
         """A step has ended: give the system what was not needed for some steps."""
         self.host.trim()
-        self.host.release_heap()
+        if self._homes.file is not None:
+            self.host.release_heap()
 
     def move(self, block: Block, tier: Tier) -> None:
         """Change the home; the values and the version stay.
@@ -329,14 +310,16 @@ class Store:
         assert (block.tier, tier) in MOVES
         values = self.tensor(block)
         version = block.version
-        home = self._home(block.key, block.numel, block.dtype, tier)
+        self._make_room(tier, block.nbytes)
+        home = self._homes.take(block.key, block.numel, block.dtype, tier)
         try:
             if isinstance(home, Tensor):
                 home.copy_(values)
             else:
                 self.disk.write(home, as_bytes(values.to("cpu").contiguous()), 0, block.key).wait()
         except BaseException:
-            self._free(home, tier, block.nbytes)
+            if block.nbytes:
+                self._homes.give(home, tier, block.nbytes)
             raise
         charged = block.charged
         block.charged = 0
@@ -347,7 +330,7 @@ class Store:
         if lease is not None:
             self.staging.recycle(lease)
         if charged:
-            self._free(old, was, charged)
+            self._homes.give(old, was, charged)
         block.home, block.tier, block.charged = home, tier, block.nbytes
         block.base = version - (home._version if isinstance(home, Tensor) else 0)
 
@@ -356,13 +339,19 @@ class Store:
     def _take(self, nbytes: int, key: str, at: Tier) -> Tensor:
         while at is Tier.HOST and self.staging.crowded(nbytes) and self._leaving:
             self._finish_leaving(next(iter(self._leaving.values())))
+        while at is Tier.DEVICE and self._leaving and self._on_device() + nbytes > self.staging.limit:
+            self._finish_leaving(next(iter(self._leaving.values())))
         self._make_room(at, nbytes)
         return self.staging.take(nbytes, key, at)
+
+    def _on_device(self) -> int:
+        """Bytes that wait on the device to go home: a host that runs ahead must not pile them up."""
+        return sum(block.nbytes for block in self._leaving.values() if block.lease and block.lease.at is Tier.DEVICE)
 
     def _make_room(self, tier: Tier, nbytes: int) -> None:
         """Where the budget is short, wait for what is on its way home, and send home what was opened on demand."""
         while (room := self.budget.room(tier)) is not None and room < nbytes:
-            idle = [block for block in self._recent.values() if block.lease is not None and not block.lease.held_outside]
+            idle = [block for block in self._recent.values() if self._idle(block)]
             if self._leaving:
                 self._finish_leaving(next(iter(self._leaving.values())))
             elif idle:
@@ -374,8 +363,7 @@ class Store:
         """Take note of everything that has ended since the last call."""
         while self._forsaken:
             self.staging.recycle(self._forsaken.popleft())
-        for _ in range(len(self._dropped)):
-            self._free(*self._dropped.popleft())
+        self._homes.sweep()
         self.staging.sweep()
         leaving = [(block, block.lease.leaving) for block in self._leaving.values() if block.lease is not None]
         self._finish_all([block for block, step in leaving if step is not None and step.done()])
@@ -406,7 +394,7 @@ class Store:
         self._closed = True
         self._leaving.clear()
         self._recent.clear()
-        if self._file is not None:
-            self._file.close()
-        self.host.close()
+        if self._homes.file is not None:
+            self._homes.file.close()
         self.device.close()
+        self.host.close()

@@ -40,6 +40,7 @@ class Transfers:
             if blank and read:
                 home.data.zero_()  # data: reading counts as no change
             block.blank = False
+            block.calm()
             return Lease(key, at, home, None, fresh=False)
         buffer = self._take(block.nbytes, key, at)
         lease = Lease(key, at, view_of(buffer, block.numel, block.dtype), buffer, fresh=blank or not read)
@@ -47,18 +48,17 @@ class Transfers:
             if blank and read:
                 lease.values.zero_()
             elif read:
-                lease.arrive(self._bring(lease.values, home, at, key))
+                lease.arrive(self._bring(block, lease.values, at))
         except BaseException:
             self._staging.recycle(lease)
             raise
         block.blank = False
         return lease
 
-    def _bring(self, values: Tensor, home: Tensor | Extent, at: Tier, key: str) -> Step:
-        return self._copy(values, home, at, key) if isinstance(home, Tensor) else self.read(values, home, key)
-
-    def _copy(self, out: Tensor, source: Tensor, at: Tier, key: str) -> Step:
-        ticket = self._device.copy(out, source, key=key)
+    def _bring(self, block: Block, values: Tensor, at: Tier) -> Step:
+        if not isinstance(block.home, Tensor):
+            return self.read(values, block.home, block.key)
+        ticket = block.outgoing = self._device.copy(values, block.home, key=block.key)
         return _OnHost(ticket.synchronize, ticket.done) if at is Tier.HOST else ticket
 
     def read(self, values: Tensor, extent: Extent, key: str) -> Step:

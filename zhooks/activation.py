@@ -102,7 +102,8 @@ class SavedParameters:
 
         def pack(tensor: Tensor) -> Any:
             flat = live.get(address(tensor)) if type(tensor) is Tensor else None
-            if flat is not None:
+            # A buffer that a failed gather gave up may have left its address to somebody else.
+            if flat is not None and flat.full is not None and address(flat.full) == address(tensor):
                 return Reference(
                     flat, flat.version(), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
                 )

@@ -83,15 +83,14 @@ def attach(
     chosen = Policy.of(policy)
     device = check_model(model)
     check_optimizer(model, optimizer)
-    axes = resolve(mesh)
-    comm = open_comm(axes, chosen, device)
-    try:
-        # What is trained later must not be made of inference tensors.
-        with torch.inference_mode(False):
+    # What is trained later must not be made of inference tensors; the first of the two would turn gradients on.
+    with torch.inference_mode(False), torch.no_grad():
+        comm = open_comm(resolve(mesh), chosen, device)
+        try:
             return Attachment(model, optimizer, chosen, comm, Materializer(model, device, init, sync))
-    except BaseException:
-        comm.close()
-        raise
+        except BaseException:
+            comm.close()
+            raise
 
 
 class Attachment:
@@ -154,14 +153,22 @@ class Attachment:
             materializer.buffers(self._comm.world)
             spare = kept_budget(self.policy, self._units, self._comm, materializer.device)
         except BaseException:
-            with loose_references(self.model):
-                for unit in self._units:
-                    plain_unit(unit, [self._optimizer] if self._optimizer is not None else [])
-            if self._store is not None:
-                self._store.shut()
+            self._unbuild()
             raise
         self._size_pool()
         return spare
+
+    def _unbuild(self) -> None:
+        """Make what was built of a model that cannot be attached plain again."""
+        try:
+            if self._store is not None:
+                self._store.unwind()
+            with loose_references(self.model):
+                for unit in self._units:
+                    plain_unit(unit, [self._optimizer] if self._optimizer is not None else [])
+        finally:
+            if self._store is not None:
+                self._store.shut()
 
     def _size_pool(self) -> None:
         """Keep as many idle buffers as the schedule has under way at once."""
@@ -208,10 +215,10 @@ class Attachment:
         chosen = Policy.of(policy)
         check_change(self.policy, chosen, self._store)
         self._runtime.settle()
-        self.policy, self._table = chosen, Table.of(chosen.table())
-        device = self._units[0].flats[0].kind.device
+        table, device = Table.of(chosen.table()), self._units[0].flats[0].kind.device
         if chosen.tiered or self._store is not None:
-            self._store = change_store(self._store, chosen, device, self._units, self._table, self._comm, self._bus)
+            self._store = change_store(self._store, chosen, device, self._units, table, self._comm, self._bus)
+        self.policy, self._table = chosen, table
         if self._stepper is not None:
             self._stepper.close()
         self._step_over_tiers()
@@ -240,6 +247,8 @@ class Attachment:
         while self._handles:
             self._handles.pop().remove()
         optimizers = optimizers_of(self.model.parameters())
+        if self._store is not None:
+            self._store.unwind()
         with loose_references(self.model):
             for unit in self._units:
                 plain_unit(unit, optimizers)

@@ -28,7 +28,7 @@ from zhooks.kind import Kind, Ownership
 from zhooks.layout import Layout, Piece
 from zhooks.pool import Pool
 from zhooks.refusals import too_late
-from zhooks.resting import Resting
+from zhooks.resting import Resting, reserve
 from zhooks.sharded import ShardedTensor, Spec
 
 
@@ -226,6 +226,11 @@ class Flat:
         if self.bus.active:
             self.bus.end("gather", self.name, self.moved_nbytes)
 
+    def end_gather(self) -> None:
+        """Finish what was gathered ahead and is not wanted any more: that its tier failed is nobody's concern."""
+        with suppress(TierError):
+            self.finish_gather()
+
     def _send_buffer(self, full: Tensor) -> Tensor:
         """The shard in the compute dtype; a cast goes straight into this rank's range of the full buffer."""
         if self.ownership.whole:
@@ -243,10 +248,7 @@ class Flat:
 
     def release(self) -> None:
         """Drop the full buffer; the shard remains."""
-        if self.state is State.GATHERING:
-            # Gathered ahead and not wanted any more: that its tier failed is nobody's concern now.
-            with suppress(TierError):
-                self.finish_gather()
+        self.end_gather()
         if self.state is State.RESTING or not self.releasable:
             return
         self._move("release")
@@ -368,18 +370,10 @@ class Flat:
             BudgetError: its tier cannot admit it.
         """
         if self.rests and self.layout.padded:
-            self.rest = self._reserve_blocks()
+            assert self.store is not None
+            self.rest = reserve(self.store, self.name, self.shard_numel, self.kind, copied=not self.ownership.resident)
         elif not self.aliased:
             self._shard = torch.empty(self.shard_numel, dtype=self.kind.master, device=self.kind.device)
-
-    def _reserve_blocks(self) -> Resting:
-        assert self.store is not None
-        kind, numel, tiers = self.kind, self.shard_numel, self.kind.tiers
-        home = tiers.optimizer if kind.apart else tiers.parameter
-        master = self.store.put(f"parameter/{self.name}", numel, kind.master, home)
-        if not kind.apart or self.ownership.resident:
-            return Resting(self.store, master, None)
-        return Resting(self.store, master, self.store.put(f"copy/{self.name}", numel, kind.compute, tiers.parameter))
 
     def adopt(self, full: Tensor) -> None:
         """Take the padded values of all parameters (master dtype): keep this rank's ranges, or alias them."""

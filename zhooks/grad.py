@@ -92,14 +92,14 @@ class Gradient:
     def overwrite(self, reduced: Tensor) -> None:
         """The whole shard becomes ``reduced``; nothing that was there is read."""
         if self._block is not None and self.flat.store is not None:
-            self.flat.store.overwrite(self._block, reduced)
+            self.flat.store.change(self._block, reduced, add=False)
         else:
             self.shard.copy_(reduced)
 
     def accumulate(self, reduced: Tensor) -> None:
         """``reduced`` is added to the whole shard."""
         if self._block is not None and self.flat.store is not None:
-            self.flat.store.add(self._block, reduced)
+            self.flat.store.change(self._block, reduced, add=True)
         else:
             self.shard.add_(reduced)
 

@@ -12,6 +12,7 @@ Note: [One step, many calls]
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,9 +32,10 @@ from offload.store import Store
 from offload.tier import Tier
 from zhooks.build import state_keys
 from zhooks.flat import Flat, State
+from zhooks.group_numbers import numbers, same_numbers
 from zhooks.sharded import ShardedTensor
 
-__all__ = ["Job", "Kernel", "Stepper", "numbers"]
+__all__ = ["Job", "Kernel", "Stepper"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,10 @@ class Job:
     def params(self) -> Iterator[nn.Parameter]:
         for group in self.groups:
             yield from group
+
+
+#: New states an optimizer makes with the allocator, once each, before what they leave there is returned.
+_MADE_NBYTES = 16 << 20
 
 
 class Kernel(Protocol):
@@ -85,7 +91,7 @@ class Stepper:
 
     def open(self) -> None:
         """Be called around every optimizer's step from now on."""
-        self._handles = [register_optimizer_step_pre_hook(self.before), register_optimizer_step_post_hook(self.after)]
+        self._handles = _watch(self)
 
     def close(self) -> None:
         self.restore()
@@ -166,10 +172,11 @@ class Stepper:
             for index, job in enumerate(jobs):
                 while len(opened) < min(len(jobs), index + 1 + self._ahead):
                     opened.append(self._fetch(optimizer, jobs[len(opened)]))
-                self._update(optimizer, job, opened[index])
-                end = _same_numbers(optimizer, start, end)
-                self._close(opened, index)
+                copied = self._update(optimizer, job, opened[index])
                 done += 1
+                self._put_away(optimizer, job.flat, copied=copied)
+                end = same_numbers(optimizer, start, end)
+                self._close(opened, index)
             if last:
                 self._store.trim()
         except ZhooksError as error:
@@ -183,6 +190,8 @@ class Stepper:
 
     def _fetch(self, optimizer: Optimizer, job: Job) -> list[Block]:
         """Start bringing everything of a job to where it is computed."""
+        if self._place is Tier.HOST and job.flat.kind.device.type != "cpu":
+            self._bring_strays(optimizer, job)
         blocks: dict[int, Block] = {}
         for param in job.params():
             for tensor in (param, _grad(param), *optimizer.state.get(param, {}).values()):
@@ -198,6 +207,14 @@ class Stepper:
             raise
         return fetched
 
+    def _bring_strays(self, optimizer: Optimizer, job: Job) -> None:
+        """States and gradients that a load or a freeze left on the device: the update is computed on the host."""
+        self.adopt(optimizer, job.flat)
+        for param in job.params():
+            grad = _grad(param)
+            if isinstance(grad, ShardedTensor) and isinstance(grad._at, Tensor):
+                grad._at = grad._at.to("cpu")
+
     def _close(self, opened: list[list[Block]], index: int) -> None:
         while opened[index]:
             self._store.close(opened[index].pop())
@@ -210,7 +227,8 @@ class Stepper:
                     self._store.close(blocks.pop())
 
     @torch.no_grad()
-    def _update(self, optimizer: Optimizer, job: Job, blocks: Sequence[Block]) -> None:
+    def _update(self, optimizer: Optimizer, job: Job, blocks: Sequence[Block]) -> bool:
+        """Returns whether the flat's copy in the compute dtype was written, too."""
         flat = job.flat
         for block in blocks:
             assert block.lease is not None
@@ -218,11 +236,16 @@ class Stepper:
         if self._bus.active:
             self._bus.begin("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
         copied = self.kernel.update(optimizer, job)
+        if self._bus.active:
+            self._bus.end("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
+        return copied
+
+    @torch.no_grad()
+    def _put_away(self, optimizer: Optimizer, flat: Flat, *, copied: bool) -> None:
+        """What follows from an update that was made: new states go to their tier, the masters' copy is made."""
         self.adopt(optimizer, flat)
         if flat.rest is not None:
             self._finish_rest(flat, copied=copied)
-        if self._bus.active:
-            self._bus.end("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
 
     def _finish_rest(self, flat: Flat, *, copied: bool) -> None:
         """Carry the masters over into what the next gather reads."""
@@ -265,6 +288,35 @@ class Stepper:
                 state._at, state._on = Part(block, *flat.span(index)), flat.kind.device
         finally:
             self._store.close(block)
+        if fresh:
+            self._store.passed(block.nbytes, _MADE_NBYTES)
+
+
+#: What torch was given for steppers, some of which may have gone without ``close``.
+_watching: list[tuple[weakref.ref[Stepper], list[RemovableHandle]]] = []
+
+
+def _watch(stepper: Stepper) -> list[RemovableHandle]:
+    """Have torch call a stepper as long as it lives: torch's table must not keep a model that everybody has let go."""
+    for entry in [entry for entry in _watching if entry[0]() is None]:
+        _watching.remove(entry)
+        for handle in entry[1]:
+            handle.remove()
+    me = weakref.ref(stepper)
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = me()
+        if alive is not None:
+            alive.before(optimizer, args, kwargs)
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = me()
+        if alive is not None:
+            alive.after(optimizer, args, kwargs)
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    _watching.append((me, handles))
+    return handles
 
 
 class Narrowed:
@@ -331,46 +383,3 @@ def _leave_rest(
     for (group, _), params in zip(held, rest, strict=True):
         group["params"] = params
     return undo
-
-
-def numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What the groups hold beside their parameters."""
-    return [{key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _same_numbers(
-    optimizer: Optimizer, start: list[dict[str, Any]], end: list[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """After one of many calls: its changes to the groups are undone, and must be those of every other call.
-
-    Raises:
-        ShardedOpError: they are not: the optimizer's step depends on all parameters at once.
-    """
-    now = numbers(optimizer)
-    for group, before in zip(optimizer.param_groups, start, strict=True):
-        for key, value in before.items():
-            if isinstance(value, Tensor) and isinstance(group[key], Tensor):
-                group[key].copy_(value)
-            else:
-                group[key] = value
-    if end is not None and not all(_equal(one, two) for one, two in zip(now, end, strict=True)):
-        raise ShardedOpError(
-            f"{type(optimizer).__name__}: expected an optimizer that updates each element by itself, for the policy places its "
-            "states on tiers; found that its groups' numbers depend on all parameters at once. Use tier = \"device\" for "
-            "[parameter], [gradient] and [optimizer], or another optimizer."
-        )
-    return now
-
-
-def _equal(one: dict[str, Any], two: dict[str, Any]) -> bool:
-    return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
-
-
-def _same(one: Any, two: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(two, Tensor):
-        return torch.equal(one, two)
-    return bool(one == two)

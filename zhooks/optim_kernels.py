@@ -35,8 +35,10 @@ class Rule(Protocol):
     def begin(self, group: dict[str, Any], state: dict[str, Any]) -> object:
         """The numbers of one parameter's step, counters moved on; equal for parameters that may share a pass."""
 
-    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None) -> None:
-        """One pass."""
+    def run(
+        self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None, scale: float
+    ) -> None:
+        """One pass; the gradient counts ``scale`` times."""
 
 
 class AdamRule:
@@ -64,9 +66,11 @@ class AdamRule:
             maximize=bool(group["maximize"]),
         )
 
-    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None) -> None:
+    def run(
+        self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None, scale: float
+    ) -> None:
         assert isinstance(how, kernels.Adam)
-        kernels.adam(how, master, grad, states[0], states[1], copy=copy)
+        kernels.adam(how, master, grad, states[0], states[1], copy=copy, scale=scale)
 
 
 class SgdRule:
@@ -86,9 +90,11 @@ class SgdRule:
             first=bool(group["momentum"]) and state.get("momentum_buffer") is None,
         )
 
-    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None) -> None:
+    def run(
+        self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None, scale: float
+    ) -> None:
         assert isinstance(how, kernels.Sgd)
-        kernels.sgd(how, master, grad, states[0] if states else None, copy=copy)
+        kernels.sgd(how, master, grad, states[0] if states else None, copy=copy, scale=scale)
 
 
 class LionRule:
@@ -101,9 +107,11 @@ class LionRule:
         beta1, beta2 = (float(beta) for beta in group["betas"])
         return kernels.Lion(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
 
-    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None) -> None:
+    def run(
+        self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None, scale: float
+    ) -> None:
         assert isinstance(how, kernels.Lion)
-        kernels.lion(how, master, grad, states[0], copy=copy)
+        kernels.lion(how, master, grad, states[0], copy=copy, scale=scale)
 
 
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "capturable": False}
@@ -181,6 +189,9 @@ class Numba:
 
     def update(self, optimizer: Optimizer, job: Job) -> bool:
         rule, flat = rule_for(optimizer), job.flat
+        scale = _left_to_the_kernel(optimizer)
+        if scale is None:
+            return False
         copy = None if flat.rest is None else flat.rest.copy
         store = flat.store
         assert copy is None or store is not None
@@ -188,7 +199,8 @@ class Numba:
         try:
             for run in self._runs(rule, optimizer, job, target):
                 master, grad, *states = run.whole()
-                rule.run(run.how, master, grad, states[: len(states) - (target is not None)], states[-1] if copy else None)
+                kept, rounded = states[: len(states) - (target is not None)], states[-1] if copy else None
+                rule.run(run.how, master, grad, kept, rounded, scale)
         finally:
             if copy is not None and store is not None:
                 copy.touch()
@@ -224,6 +236,14 @@ class Numba:
         for tensor in written:
             tensor._written()
         return runs
+
+
+def _left_to_the_kernel(optimizer: Any) -> float | None:
+    """What a GradScaler leaves to optimizers with fused=True: the factor that unscales; None where the step is skipped."""
+    found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found is not None and float(found):
+        return None
+    return 1.0 if scale is None else 1.0 / float(scale)
 
 
 def _state(state: dict[str, Any], key: str, flat: Flat, number: int, made: dict[str, Tensor]) -> ShardedTensor:

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from zhooks.flat import Flat
 from zhooks.grad import Gradient
-from zhooks.optim import Job, Stepper, numbers
+from zhooks.group_numbers import numbers
+from zhooks.optim import Job, Stepper
 from zhooks.refusals import too_late
 
 __all__ = ["Overlap"]

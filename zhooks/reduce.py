@@ -135,9 +135,8 @@ class Reducer:
         gradient = self.gradients.get(flat.number)
         if gradient is None or gradient.flat is not flat:
             raise ShardedOpError(
-                f"backward of unit {flat.name}: expected the layout of its forward, found that parameters were "
-                "frozen or unfrozen in "
-                "between. Change requires_grad between steps."
+                f"backward of unit {flat.name}: expected the layout of its forward, found that parameters were frozen or "
+                "unfrozen, or apply() was called, in between. Change requires_grad and the policy between steps."
             )
         if not accumulates:
             out = self._selected(gradient, grads)

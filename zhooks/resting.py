@@ -19,8 +19,22 @@ from offload.block import Block
 from offload.lease import Step
 from offload.store import Store
 from offload.tier import Tier
+from zhooks.kind import Kind
 
-__all__ = ["Resting"]
+__all__ = ["Resting", "reserve"]
+
+
+def reserve(store: Store, name: str, numel: int, kind: Kind, *, copied: bool) -> Resting:
+    """New blocks for a shard of ``numel`` elements; ``copied`` where gathers read a copy in the compute dtype.
+
+    Raises:
+        BudgetError: a tier cannot admit them.
+    """
+    home = kind.tiers.optimizer if kind.apart else kind.tiers.parameter
+    master = store.put(f"parameter/{name}", numel, kind.master, home)
+    if not kind.apart or not copied:
+        return Resting(store, master, None)
+    return Resting(store, master, store.put(f"copy/{name}", numel, kind.compute, kind.tiers.parameter))
 
 
 class Resting:

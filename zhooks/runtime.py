@@ -12,6 +12,7 @@ Note: [Passes]
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -117,11 +118,9 @@ class Runtime:
 
     def _abandon_dead(self) -> None:
         """A pass was left without its hooks running (an interrupt): put everything back before the next."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame is self._caller:
+        for top in sys._current_frames().values():  # on a GPU a backward inside a pass runs on a thread of its own
+            if any(frame is self._caller for frame, _ in traceback.walk_stack(top)):
                 return
-            frame = frame.f_back
         if self._frames and self.recompute is not None:
             self.recompute.abandon()
         while self._frames:
@@ -253,7 +252,7 @@ class Runtime:
             return
         for flat in unit.flats:
             if flat.releasable:
-                flat.finish_gather()
+                flat.end_gather()
                 self.saved.gone(flat)
                 flat.release()
         self._out.pop(unit.number, None)

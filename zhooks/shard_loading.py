@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.block import Part
 from offload.errors import CheckpointError
 from offload.shard_file import ShardReader
 from zhooks.flat import Flat

@@ -8,7 +8,7 @@ It never guesses: an operation it cannot do right raises and says what to do ins
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A list operation over ranges on disk: one element after the other, for all at once may not fit in memory."""
+    """A list operation over ranges on disk, of which all at once may not fit in memory, or on several tiers."""
     count = len(args[0])
 
     def at(index: int, value: Any) -> Any:
@@ -63,6 +63,13 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         named = {key: at(index, value) for key, value in kwargs.items()}
         out.extend(_local(func, tuple(at(index, value) for value in args), named) or ())
     return out or None
+
+
+def _scattered(tensors: Any) -> bool:
+    """Ranges on disk, or ranges in different memories: no one operation may have them all."""
+    sharded = [tensor for tensor in tensors if type(tensor) is ShardedTensor]
+    apart = any(t._on.type != "cpu" for t in sharded) and len({t._local.device for t in sharded if not t._paged}) > 1
+    return apart or any(t._paged for t in sharded)
 
 
 def _rule(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
@@ -102,7 +109,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain = [lead._local]
     for value in args[1:]:
         if type(value) is ShardedTensor and value._spec is spec:
-            plain.append(value._local)
+            plain.append(_near(value, lead))
         elif isinstance(value, Tensor) and (value.dim() > 0 or value.device != plain[0].device):
             return _local(func, args, kwargs)
         else:
@@ -115,7 +122,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise operation to the ranges."""
     first = args[0]
-    if type(first) in (list, tuple) and len(first) > 1 and any(type(t) is ShardedTensor and t._paged for t in first):
+    if type(first) in (list, tuple) and len(first) > 1 and _scattered(first):
         return _one_by_one(func, args, kwargs)
     mixed = _mixed(args)
     if mixed is not None:
@@ -135,6 +142,7 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = {key: _localise(value, lead, leads) for key, value in kwargs.items() if key != "memory_format"}
     if any(value is NotImplemented for value in (*plain, *named.values())):
         return _whole(func, args, kwargs)
+    assert lead._on.type == "cpu" or len({tensor._local.device for tensor in written}) < 2, f"{func} writes on two tiers"
     out = func(*plain, **named)
     for tensor in written:
         tensor._written()
@@ -217,14 +225,19 @@ def _localise(value: Any, lead: ShardedTensor, leads: list[ShardedTensor]) -> An
 
 def _beside(value: Tensor, lead: ShardedTensor) -> Tensor:
     """A plain tensor where the range is: beside one in host memory, the number a user's loop computed on the device."""
-    if lead._on == value.device and type(lead._at) is Part:
+    if lead._on == value.device and value.device.type != "cpu":
         return value.to(lead._local.device)
     return value
 
 
+def _near(value: ShardedTensor, lead: ShardedTensor) -> Tensor:
+    """A range to be read where the lead's is: their tiers may differ."""
+    return value._local if value is lead or lead._on.type == "cpu" else value._local.to(lead._local.device)
+
+
 def _matching(value: ShardedTensor, lead: ShardedTensor) -> Any:
     if value._spec is lead._spec or value._spec.key() == lead._spec.key():
-        return value._local
+        return _near(value, lead)
     if value.shape != lead.shape and value._bound:
         return NotImplemented
     if value.shape != lead.shape:
@@ -275,10 +288,10 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _total(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A sum, mean, maximum, ... over the whole tensor: this rank's part combined with the others'.  Collective."""
     tensor, how = args[0], _TOTALS[func]
-    local, home = tensor._local, tensor._spec.home
+    # Summed where the compute is, whatever the tier: another order of additions would give other bits.
+    local, home = tensor._local.to(tensor._on), tensor._spec.home
     if not home.sharded:
-        result: Tensor = func(local, *args[1:], **kwargs)
-        return Tensor.to(result, tensor._on)
+        return cast(Tensor, func(local, *args[1:], **kwargs))
     if local.numel() == 0 and how in ("max", "min") and func in (aten.max.default, aten.min.default):
         low = torch.finfo(local.dtype).min if local.is_floating_point() else torch.iinfo(local.dtype).min
         high = torch.finfo(local.dtype).max if local.is_floating_point() else torch.iinfo(local.dtype).max
@@ -286,7 +299,7 @@ def _total(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     else:
         part = local.sum() if how == "mean" else func(local, *args[1:], **kwargs)
     wide = part.to(torch.float32) if part.dtype in (torch.float16, torch.bfloat16) else part
-    wide = (wide.to(torch.int32) if part.dtype == torch.bool else wide.clone()).to(tensor._on)
+    wide = (wide.to(torch.int32) if part.dtype == torch.bool else wide.clone())
     home.all_reduce(wide, "sum" if how == "mean" else how)
     return (wide / tensor._spec.numel if how == "mean" else wide).to(part.dtype)
 
@@ -313,12 +326,11 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return refused
     dtype = kwargs.get("dtype") or tensor.dtype
     order = 2.0 if ord is None else float(ord)
+    local = tensor._local.to(tensor._on)  # as in `_total`
     if not tensor._spec.home.sharded:
-        plain: Tensor = (
-            func(tensor._local, *args[1:], **kwargs) if name == "norm" else aten.linalg_vector_norm(tensor._local, order)
-        )
-        return Tensor.to(plain, tensor._on, dtype)
-    return partial_norm(tensor._local, order, tensor._spec.home, dtype, tensor._on)
+        plain: Tensor = func(local, *args[1:], **kwargs) if name == "norm" else aten.linalg_vector_norm(local, order)
+        return plain.to(dtype)
+    return partial_norm(local, order, tensor._spec.home, dtype, tensor._on)
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -339,13 +351,15 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     near = [grad for grad in grads if not any(grad is other for other in apart)]
     if near:
         func([grad._local if isinstance(grad, ShardedTensor) else grad for grad in near], *args[1:], **kwargs)
+    numbers = {found.device: (found, scale)}
     for grad in apart:
         local = grad._local
-        here = found.to(local.device)
-        func([local], here, scale.to(local.device), *args[3:], **kwargs)
+        if local.device not in numbers:
+            numbers[local.device] = (found.to(local.device), scale.to(local.device))
+        func([local], *numbers[local.device], *args[3:], **kwargs)
         grad._written()
-        if here is not found:
-            found.copy_(here)
+    for here, _ in numbers.values():
+        found.copy_(torch.maximum(found, here.to(found.device)))
     lead = next(grad for grad in grads if isinstance(grad, ShardedTensor))
     lead._spec.home.all_reduce(found, "max")
 

@@ -196,6 +196,7 @@ def change_store(
 
     Raises:
         BudgetError: what is to rest on a tier exceeds its budget.
+        CapabilityError: the machine lacks what the policy asks for.
     """
     groups = [
         Group(unit.name, unit.entries, {s.name: p for f in unit.flats for s, p in zip(f.specs, f.params, strict=True)})
@@ -203,6 +204,7 @@ def change_store(
     ]
     if store is None:
         return open_store(policy, device, groups, table, comm, bus)
+    check_compute(policy, device, groups)
     limits = {tier: _limit(policy, tier, store.device, comm) for tier in Tier}
     need = needs(groups, policy, table, comm.shard.axis.world)
     _admit(limits, need, comm)
@@ -238,7 +240,11 @@ def kept_budget(policy: Policy, units: Sequence[Unit], comm: Comm, device: torch
     Raises:
         BudgetError: it does not even hold what rests on the device and the units in flight.
     """
-    limit = _limit(policy, Tier.DEVICE, open_device(device), comm)
+    seam = open_device(device)
+    try:
+        limit = _limit(policy, Tier.DEVICE, seam, comm)
+    finally:
+        seam.close()
     if limit is None:
         return None
     floor = device_floor(policy, units)

@@ -62,7 +62,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def filled(store: Store, key: str, numel: int, tier: Tier, value: float = 1.0) -> Block:
     block = store.put(key, numel, torch.float32, tier)
-    store.overwrite(block, torch.full((numel,), value))
+    store.change(block, torch.full((numel,), value), add=False)
     store.settle()
     return block
 
@@ -140,7 +140,7 @@ class Played:
         if self.elsewhere(key) and not self.store.device.addresses_host:
             return False
         self.plain[key] = self.fresh(key)
-        self.store.overwrite(self.blocks[key], self.plain[key])
+        self.store.change(self.blocks[key], self.plain[key], add=False)
         return True
 
     def add(self, key: str) -> bool:
@@ -148,7 +148,7 @@ class Played:
             return False
         more = self.fresh(key)
         self.plain[key] = self.plain[key] + more
-        self.store.add(self.blocks[key], more)
+        self.store.change(self.blocks[key], more, add=True)
         return True
 
     def into(self, key: str) -> bool:
@@ -448,20 +448,6 @@ def test_a_move_that_the_budget_refuses_leaves_the_block_where_it_was(make: Make
     with pytest.raises(BudgetError, match="cannot admit b"):
         store.move(block, tier)
     assert block.tier is start and used(store) == before and torch.equal(values(block), torch.full((1000,), 3.0))
-
-
-def test_adopted_memory_is_nobodys_charge_until_it_moves(make: Make) -> None:
-    store = make()
-    memory = torch.full((1000,), 2.0)
-    block = store.adopt("b", memory)
-    assert used(store)["device"] == 0
-    block.tensor().add_(1.0)
-    assert memory[0] == 3.0
-    store.move(block, Tier.DISK)
-    store.settle()
-    assert used(store)["disk"] == 4000 and torch.equal(values(block), torch.full((1000,), 3.0))
-    block.drop()
-    assert used(store)["disk"] == 0
 
 
 def test_staging_counts_and_a_fetch_beyond_the_budget_is_refused(make: Make) -> None:

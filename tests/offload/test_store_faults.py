@@ -67,7 +67,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def filled(store: Store, key: str, value: float = 1.0, numel: int = 1000) -> Block:
     block = store.put(key, numel, torch.float32, Tier.DISK)
-    store.overwrite(block, torch.full((numel,), value))
+    store.change(block, torch.full((numel,), value), add=False)
     store.settle()
     return block
 
@@ -114,7 +114,7 @@ def test_whoever_wants_a_block_whose_write_back_failed_hears_of_it_and_may_go_on
     turns: dict[str, Callable[[], object]] = {
         "fetched": lambda: store.fetch(block, Tier.DEVICE),
         "opened": block.tensor,
-        "added": lambda: store.add(block, torch.zeros(1000)),
+        "added": lambda: store.change(block, torch.zeros(1000), add=True),
         "moved": lambda: store.move(block, Tier.HOST),
     }
     with pytest.raises(TierError, match=r"layers\.3"):
@@ -137,7 +137,7 @@ def test_a_read_that_fails_names_the_block_and_is_tried_anew(make: Make, address
     for turn in (
         block.tensor,
         lambda: store.fetch(block, Tier.DEVICE).wait(),
-        lambda: store.add(block, torch.ones(1000)),
+        lambda: store.change(block, torch.ones(1000), add=True),
         lambda: store.read_into(block, store.device.empty(4000).view(torch.float32)).wait(),
         lambda: store.move(block, Tier.HOST),
     ):
@@ -183,7 +183,7 @@ def test_a_damaged_block_is_named_and_the_others_are_usable(make: Make, addresse
         with pytest.raises(TierError, match=rf"cannot read {block.key}.*the block is lost"):
             block.tensor()
     assert holds(other, 1.0)
-    store.overwrite(block, torch.full((1000,), 8.0))
+    store.change(block, torch.full((1000,), 8.0), add=False)
     store.settle()
     assert holds(block, 8.0)
     end(store)
@@ -254,7 +254,7 @@ def test_a_vanished_folder_does_not_matter_to_an_open_file(make: Make, tmp_path:
     path = store.disk.path
     path.unlink()
     for value in (2.0, 3.0):
-        store.overwrite(block, torch.full((1000,), value))
+        store.change(block, torch.full((1000,), value), add=False)
         store.settle()
         assert holds(block, value)
     big = filled(store, "layers.4", 1.0, 40 << 20)
