@@ -189,6 +189,12 @@ class Numba:
 
     def update(self, optimizer: Optimizer, job: Job) -> bool:
         rule, flat = rule_for(optimizer), job.flat
+        if flat.kind.master is not torch.float32:
+            # Before any counter moves: a step that is refused has not happened.
+            raise ShardedOpError(
+                f'[optimizer] kernel = "numba": expected fp32 parameters, found {flat.kind.master} in unit {flat.name}. Use '
+                'kernel = "torch", or keep the parameters in fp32 and set [precision] param.'
+            )
         scale = _left_to_the_kernel(optimizer)
         if scale is None:
             return False
