@@ -319,7 +319,7 @@ class Disk(Table):
     path: Annotated[str, AfterValidator(_path)] | None = words(
         None,
         expected="the path of a folder",
-        does="The folder of the scratch files; best on NVMe, and never on a network.",
+        does="The folder of the scratch files, made where it is missing; best on NVMe, and never on a network. ~ is your home.",
         why="Unset is the system's folder for temporary files.",
     )
     block: Size = words(
@@ -348,7 +348,7 @@ class Disk(Table):
     @property
     def folder(self) -> Path:
         """The folder meant, the system's own for temporary files where ``path`` is unset."""
-        return Path(self.path if self.path is not None else tempfile.gettempdir())
+        return Path(self.path if self.path is not None else tempfile.gettempdir()).expanduser()
 
 
 class Comm(Table):

@@ -61,7 +61,7 @@ class Training:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
 
-@on_ranks(1, 2, tier=("host", "disk"))
+@on_ranks(1, 2, tier=("device", "host", "disk"))
 def test_early_updates_have_the_bits_of_late_ones(tier: str) -> None:
     states = []
     for overlap in (True, False):
@@ -73,9 +73,9 @@ def test_early_updates_have_the_bits_of_late_ones(tier: str) -> None:
     assert all(torch.equal(early[name], late[name]) for name in late)
 
 
-@on_ranks(1, 2)
-def test_updates_happen_in_backward_from_the_second_step_on() -> None:
-    training = Training().warm()
+@on_ranks(1, 2, tier=("device", "host"))
+def test_updates_happen_in_backward_from_the_second_step_on(tier: str) -> None:
+    training = Training(tier).warm()
     training.step(1)
     names = [name for name in training.log.names() if "update" in name or "backward of" in name]
     end = next(place for place, name in enumerate(names) if name.startswith("end backward"))

@@ -90,7 +90,9 @@ def load_full_state(
 ) -> None:
     """See ``Attachment.load_state_dict``."""
     values, buffers = dict(state.get("model", {})), dict(model.named_buffers())
-    problem = _mismatch(model, values) if _first(comm) else ""
+    problem = ""
+    if _first(comm):
+        problem = _mismatch(model, values) if "model" in state else _unwrapped(state)
     agree_problem(comm, problem)
     names = {id(param): name for name, param in model.named_parameters()}
     for flat in flats_of(units):
@@ -104,6 +106,14 @@ def load_full_state(
         comm.world.broadcast(Call(CONTROL, "load buffer", name), buffer)
     if optimizer is not None:
         _load_optimizer(units, comm, state.get("optimizer"), optimizer)
+
+
+def _unwrapped(state: dict[str, Any]) -> str:
+    found = ", ".join(list(map(str, state))[:3]) or "nothing"
+    return (
+        f'load_state_dict: expected {{"model": ..., "optimizer": ...}} as state_dict() makes it, found {found}. Pass a plain '
+        'model\'s state as {"model": state}.'
+    )
 
 
 def _mismatch(model: nn.Module, values: dict[str, Any]) -> str:

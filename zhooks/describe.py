@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offload.tier import Tier
 from zhooks.comm import Comm
-from zhooks.placement import Table
+from zhooks.placement import Placement, Table
 from zhooks.unit import Unit
 
 
@@ -21,7 +22,11 @@ def describe(units: Sequence[Unit], table: Table, comm: Comm, payload: int | Non
             kind = flat.kind
             frozen = not kind.trainable
             dtypes = f"{_short(kind.master)} -> {_short(kind.compute)}"
-            cells = (table.parameter.value, "-" if frozen else table.gradient.value, "-" if frozen else table.optimizer.value)
+            cells = (
+                _cell(table.parameter, kind.tiers.parameter),
+                "-" if frozen else _cell(table.gradient, kind.tiers.gradient),
+                "-" if frozen else _cell(table.optimizer, kind.tiers.optimizer),
+            )
             rows.append(
                 (flat.name, str(len(flat.params)), f"{flat.layout.numel:,}", f"{flat.layout.padding:,}", dtypes, *cells)
             )
@@ -42,6 +47,11 @@ def describe(units: Sequence[Unit], table: Table, comm: Comm, payload: int | Non
         lines.append(f"By the plan a training step moves {payload / 2**20:,.2f} MiB of payload.")
     lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")
     return "\n".join(lines)
+
+
+def _cell(placement: Placement, tier: Tier) -> str:
+    """The placement, and the tier where it is not the device."""
+    return placement.value if tier is Tier.DEVICE else f"{placement.value} {tier.value}"
 
 
 def _pad(cell: str, width: int, column: int) -> str:

@@ -76,12 +76,19 @@ class Materializer:
             initialise(module)
 
     def _initialiser(self, module: nn.Module) -> Callable[[nn.Module], Any] | None:
-        for name in ("reset_parameters", "_reset_parameters"):
-            reset = getattr(module, name, None)
-            if callable(reset):
-                return lambda _: reset()
+        """The module's own reset, then the model's rule for its modules, which knows better where it says anything."""
+        found = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
+        reset = next((method for method in found if callable(method)), None)
         weights = getattr(self.model, "_init_weights", None)
-        return weights if callable(weights) else None
+        if not callable(weights):
+            return None if reset is None else lambda _: reset()
+
+        def both(inner: nn.Module) -> None:
+            if reset is not None:
+                reset()
+            weights(inner)
+
+        return both
 
 
 def _is_meta(module: nn.Module) -> bool:

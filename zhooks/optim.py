@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from offload.block import Block, Part
-from offload.errors import ShardedOpError, ZhooksError
+from offload.errors import BudgetError, ShardedOpError, ZhooksError
 from offload.events import Bus
 from offload.store import Store
 from offload.tier import Tier
@@ -182,7 +182,9 @@ class Stepper:
         except ZhooksError as error:
             self._close_all(opened)
             if done or isinstance(error, ShardedOpError):
-                error.args = (f"{str(error).rstrip('.')}. {done} of {len(jobs)} units had been updated in this step.",)
+                lost = f"{done} of {len(jobs)} units had been updated in this step"
+                mend = ": load the last checkpoint, or go on, under a larger budget (attachment.apply)"
+                error.args = (f"{str(error).rstrip('.')}. {lost}{mend if done and isinstance(error, BudgetError) else ''}.",)
             raise
         except BaseException:
             self._close_all(opened)

@@ -142,7 +142,8 @@ class Reducer:
             out = self._selected(gradient, grads)
         else:
             out = [None] * len(grads)
-            if flat.layout.padded == 0 or (self.alone and flat.kind.reduce == flat.kind.master and not gradient.tiered):
+            in_place = self.alone and flat.kind.reduce == flat.kind.master and not gradient.tiered and self.early is None
+            if flat.layout.padded == 0 or in_place:
                 gradient.direct(grads)
                 self._tell(gradient, whole=False)
             else:

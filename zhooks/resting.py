@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from offload.block import Block
+from offload.errors import ShardedOpError
 from offload.lease import Step
 from offload.store import Store
 from offload.tier import Tier
@@ -44,13 +45,14 @@ class Resting:
         self.store, self.master, self.copy = store, master, copy
         self._copied = -1
         self._sending: Block | None = None
+        self._dropped: int | None = None
 
     def shard(self) -> Tensor:
         """The master values in memory, 1-D; short-lived where they rest on disk."""
         return self.master.tensor()
 
     def version(self) -> int:
-        return self.master.version
+        return self.master.version if self._dropped is None else self._dropped
 
     @property
     def gathered_from(self) -> Block:
@@ -63,7 +65,16 @@ class Resting:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast the copy anew where the masters were written without it."""
+        """Cast the copy anew where the masters were written without it.
+
+        Raises:
+            ShardedOpError: the flat was laid out anew since: a backward wants what its forward saw.
+        """
+        if self._dropped is not None:
+            raise ShardedOpError(
+                f"{self.master.key}: expected the layout of its forward, found that apply() was called, or parameters were "
+                "frozen or unfrozen, before its backward. Run the forward again."
+            )
         if self.copy is None or self._copied == self.master.version:
             return
         self.copy.tensor(read=False).copy_(self.master.tensor())
@@ -101,6 +112,7 @@ class Resting:
     def drop(self) -> None:
         """The blocks are not used again."""
         self.sent()
+        self._dropped = self.master.version
         self.master.drop()
         if self.copy is not None:
             self.copy.drop()

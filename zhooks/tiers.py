@@ -286,7 +286,11 @@ def _limit(policy: Policy, tier: Tier, seam: Device, comm: Comm) -> int | None:
 
 
 def _admit(limits: Mapping[Tier, int | None], need: Need, comm: Comm) -> None:
-    axis = comm.world.axis
     for tier, nbytes in need.resting.items():
-        if tier is not Tier.DEVICE:
-            Budget(limits, rank=axis.ranks[axis.rank]).admit(tier, "all that is to rest there", nbytes)
+        limit = limits[tier]
+        if tier is not Tier.DEVICE and limit is not None and nbytes > limit:
+            raise BudgetError(
+                f"[budget] {tier.value}: expected room for the parameters, masters and gradients that are to rest there, "
+                f"{shown(nbytes)} a rank, found {shown(limit)}, {shown(nbytes - limit)} short. Raise it, or change the tier of "
+                "[parameter] or [gradient] (of [optimizer] where [precision] param is 16 bit: its masters)."
+            )
