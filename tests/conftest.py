@@ -12,6 +12,27 @@ import pytest
 
 from tests.ranks import Pool
 
+#: Modules whose tests run over a product of tiers, stages and ranks: by default a diagonal of it, the rest is slow.
+THINNED = ("test_activation", "test_save_load", "test_tiers", "test_tiers_optim", "test_tiers_faults")
+MANY, SOME = 14, 7
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but every fourth case of a large product slow, and all but every second of a middling one.
+
+    The kept ones step through the product diagonally, so that every value of every factor stays among them.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.stem in THINNED:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        step = 4 if len(same) >= MANY else 2 if len(same) >= SOME else 1
+        for number, item in enumerate(same):
+            if (number + number // step) % step:
+                item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Pool]]:
