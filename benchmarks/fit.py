@@ -106,7 +106,6 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         "parameter": cell,
         "gradient": cell,
         "optimizer": {**cell, "kernel": arguments.kernel},
-        "activation": {"checkpoint": "unit"},
         "disk": {"path": str(arguments.folder)},
         "units": {"names": ["blocks.*"]},
         "schedule": {"reshard_after_forward": True},

@@ -232,7 +232,7 @@ def copies(ask: Ask) -> Record:
 
     def write_backs() -> None:
         for block, values in zip(blocks, far, strict=True):
-            store.overwrite(block, values)
+            store.change(block, values, add=False)
         store.settle()
 
     ways: dict[str, Callable[[], None]] = {

@@ -105,8 +105,8 @@ class Runtime:
                 left.append(unit)
         if not self._frames:
             self._left_outermost(failed)
-        for unit in left if not failed else ():
-            unit.check_unwritten()
+        for unit in left:
+            unit.end_show(failed=failed)
 
     def _left_outermost(self, failed: bool) -> None:
         self._caller = None

@@ -109,13 +109,17 @@ class Unit:
             slot.table[slot.key] = values[slot.flat][slot.index]
         self._shown = [(view, view._version, view.data_ptr()) for group in values for view in group]
 
-    def check_unwritten(self) -> None:
-        """Refuse a write into a gathered value: where it is a copy, it would be lost.
+    def end_show(self, *, failed: bool) -> None:
+        """Let go of what was shown, and refuse a write into it: where it is a copy, it would be lost.
+
+        A forward that failed is not judged; torch's checkpoint ends its second forwards by an exception.
 
         Raises:
             ShardedOpError: a forward changed a parameter in place, or replaced its data.
         """
         shown, self._shown = self._shown, []
+        if failed:
+            return
         names = [(flat, spec.name) for flat in self.flats for spec in flat.specs]
         for (view, version, address), (flat, name) in zip(shown, names, strict=True):
             if view.data_ptr() != address or (view._version != version and not flat.aliased):
