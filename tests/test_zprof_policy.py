@@ -239,7 +239,7 @@ def test_the_page_is_written_in_place(tmp_path: Path) -> None:
     page.write_text("before\n<!-- keys: disk -->\nstale\n<!-- end -->\nafter\n")
     assert CliRunner().invoke(write_page, [str(page)]).output == f"{page}: written\n"
     assert page.read_text().startswith("before\n<!-- keys: disk -->\n| key |")
-    assert "| `threads` | `4` | an integer from 1 to 64 |" in page.read_text()
+    assert "| `threads` | `16` | an integer from 1 to 64 |" in page.read_text()
     assert CliRunner().invoke(write_page, [str(page)]).output == f"{page}: unchanged\n"
 
 
