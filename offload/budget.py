@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from offload.account import Account
 from offload.errors import BudgetError
 from offload.tier import Tier
 
@@ -76,6 +77,8 @@ class Budget:
         self._used = dict.fromkeys(Tier, 0)
         self._high_water = dict.fromkeys(Tier, 0)
         self._note = "" if rank is None else f"on rank {rank}"
+        #: Who holds what was admitted.
+        self.account = Account()
         self._change = threading.Lock()
 
     def admit(self, tier: Tier, key: str, nbytes: int) -> None:

@@ -11,6 +11,7 @@ import resource
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import CapabilityError, TierError
+from offload.events import Bus
 from offload.pages import ALIGN, aligned
 
 __all__ = ["Device", "Ticket", "locked_nbytes", "open_device"]
@@ -55,11 +57,14 @@ class Device(ABC):
     Attributes:
         device: with its index where it has one.
         addresses_host: compute reads HOST memory where it lies, so nothing need be copied to be used.
+        bus: hears spans "copy h2d" and "copy d2h", "copy h2h" between host tensors; on CUDA one ends when it is noticed, which
+            is late rather than early.
     """
 
     def __init__(self, device: torch.device, addresses_host: bool) -> None:
         self.device = device
         self.addresses_host = addresses_host
+        self.bus = Bus()
 
     @abstractmethod
     def copy(self, out: Tensor, source: Tensor, key: str = "") -> Ticket:
@@ -158,9 +163,11 @@ class _Worker:
         self._issue = threading.Lock()
         self._last: Future[None] | None = None
 
-    def copy(self, out: Tensor, source: Tensor, key: str) -> Ticket:
+    def copy(self, out: Tensor, source: Tensor, key: str, bus: Bus) -> Ticket:
         assert out.shape == source.shape, f"copy of {key}: {tuple(source.shape)} into {tuple(out.shape)}"
-        move = _move if _plain(out, source) else _convert
+        move: Callable[[Tensor, Tensor], None] = _move if _plain(out, source) else _convert
+        if bus.active:
+            move = _told(bus, key, move)
         if not out.is_inference():
             # Autograd must see the write now, as on a stream, and although memmove goes behind its back.
             torch.autograd.graph.increment_version(out)
@@ -190,7 +197,7 @@ class CpuDevice(Device):
 
     def copy(self, out: Tensor, source: Tensor, key: str = "") -> Ticket:
         assert not (out.is_cuda or source.is_cuda), f"copy of {key}: a CPU device copies between host tensors only"
-        return self._worker.copy(out, source, key)
+        return self._worker.copy(out, source, key, self.bus)
 
     def empty(self, nbytes: int) -> Tensor:
         return aligned(nbytes)
@@ -211,6 +218,7 @@ class _CudaTicket:
         self._event = event
         self._key = key
         self._kept = kept
+        self.span = ("", "", 0)
 
     def wait(self) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -258,7 +266,7 @@ class CudaDevice(Device):
 
     def copy(self, out: Tensor, source: Tensor, key: str = "") -> Ticket:
         if not (out.is_cuda or source.is_cuda):
-            return self._worker.copy(out, source, key)
+            return self._worker.copy(out, source, key, self.bus)
         assert out.shape == source.shape, f"copy of {key}: {tuple(source.shape)} into {tuple(out.shape)}"
         across = out.is_cuda != source.is_cuda
         # A strided host side would be staged through pageable memory that is read before the stream has filled it.
@@ -275,6 +283,8 @@ class CudaDevice(Device):
             event.record(stream)
             ticket = _CudaTicket(self.device, event, key, (out, source))
             self._in_flight[stream].append(ticket)
+            ticket.span = ("copy h2d" if out.is_cuda else "copy d2h", key, out.nbytes)
+            self.bus.begin(*ticket.span)
         return ticket
 
     def empty(self, nbytes: int) -> Tensor:
@@ -340,7 +350,7 @@ class CudaDevice(Device):
         """Let go of what finished copies kept; a stream finishes in order."""
         for tickets in self._in_flight.values():
             while tickets and tickets[0].done():
-                tickets.popleft()
+                self.bus.end(*tickets.popleft().span)
 
 
 def locked_nbytes(root: Path = Path("/")) -> int:
@@ -364,6 +374,17 @@ def _plain(out: Tensor, source: Tensor) -> bool:
 def _move(out: Tensor, source: Tensor) -> None:
     # ctypes releases the GIL, and unlike copy_ it starts no second team of OpenMP threads beside the compute's.
     ctypes.memmove(out.data_ptr(), source.data_ptr(), out.nbytes)
+
+
+def _told(bus: Bus, key: str, move: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """``move``, with a span around it."""
+
+    def told(out: Tensor, source: Tensor) -> None:
+        bus.begin("copy h2h", key, out.nbytes)
+        move(out, source)
+        bus.end("copy h2h", key, out.nbytes)
+
+    return told
 
 
 def _convert(out: Tensor, source: Tensor) -> None:

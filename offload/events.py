@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["Bus", "Event", "Kind", "Observer", "Recorder"]
+__all__ = ["Bus", "Event", "Kind", "Observer", "Recorder", "listen", "tell_all"]
 
-Kind = Literal["begin", "end", "instant", "counter"]
+Kind = Literal["begin", "end", "instant", "counter", "hold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,13 @@ class Event:
     """One fact about the run.
 
     Attributes:
-        kind: "begin" and "end" bound a span, "instant" is a point, "counter" says that the level is now ``nbytes``.
+        kind: "begin" and "end" bound a span, "instant" is a point, "counter" says that the level is now ``nbytes``, "hold"
+            that the memory ``subject`` is held for ``key`` from now on, until it dies or is held for something else.
         what: the verb or the quantity, e.g. "gather".
         key: what it happened to, e.g. the unit's name.
         nbytes: bytes moved (span, instant) or held (counter); 0 where bytes mean nothing.
         time_ns: monotonic clock, comparable between processes of one host, never with the wall clock.
+        subject: the storage a "hold" is about, for the length of the call; an observer may keep a weak reference to it.
     """
 
     kind: Kind
@@ -35,6 +38,7 @@ class Event:
     key: str
     nbytes: int
     time_ns: int
+    subject: object = field(default=None, compare=False, repr=False)
 
 
 class Observer(Protocol):
@@ -42,6 +46,12 @@ class Observer(Protocol):
 
     def on_event(self, event: Event) -> None:
         """Take one event; must be quick, because the training step waits for it."""
+
+
+class Memory(Protocol):
+    """A storage, as far as this room knows: its size, and that it can be referred to weakly."""
+
+    def nbytes(self) -> int: ...
 
 
 class Bus:
@@ -57,13 +67,34 @@ class Bus:
         # A tuple replaced whole: emitting threads iterate over the one they saw, without a lock.
         self._observers: tuple[Observer, ...] = ()
         self._change = threading.Lock()
+        self._tell: Callable[[], None] | None = None
+        with _known:
+            _buses.add(self)
+            for observer in _everywhere:
+                self.attach(observer)
 
     def attach(self, observer: Observer) -> None:
-        """Start sending events to ``observer``; attaching it again changes nothing."""
+        """Start sending events to ``observer``, first what is held already; attaching it again changes nothing."""
         with self._change:
-            if not any(known is observer for known in self._observers):
+            new = not any(known is observer for known in self._observers)
+            if new:
                 self._observers = (*self._observers, observer)
             self.active = True
+        if new:
+            self.tell()
+
+    def told_by(self, tell: Callable[[], None]) -> None:
+        """``tell`` states everything that is held, as holds and counters: now if anybody listens, and to whoever comes.
+
+        Stating it again must change nothing for those who have heard it.
+        """
+        self._tell = tell
+        self.tell()
+
+    def tell(self) -> None:
+        """What is held has changed in many places at once: state all of it, if anybody listens."""
+        if self.active and self._tell is not None:
+            self._tell()
 
     def detach(self, observer: Observer) -> None:
         """Stop sending events to ``observer``; if it is not attached, say because it raised, this changes nothing."""
@@ -89,8 +120,13 @@ class Bus:
         if self.active:
             self._emit("counter", what, key, nbytes)
 
-    def _emit(self, kind: Kind, what: str, key: str, nbytes: int) -> None:
-        event = Event(kind, what, key, nbytes, self._clock())
+    def hold(self, what: str, key: str, storage: Memory) -> None:
+        """State what a storage is held for, e.g. "parameter on device"; that it is free again shows when it dies."""
+        if self.active:
+            self._emit("hold", what, key, storage.nbytes(), storage)
+
+    def _emit(self, kind: Kind, what: str, key: str, nbytes: int, subject: object = None) -> None:
+        event = Event(kind, what, key, nbytes, self._clock(), subject)
         failed: list[tuple[Observer, Exception]] = []
         for observer in self._observers:
             try:
@@ -113,6 +149,39 @@ class Bus:
             self._observers = tuple(known for known in before if known is not observer)
             self.active = bool(self._observers)
             return len(self._observers) < len(before)
+
+
+_buses: weakref.WeakSet[Bus] = weakref.WeakSet()
+_everywhere: tuple[Observer, ...] = ()
+_known = threading.RLock()
+
+
+def listen(observer: Observer) -> Callable[[], None]:
+    """Send ``observer`` the events of every bus of this process, those made later too; call what is returned to end it.
+
+    For who records a run without having made it: a profiler that starts a user's script.
+    """
+    global _everywhere
+    with _known:
+        _everywhere = (*_everywhere, observer)
+        for bus in tuple(_buses):
+            bus.attach(observer)
+
+    def stop() -> None:
+        global _everywhere
+        with _known:
+            _everywhere = tuple(known for known in _everywhere if known is not observer)
+            for bus in tuple(_buses):
+                bus.detach(observer)
+
+    return stop
+
+
+def tell_all() -> None:
+    """Every bus of this process states what is held: for an observer that knows of a change the runtime does not see, such
+    as the states that an optimizer makes in its first step."""
+    for bus in tuple(_buses):
+        bus.tell()
 
 
 class Recorder:

@@ -32,7 +32,7 @@ class Homes:
     def __init__(self, device: Device, host: HostPool, disk: Callable[[], DiskFile], budget: Budget) -> None:
         self._device, self._host, self._open, self._budget = device, host, disk, budget
         self.file: DiskFile | None = None
-        self._left: deque[tuple[Tensor | Extent, Tier, int, Ticket | None]] = deque()
+        self._left: deque[tuple[str, Tensor | Extent, Tier, int, Ticket | None]] = deque()
 
     @property
     def disk(self) -> DiskFile:
@@ -51,35 +51,39 @@ class Homes:
             return view_of(self._device.empty(0), 0, dtype)
         self._budget.admit(tier, key, nbytes)
         try:
+            memory: Tensor | Extent
             if tier is Tier.DISK:
-                return self.disk.allocate(nbytes, key)
-            buffer = self._device.empty(nbytes) if tier is Tier.DEVICE else self._host.take(nbytes, key)
+                memory = self.disk.allocate(nbytes, key)
+            else:
+                memory = self._device.empty(nbytes) if tier is Tier.DEVICE else self._host.take(nbytes, key)
         except BaseException:
             self._budget.release(tier, nbytes)
             raise
-        return view_of(buffer, numel, dtype)
+        self._budget.account.take(tier, key, nbytes, memory)
+        return view_of(memory, numel, dtype) if isinstance(memory, Tensor) else memory
 
-    def leave(self, home: Tensor | Extent, tier: Tier, nbytes: int, outgoing: Ticket | None = None) -> None:
+    def leave(self, key: str, home: Tensor | Extent, tier: Tier, nbytes: int, outgoing: Ticket | None = None) -> None:
         """It is given back at a ``sweep`` after ``outgoing``; any thread may say so, also in a finalizer."""
-        self._left.append((home, tier, nbytes, outgoing))
+        self._left.append((key, home, tier, nbytes, outgoing))
 
     def sweep(self) -> None:
         """Give back what was left and nobody looks at any more."""
         for _ in range(len(self._left)):
-            home, tier, nbytes, outgoing = self._left.popleft()
+            key, home, tier, nbytes, outgoing = self._left.popleft()
             if outgoing is None or outgoing.done():
-                self.give(home, tier, nbytes)
+                self.give(key, home, tier, nbytes)
             else:
-                self.leave(home, tier, nbytes, outgoing)
+                self.leave(key, home, tier, nbytes, outgoing)
 
-    def give(self, home: Tensor | Extent, tier: Tier, nbytes: int) -> None:
+    def give(self, key: str, home: Tensor | Extent, tier: Tier, nbytes: int) -> None:
         """Nobody needs it any more."""
         if isinstance(home, Tensor) and tier is Tier.HOST:
             if looked_at(home):
                 # It must not become another's block under their eyes.
-                self.leave(home, tier, nbytes)
+                self.leave(key, home, tier, nbytes)
                 return
             self._host.give(home)
         self._budget.release(tier, nbytes)
+        self._budget.account.give(tier, key, nbytes)
         if isinstance(home, Extent) and self.file is not None:
             self.file.free(home)

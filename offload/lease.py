@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.events import Bus
 from offload.tier import Tier
 
 __all__ = ["Done", "Failed", "Lease", "Step", "Then", "as_bytes", "looked_at", "seen", "storage_uses", "view_of"]
@@ -87,7 +88,8 @@ class Lease:
     """
 
     __slots__ = (
-        "_arrived", "_arriving", "_opened", "at", "buffer", "direct", "fresh", "holds", "key", "leaving", "uses", "values",
+        "_arrived", "_arriving", "_bus", "_opened", "at", "buffer", "direct", "fresh", "holds", "key", "leaving", "uses",
+        "values",
     )  # fmt: skip
 
     def __init__(self, key: str, at: Tier, values: Tensor, buffer: Tensor | None, *, fresh: bool) -> None:
@@ -100,18 +102,24 @@ class Lease:
         self.leaving: Step | None = None
         self._arriving: Step = Done()
         self._arrived = False
+        self._bus: Bus | None = None
         self._opened = values._version
         # Counted before a transfer begins, which refers to the buffer itself until it has ended.
         self.uses = storage_uses(values)
 
-    def arrive(self, step: Step) -> None:
-        """The values are there once ``step`` has ended."""
-        self._arriving = step
+    def arrive(self, step: Step, bus: Bus) -> None:
+        """The values are there once ``step`` has ended; ``bus`` hears how long somebody stood still for them."""
+        self._arriving, self._bus = step, bus
 
     def wait(self) -> Tensor:
         """The values, ready to be used."""
         if not self._arrived:
+            waits = self._bus is not None and self._bus.active and not self._arriving.done()
+            if waits and self._bus is not None:
+                self._bus.begin("wait fetch", self.key)
             self._arriving.wait()
+            if waits and self._bus is not None:
+                self._bus.end("wait fetch", self.key)
             self._arriving, self._arrived = Done(), True
             # What arrived counts as no change: nobody may write before this.
             self._opened = self.values._version

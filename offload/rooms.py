@@ -42,6 +42,7 @@ class Room:
     tier: Tier
     memory: Tensor | Extent
     nbytes: int
+    key: str
     uses: int = 0
 
     @property
@@ -75,15 +76,17 @@ def take(places: Places, tier: Tier, nbytes: int, key: str) -> Room:
         except BaseException:
             places.budget.release(tier, nbytes)
             raise
+        places.budget.account.take(tier, key, nbytes, memory)
     except BudgetError as error:
         raise BudgetError(f'{error}; or set [activation] keep or tier, or [activation] checkpoint = "unit"') from error
-    return Room(tier, memory, nbytes, storage_uses(memory) if isinstance(memory, Tensor) else 0)
+    return Room(tier, memory, nbytes, key, storage_uses(memory) if isinstance(memory, Tensor) else 0)
 
 
-def on_device(places: Places, nbytes: int) -> Room:
+def on_device(places: Places, nbytes: int, key: str) -> Room:
     """Room where compute is; a model's own activations are not charged to a budget there, and neither is this."""
     memory = places.device.empty(nbytes)
-    return Room(Tier.DEVICE, memory, nbytes, storage_uses(memory))
+    places.budget.account.take(Tier.DEVICE, key, nbytes, memory)
+    return Room(Tier.DEVICE, memory, nbytes, key, storage_uses(memory))
 
 
 def give(places: Places, room: Room) -> None:
@@ -91,6 +94,7 @@ def give(places: Places, room: Room) -> None:
     if room.tier is Tier.DEVICE:
         return
     places.budget.release(room.tier, room.nbytes)
+    places.budget.account.give(room.tier, room.key, room.nbytes)
     if isinstance(room.memory, Tensor):
         places.host.give(room.memory)
     else:

@@ -12,11 +12,15 @@ from torch import Tensor
 
 from offload.budget import Budget
 from offload.device import Device
+from offload.events import Bus
 from offload.host import HostPool
 from offload.lease import Lease, Step
 from offload.tier import Tier
 
 __all__ = ["Staging"]
+
+#: Whose the buffers are, in the account: which block is passing through changes by the millisecond.
+_PASSING = "staging of blocks"
 
 
 class Staging:
@@ -31,6 +35,11 @@ class Staging:
         self.limit, self.used = limit, 0
         self._detained: list[Lease] = []
         self._after: list[tuple[Step, Callable[[], None]]] = []
+
+    @property
+    def bus(self) -> Bus:
+        """Who is told of what passes through."""
+        return self._budget.account.bus
 
     def crowded(self, nbytes: int) -> bool:
         """Another buffer of this size would pass the limit."""
@@ -48,6 +57,7 @@ class Staging:
         except BaseException:
             self._budget.release(at, nbytes)
             raise
+        self._budget.account.take(at, _PASSING, nbytes, buffer)
         if at is Tier.HOST:
             self.used += nbytes
         return buffer
@@ -56,6 +66,7 @@ class Staging:
         """The buffer is free."""
         nbytes = buffer.numel()
         self._budget.release(at, nbytes)
+        self._budget.account.give(at, _PASSING, nbytes)
         if at is Tier.HOST:
             self.used -= nbytes
             self._host.give(buffer)

@@ -195,7 +195,10 @@ class Stash:
         """Wait until so much more may be under way: a tier slower than compute must not pile the originals up."""
         # Two at least, or the next copy would never begin while one runs.
         while len(self._departures) > 1 and sum(one.nbytes for one in self._departures) + nbytes > self.limits.window_nbytes:
-            self._departed(self._departures.pop(0))
+            departure = self._departures.pop(0)
+            self._bus.begin("wait stash", departure.key)
+            self._departed(departure)
+            self._bus.end("wait stash", departure.key)
 
     def _departed(self, departure: _Departure) -> None:
         """Wait for a copy to be out; a failure is kept for whoever puts or opens next."""
@@ -260,10 +263,12 @@ class Stash:
     def _land(self, copy: Copy) -> None:
         """Wait until a copy is away."""
         if copy.lost is None:
+            self._bus.begin("wait stash", copy.key)
             try:
                 copy.leaving.wait()
             except Exception as error:
                 copy.lost = str(error)
+            self._bus.end("wait stash", copy.key)
         if copy.lost is not None:
             raise TierError(copy.lost)
 
@@ -274,7 +279,7 @@ class Stash:
         away, device, key = copy.away, self._places.device, copy.key
         assert away is not None
         if away.tier is Tier.HOST:
-            back = on_device(self._places, copy.nbytes)
+            back = on_device(self._places, copy.nbytes, copy.key)
             copy.arriving = device.copy(back.bytes, away.bytes, key=key)
             copy.back = back
             return
@@ -287,7 +292,7 @@ class Stash:
         if device.addresses_host:
             copy.back, copy.arriving = buffer, first
             return
-        back = on_device(self._places, copy.nbytes)
+        back = on_device(self._places, copy.nbytes, copy.key)
         step = Then(first, lambda: _OnHost(device.copy(back.bytes, buffer.bytes, key=key)))
         copy.back, copy.arriving = back, step
         self._left.append(Left([step], (buffer,)))
@@ -313,11 +318,14 @@ class Stash:
     def _arrive(self, copy: Copy) -> Tensor:
         back = copy.back
         assert back is not None
+        self._bus.begin("wait unstash", copy.key, copy.nbytes)
         try:
             copy.arriving.wait()
         except BaseException:
             self._drop(copy)
             raise
+        finally:
+            self._bus.end("wait unstash", copy.key, copy.nbytes)
         return back.bytes
 
     def _drop(self, copy: Copy) -> None:

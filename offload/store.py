@@ -51,6 +51,7 @@ class Store:
     RECENT = 2
     #: Bytes that pass through the allocator's tensors before it returns what it keeps of them.
     RELEASE_NBYTES = 256 << 20
+
     def __init__(
         self, device: Device, host: HostPool, disk: Callable[[], DiskFile], budget: Budget, *, staging_nbytes: int = 0
     ) -> None:
@@ -101,7 +102,7 @@ class Store:
         if block.charged:
             with suppress(TierError):
                 block.calm()
-            self._homes.give(block.home, block.tier, block.charged)
+            self._homes.give(block.key, block.home, block.tier, block.charged)
             block.charged = 0
 
     def forsake(self, block: Block) -> None:
@@ -111,7 +112,7 @@ class Store:
         if block.lease is not None:
             self._forsaken.append(block.lease)
         if block.charged:
-            self._homes.leave(block.home, block.tier, block.charged, block.outgoing)
+            self._homes.leave(block.key, block.home, block.tier, block.charged, block.outgoing)
 
     # Leases.
 
@@ -164,39 +165,34 @@ class Store:
 
     def _revive(self, block: Block, lease: Lease) -> None:
         """Fetched again while it is on its way home: the buffer has the values."""
+        self._come_home(block, lease)
+        lease.leaving, lease.holds = None, 0
+
+    def _come_home(self, block: Block, lease: Lease) -> None:
+        """Wait until what was changed is written back."""
         leaving = lease.leaving
         assert leaving is not None
         self._leaving.pop(id(block), None)
-        lease.leaving, lease.holds = None, 0
         try:
             leaving.wait()
         except BaseException:
             self._keep_open(block, lease)
             raise
-        self._landed(block, lease)
+        version = block.version
+        lease.written_back()
+        block.base += version - block.version
 
     def _keep_open(self, block: Block, lease: Lease) -> None:
         """Its way home is barred: the buffer is the truth until somebody writes it back."""
         lease.leaving, lease.holds = None, 1
         self._recent[id(block)] = block
 
-    def _landed(self, block: Block, lease: Lease) -> None:
-        version = block.version
-        lease.written_back()
-        block.base += version - block.version
-
     def _finish_leaving(self, block: Block) -> None:
         """Wait until a block is home, and give its buffer back."""
         lease = block.lease
         if lease is None or lease.leaving is None:
             return
-        self._leaving.pop(id(block), None)
-        try:
-            lease.leaving.wait()
-        except BaseException:
-            self._keep_open(block, lease)
-            raise
-        self._landed(block, lease)
+        self._come_home(block, lease)
         block.switch(None)
         self.staging.recycle(lease)
 
@@ -319,7 +315,7 @@ class Store:
                 self.disk.write(home, as_bytes(values.to("cpu").contiguous()), 0, block.key).wait()
         except BaseException:
             if block.nbytes:
-                self._homes.give(home, tier, block.nbytes)
+                self._homes.give(block.key, home, tier, block.nbytes)
             raise
         charged = block.charged
         block.charged = 0
@@ -330,7 +326,7 @@ class Store:
         if lease is not None:
             self.staging.recycle(lease)
         if charged:
-            self._homes.give(old, was, charged)
+            self._homes.give(block.key, old, was, charged)
         block.home, block.tier, block.charged = home, tier, block.nbytes
         block.base = version - (home._version if isinstance(home, Tensor) else 0)
 
@@ -398,3 +394,4 @@ class Store:
             self._homes.file.close()
         self.device.close()
         self.host.close()
+        self.budget.account.close()

@@ -48,7 +48,7 @@ class Transfers:
             if blank and read:
                 lease.values.zero_()
             elif read:
-                lease.arrive(self._bring(block, lease.values, at))
+                lease.arrive(self._bring(block, lease.values, at), self._staging.bus)
         except BaseException:
             self._staging.recycle(lease)
             raise

@@ -32,6 +32,10 @@ class Block(nn.Module):
         return self.linear(x).tanh()
 
 
+#: What the order is about; what is held and waited for has tests of its own.
+ORDERED = {"forward", "backward", "gather", "release", "reduce"}
+
+
 class Log:
     """Events as lines, with bytes on a list of their own."""
 
@@ -40,7 +44,8 @@ class Log:
         self.moved: dict[str, int] = {"gather": 0, "reduce": 0}
 
     def on_event(self, event: Event) -> None:
-        self.lines.append(f"{event.kind} {event.what} {event.key}")
+        if event.what in ORDERED and event.kind != "hold":
+            self.lines.append(f"{event.kind} {event.what} {event.key}")
         if event.kind == "begin" and event.what in self.moved:
             self.moved[event.what] += event.nbytes
 

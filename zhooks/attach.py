@@ -38,6 +38,7 @@ from zhooks.checks import check_model, check_optimizer, check_ranks_equal, check
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.describe import describe
 from zhooks.flat import Flat
+from zhooks.held import tell
 from zhooks.hooks import casts_of, install
 from zhooks.materialize import Materializer
 from zhooks.mesh import resolve
@@ -100,7 +101,7 @@ class Attachment:
         self.model, self.policy = model, policy
         self._comm, self._bus = comm, Bus()
         self._table = Table.of(policy.table())
-        self._pool = Pool(0)
+        self._pool = Pool(0, self._bus)
         self._ground = Ground(policy, self._table, comm, self._pool, self._bus, materializer.sync)
         self._store: Store | None = None
         self._stepper: Stepper | None = None
@@ -124,6 +125,10 @@ class Attachment:
         self._handles = install(model, self._units, self._runtime, self._casts)
         self._registries.open()
         self._step_over_tiers()
+        self._bus.told_by(self._tell)
+
+    def _tell(self) -> None:
+        tell(self._live((), None), self.policy, self._store, optimizers_of(self.model.parameters()))
 
     def _keep_activations(self) -> None:
         """What autograd saves stays, goes to its tier or is computed again, as the policy says."""
@@ -174,14 +179,7 @@ class Attachment:
         """Keep as many idle buffers as the schedule has under way at once."""
         flats = [flat for unit in self._units for flat in unit.flats]
         self._pool.paged = any(flat.kind.tiers.parameter is Tier.DISK for flat in flats)
-        sizes = sorted(
-            (
-                flat.layout.padded * max(flat.kind.compute.itemsize, flat.kind.reduce.itemsize)
-                for unit in self._units
-                for flat in unit.flats
-            ),
-            reverse=True,
-        )
+        sizes = sorted((f.layout.padded * max(f.kind.compute.itemsize, f.kind.reduce.itemsize) for f in flats), reverse=True)
         self._pool.idle_nbytes = sum(sizes[: 2 + self.policy.schedule.prefetch])
 
     def _wire(self) -> None:
@@ -196,13 +194,15 @@ class Attachment:
     def _lay_out(self, *, always: bool) -> None:
         self._runtime.reducer.flush()
         optimizers = optimizers_of(self.model.parameters())
-        for unit in self._units:
-            if relay_unit(unit, self._ground, optimizers, self.model, always=always) and self._stepper is not None:
-                for optimizer in optimizers:
-                    for flat in unit.flats:
-                        self._stepper.adopt(optimizer, flat)
-        self._wire()
-        self._runtime.take(self._units)
+        try:
+            for unit in self._units:
+                if relay_unit(unit, self._ground, optimizers, self.model, always=always) and self._stepper is not None:
+                    for optimizer in optimizers:
+                        for flat in unit.flats:
+                            self._stepper.adopt(optimizer, flat)
+        finally:
+            self._wire()
+            self._runtime.take(self._units)
 
     def apply(self, policy: Policy | str | Path | dict[str, Any]) -> None:
         """Go on under another policy: states move between tiers, partitions change, nothing restarts.  Collective.
@@ -226,8 +226,6 @@ class Attachment:
         try:
             self._lay_out(always=True)
         finally:
-            self._wire()
-            self._runtime.take(self._units)
             self._casts.change(casts_of(chosen.precision))
             self._runtime.reducer.change(most=chosen.schedule.max_reductions, unreduced=self._table.accumulates_unreduced)
             self._keep_activations()
@@ -378,8 +376,10 @@ class Attachment:
         )
 
     def observe(self, observer: Observer) -> Observation:
-        """Send the runtime's events to ``observer`` until the returned handle is closed."""
-        self._bus.attach(observer)
+        """Send the runtime's events to ``observer`` until the returned handle is closed.
+
+        An observer with a ``start`` and a ``close``, such as ``zprof.Recorder``, is started here and closed with the handle.
+        """
         return Observation(self._bus, observer)
 
     def describe(self) -> str:

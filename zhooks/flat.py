@@ -183,6 +183,7 @@ class Flat:
         if before != self.version():
             self._stale()
         if self.bus.active:
+            self.bus.hold("parameter on device", self.name, self.full.untyped_storage())
             self.bus.begin("gather", self.name, self.moved_nbytes)
         self._version = self.version()
         try:
@@ -214,6 +215,7 @@ class Flat:
         if self.state is not State.GATHERING:
             return
         work, self._work = self._work, DONE
+        self.bus.begin("wait gather", self.name)
         try:
             with torch.no_grad():
                 work.wait()
@@ -224,8 +226,8 @@ class Flat:
         if self.rest is not None:
             self.rest.sent()
         self._move("finish")
-        if self.bus.active:
-            self.bus.end("gather", self.name, self.moved_nbytes)
+        self.bus.end("wait gather", self.name)
+        self.bus.end("gather", self.name, self.moved_nbytes)
 
     def end_gather(self) -> None:
         """Finish what was gathered ahead and is not wanted any more: that its tier failed is nobody's concern."""
@@ -257,8 +259,7 @@ class Flat:
         full, self.full = self.full, None
         if full is not None:
             self._pool.give(full)
-            if self.bus.active:
-                self.bus.instant("release", self.name, self.full_nbytes)
+            self.bus.instant("release", self.name, self.full_nbytes)
 
     def abandon(self) -> None:
         """Release after a failure, without waiting for ranks that may never come: memory under way is left to its work."""
@@ -378,9 +379,9 @@ class Flat:
 
     def adopt(self, full: Tensor) -> None:
         """Take the padded values of all parameters (master dtype): keep this rank's ranges, or alias them."""
+        ranges = ((0, self.layout.padded),) if self.ownership.whole else self.layout.ranges(self.transport.axis.rank)
         if self.aliased:
             self.full = full
-            ranges = ((0, self.layout.padded),) if self.ownership.whole else self.layout.ranges(self.transport.axis.rank)
             # Of a world of one the segments follow each other.
             low, high = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
             empty = torch.empty(0, dtype=full.dtype, device=full.device)
@@ -388,7 +389,6 @@ class Flat:
             self.state, self._version = State.GATHERED, self.version()
             return
         shard = self.overwritten()
-        ranges = ((0, self.layout.padded),) if self.ownership.whole else self.layout.ranges(self.transport.axis.rank)
         step = 0
         for start, stop in ranges:
             shard[step : step + stop - start].copy_(full[start:stop])

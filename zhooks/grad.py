@@ -62,6 +62,7 @@ class Gradient:
             return
         with torch.inference_mode(False):
             self._shard = torch.zeros(flat.shard_numel, dtype=flat.kind.master, device=flat.kind.device)
+            self._hold(self._shard)
             self._tensors = [ShardedTensor(flat.local(i, self._shard), spec) for i, spec in enumerate(flat.specs)]
             self._parts = self._shaped(self._shard) if flat.shard_numel == flat.layout.padded else []
             self._uses = torch._C._storage_Use_Count(self._shard.untyped_storage()._cdata)
@@ -113,7 +114,7 @@ class Gradient:
             own = flat.ownership.whole and flat.kind.master == flat.kind.reduce and not (self.tiered or has_hooks(flat))
             own = own and self.free()
             self.reserved = self.reserved or own
-            self.partial = self.shard if own else self._pool.take(flat.layout.padded, flat.kind.reduce, flat.kind.device)
+            self.partial = self.shard if own else self._take()
         parts = self._parts if self._parts and self.partial is self._shard else self._shaped(self.partial)
         for index, grad in enumerate(grads):
             if grad is None:
@@ -128,11 +129,22 @@ class Gradient:
         """The partial sum with zeros where this rank had no gradient."""
         flat = self.flat
         if self.partial is None:
-            self.partial = self._pool.take(flat.layout.padded, flat.kind.reduce, flat.kind.device)
+            self.partial = self._take()
         for start, numel, present in zip(flat.layout.starts, flat.layout.numels, self.present, strict=True):
             if not present:
                 self.partial[start : start + numel].zero_()
         return self.partial
+
+    def _take(self) -> Tensor:
+        flat = self.flat
+        partial = self._pool.take(flat.layout.padded, flat.kind.reduce, flat.kind.device)
+        self._hold(partial)
+        return partial
+
+    def _hold(self, tensor: Tensor) -> None:
+        bus = self.flat.bus
+        if bus.active:
+            bus.hold("gradient on device", self.flat.name, tensor.untyped_storage())
 
     def take_partial(self) -> Tensor:
         """The completed partial sum; what comes next starts a new one."""
@@ -170,6 +182,7 @@ class Gradient:
                     self.land(index, local)
                     return
                 landed = torch.empty(local.shape, dtype=self.flat.kind.master, device=local.device).copy_(local)
+                self._hold(landed)
                 param.grad = ShardedTensor(landed, self.flat.specs[index])
                 return
             tensor = self._tensors[index]

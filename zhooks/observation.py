@@ -1,6 +1,6 @@
 """What ``Attachment.observe`` returns: an observer that listens until it is closed.
 
-Users hold it; it never emits.
+Users hold it; it never emits. An observer that has a beginning and an end of its own (``start``, ``close``) gets them here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ class Observation:
 
     def __init__(self, bus: Bus, observer: Observer) -> None:
         self._bus, self.observer = bus, observer
+        start = getattr(observer, "start", None)
+        if start is not None:
+            start()
+        bus.attach(observer)
 
     def close(self) -> None:
         self._bus.detach(self.observer)
+        close = getattr(self.observer, "close", None)
+        if close is not None:
+            close()
 
     def __enter__(self) -> Observation:
         return self

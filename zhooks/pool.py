@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offload.events import Bus
 from offload.pages import aligned
 
 
 class Pool:
     """Idle buffers by size; on CUDA the caching allocator is the pool and nothing is kept here."""
 
-    def __init__(self, idle_nbytes: int) -> None:
-        self.idle_nbytes = idle_nbytes
+    def __init__(self, idle_nbytes: int, bus: Bus) -> None:
+        self.idle_nbytes, self.bus = idle_nbytes, bus
         # Buffers that a disk fills start on a page.
         self.paged = False
         self._idle: dict[tuple[int, torch.device], list[Tensor]] = {}
@@ -48,6 +49,7 @@ class Pool:
         if device_keeps(buffer.device) or not alone or self._held + nbytes > self.idle_nbytes:
             return
         self._held += nbytes
+        self.bus.hold("communication on device", "idle buffers", storage)
         with torch.inference_mode(False):
             empty = torch.empty(0, dtype=torch.uint8, device=buffer.device)
             whole = empty.set_(storage, 0, (nbytes,), (1,))

@@ -149,6 +149,7 @@ class Reducer:
             else:
                 gradient.add(grads)
                 self._advance(flat.number)
+        self.bus.instant("ready", flat.name)
         self.done(flat)
         return out
 
@@ -192,6 +193,8 @@ class Reducer:
             into_shard = plain and gradient.free()
             gradient.reserved = gradient.reserved or into_shard
             out = gradient.shard if into_shard else self.pool.take(flat.shard_numel, flat.kind.reduce, flat.kind.device)
+            if self.bus.active and not into_shard:
+                self.bus.hold("communication on device", flat.name, out.untyped_storage())
             work = self.comm.shard.reduce_scatter(call, partial, out, flat.layout)
         self._under_way.append(Landing(gradient, work, partial, out, into_shard, whole))
 
@@ -209,7 +212,9 @@ class Reducer:
         landing = self._under_way.popleft()
         gradient, out = landing.gradient, landing.out
         flat = gradient.flat
+        self.bus.begin("wait reduce", flat.name)
         landing.work.wait()
+        self.bus.end("wait reduce", flat.name)
         self._sum_replicas(flat, out)
         if self._world > 1 and flat.kind.reduce is not torch.float16:
             out.mul_(1.0 / self._world)

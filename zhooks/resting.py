@@ -32,7 +32,8 @@ def reserve(store: Store, name: str, numel: int, kind: Kind, *, copied: bool) ->
         BudgetError: a tier cannot admit them.
     """
     home = kind.tiers.optimizer if kind.apart else kind.tiers.parameter
-    master = store.put(f"parameter/{name}", numel, kind.master, home)
+    what = "optimizer/master" if kind.apart else "parameter"
+    master = store.put(f"{what}/{name}", numel, kind.master, home)
     if not kind.apart or not copied:
         return Resting(store, master, None)
     return Resting(store, master, store.put(f"copy/{name}", numel, kind.compute, kind.tiers.parameter))

@@ -68,6 +68,7 @@ class Runtime:
             for flat in unit.flats:
                 flat.ask, flat.bus = self.asked, self.bus
         self.reducer.watch([flat for unit in units for flat in unit.flats if flat.kind.trainable])
+        self.bus.tell()
 
     # Forward.
 
@@ -89,6 +90,7 @@ class Runtime:
             if unit.depth == 0:
                 self.use(unit)
                 unit.show()
+                self.bus.begin("compute", unit.name)
             unit.depth += 1
             entered.append(unit)
             self._frames[-1] = (module, tuple(entered))
@@ -103,6 +105,7 @@ class Runtime:
             if unit.depth == 0:
                 unit.hide()
                 left.append(unit)
+                self.bus.end("compute", unit.name)
         if not self._frames:
             self._left_outermost(failed)
         for unit in left:
@@ -152,8 +155,7 @@ class Runtime:
         if grad:
             self._last = label
             self._keep = self._plan_keep(self._walk.path)
-        if self.bus.active:
-            self.bus.begin("forward", label)
+        self.bus.begin("forward", label)
 
     def _end_pass(self, failed: bool) -> None:
         walk, self._walk = self._walk, None
@@ -165,8 +167,7 @@ class Runtime:
                 self._record(walk, walk.path.order)
                 self.reducer.expect(walk.path.order)
             keep = self._plan_keep(walk.path) if torch.is_grad_enabled() else keep
-        if self.bus.active:
-            self.bus.end("forward", walk.path.name)
+        self.bus.end("forward", walk.path.name)
         self._kept = keep
         if failed:
             self._abandon_gathers()
@@ -272,8 +273,7 @@ class Runtime:
             if path is None:
                 path = self._paths[label] = Path(label, self._guess_backward())
             self._back = Walk(path, self.choices.prefetch)
-            if self.bus.active:
-                self.bus.begin("backward", label)
+            self.bus.begin("backward", label)
         task = torch._C._current_graph_task_id()
         if task >= 0 and task not in self._tasks:
             self._tasks.add(task)
@@ -341,7 +341,7 @@ class Runtime:
             unit.trainable_left = 0
         self._release_others(frozenset())
         self.reducer.finish()
-        if self.bus.active and walk is not None:
+        if walk is not None:
             self.bus.end("backward", walk.path.name)
 
     def _record_backward(self, walk: Walk) -> None:

@@ -92,6 +92,7 @@ def open_store(policy: Policy, device: torch.device, groups: Sequence[Group], ta
     need = needs(groups, policy, table, comm.shard.axis.world)
     _admit(limits, need, comm)
     budget = Budget(limits, rank=axis.ranks[axis.rank])
+    budget.account.bus = seam.bus = bus
     with _all_or_none(comm):
         _fits(policy, seam, need, comm)
         host = HostPool(seam, slab_nbytes=policy.host.slab, pin=policy.host.pin is not False)

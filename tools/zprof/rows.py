@@ -1,0 +1,66 @@
+"""Owns the words of a trace: the kinds of rows, the categories of bytes, and how a placement is written and read.
+
+The recorder writes rows in these words and every report reads them. It never touches a file and needs only the standard
+library.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from offload.errors import ZhooksError
+
+__all__ = ["CATEGORIES", "TIERS", "Row", "RowKind", "TraceError", "placed", "placement"]
+
+#: What bytes are held for; every byte the ledger knows is in exactly one.
+CATEGORIES = ("parameter", "gradient", "optimizer", "activation", "communication", "temporary", "other")
+#: Where they are held.
+TIERS = ("device", "host", "disk")
+
+
+class TraceError(ZhooksError, ValueError):
+    """A trace, a snapshot or another recorded file that is not what it should be; one line: file, expected, found, mend."""
+
+
+class RowKind(IntEnum):
+    """What a row says.
+
+    BEGIN and END bound a span (END closes the innermost open BEGIN of the same what and key), INSTANT is a point, COUNTER
+    states that the level of (what, key) is now ``nbytes``. ALLOC and FREE say that one storage, numbered by ``ident``, is held
+    for (what, key) from now on, or no longer; a storage that changes its category is freed and allocated again at one time.
+    """
+
+    BEGIN = 0
+    END = 1
+    INSTANT = 2
+    COUNTER = 3
+    ALLOC = 4
+    FREE = 5
+
+
+class Row(NamedTuple):
+    """One fact, as the recorder keeps it; bytes, nanoseconds of the monotonic clock, small numbers for thread and storage."""
+
+    kind: int
+    what: str
+    key: str
+    nbytes: int
+    time_ns: int
+    thread: int = 0
+    ident: int = 0
+
+
+_PLACES = {f"{category} on {tier}": (category, tier) for category in CATEGORIES for tier in TIERS}
+
+
+def placed(category: str, tier: str) -> str:
+    """The ``what`` of rows that say how much is held: "parameter on host"."""
+    what = f"{category} on {tier}"
+    assert what in _PLACES, f"{what}: not one of the categories and tiers"
+    return what
+
+
+def placement(what: str) -> tuple[str, str] | None:
+    """(category, tier) of such a ``what``; None for everything else."""
+    return _PLACES.get(what)

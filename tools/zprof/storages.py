@@ -1,0 +1,104 @@
+"""Owns the table of live storages: what each is held for, and the rows that say when that begins, changes and ends.
+
+The recorder's observers call ``hold``; torch's storages tell of their own death through weak references. It never keeps one
+alive, and imports no torch.
+
+Note: [Freed when it dies]
+    PyTorch keeps the Python object of a storage as long as the storage itself lives, once it was asked for, so that a weak
+    reference to it ends exactly when the memory is given back, whoever held it last, autograd's own nodes included. The
+    callback runs wherever that happens, also inside ``hold`` and on any thread: it takes no lock and only appends a row.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from zprof.rows import RowKind
+
+__all__ = ["Storages"]
+
+_ALLOC, _FREE = int(RowKind.ALLOC), int(RowKind.FREE)
+
+
+class _Watch(weakref.ref[Any]):
+    """A storage, and what it is held for."""
+
+    __slots__ = ("address", "guessed", "ident", "key", "nbytes", "what")
+
+    address: int
+    ident: int
+    nbytes: int
+    what: str
+    key: str
+    guessed: bool
+
+
+class Storages:
+    """Every storage somebody has named.
+
+    Args:
+        write: takes (kind, what, key, nbytes, ident): a row without its time.
+    """
+
+    def __init__(self, write: Callable[[int, str, str, int, int], None]) -> None:
+        self._write = write
+        self._live: dict[int, _Watch] = {}
+        self._next = count(1)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def hold(self, what: str, key: str, storage: Any, *, guess: bool = False) -> None:
+        """``storage`` (a ``torch.UntypedStorage``) is held for (``what``, ``key``) from now on, until it dies or is held anew.
+
+        Args:
+            guess: from somebody who only infers it; never replaces what was said by who knows.
+        """
+        address = storage._cdata
+        known = self._live.get(address)
+        nbytes = storage.nbytes()
+        if known is None:
+            self._add(address, what, key, nbytes, storage, guess)
+            return
+        if guess and not known.guessed:
+            what, key = known.what, known.key
+        else:
+            known.guessed = guess
+        if known.nbytes == nbytes and known.key == key and known.what == what:
+            return
+        self._write(_FREE, known.what, known.key, known.nbytes, known.ident)
+        known.what, known.key, known.nbytes = what, key, nbytes
+        self._write(_ALLOC, what, key, nbytes, known.ident)
+
+    def knows(self, address: int) -> bool:
+        """A storage with this address (``_cdata``) is in the table."""
+        return address in self._live
+
+    def said(self, address: int) -> tuple[str, str, bool] | None:
+        """(what, key, guessed) of a storage in the table."""
+        watch = self._live.get(address)
+        return None if watch is None else (watch.what, watch.key, watch.guessed)
+
+    def _add(self, address: int, what: str, key: str, nbytes: int, storage: Any, guess: bool) -> None:
+        watch = _Watch(storage, self._gone)
+        watch.address, watch.ident, watch.nbytes = address, next(self._next), nbytes
+        watch.what, watch.key, watch.guessed = what, key, guess
+        self._live[address] = watch
+        self._write(_ALLOC, what, key, nbytes, watch.ident)
+
+    def _gone(self, watch: _Watch) -> None:
+        if self._live.get(watch.address) is watch:
+            del self._live[watch.address]
+        self._write(_FREE, watch.what, watch.key, watch.nbytes, watch.ident)
+
+    def alive(self) -> Iterator[tuple[str, str, int]]:
+        """(what, key, nbytes) of every storage in the table."""
+        for watch in tuple(self._live.values()):
+            yield watch.what, watch.key, watch.nbytes
+
+    def forget(self) -> None:
+        """Watch nothing any more; what was alive stays so in the rows."""
+        self._live.clear()
