@@ -1,4 +1,56 @@
-"""The command line beside zhooks: it checks policies, and will read traces and plan runs.
+"""zprof: where every byte and millisecond of a training run went; the command line and what it offers to code.
 
-Users call it as ``zprof``. It depends on `offload` alone and never imports torch or the runtime at start.
+``record`` and ``Recorder`` are for scripts, ``%load_ext zprof`` for notebooks. Nothing is imported before it is used.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zprof.recorder import Level, Recorder
+
+__all__ = ["Recorder", "load_ipython_extension", "record"]
+
+
+@contextmanager
+def record(
+    path: str | Path = "run.{rank}.zprof",
+    *,
+    level: Level = "events",
+    interval_s: float = 0.1,
+    nvml: str = "auto",
+    force: bool = False,
+) -> Iterator[Recorder]:
+    """Record what runs inside the block: every attachment of this process, every optimizer step, memory and GPUs.
+
+    Arguments and errors are those of ``zprof.Recorder``.
+    """
+    from zprof.recorder import Recorder
+
+    recorder = Recorder(path, level=level, interval_s=interval_s, nvml=nvml, force=force)
+    recorder.listen()
+    try:
+        yield recorder
+    except BaseException as error:
+        recorder.close(reason=type(error).__name__, exit=1)
+        raise
+    recorder.close()
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """What ``%load_ext zprof`` calls."""
+    from zprof.jupyter import load
+
+    load(shell)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Recorder":
+        from zprof.recorder import Recorder
+
+        return Recorder
+    raise AttributeError(f"module 'zprof' has no attribute {name!r}")

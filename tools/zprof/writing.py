@@ -1,0 +1,43 @@
+"""Owns how a finished file takes the place of an older one: whole, or not at all.
+
+The store of bench figures, the JUnit report and the exports call it. It never makes folders, and leaves nothing behind when it
+fails.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["committed", "committing"]
+
+
+def committed(path: Path, body: bytes, *, mode: int = 0o600) -> None:
+    """Write ``body`` to ``path``; whoever reads meanwhile sees the old file or the new one, also after a crash.
+
+    Args:
+        mode: permissions of the new file, less the umask.
+    Raises:
+        OSError: as it came from the system; the old file is untouched.
+    """
+    with committing(path, mode=mode) as file:
+        file.write(body)
+
+
+@contextmanager
+def committing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
+    """As `committed`, for a body that is written piece by piece: it counts once the block has ended without an error."""
+    passing = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        # A leftover of an earlier process of this number would refuse the exclusive creation for ever.
+        passing.unlink(missing_ok=True)
+        with open(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(passing, path)
+    finally:
+        passing.unlink(missing_ok=True)
