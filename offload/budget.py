@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-import psutil
-
 from offload.account import Account
 from offload.errors import BudgetError
 from offload.tier import Tier
@@ -183,7 +181,12 @@ class Machine:
 
     def _mem_available(self) -> int:
         values = _counts(self._read("proc/meminfo"))
-        return values["MemAvailable"] if "MemAvailable" in values else int(psutil.virtual_memory().available)
+        if "MemAvailable" in values:
+            return values["MemAvailable"]
+        # Here, for commands that must answer at once start without it where the kernel says.
+        import psutil
+
+        return int(psutil.virtual_memory().available)
 
     def _cgroup_bounds(self) -> list[Bound]:
         mounts = _mounts(self._read("proc/self/mountinfo"))

@@ -7,7 +7,7 @@ is called, so that it answers at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module, metadata
+from importlib import import_module
 
 import click
 
@@ -58,7 +58,7 @@ class _Lazy(click.Group):
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(metadata.version("zhooks"), prog_name="zprof")
+@click.version_option(package_name="zhooks", prog_name="zprof")
 def main() -> None:
     """Look into training: where its bytes and milliseconds go, why it ran out of memory, and what would fit.
 

@@ -157,6 +157,7 @@ class Recorder:
         _forget_in_children(self)
         try:
             self._note_samplers()
+            self._sample()
             if self.level != "events":
                 self._start_part("zprof.alloc")
             self._watch_steps()
@@ -186,6 +187,8 @@ class Recorder:
             self._thread.join()
         self._sample()
         self.flush()
+        # Again, for what was lost or dropped on the way.
+        self._note_samplers()
         self.open = False
         self.storages.forget()
         writer = self._writer
@@ -252,7 +255,6 @@ class Recorder:
             said = getattr(sampler, "note", None)
             if said is not None:
                 self._writer.note(*said())
-        self._sample()
 
     def _sample(self) -> None:
         for sampler in tuple(self._samplers):

@@ -1,0 +1,194 @@
+"""Owns what is sampled beside the events: this process and its container, torch's allocators, and recorded values for tests.
+
+The recorder asks every sampler once an interval, on a thread of its own. A sampler never raises from `sample`, never imports
+torch, and leaves out what it cannot read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+__all__ = [
+    "ProcessSampler",
+    "Reading",
+    "ReplaySampler",
+    "Sampler",
+    "TorchSampler",
+    "cgroup_folder",
+    "process_samplers",
+    "torch_uuids",
+]
+
+#: (what, key, value): one COUNTER row, in the unit of its name.
+Reading = tuple[str, str, int]
+
+_FILE_CACHE = {"memory.current": (b"inactive_file", b"active_file")}
+_FILE_CACHE_V1 = (b"total_inactive_file", b"total_active_file")
+
+
+class Sampler(Protocol):
+    """A source of levels that no event tells."""
+
+    def sample(self) -> Sequence[Reading]:
+        """What the levels are now; quick, and never raises."""
+
+    def close(self) -> None:
+        """Give back what the sampler holds; it is not sampled again."""
+
+
+class ProcessSampler:
+    """Resident bytes of this process ("rss") and what is charged to its container ("cgroup memory").
+
+    Page cache is charged to a container too and given up before anybody is killed: it is not counted.
+
+    Args:
+        root: where /proc and /sys are; "/" outside tests.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self._statm = root / "proc/self/statm"
+        folder = cgroup_folder(root)
+        self._usage = self._stat = None
+        if folder is not None:
+            name = "memory.current" if (folder / "memory.current").exists() else "memory.usage_in_bytes"
+            self._usage, self._stat = folder / name, folder / "memory.stat"
+            self._cache = _FILE_CACHE.get(name, _FILE_CACHE_V1)
+
+    def sample(self) -> Sequence[Reading]:
+        readings: list[Reading] = []
+        fields = _read(self._statm).split()
+        if len(fields) > 1 and fields[1].isdigit():
+            readings.append(("rss", "", int(fields[1]) * self._page))
+        if self._usage is not None and self._stat is not None:
+            usage = _read(self._usage).strip()
+            if usage.isdigit():
+                readings.append(("cgroup memory", "", max(0, int(usage) - self._cached(_read(self._stat)))))
+        return readings
+
+    def _cached(self, stat: bytes) -> int:
+        lines = (line.split() for line in stat.splitlines())
+        return sum(int(fields[1]) for fields in lines if len(fields) == 2 and fields[0] in self._cache and fields[1].isdigit())
+
+    def close(self) -> None:
+        pass
+
+
+class TorchSampler:
+    """Bytes of torch's CUDA allocators: "cuda allocated" and "cuda reserved" a device, and "pinned" host memory.
+
+    It looks only at a torch that is imported and whose CUDA runs; it starts neither.
+    """
+
+    def sample(self) -> Sequence[Reading]:
+        cuda = _running_cuda()
+        if cuda is None:
+            return ()
+        readings: list[Reading] = []
+        try:
+            for index in range(cuda.device_count()):
+                # Nested as the allocator gives it: flattening two hundred counters takes longer than asking for them.
+                stats = cuda.memory_stats_as_nested_dict(index)
+                for name in ("allocated", "reserved"):
+                    level = stats.get(f"{name}_bytes", {}).get("all", {}).get("current")
+                    if isinstance(level, int):
+                        readings.append((f"cuda {name}", f"cuda:{index}", level))
+            host = cuda.host_memory_stats() if hasattr(cuda, "host_memory_stats") else {}
+            pinned = host.get("allocated_bytes.current")
+            if isinstance(pinned, int):
+                readings.append(("pinned", "", pinned))
+        except (AttributeError, RuntimeError, AssertionError, KeyError, TypeError):
+            # A device that failed, or a torch that is shutting down: the process will say so itself.
+            return readings
+        return readings
+
+    def close(self) -> None:
+        pass
+
+
+class ReplaySampler:
+    """Gives recorded readings, one sample after the other, and nothing once they are used up."""
+
+    def __init__(self, samples: Iterable[Sequence[Reading]]) -> None:
+        self._samples: Iterator[Sequence[Reading]] = iter(samples)
+        self.closed = False
+
+    def sample(self) -> Sequence[Reading]:
+        return next(self._samples, ())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def process_samplers() -> list[Sampler]:
+    """What every recording samples: this process, its container, and torch's allocators once they run."""
+    return [ProcessSampler(), TorchSampler()]
+
+
+def torch_uuids() -> list[str] | None:
+    """The devices this process computes on, by their UUIDs and as CUDA numbers them; None where CUDA does not run here yet."""
+    cuda = _running_cuda()
+    if cuda is None:
+        return None
+    try:
+        return [str(cuda.get_device_properties(index).uuid) for index in range(cuda.device_count())]
+    except (AttributeError, RuntimeError, AssertionError):
+        return None
+
+
+def cgroup_folder(root: Path = Path("/")) -> Path | None:
+    """Where the memory of this process's container is accounted; None outside one, or where it cannot be seen."""
+    mounts = _read(root / "proc/self/mountinfo").decode(errors="replace")
+    hierarchies = _read(root / "proc/self/cgroup").decode(errors="replace")
+    for controllers, path in re.findall(r"^\d+:([^:\n]*):(/.*)$", hierarchies, re.MULTILINE):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        kind = "cgroup" if controllers else "cgroup2"
+        for line in mounts.splitlines():
+            left, _, right = line.partition(" - ")
+            fields, more = left.split(), right.split()
+            if len(fields) < 5 or len(more) < 2 or more[0] != kind:
+                continue
+            if controllers and "memory" not in more[-1].split(","):
+                continue
+            folder = root / _below(PurePosixPath(path), PurePosixPath(fields[3]), PurePosixPath(fields[4]))
+            if (folder / "memory.current").exists() or (folder / "memory.usage_in_bytes").exists():
+                return folder
+    return None
+
+
+def _below(path: PurePosixPath, mounted: PurePosixPath, point: PurePosixPath) -> str:
+    """Where a cgroup's ``path`` is seen, relative to the root, of a tree whose part ``mounted`` is seen at ``point``."""
+    # A container without a namespace of its own sees its host's path, and its own part of the tree at the mount.
+    seen = path.is_relative_to(mounted) and ".." not in path.parts
+    inside = path.relative_to(mounted) if seen else PurePosixPath(".")
+    return str(point / inside).lstrip("/")
+
+
+def _running_cuda() -> Any:
+    """torch.cuda where torch is imported and CUDA runs, else None."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    try:
+        # While torch is still being imported its parts come one by one.
+        return cuda if cuda is not None and cuda.is_initialized() else None
+    except AttributeError:
+        return None
+
+
+def _read(path: Path) -> bytes:
+    """A small file of the kernel; empty where it cannot be read."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(handle, 1 << 16)
+    except OSError:
+        return b""
+    finally:
+        os.close(handle)
