@@ -1,0 +1,254 @@
+"""Owns ``zprof diff``: what changed from one run to another, by measure, category and unit, and whether that is too much.
+
+`zprof.cli` hangs it in. It compares rank with rank and shows the worst; it never averages ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from zprof.check_cli import not_recorded, printable
+from zprof.limits import Limit, parse_change, percent, shown, shown_change
+from zprof.problem import BudgetProblem, Problem
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from zprof.measured import Measured
+
+__all__ = ["diff"]
+
+_MOST_NAMES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One number before and after; None where a run does not say it."""
+
+    name: str
+    rank: int
+    before: float | None
+    after: float | None
+
+    @property
+    def percent(self) -> float:
+        return percent(self.before or 0.0, self.after or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same rank of both runs."""
+
+    before: Measured
+    after: Measured
+
+
+def _expressions(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Limit, ...]:
+    return tuple(parse_change(value) for value in values)
+
+
+@click.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option(
+    "--fail-on",
+    "limits",
+    multiple=True,
+    callback=_expressions,
+    metavar="EXPRESSION",
+    help="Exit with 3 where it holds, e.g. 'device.peak>+2%'; repeatable.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def diff(a: str, b: str, limits: tuple[Limit, ...], as_json: bool) -> None:
+    """Compare run B with run A: two traces, or two folders with one trace a rank.
+
+    With a sign an expression is about the change from A to B, NAME>+2% or NAME>+100MiB, NAME<-5% for what should not fall;
+    without, about B alone: NAME>38GiB. Of several ranks, each is compared with itself and the worst is shown.
+
+    \b
+    zprof diff main.zprof branch.zprof --fail-on 'device.peak>+2%' --fail-on 'step.median_ms>+5%'
+    """
+    from zprof.measured import measured
+
+    before, after = measured([a]), measured([b])
+    pairs, apart = _pairs(before, after)
+    broken = [(pair, limit) for limit in limits for pair in pairs if _broken(pair, limit)]
+    if as_json:
+        click.echo(json.dumps(_as_json(pairs, apart, broken), indent=2, allow_nan=False))
+    else:
+        _show(a, b, pairs, apart)
+        for pair, limit in broken:
+            click.echo(_failure(pair, limit), err=True)
+    if broken:
+        raise click.exceptions.Exit(BudgetProblem.exit_code)
+
+
+def _pairs(before: Sequence[Measured], after: Sequence[Measured]) -> tuple[list[Pair], list[str]]:
+    """Each rank of both, and lines for ranks that only one has."""
+    if len(before) == len(after) == 1:
+        # Two files are compared whatever ranks they are of.
+        return [Pair(before[0], after[0])], []
+    others = {run.rank: run for run in after}
+    pairs = [Pair(run, others[run.rank]) for run in before if run.rank in others]
+    if not pairs:
+        path = printable(after[0].path)
+        raise Problem(f"{path}: expected a rank that the other run has too, found none; compare runs of one job")
+    both = {pair.before.rank for pair in pairs}
+    lines = [f"rank {run.rank} vanished" for run in before if run.rank not in both]
+    return pairs, lines + [f"rank {run.rank} appeared" for run in after if run.rank not in both]
+
+
+def _broken(pair: Pair, limit: Limit) -> bool:
+    name = limit.measure.name
+    for run in (pair.after,) if limit.kind == "value" else (pair.before, pair.after):
+        if name not in run.values:
+            raise Problem(not_recorded(run, name))
+    return limit.broken(pair.after.values[name], pair.before.values.get(name))
+
+
+def _failure(pair: Pair, limit: Limit) -> str:
+    measure = limit.measure
+    after = pair.after.values[measure.name]
+    said = f"{printable(pair.after.path)}: FAILED: {limit.text}: {measure.name} is {shown(after, measure.unit)}"
+    before = pair.before.values.get(measure.name)
+    if before is None:
+        return said
+    return f"{said}, was {shown(before, measure.unit)} ({shown_change(before, after, measure.unit)}{_percent(before, after)})"
+
+
+def _percent(before: float, after: float) -> str:
+    change = percent(before, after)
+    return f", {change:+.3g}%" if math.isfinite(change) else ""
+
+
+def _changes(pairs: Sequence[Pair]) -> list[Change]:
+    """Of every measure that changed the rank where it changed for the worst, in the order of the measures."""
+    from zprof.measures import MEASURES
+
+    found = []
+    for measure in MEASURES.values():
+        mine = [
+            Change(measure.name, pair.after.rank, pair.before.values.get(measure.name), pair.after.values.get(measure.name))
+            for pair in pairs
+        ]
+        mine = [change for change in mine if change.before != change.after]
+        if mine:
+            sign = {"more": 1, "less": -1, "": 0}[measure.worse]
+            found.append(max(mine, key=lambda change: change.percent * sign if sign else abs(change.percent)))
+    return found
+
+
+def _held(pairs: Sequence[Pair], by: str) -> list[Change]:
+    """Categories or units whose bytes at the tier's peak changed, on the rank where they grew most, that growth first."""
+    names = {name for pair in pairs for name in (*pair.before.held[by], *pair.after.held[by])}
+    found = []
+    for name in sorted(names):
+        held = [(pair.after.rank, pair.before.held[by].get(name, 0), pair.after.held[by].get(name, 0)) for pair in pairs]
+        mine = [Change(f"{name[0]} on {name[1]}", rank, float(before), float(after)) for rank, before, after in held]
+        found.append(max(mine, key=_growth))
+    return sorted((change for change in found if _growth(change)), key=_growth, reverse=True)
+
+
+def _growth(change: Change) -> float:
+    return (change.after or 0.0) - (change.before or 0.0)
+
+
+def _named(pairs: Sequence[Pair]) -> tuple[list[str], list[str]]:
+    """Units that only the second, and only the first run has."""
+    before = {name for pair in pairs for name in pair.before.names}
+    after = {name for pair in pairs for name in pair.after.names}
+    return sorted(after - before), sorted(before - after)
+
+
+def _show(a: str, b: str, pairs: Sequence[Pair], apart: Sequence[str]) -> None:
+    from rich.console import Console
+
+    for run in (run for pair in pairs for run in (pair.before, pair.after) if run.damage):
+        click.echo(f"{printable(run.path)}: {printable(run.damage)}", err=True)
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    changes = _changes(pairs)
+    ranks = len(pairs) > 1
+    if not changes:
+        click.echo("no measure changed")
+    else:
+        console.print(_table(("measure", a, b), changes, ranks=ranks))
+    for by in ("category", "unit"):
+        held = _held(pairs, by)
+        if held:
+            console.print(_table((f"held at the peak, by {by}", a, b), held[:_MOST_NAMES], ranks=ranks))
+        if len(held) > _MOST_NAMES:
+            click.echo(f"and {len(held) - _MOST_NAMES} more; --json has all")
+    for word, names in zip(("appeared", "vanished"), _named(pairs), strict=True):
+        if names:
+            more = f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            click.echo(f"units that {word}: {', '.join(map(printable, names[:_MOST_NAMES]))}{more}")
+    for line in apart:
+        click.echo(line)
+
+
+def _table(headings: tuple[str, str, str], changes: Sequence[Change], *, ranks: bool) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from zprof.measures import MEASURES
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(Text(printable(headings[0])), no_wrap=True)
+    for heading in (*headings[1:], "change", "percent", *(("worst rank",) if ranks else ())):
+        table.add_column(Text(printable(heading)), justify="right")
+    for change in changes:
+        measure = MEASURES.get(change.name)
+        unit, worse = (measure.unit, measure.worse) if measure else ("bytes", "more")
+        cells = ["-" if value is None else shown(value, unit) for value in (change.before, change.after)]
+        style = ""
+        if change.before is None or change.after is None:
+            cells += ["", ""]
+        else:
+            cells += [shown_change(change.before, change.after, unit), _percent(change.before, change.after).removeprefix(", ")]
+            if worse:
+                style = "red" if (change.after > change.before) == (worse == "more") else "green"
+        texts = [Text(printable(cell), style=style if place >= 2 else "") for place, cell in enumerate(cells)]
+        table.add_row(Text(printable(change.name)), *texts, *((str(change.rank),) if ranks else ()))
+    return table
+
+
+def _as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple[Pair, Limit]]) -> dict[str, object]:
+    appeared, vanished = _named(pairs)
+    return {
+        "ok": not broken,
+        "ranks": [
+            {
+                "rank": pair.after.rank,
+                "a": {"path": pair.before.path, "damage": pair.before.damage or None, "measures": pair.before.values},
+                "b": {"path": pair.after.path, "damage": pair.after.damage or None, "measures": pair.after.values},
+            }
+            for pair in pairs
+        ],
+        "changed": [_told(change) for change in _changes(pairs)],
+        "held_at_peak": {by: [_told(change) for change in _held(pairs, by)] for by in ("category", "unit")},
+        "units": {"appeared": appeared, "vanished": vanished},
+        "only_in_one": list(apart),
+        "failed": [
+            {"expression": limit.text, "measure": limit.measure.name, "rank": pair.after.rank, "line": _failure(pair, limit)}
+            for pair, limit in broken
+        ],
+    }
+
+
+def _told(change: Change) -> dict[str, object]:
+    known = change.before is not None and change.after is not None and math.isfinite(change.percent)
+    return {
+        "name": change.name,
+        "rank": change.rank,
+        "a": change.before,
+        "b": change.after,
+        "percent": change.percent if known else None,
+    }
