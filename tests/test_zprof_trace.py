@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.zprof_traces import HEADER, sample_rows, write_trace
-from zprof.columns import MOST_ROWS
+from zprof.frames import MOST_ROWS
 from zprof.header import Header
 from zprof.reader import Trace
 from zprof.rows import Row, RowKind, TraceError

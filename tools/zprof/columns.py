@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zprof.frames import packed, unpacked
+from zprof.frames import MOST_ROWS, packed, unpacked
 from zprof.rows import Row, RowKind
 
 __all__ = ["MOST_ROWS", "Names", "Rows", "decoded", "encoded", "fits", "packed_columns"]
 
-#: The most rows of a chunk.
-MOST_ROWS = 4096
 #: Bounds of a row's numbers, so that no reader's sum or difference can overflow.
 MOST_NBYTES = 1 << 56
 MOST_TIME = 1 << 62

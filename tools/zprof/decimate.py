@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zprof.columns import MOST_ROWS, Rows, packed_columns
-from zprof.frames import FrameKind, most, sealed
+from zprof.columns import Rows, packed_columns
+from zprof.frames import MOST_ROWS, FrameKind, most, sealed
 from zprof.levels import PLACES, Levels, Open, Walk, extremes, walked
 from zprof.reader import Trace
 from zprof.rows import CATEGORIES, TIERS, RowKind

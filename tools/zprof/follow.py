@@ -185,7 +185,7 @@ class Followed:
             rank=header.rank,
             world=header.world,
             pid=header.pid,
-            device=header.device,
+            device=self._trace.device,
             state=self._state(),
             tiers=self._tiers(),
             samples=dict(self._samples),

@@ -14,8 +14,23 @@ from typing import Any
 
 import msgpack
 
-__all__ = ["HEAD_NBYTES", "MAGIC", "MARK", "Frame", "FrameKind", "head_at", "most", "opened", "packed", "sealed", "unpacked"]
+__all__ = [
+    "HEAD_NBYTES",
+    "MAGIC",
+    "MARK",
+    "MOST_ROWS",
+    "Frame",
+    "FrameKind",
+    "head_at",
+    "most",
+    "opened",
+    "packed",
+    "sealed",
+    "unpacked",
+]
 
+#: The most rows of a chunk.
+MOST_ROWS = 4096
 #: A file begins with this and the version as two bytes.
 MAGIC = b"\x89zprof"
 #: Every frame begins with this: no UTF-8 text holds it, so a reader finds the next frame after damage.

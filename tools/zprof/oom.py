@@ -202,7 +202,7 @@ def _rss(ending: Ending) -> str:
 
 
 def _on_gpu(reading: _Reading) -> bool:
-    return reading.trace.header.device != "cpu" or bool(reading.ledger.samples("cuda allocated"))
+    return reading.trace.device != "cpu" or bool(reading.ledger.samples("cuda allocated"))
 
 
 def _case(trace: Trace, reading: _Reading, failure: Failure) -> _Case:

@@ -80,6 +80,13 @@ class Trace:
             rows = max(rows, found) if type(found) is int else rows
         return rows
 
+    @property
+    def device(self) -> str:
+        """What computed, e.g. "cuda:0": as noted once torch ran, for a recording may begin before; else as the header says."""
+        noted = [note.body.get("device") for note in self._notes(_SMALL_NOTE) if note.name == "device"]
+        named = [name for name in noted if isinstance(name, str)]
+        return named[-1] if named else self.header.device
+
     def __len__(self) -> int:
         """Chunks in all."""
         return len(self.file.rows)

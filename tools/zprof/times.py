@@ -61,7 +61,7 @@ def analysed(trace: Trace, pairing: Pairing) -> Times:
         table,
         found,
         stalls.stalls(table, found.warm),
-        tuple(bandwidth.rates(table, device=trace.header.device, figures=figures)),
+        tuple(bandwidth.rates(table, device=trace.device, figures=figures)),
         prefetch.advice(table, points, found.warm, prefetch.policy_of(text if isinstance(text, str) else None)),
         sum(1 for what in points.what.tolist() if table.strings[what] == "oom"),
         problem,

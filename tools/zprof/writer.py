@@ -14,9 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offload.budget import shown
-from zprof.bounding import Rewriting
-from zprof.columns import MOST_ROWS, encoded, fits
-from zprof.frames import MAGIC, FrameKind, most, packed, sealed
+from zprof.frames import MAGIC, MOST_ROWS, FrameKind, most, packed, sealed
 from zprof.header import Header
 from zprof.rows import Row, TraceError
 
@@ -138,6 +136,9 @@ class Writer:
         if self._fd is None:
             self.dropped_rows += len(rows)
             return
+        # Only now: a script that is recorded may still want to say how numpy starts.
+        from zprof.columns import encoded, fits
+
         try:
             payload = encoded(rows)
         except (ValueError, TypeError, OverflowError, MemoryError) as error:
@@ -177,6 +178,8 @@ class Writer:
 
     def _rewrite(self) -> None:
         """Make the file smaller, on a thread of its own."""
+        from zprof.bounding import Rewriting
+
         work: Rewriting | None = None
         try:
             work = Rewriting(self.path, self._limit, self._thinned)

@@ -1,0 +1,109 @@
+"""Owns ``zprof report``: its options, and the choice between text for people and JSON for programs.
+
+`zprof.cli` hangs it in. It finds out nothing and draws nothing itself, and needs numpy only once it is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+
+import click
+
+__all__ = ["report"]
+
+#: Of mallopt(3).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_STEP = re.compile(r"step:(\d{1,9})", re.ASCII)
+
+
+def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """The step's number; None for the peak of the whole run."""
+    if value == "peak":
+        return None
+    found = _STEP.fullmatch(value)
+    if not found:
+        raise click.BadParameter(f"{value!r}: expected peak, or step:N such as step:0")
+    return int(found[1])
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path())
+@click.option(
+    "--by",
+    type=click.Choice(["category", "module", "tier", "rank", "unit"]),
+    default="category",
+    show_default=True,
+    help="How bytes are grouped. A module is a path up to its first number (model.layers.3); a unit is the whole key.",
+)
+@click.option(
+    "--at",
+    default="peak",
+    show_default=True,
+    metavar="peak|step:N",
+    callback=_at,
+    help="When: at each tier's highest moment of the run, or within step N, counted from 0.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs; its keys are listed above.")
+def report(runs: tuple[str, ...], by: str, at: int | None, as_json: bool) -> None:
+    """Say where the bytes and milliseconds of a run went: who held what at the peak, what process or allocator say beyond that,
+    what the run waited for and the mend, achieved bandwidths, and how ranks differ.
+
+    RUN is a trace, or a folder of traces; several are the ranks of one run.
+
+    \b
+    Examples:
+      zprof report run.zprof
+      zprof report run.*.zprof --by module
+      zprof report runs/ --by rank --at step:12
+      zprof report run.zprof --json | jq .runs[0].tiers.device.bytes
+
+    \b
+    JSON: keys stay while "version" is 1, new ones may be added. Keys named
+    bytes hold bytes, at_s seconds since the recording began; absent is null.
+      version, by, at
+      runs[]      file rank world host device level argv versions duration_s
+                  rows dropped_rows damage below_zero (series that end
+                  below zero) bench_problem end{exit reason}
+                  steps{count marked_by}
+        tiers{}   of device, host, disk, if used: bytes at_s step peak_bytes
+                  budget_bytes groups{} categories{}
+                  holders[]{name bytes categories{}}
+        reconciliation[]  name bytes said said_bytes against against_bytes
+                  likely at_s; bytes is said_bytes less against_bytes
+        rss       start_bytes peak_bytes at_s
+        measures{}  the names of `zprof check --max`
+        waits[]   what unit ms_per_step waits longest_ms settings[]
+        mends[]   lines
+        rates[]   verb count bytes busy_s bytes_per_s reached_bytes_per_s
+                  bench_bytes_per_s share_of_bench
+        oom       the failed request, as recorded, and lines[]
+      ranks       null for one rank: world missing[] clocks[] peak_bytes{}{}
+                  work_ms{} step_ms{}
+        skew[]    what key rank late_ns times count total_ns
+        stragglers[]  rank host work_ns median_ns
+      next[]      do why
+    """
+    from zprof.report import report as found_out
+
+    _keep_freed_memory()
+    told = found_out(runs, by=by, step=at)  # type: ignore[arg-type]
+    if as_json:
+        click.echo(json.dumps(told, indent=2))
+        return
+    from zprof.report_text import show
+
+    show(told)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what large arrays give back: taking it anew from the system each time is a tenth of a large report."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        # Another C library: slower, and no less right.
+        return
+    # The first may be no larger.
+    mallopt(_MMAP_THRESHOLD, 1 << 25)
+    mallopt(_TRIM_THRESHOLD, 1 << 30)
