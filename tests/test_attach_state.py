@@ -6,7 +6,9 @@ pytest runs it, on one, two and four ranks. The stock save and resume loop is te
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +348,17 @@ def test_a_llama_on_meta_gets_its_rotary_frequencies_back() -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     tokens = torch.ones(1, 4, dtype=torch.int64)
     assert bool(model(input_ids=tokens, labels=tokens).loss.isfinite())
+
+
+def test_nothing_of_an_attachment_outlives_detach_and_its_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    attachment = zhooks.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    model(torch.ones(2, 4))  # no backward follows
+    flats = [weakref.ref(flat) for unit in attachment._units for flat in unit.flats]
+    attachment.detach()
+    del attachment, optimizer, model
+    gc.collect()
+    assert [flat() for flat in flats] == [None] * len(flats)

@@ -261,6 +261,8 @@ def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer]) -> None:
             if any(held) and held[index]:
                 param.grad = full_grads[index]
         flat.ask = None
+        # A forward without a backward left its node, which refers to the flat: a circle that no collector sees.
+        flat.end_graph()
 
 
 def _swap_out(spec: Spec, param: nn.Parameter, plain: nn.Parameter) -> None:
@@ -338,6 +340,7 @@ def relay_unit(
             kinds.setdefault(kind, []).append((spec.name, param, value.clone()))
         carried.extend(_carried(flat, optimizers))
         flat.release()
+        flat.end_graph()
         if flat.rest is not None:
             flat.rest.drop()
     hooks = {id(p): (s.hooks, s.post_hooks) for flat in unit.flats for p, s in zip(flat.params, flat.specs, strict=True)}
