@@ -40,6 +40,7 @@ class Account:
         self._levels: dict[tuple[str, str], int] = {}
         self._on_device: dict[int, tuple[weakref.ref[Any], str, str]] = {}
         self._change = threading.Lock()
+        self._closed = False
 
     def take(self, tier: Tier, key: str, nbytes: int, memory: Any) -> None:
         """``nbytes`` more are held for ``key``; ``memory`` is the tensor, where it is one."""
@@ -55,8 +56,9 @@ class Account:
 
     def tell(self) -> None:
         """State all levels."""
-        for (what, owner), level in tuple(self._levels.items()):
-            self.bus.counter(what, owner, level)
+        with self._change:
+            for (what, owner), level in self._levels.items():
+                self.bus.counter(what, owner, level)
         for storage, what, owner in tuple(self._on_device.values()):
             alive = storage()
             if alive is not None:
@@ -65,7 +67,7 @@ class Account:
     def close(self) -> None:
         """The tiers are given up: nothing is held on them any more, whatever was still to be given back."""
         with self._change:
-            levels, self._levels = self._levels, {}
+            levels, self._levels, self._closed = self._levels, {}, True
             for what, owner in levels:
                 self.bus.counter(what, owner, 0)
 
@@ -74,6 +76,9 @@ class Account:
         what = f"{category} on {tier.value}"
         # Stated under the lock: levels told out of order would stand wrong until the next.
         with self._change:
+            if self._closed:
+                # Given back late: it was stated as gone with everything else.
+                return
             level = self._levels.get((what, owner), 0) + nbytes
             if level:
                 self._levels[what, owner] = level

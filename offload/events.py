@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["Bus", "Event", "Kind", "Observer", "Recorder", "listen", "tell_all"]
+__all__ = ["Bus", "Event", "Kind", "Observer", "Recorder", "leave", "listen", "tell_all"]
 
 Kind = Literal["begin", "end", "instant", "counter", "hold"]
 
@@ -26,11 +26,13 @@ class Event:
     Attributes:
         kind: "begin" and "end" bound a span, "instant" is a point, "counter" says that the level is now ``nbytes``, "hold"
             that the memory ``subject`` is held for ``key`` from now on, until it dies or is held for something else.
+            The level of one quantity is the sum of what each bus last said: two runs of one process may name units alike.
         what: the verb or the quantity, e.g. "gather".
         key: what it happened to, e.g. the unit's name.
         nbytes: bytes moved (span, instant) or held (counter); 0 where bytes mean nothing.
         time_ns: monotonic clock, comparable between processes of one host, never with the wall clock.
-        subject: the storage a "hold" is about, for the length of the call; an observer may keep a weak reference to it.
+        subject: the storage a "hold" is about, or the bus whose level a "counter" states, for the length of the call; an
+            observer may keep a weak reference to it.
     """
 
     kind: Kind
@@ -118,7 +120,7 @@ class Bus:
     def counter(self, what: str, key: str, nbytes: int = 0) -> None:
         """State the level of a quantity."""
         if self.active:
-            self._emit("counter", what, key, nbytes)
+            self._emit("counter", what, key, nbytes, self)
 
     def hold(self, what: str, key: str, storage: Memory) -> None:
         """State what a storage is held for, e.g. "parameter on device"; that it is free again shows when it dies."""
@@ -127,12 +129,12 @@ class Bus:
 
     def _emit(self, kind: Kind, what: str, key: str, nbytes: int, subject: object = None) -> None:
         event = Event(kind, what, key, nbytes, self._clock(), subject)
-        failed: list[tuple[Observer, Exception]] = []
+        failed: tuple[tuple[Observer, Exception], ...] = ()
         for observer in self._observers:
             try:
                 observer.on_event(event)
             except Exception as error:
-                failed.append((observer, error))
+                failed = (*failed, (observer, error))
         # Reported after the loop: a warning filter that raises must not keep the event from the other observers.
         for observer, raised in failed:
             if self._remove(observer):
@@ -159,28 +161,39 @@ _known = threading.RLock()
 def listen(observer: Observer) -> Callable[[], None]:
     """Send ``observer`` the events of every bus of this process, those made later too; call what is returned to end it.
 
-    For who records a run without having made it: a profiler that starts a user's script.
+    For who records a run without having made it: a profiler that starts a user's script. Listening again changes nothing.
     """
     global _everywhere
     with _known:
-        _everywhere = (*_everywhere, observer)
-        for bus in tuple(_buses):
+        if not any(known is observer for known in _everywhere):
+            _everywhere = (*_everywhere, observer)
+        buses = tuple(_buses)
+    # Not under the lock: what is held is stated by foreign code, and others make buses meanwhile.
+    try:
+        for bus in buses:
             bus.attach(observer)
+    except BaseException:
+        leave(observer)
+        raise
+    return lambda: leave(observer)
 
-    def stop() -> None:
-        global _everywhere
-        with _known:
-            _everywhere = tuple(known for known in _everywhere if known is not observer)
-            for bus in tuple(_buses):
-                bus.detach(observer)
 
-    return stop
+def leave(observer: Observer) -> None:
+    """Send ``observer`` nothing more, from whatever bus."""
+    global _everywhere
+    with _known:
+        _everywhere = tuple(known for known in _everywhere if known is not observer)
+        buses = tuple(_buses)
+    for bus in buses:
+        bus.detach(observer)
 
 
 def tell_all() -> None:
     """Every bus of this process states what is held: for an observer that knows of a change the runtime does not see, such
     as the states that an optimizer makes in its first step."""
-    for bus in tuple(_buses):
+    with _known:
+        buses = tuple(_buses)
+    for bus in buses:
         bus.tell()
 
 

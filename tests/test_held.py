@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import tempfile
+import threading
 from collections import Counter
 from typing import Any
 
@@ -17,7 +19,10 @@ from offload.account import Account, owner_of
 from offload.events import Bus, Event, Recorder, listen, tell_all
 from offload.tier import Tier
 from tests.on_ranks import on_ranks
+from zhooks.flat import Flat
+from zhooks.reduce import Reducer
 from zprof.rows import RowKind
+from zprof.sources import Sources
 from zprof.storages import Storages
 
 
@@ -26,18 +31,24 @@ class Levels:
 
     def __init__(self) -> None:
         self.storages = Storages(self._row)
+        self._sources = Sources(self._counter)
         self.levels: Counter[tuple[str, str]] = Counter()
         self.counters: dict[tuple[str, str], int] = {}
         self.seen: list[Event] = []
 
     def _row(self, kind: int, what: str, key: str, nbytes: int, ident: int) -> None:
         self.levels[what, key] += nbytes if kind == RowKind.ALLOC else -nbytes
+        assert self.levels[what, key] >= 0, f"{what} {key}: {self.levels[what, key]} bytes"
+
+    def _counter(self, what: str, key: str, level: int, time_ns: int) -> None:
+        assert level >= 0, f"{what} {key}: {level} bytes"
+        self.counters[what, key] = level
 
     def on_event(self, event: Event) -> None:
         if event.kind == "hold":
             self.storages.hold(event.what, event.key, event.subject)
         elif event.kind == "counter":
-            self.counters[event.what, event.key] = event.nbytes
+            self._sources.state(event.subject, event.what, event.key, event.nbytes, event.time_ns)
         else:
             self.seen.append(event)
 
@@ -49,6 +60,11 @@ class Levels:
         """Bytes by "category on tier", but for what only passes through."""
         whats = {what for what, _ in (*self.levels, *self.counters) if not what.startswith("communication")}
         return {what: nbytes for what in sorted(whats) if (nbytes := self.of(what))}
+
+    def on(self, tier: str) -> int:
+        """Bytes on a tier, but for the rings that ranks talk through."""
+        levels = [*self.levels.items(), *self.counters.items()]
+        return sum(nbytes for (what, key), nbytes in levels if what.endswith(f" on {tier}") and key != "message rings")
 
 
 def training(policy: dict[str, Any]) -> tuple[zhooks.Attachment, torch.optim.Optimizer]:
@@ -114,6 +130,86 @@ def test_nothing_is_held_after_the_model_is_gone() -> None:
     gc.collect()
     stop()
     assert levels.table() == {}
+
+
+def test_two_attachments_that_name_units_alike_are_counted_together() -> None:
+    levels = Levels()
+    stop = listen(levels)
+    first, one = training({"stage": 3, **TIERED})
+    second, other = training({"stage": 3, **TIERED})
+    step(first, one)
+    alone = sum(nbytes for what, nbytes in by_report(first).items() if what.endswith("host"))
+    step(second, other)
+    assert alone > 0 and levels.on("host") == 2 * alone
+    first.detach()
+    assert levels.on("host") == alone
+    second.detach()
+    assert levels.on("host") == 0
+    stop()
+
+
+def test_what_a_run_still_held_when_it_was_dropped_is_held_no_longer() -> None:
+    class Source:
+        pass
+
+    said: list[tuple[str, str, int]] = []
+    sources = Sources(lambda what, key, level, time_ns: said.append((what, key, level)))
+    one, two = Source(), Source()
+    sources.state(one, "parameter on host", "a", 5, 0)
+    sources.state(two, "parameter on host", "a", 7, 0)
+    del one
+    sources.bury(0)
+    del two
+    sources.state(Source(), "optimizer on host", "b", 1, 0)
+    assert [level for what, _, level in said if what == "parameter on host"] == [5, 12, 7, 0]
+
+
+def test_an_observer_may_come_twice_go_in_between_and_come_again() -> None:
+    levels, late = Levels(), Levels()
+    attachment, optimizer = training({"stage": 3, **TIERED})
+    handle = attachment.observe(levels)
+    stop, again = listen(levels), listen(levels)
+    step(attachment, optimizer)
+    handle.close()
+    handle.close()
+    step(attachment, optimizer)
+    with attachment.observe(levels):
+        stop()
+        again()
+        attachment.observe(levels)
+        step(attachment, optimizer)
+        attachment.observe(late)
+        tell_all()
+        assert levels.table() == late.table() == by_report(attachment)
+    attachment.detach()
+
+
+def test_who_listens_from_another_thread_while_steps_are_made_misses_nothing() -> None:
+    attachment, optimizer = training({"stage": 3, **TIERED})
+    levels = [Levels() for _ in range(8)]
+    stops: list[Any] = []
+    comer = threading.Thread(target=lambda: stops.extend(listen(one) for one in levels))
+    comer.start()
+    while comer.is_alive():
+        step(attachment, optimizer)
+    comer.join()
+    step(attachment, optimizer)
+    tell_all()
+    tables = [one.table() for one in levels]
+    assert len(stops) == 8 and tables == [tables[0]] * 8 and tables[0]["optimizer on host"] > 0
+    for stop in stops:
+        stop()
+    attachment.detach()
+
+
+def test_a_run_nobody_watches_counts_no_bytes_for_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment, optimizer = training({"stage": 3, **TIERED})
+    step(attachment, optimizer)
+    monkeypatch.setattr(Flat, "moved_nbytes", property(lambda self: pytest.fail("bytes were counted")))
+    monkeypatch.setattr(Reducer, "nbytes", lambda self, flat: pytest.fail("bytes were counted"))
+    step(attachment, optimizer)
+    monkeypatch.undo()
+    attachment.detach()
 
 
 @on_ranks(2)
@@ -207,6 +303,44 @@ def test_an_account_states_levels_as_they_change_and_all_of_them_when_asked() ->
     del memory
     account.tell()
     assert "gradient on device" not in [event.what for event in recorder.events]
+
+
+def test_what_is_given_back_after_the_store_was_shut_is_not_counted_below_nothing() -> None:
+    account, recorder = Account(), Recorder()
+    account.bus.attach(recorder)
+    account.take(Tier.HOST, "parameter/a", 100, None)
+    account.close()
+    account.give(Tier.HOST, "parameter/a", 100)
+    assert [event.nbytes for event in recorder.events] == [100, 0]
+
+
+def test_threads_that_name_one_storage_at_once_count_it_once() -> None:
+    rows: list[tuple[int, str, str, int, int]] = []
+    storages = Storages(lambda *row: rows.append(row))
+    held = [torch.zeros(4).untyped_storage()]
+    start = threading.Barrier(4)
+
+    def name(number: int) -> None:
+        start.wait()
+        for turn in range(2000):
+            storages.hold(("parameter on device", "gradient on device")[(turn + number) % 2], "a", held[0])
+
+    threads = [threading.Thread(target=name, args=(number,)) for number in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    held.clear()
+    levels: Counter[str] = Counter()
+    for kind, what, _, nbytes, _ in rows:
+        levels[what] += nbytes if kind == RowKind.ALLOC else -nbytes
+        assert 0 <= levels[what] <= 16
+    assert len(storages) == sum(levels.values()) == 0 and {ident for *_, ident in rows} == {1}
 
 
 def test_a_storage_is_held_until_it_dies_and_once_only() -> None:

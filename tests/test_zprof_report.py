@@ -85,8 +85,8 @@ def test_the_keys_of_version_1_stay(report: Report) -> None:
     assert told["version"] == 1
     assert set(told) == {"version", "by", "at", "runs", "ranks", "next"}
     assert set(told["runs"][0]) == words(
-        "file rank world host device level argv versions duration_s rows dropped_rows damage below_zero bench_problem end steps "
-        "tiers reconciliation rss measures waits mends rates oom"
+        "file rank world host device level argv versions duration_s rows dropped_rows damage below_zero bench_problem end "
+        "steps tiers reconciliation rss measures waits mends rates oom"
     )
     assert set(told["runs"][0]["tiers"]["device"]) == words("bytes at_s step peak_bytes budget_bytes groups categories holders")
     assert set(told["runs"][0]["reconciliation"][0]) == words("name bytes said said_bytes against against_bytes likely at_s")

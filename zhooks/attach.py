@@ -256,6 +256,7 @@ class Attachment:
             self._store.shut()
         self._comm.world.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
         self._comm.close()
+        self._bus.counter("communication on host", "message rings", 0)
         return self.model
 
     @contextmanager

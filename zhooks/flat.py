@@ -226,8 +226,9 @@ class Flat:
         if self.rest is not None:
             self.rest.sent()
         self._move("finish")
-        self.bus.end("wait gather", self.name)
-        self.bus.end("gather", self.name, self.moved_nbytes)
+        if self.bus.active:
+            self.bus.end("wait gather", self.name)
+            self.bus.end("gather", self.name, self.moved_nbytes)
 
     def end_gather(self) -> None:
         """Finish what was gathered ahead and is not wanted any more: that its tier failed is nobody's concern."""
@@ -259,7 +260,7 @@ class Flat:
         full, self.full = self.full, None
         if full is not None:
             self._pool.give(full)
-            self.bus.instant("release", self.name, self.full_nbytes)
+            self.bus.instant("release", self.name, full.nbytes)
 
     def abandon(self) -> None:
         """Release after a failure, without waiting for ranks that may never come: memory under way is left to its work."""
@@ -388,11 +389,9 @@ class Flat:
             self._shard = empty.set_(full.untyped_storage(), low, (high - low,), (1,))
             self.state, self._version = State.GATHERED, self.version()
             return
-        shard = self.overwritten()
-        step = 0
-        for start, stop in ranges:
-            shard[step : step + stop - start].copy_(full[start:stop])
-            step += stop - start
+        lengths = [stop - start for start, stop in ranges]
+        for piece, (start, stop) in zip(self.overwritten().split(lengths), ranges, strict=True):
+            piece.copy_(full[start:stop])
 
 
 def held(view: Tensor) -> bool:

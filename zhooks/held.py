@@ -34,7 +34,8 @@ def tell(live: Live, policy: Policy, store: Store | None, optimizers: Sequence[t
             _tell_flat(bus, flat, live.reducer)
             for param in flat.params:
                 for optimizer in optimizers:
-                    for value in optimizer.state.get(param, {}).values():
+                    # A copy: who begins to listen on another thread meets a step under way.
+                    for value in tuple(optimizer.state.get(param, {}).values()):
                         _hold(bus, "optimizer", flat, value)
     bus.counter("communication on host", "message rings", live.comm.nbytes)
     if store is not None:
@@ -46,15 +47,18 @@ def tell(live: Live, policy: Policy, store: Store | None, optimizers: Sequence[t
 
 
 def _tell_flat(bus: Bus, flat: Flat, reducer: Reducer) -> None:
-    if flat.full is not None:
-        bus.hold("parameter on device", flat.name, flat.full.untyped_storage())
+    full = flat.full
+    if full is not None:
+        bus.hold("parameter on device", flat.name, full.untyped_storage())
     if flat.rest is None and not flat.aliased:
         # Masters beside a copy that stays are the optimizer's, as in the paper's count.
         category = "optimizer" if flat.ownership.resident else "parameter"
         bus.hold(f"{category} on device", flat.name, flat.shard.untyped_storage())
     gradient = reducer.gradients.get(flat.number)
-    if gradient is not None and gradient.partial is not None:
-        bus.hold("gradient on device", flat.name, gradient.partial.untyped_storage())
+    if gradient is not None:
+        # The shard stays with its owner between steps, also while no parameter claims a gradient in it.
+        for own in (gradient.partial, gradient._shard):
+            _hold(bus, "gradient", flat, own)
     with torch._C.DisableTorchFunctionSubclass():
         grads = [param.grad for param in flat.params]
     for grad in grads:

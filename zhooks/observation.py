@@ -14,13 +14,22 @@ class Observation:
     """An observer that listens; ``close()`` or leaving the ``with`` block ends it."""
 
     def __init__(self, bus: Bus, observer: Observer) -> None:
-        self._bus, self.observer = bus, observer
+        self._bus, self.observer, self._open = bus, observer, True
         start = getattr(observer, "start", None)
         if start is not None:
             start()
-        bus.attach(observer)
+        try:
+            bus.attach(observer)
+        except BaseException:
+            # Interrupted: nobody will have a handle to end it by.
+            self.close()
+            raise
 
     def close(self) -> None:
+        """End it; again changes nothing."""
+        if not self._open:
+            return
+        self._open = False
         self._bus.detach(self.observer)
         close = getattr(self.observer, "close", None)
         if close is not None:

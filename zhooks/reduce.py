@@ -213,8 +213,10 @@ class Reducer:
         gradient, out = landing.gradient, landing.out
         flat = gradient.flat
         self.bus.begin("wait reduce", flat.name)
-        landing.work.wait()
-        self.bus.end("wait reduce", flat.name)
+        try:
+            landing.work.wait()
+        finally:
+            self.bus.end("wait reduce", flat.name)
         self._sum_replicas(flat, out)
         if self._world > 1 and flat.kind.reduce is not torch.float16:
             out.mul_(1.0 / self._world)

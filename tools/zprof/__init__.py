@@ -31,14 +31,8 @@ def record(
     """
     from zprof.recorder import Recorder
 
-    recorder = Recorder(path, level=level, interval_s=interval_s, nvml=nvml, force=force)
-    recorder.listen()
-    try:
+    with Recorder(path, level=level, interval_s=interval_s, nvml=nvml, force=force).listen() as recorder:
         yield recorder
-    except BaseException as error:
-        recorder.close(reason=type(error).__name__, exit=1)
-        raise
-    recorder.close()
 
 
 def load_ipython_extension(shell: Any) -> None:

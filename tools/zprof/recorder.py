@@ -5,52 +5,60 @@ happens to it reaches the training loop: a full disk ends the recording, not the
 
 Note: [Cost of an event]
     The emitting thread makes one tuple and appends it; a thread of ours encodes and writes, at least every second, so that a
-    run that is killed loses no more than that. Only where rows come faster than that thread takes them does the emitter write.
+    run that is killed loses no more than that. Where rows come faster than it takes them, the emitter waits for it.
+
+Note: [Who may be inside]
+    The collector runs anywhere, and with it the callbacks of storages that die: also while this very thread writes. What they
+    record is appended, and never waits or writes; nobody enters the writing twice on one thread.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
-import socket
 import sys
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from offload.events import Event, tell_all
+from offload.events import Event, leave
 from offload.events import listen as listen_everywhere
 from zprof.clock import now_ns, wall_ns
-from zprof.rows import Row, RowKind
-from zprof.storages import Storages
+from zprof.rows import Row, RowKind, TraceError
+from zprof.sampling import Sampling
+from zprof.sources import Sources
+from zprof.storages import Held, Storages
+from zprof.surroundings import device, header, ranks
 
 if TYPE_CHECKING:
-    from zprof.header import Header
     from zprof.sampler import Sampler
     from zprof.writer import Writer
 
-__all__ = ["LEVELS", "Recorder"]
+__all__ = ["LEVELS", "Level", "Recorder", "ranks"]
 
 Level = Literal["events", "alloc", "stack"]
 #: From the cheapest: the runtime's own events; every storage; every storage with the stack that made it.
 LEVELS: tuple[Level, ...] = ("events", "alloc", "stack")
 
-#: Rows that may wait for the writing thread before the emitter writes itself.
+#: Rows that may wait for the writing thread before the emitter waits, too.
 MOST_WAITING = 1 << 18
 #: What is recorded is in the file after this long at the latest.
 FLUSH_NS = 1_000_000_000
 CHUNK = 4096
+_BEAT_S = 0.002
 
 _KINDS = {
     "begin": int(RowKind.BEGIN),
     "end": int(RowKind.END),
     "instant": int(RowKind.INSTANT),
-    "counter": int(RowKind.COUNTER),
 }
-_COUNTER = int(RowKind.COUNTER)
+_COUNTER, _ALLOC, _FREE = int(RowKind.COUNTER), int(RowKind.ALLOC), int(RowKind.FREE)
 
 
 class Part(Protocol):
@@ -62,6 +70,8 @@ class Part(Protocol):
 
 class Recorder:
     """Records into one file: attach it to a run with ``attachment.observe``, or use ``zprof.record``.
+
+    What is still open when the program ends is closed then. A process forked from this one records nothing.
 
     Args:
         path: the trace; "{rank}" becomes this process's rank.
@@ -84,20 +94,25 @@ class Recorder:
         self.rank, self.world = ranks()
         self.path = Path(str(path).replace("{rank}", str(self.rank)))
         self.level: Level = level
-        self.storages = Storages(self.row)
-        self._interval_s, self._nvml, self._force = interval_s, nvml, force
+        self.storages = Storages(self.row, self._moved)
+        self._sources = Sources(self._counted)
+        self._interval_ns, self._nvml, self._force = int(interval_s * 1e9), nvml, force
         self._rows: list[tuple[int, str, str, int, int, int, int]] = []
         self._threads: dict[int, int] = {}
-        self._samplers: list[Sampler] = []
+        self._numbers = count()
+        self._sampling = Sampling(self._warn)
         self._parts: list[Part] = []
         self._undo: list[Callable[[], None]] = []
         self._writer: Writer | None = None
-        self._stopped = threading.Event()
+        self._life = threading.RLock()
+        self._stopped, self._wake = threading.Event(), threading.Event()
         self._writing = threading.Lock()
+        self._inside = 0  # the thread that writes now
         self._thread: threading.Thread | None = None
-        self._written_ns = 0
+        self._written_ns = self._sampled_ns = 0
         self._pid = os.getpid()
         self._policy = ""
+        self._ended = False
         #: Rows are taken: between ``start`` and ``close``, in this process only.
         self.open = False
 
@@ -108,158 +123,188 @@ class Recorder:
         if not self.open:
             self._start_late(event)
             return
-        if event.kind == "hold":
+        kind = event.kind
+        if kind == "hold":
             self.storages.hold(event.what, event.key, event.subject)
+        elif kind == "counter":
+            self._sources.state(event.subject, event.what, event.key, event.nbytes, event.time_ns)
         elif event.what == "policy":
             if event.key != self._policy:
                 self._policy = event.key
                 self.note("policy", {"text": event.key})
         else:
-            self._append(_KINDS[event.kind], event.what, event.key, event.nbytes, event.time_ns, 0)
+            self._append(_KINDS[kind], event.what, event.key, event.nbytes, event.time_ns, 0)
 
     def row(self, kind: int, what: str, key: str, nbytes: int, ident: int = 0) -> None:
         """Record one row that happens now."""
         if self.open:
             self._append(kind, what, key, nbytes, now_ns(), ident)
 
+    def _moved(self, before: Held, after: Held, ident: int) -> None:
+        """A storage is held for something else: freed and allocated at one time, which is how readers know it."""
+        if self.open:
+            time_ns = now_ns()
+            self._append(_FREE, *before, time_ns, ident)
+            self._append(_ALLOC, *after, time_ns, ident)
+
+    def _counted(self, what: str, key: str, level: int, time_ns: int) -> None:
+        self._append(_COUNTER, what, key, level, time_ns, 0)
+
     def _append(self, kind: int, what: str, key: str, nbytes: int, time_ns: int, ident: int) -> None:
         mine = threading.get_ident()
         thread = self._threads.get(mine)
         if thread is None:
-            thread = self._threads[mine] = len(self._threads)
+            thread = self._threads.setdefault(mine, next(self._numbers))
         self._rows.append((kind, what, key, nbytes, time_ns, thread, ident))
-        if len(self._rows) > MOST_WAITING:
-            self.flush()
+        if len(self._rows) > MOST_WAITING and kind != _FREE:
+            self._make_room(mine)
+
+    def _make_room(self, mine: int) -> None:
+        """Wait for the writing thread; not where that could be waiting for this one, see [Who may be inside]."""
+        thread = self._thread
+        if thread is None or mine in (thread.ident, self._inside):
+            return
+        pause = threading.Event()
+        while len(self._rows) > MOST_WAITING and self.open and thread.is_alive():
+            self._wake.set()
+            pause.wait(_BEAT_S)
 
     def note(self, name: str, body: Mapping[str, object]) -> None:
         """Record a note: a small map of plain values."""
-        writer = self._writer
-        if writer is not None and self.open:
-            self.flush()
-            writer.note(name, body)
+        with self._alone() as writer:
+            if writer is not None and self.open:
+                self._write(writer)
+                writer.note(name, body)
 
     def add_sampler(self, sampler: Sampler) -> None:
         """Ask ``sampler`` at every interval, and close it at the end."""
-        self._samplers.append(sampler)
+        self._sampling.add(sampler)
 
     # Its life.
 
     def start(self) -> Recorder:
-        """Begin: make the file, sample, and record. Once only."""
+        """Begin: make the file, sample, and record; again changes nothing.
+
+        Raises:
+            TraceError: as above, or it was closed.  Whatever else failed; then nothing of it is left, no file either.
+        """
+        with self._life:
+            if self._ended:
+                raise TraceError(f"{self.path}: expected a new recorder, found one that was closed; make another")
+            if not self.open:
+                try:
+                    self._begin()
+                except BaseException:
+                    self._abandon()
+                    raise
+        return self
+
+    def _begin(self) -> None:
         from zprof.writer import Writer
 
-        if self._writer is not None:
-            return self
-        self._open_samplers()
-        self._writer = Writer(self.path, self._header(), force=self._force)
+        self._pid = os.getpid()
+        self._stopped.clear()
+        self._sampling.open(resident=self.level != "events", nvml=self._nvml)
+        self._writer = Writer(self.path, header(self.rank, self.world, self.level), force=self._force)
         self._written_ns = now_ns()
         self.open = True
-        _forget_in_children(self)
-        try:
-            self._note_samplers()
-            self._sample()
-            if self.level != "events":
-                self._start_part("zprof.alloc")
-            self._watch_steps()
-        except BaseException:
-            self.close(reason="start failed", exit=1)
-            raise
+        _recording.add(self)
+        self._note_samplers()
+        self._sample()
+        if self.level != "events":
+            self._start_part("zprof.alloc")
+            self._start_part("zprof.cuda_history")
+        self._watch_steps()
         self._thread = threading.Thread(target=self._run, name="zprof", daemon=True)
         self._thread.start()
-        return self
+        atexit.register(self.close)
+
+    def _abandon(self) -> None:
+        """What was begun is taken back; samplers that were given stay for another try."""
+        self.open = False
+        self._stop()
+        self._sampling.close_own()
+        writer, self._writer, self._thread = self._writer, None, None
+        self._rows.clear()
+        self.storages.forget()
+        if writer is not None:
+            writer.close("start failed", 1)
+            with suppress(OSError):
+                self.path.unlink()
 
     def listen(self) -> Recorder:
         """Start, and hear every attachment of this process, those made later too."""
         self.start()
-        self._undo.append(listen_everywhere(self))
+        try:
+            listen_everywhere(self)
+        except BaseException:
+            self.close(reason="start failed", exit=1)
+            raise
         return self
 
     def close(self, reason: str = "", exit: int = 0) -> None:
-        """End the recording; what was recorded is in the file."""
-        if not self.open or os.getpid() != self._pid:
+        """End the recording; what was recorded is in the file.  Any thread may call, again changes nothing."""
+        if os.getpid() != self._pid:
             return
+        with self._life:
+            # Not ``open``: a close that was interrupted goes on where it was.
+            if self._writer is None or self._ended:
+                return
+            leave(self)
+            self._stop()
+            self._sample()
+            found = device()
+            if found is not None:
+                # CUDA may have been started, and the device chosen, after the header was written.
+                self.note("device", {"device": found})
+            # Again, for what was lost or dropped on the way.
+            self._note_samplers()
+            self.open = False
+            self.storages.forget()
+            with self._alone() as writer:
+                if writer is not None:
+                    self._write(writer)
+                    writer.note("clock", {"mono_ns": now_ns(), "wall_ns": wall_ns()})
+                    writer.close(reason, exit)
+            self._ended = True
+            self._sampling.close()
+            atexit.unregister(self.close)
+
+    def _stop(self) -> None:
+        """Take hooks and parts away and end the thread; what one of them raises keeps no other."""
         while self._undo:
-            self._undo.pop()()
-        for part in self._parts:
-            part.close()
+            self._quietly(self._undo.pop())
+        while self._parts:
+            self._quietly(self._parts.pop().close)
         self._stopped.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._sample()
-        self.flush()
-        # Again, for what was lost or dropped on the way.
-        self._note_samplers()
-        self.open = False
-        self.storages.forget()
-        writer = self._writer
-        assert writer is not None
-        writer.note("clock", {"mono_ns": now_ns(), "wall_ns": wall_ns()})
-        writer.close(reason, exit)
-        for sampler in self._samplers:
-            sampler.close()
+        self._wake.set()
+        thread = self._thread
+        if thread is not None and thread.ident not in (None, threading.get_ident()):
+            thread.join()
+
+    def _quietly(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:
+            self._warn(f"ended with {type(error).__name__}: {error}; the trace is whole")
+
+    def _warn(self, what: str) -> None:
+        # A filter that makes warnings errors must not reach the training loop from here.
+        with suppress(Warning):
+            warnings.warn(f"{self.path}: {what}", RuntimeWarning, stacklevel=3)
 
     def __enter__(self) -> Recorder:
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close(reason="" if kind is None else kind.__name__, exit=0 if kind is None else 1)
+        code = error.code if isinstance(error, SystemExit) else error
+        self.close(reason="" if kind is None else kind.__name__, exit=code if isinstance(code, int) else int(code is not None))
 
     def _start_late(self, event: Event) -> None:
         """Handed to ``observe`` without ``start``: the first event starts it, and is recorded."""
-        if self._writer is None and os.getpid() == self._pid:
+        if self._writer is None and not self._ended and os.getpid() == self._pid:
             self.start()
             self.on_event(event)
-
-    def _header(self) -> Header:
-        from zprof.header import Header
-
-        torch = sys.modules.get("torch")
-        device = "cpu"
-        if torch is not None and torch.cuda.is_available():
-            device = f"cuda:{torch.cuda.current_device()}"
-        return Header(
-            rank=self.rank,
-            world=self.world,
-            host=socket.gethostname(),
-            boot=boot_id(),
-            pid=self._pid,
-            mono_ns=now_ns(),
-            wall_ns=wall_ns(),
-            level=self.level,
-            device=device,
-            rss_nbytes=rss_nbytes(),
-            argv=tuple(sys.argv),
-            versions=versions(),
-            budgets={},
-        )
-
-    # Samplers.
-
-    def _open_samplers(self) -> None:
-        from zprof.nvml import open_nvml
-        from zprof.sampler import process_samplers
-
-        self._samplers.extend(process_samplers())
-        if self.level != "events":
-            from zprof.resident import ResidentSampler
-
-            self._samplers.append(ResidentSampler())
-        if self._nvml != "off":
-            sampler = open_nvml(required=self._nvml == "on")
-            if sampler is not None:
-                self._samplers.append(sampler)
-
-    def _note_samplers(self) -> None:
-        assert self._writer is not None
-        for sampler in self._samplers:
-            said = getattr(sampler, "note", None)
-            if said is not None:
-                self._writer.note(*said())
-
-    def _sample(self) -> None:
-        for sampler in tuple(self._samplers):
-            for what, key, value in sampler.sample():
-                self._append(_COUNTER, what, key, value, now_ns(), 0)
 
     def _start_part(self, module: str) -> None:
         from importlib import import_module
@@ -269,48 +314,69 @@ class Recorder:
         self._parts.append(part)
 
     def _watch_steps(self) -> None:
-        """Spans of every optimizer's step, through torch's own registry; nothing where torch was not loaded yet."""
-        if "torch" not in sys.modules:
-            return
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        """Nothing where torch was not loaded yet."""
+        if "torch" in sys.modules:
+            from zprof.optimizer_steps import watch_steps
 
-        def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
-            self.row(int(RowKind.BEGIN), "step", type(optimizer).__name__, 0)
+            self._undo.extend(watch_steps(self.row, lambda: self.open))
 
-        known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    def _sample(self) -> None:
+        for what, key, value in self._sampling.readings():
+            self._append(_COUNTER, what, key, value, now_ns(), 0)
+        self._sampled_ns = now_ns()
+        self._sources.bury(self._sampled_ns)
 
-        def end(optimizer: Any, args: Any, kwargs: Any) -> None:
-            self.row(int(RowKind.END), "step", type(optimizer).__name__, 0)
-            if known.get(optimizer) != len(optimizer.state):
-                # Its first step, or its first with more parameters, has made states that the runtime did not see.
-                known[optimizer] = len(optimizer.state)
-                tell_all()
-
-        self._undo.append(register_optimizer_step_pre_hook(begin).remove)
-        self._undo.append(register_optimizer_step_post_hook(end).remove)
+    def _note_samplers(self) -> None:
+        for name, body in self._sampling.notes():
+            self.note(name, body)
 
     # Writing.
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._interval_s):
-            self._sample()
-            if len(self._rows) >= CHUNK or now_ns() - self._written_ns >= FLUSH_NS:
-                self.flush()
+        try:
+            while not self._stopped.is_set():
+                due_ns = min(self._sampled_ns + self._interval_ns, self._written_ns + FLUSH_NS)
+                self._wake.wait(max(0, due_ns - now_ns()) / 1e9)
+                self._wake.clear()
+                if now_ns() - self._sampled_ns >= self._interval_ns:
+                    self._sample()
+                if len(self._rows) >= min(CHUNK, MOST_WAITING) or now_ns() - self._written_ns >= FLUSH_NS:
+                    self.flush()
+        except Exception as error:
+            # Whatever it was: rows that nobody writes must not pile up.
+            self.open = False
+            self._rows.clear()
+            self._warn(f"recording stopped, training goes on: {type(error).__name__}: {error}")
 
     def flush(self) -> None:
         """Write what waits."""
-        writer = self._writer
-        if writer is None:
+        with self._alone() as writer:
+            if writer is not None:
+                self._write(writer)
+
+    @contextmanager
+    def _alone(self) -> Iterator[Writer | None]:
+        """The writer, for this thread only; None where there is none, or this thread is inside already."""
+        mine = threading.get_ident()
+        if self._writer is None or self._inside == mine:
+            yield None
             return
         with self._writing:
-            # Cut, not swapped: another thread may hold the list it is about to append to.
-            count = len(self._rows)
-            rows = self._rows[:count]
-            del self._rows[:count]
-            if rows:
-                writer.rows(_as_rows(rows))
-                writer.flush()
-            self._written_ns = now_ns()
+            self._inside = mine
+            try:
+                yield self._writer
+            finally:
+                self._inside = 0
+
+    def _write(self, writer: Writer) -> None:
+        # Cut, not swapped: another thread may hold the list it is about to append to.
+        length = len(self._rows)
+        rows = self._rows[:length]
+        del self._rows[:length]
+        if rows:
+            writer.rows(_as_rows(rows))
+            writer.flush()
+        self._written_ns = now_ns()
 
 
 def _as_rows(rows: list[tuple[int, str, str, int, int, int, int]]) -> Sequence[Row]:
@@ -318,49 +384,17 @@ def _as_rows(rows: list[tuple[int, str, str, int, int, int, int]]) -> Sequence[R
     return rows  # type: ignore[return-value]
 
 
-def _forget_in_children(recorder: Recorder) -> None:
+_recording: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
     """A forked child (a loader's worker) records nothing: the file and the thread are its parent's."""
-    held = weakref.ref(recorder)
-
-    def forget() -> None:
-        mine = held()
-        if mine is not None:
-            mine.open = False
-            mine._writer = None
-
-    os.register_at_fork(after_in_child=forget)
+    for recorder in tuple(_recording):
+        recorder.open = False
+        recorder._writer = recorder._thread = None
+        recorder._rows.clear()
+        recorder.storages.forget()
+    _recording.clear()
 
 
-def ranks() -> tuple[int, int]:
-    """(rank, world) as torchrun or Slurm tell them; (0, 1) without."""
-    for rank, world in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        mine, all_of = os.environ.get(rank, ""), os.environ.get(world, "")
-        if mine.isdecimal() and all_of.isdecimal() and int(mine) < int(all_of):
-            return int(mine), int(all_of)
-    return 0, 1
-
-
-def boot_id() -> str:
-    """Tells whether two processes share a monotonic clock; empty where Linux does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def rss_nbytes() -> int:
-    """Resident bytes of this process."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
-
-
-def versions() -> dict[str, str]:
-    """What ran: python and the packages that matter, as installed."""
-    found = {"python": sys.version.split()[0]}
-    for name in ("zhooks", "torch", "numba", "transformers"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -7,10 +7,12 @@ Note: [Freed when it dies]
     PyTorch keeps the Python object of a storage as long as the storage itself lives, once it was asked for, so that a weak
     reference to it ends exactly when the memory is given back, whoever held it last, autograd's own nodes included. The
     callback runs wherever that happens, also inside ``hold`` and on any thread: it takes no lock and only appends a row.
+    A storage cannot die while ``hold`` is told of it, so that no callback comes between the rows of one change.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -21,6 +23,9 @@ from zprof.rows import RowKind
 __all__ = ["Storages"]
 
 _ALLOC, _FREE = int(RowKind.ALLOC), int(RowKind.FREE)
+
+Held = tuple[str, str, int]
+"""What for, by whom, and how many bytes."""
 
 
 class _Watch(weakref.ref[Any]):
@@ -37,16 +42,25 @@ class _Watch(weakref.ref[Any]):
 
 
 class Storages:
-    """Every storage somebody has named.
+    """Every storage somebody has named; any thread may call.
 
     Args:
         write: takes (kind, what, key, nbytes, ident): a row without its time.
+        change: takes the old and the new (what, key, nbytes) of one storage, and its ident: it is freed and allocated anew at
+            one time. Two rows are written without it.
     """
 
-    def __init__(self, write: Callable[[int, str, str, int, int], None]) -> None:
+    def __init__(
+        self,
+        write: Callable[[int, str, str, int, int], None],
+        change: Callable[[Held, Held, int], None] | None = None,
+    ) -> None:
         self._write = write
+        self._change = self._write_both if change is None else change
         self._live: dict[int, _Watch] = {}
         self._next = count(1)
+        # Two threads may name one storage at once. Re-entrant: what writes a row may come back here.
+        self._naming = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -57,21 +71,24 @@ class Storages:
         Args:
             guess: from somebody who only infers it; never replaces what was said by who knows.
         """
-        address = storage._cdata
+        address, nbytes = storage._cdata, storage.nbytes()
         known = self._live.get(address)
-        nbytes = storage.nbytes()
-        if known is None:
-            self._add(address, what, key, nbytes, storage, guess)
+        # Stated again and again; most often nothing is new.
+        if known is not None and (known.key, known.what, known.nbytes, known.guessed) == (key, what, nbytes, guess):
             return
-        if guess and not known.guessed:
-            what, key = known.what, known.key
-        else:
-            known.guessed = guess
-        if known.nbytes == nbytes and known.key == key and known.what == what:
-            return
-        self._write(_FREE, known.what, known.key, known.nbytes, known.ident)
-        known.what, known.key, known.nbytes = what, key, nbytes
-        self._write(_ALLOC, what, key, nbytes, known.ident)
+        with self._naming:
+            known = self._live.get(address)
+            if known is None:
+                self._add(address, what, key, nbytes, storage, guess)
+                return
+            if guess and not known.guessed:
+                what, key = known.what, known.key
+            else:
+                known.guessed = guess
+            before, after = (known.what, known.key, known.nbytes), (what, key, nbytes)
+            if before != after:
+                known.what, known.key, known.nbytes = after
+                self._change(before, after, known.ident)
 
     def knows(self, address: int) -> bool:
         """A storage with this address (``_cdata``) is in the table."""
@@ -88,6 +105,10 @@ class Storages:
         watch.what, watch.key, watch.guessed = what, key, guess
         self._live[address] = watch
         self._write(_ALLOC, what, key, nbytes, watch.ident)
+
+    def _write_both(self, before: Held, after: Held, ident: int) -> None:
+        self._write(_FREE, *before, ident)
+        self._write(_ALLOC, *after, ident)
 
     def _gone(self, watch: _Watch) -> None:
         if self._live.get(watch.address) is watch:
