@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import zhooks
 from workload import SHAPES, build
-from zprof.reader import Trace
-from zprof.recorder import Recorder
+from zprof.recording.recorder import Recorder
+from zprof.trace.reader import Trace
 
 WARMUP = 3
 

@@ -1,4 +1,4 @@
-"""A second account of live torch storages, from the allocator's own records instead of ours; for the tests of zprof.alloc.
+"""A second account of live torch storages, from the allocator's own records instead of ours; for the tracker's tests.
 
 ``test_zprof_alloc.py`` compares. It knows nothing of zprof: ``torch.profiler`` tells of every block of CPU memory that is
 taken or given back, and a mode of its own marks where an operation begins and ends.

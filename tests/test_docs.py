@@ -181,7 +181,7 @@ def test_the_errors_page_has_a_section_for_every_error() -> None:
 
 def test_the_architecture_page_names_every_file() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    files = [path for folder in ("zhooks", "offload", "tools/zprof") for path in (ROOT / folder).glob("*.py")]
+    files = [path for folder in ("zhooks", "offload", "tools/zprof") for path in (ROOT / folder).rglob("*.py")]
     missing = [
         path.relative_to(ROOT).as_posix()
         for path in files

@@ -21,9 +21,9 @@ from offload.tier import Tier
 from tests.on_ranks import on_ranks
 from zhooks.flat import Flat
 from zhooks.reduce import Reducer
+from zprof.recording.sources import Sources
+from zprof.recording.storages import Storages
 from zprof.rows import RowKind
-from zprof.sources import Sources
-from zprof.storages import Storages
 
 
 class Levels:

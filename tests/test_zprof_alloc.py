@@ -1,4 +1,4 @@
-"""zprof.alloc: every torch storage to the byte, beside the allocator's own records and torch's MemTracker."""
+"""zprof.recording.tracker: every torch storage to the byte, beside the allocator's own records and torch's MemTracker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parity.cells import Cell
 from tests.parity.zoo import ZOO
 from tests.ranks import Pool
 from tests.zprof_ledgers import Both, Ledger, compare, two_layers
-from zprof.alloc import Tracker
+from zprof.recording.tracker import Tracker
 
 
 def train_plainly(name: str, steps: int = 2) -> None:

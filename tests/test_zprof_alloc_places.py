@@ -1,4 +1,4 @@
-"""zprof.alloc: what a storage is held for and by whose module, and what the tracker leaves behind when things go wrong."""
+"""The tracker of storages: what one is held for and by whose module, and what it leaves behind when things go wrong."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.live_storages import storages_in_python
 from tests.zprof_ledgers import Alive, Ledger, track, two_layers
-from zprof.alloc import Tracker
-from zprof.alloc_stacks import BEFORE_STACK
+from zprof.recording.stacks import BEFORE_STACK
+from zprof.recording.tracker import Tracker
 
 
 def test_a_small_model_is_held_by_known_sums() -> None:
@@ -254,7 +254,7 @@ def test_a_start_that_fails_half_way_leaves_torch_as_it_was(monkeypatch: pytest.
     def refuse(mode: object) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("zprof.alloc.push", refuse)
+    monkeypatch.setattr("zprof.recording.tracker.push", refuse)
     with pytest.raises(RuntimeError, match="no"):
         Tracker(Ledger().storages).start()
     assert hooks_of_torch() == before

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from zprof.bench_store import bench_path, stored
+from zprof.bench.store import bench_path, stored
 from zprof.cli import main
 
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from tests.zprof_traces import MIB, sample_rows, write_trace
 from zprof.check_cli import Verdict, junit
 from zprof.cli import main
-from zprof.limits import Limit, parse_limit, percent, shown
-from zprof.measured import Measured
-from zprof.measures import MEASURES
 from zprof.rows import Row, RowKind, placed
+from zprof.timing.limits import Limit, parse_limit, percent, shown
+from zprof.timing.measured import Measured
+from zprof.timing.measures import MEASURES
 
 Zprof = Callable[..., Result]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zprof
-from zprof.reader import Trace
+from zprof.trace.reader import Trace
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

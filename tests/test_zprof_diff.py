@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.zprof_traces import MIB, sample_rows, write_trace
 from zprof.cli import main
-from zprof.limits import parse_change
 from zprof.rows import Row, RowKind, placed
+from zprof.timing.limits import parse_change
 
 Zprof = Callable[..., Result]
 START = 1_000_000_000

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from offload.budget import Machine
 from tests.fake_nvml import Slots, build, environment
 from zprof.cli import main
-from zprof.doctor_checks import _meets, _requirement, host_findings, installed_packages, software_findings
-from zprof.doctor_gpu import _driver, torch_build
+from zprof.doctor.checks import _meets, _requirement, host_findings, installed_packages, software_findings
+from zprof.doctor.gpu import _driver, torch_build
 
 
 def findings(*arguments: str) -> dict[str, dict[str, str]]:
@@ -133,7 +133,7 @@ def test_torch_is_known_by_its_files() -> None:
 def test_a_driver_older_than_torch_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     state: dict[str, object] = {"driver": "535.1"}
     for version, cuda, status in ((12020, "13.0", "fail"), (12020, "12.8", "warn"), (13000, "12.8", "ok"), (5, "12.8", "ok")):
-        monkeypatch.setattr("zprof.doctor_gpu._driver_cuda", lambda version=version: version)
+        monkeypatch.setattr("zprof.doctor.gpu._driver_cuda", lambda version=version: version)
         (finding,) = _driver(state, cuda)
         assert finding.status == status, finding
 

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from tests.zprof_exports import Export, exporting, promtool, refused, well
 from tests.zprof_formats import check_exposition, check_nesting, check_speedscope, check_trace_events
 from tests.zprof_traces import HEADER, MIB, sample_rows, write_trace
-from zprof import exported
-from zprof.export_prometheus import exposition, named
-from zprof.ledger import Ledger
-from zprof.measures import MEASURES
-from zprof.reader import Trace
+from zprof.exports import exported
+from zprof.exports.prometheus import exposition, named
+from zprof.ledger.ledger import Ledger
 from zprof.rows import Row, RowKind, placed
-from zprof.spans import SpanTable
+from zprof.timing.measures import MEASURES
+from zprof.timing.spans import SpanTable
+from zprof.trace.reader import Trace
 
 BEGIN, END, INSTANT, COUNTER, ALLOC, FREE = RowKind
 START = HEADER.mono_ns

@@ -17,8 +17,8 @@ from tests.zprof_exports import Export, exporting, promtool, refused, well
 from tests.zprof_formats import check_exposition, check_speedscope, check_trace_events
 from tests.zprof_traces import HEADER, KIB, MIB, sample_rows, write_trace
 from zprof.export_cli import FORMATS
-from zprof.reader import DROPPED
 from zprof.rows import Row, RowKind, placed
+from zprof.trace.reader import DROPPED
 
 START = HEADER.mono_ns
 BEGIN, END, INSTANT, COUNTER, ALLOC, FREE = RowKind

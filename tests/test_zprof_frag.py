@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 
 from tests.zprof_snapshots import MIB, golden, made, random_run
 from tests.zprof_traces import sample_rows, write_trace
-from zprof.allocator_settings import DEFAULTS, parse_settings
 from zprof.cli import main
-from zprof.fragmentation import parts, total, would_succeed
-from zprof.history import history
-from zprof.reader import Trace
-from zprof.recordings import Recording, of_snapshot, of_trace, replayed_snapshot, score
-from zprof.replay import ALLOC, EMPTY, RELEASE, Events, replay
+from zprof.frag.allocator_settings import DEFAULTS, parse_settings
+from zprof.frag.fragmentation import parts, total, would_succeed
+from zprof.frag.history import history
+from zprof.frag.recordings import Recording, of_snapshot, of_trace, replayed_snapshot, score
+from zprof.frag.replay import ALLOC, EMPTY, RELEASE, Events, replay
+from zprof.frag.snapshot import INACTIVE, Snapshot, checked, plain, reduced
+from zprof.frag.stranding import stranding
 from zprof.rows import Row, RowKind, placed
-from zprof.snapshot import INACTIVE, Snapshot, checked, plain, reduced
-from zprof.stranding import stranding
+from zprof.trace.reader import Trace
 
 TEXTS = ["", "expandable_segments:True", "max_split_size_mb:20", "large_segment_size_mb:32,expandable_segments:True"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zprof.reader import Trace
+from zprof.trace.reader import Trace
 
 pytest.importorskip("IPython", reason="IPython is not installed: pip install ipython")
 
@@ -55,7 +55,7 @@ def test_a_cell_is_recorded_and_its_summary_is_the_result(shell: Any, tmp_path: 
 
 
 def test_a_summary_in_html_is_small_and_escapes_what_it_shows(shell: Any, tmp_path: Path) -> None:
-    from zprof.jupyter import Recording
+    from zprof.running.jupyter import Recording
 
     recording = Recording(Path("<script>.zprof"), {"device": 2048}, {("parameter", "device"): 2048}, ("a <b> of it",))
     page = recording._repr_html_()

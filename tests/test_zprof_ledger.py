@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.zprof_traces import HEADER, MIB, sample_rows, write_trace
-from zprof import tally
-from zprof.curves import BYS, Curves, module_of
-from zprof.ledger import Ledger, Moment, Series
-from zprof.reader import Trace
+from zprof.ledger import tally
+from zprof.ledger.curves import BYS, Curves, module_of
+from zprof.ledger.ledger import Ledger, Moment, Series
+from zprof.ledger.samples import Samples, thinned
 from zprof.rows import CATEGORIES, TIERS, Row, RowKind, TraceError, placed, placement
-from zprof.samples import Samples, thinned
-from zprof.writer import Writer
+from zprof.trace.reader import Trace
+from zprof.trace.writer import Writer
 
 COUNTER, ALLOC, FREE, INSTANT = (int(kind) for kind in (RowKind.COUNTER, RowKind.ALLOC, RowKind.FREE, RowKind.INSTANT))
 BEGIN_NS = HEADER.mono_ns

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from offload.errors import CapabilityError
 from tests.fake_nvml import MIB, ROOT, Slots, build, drive, environment
-from zprof.nvml import open_nvml
-from zprof.nvml_answers import Unbelievable
-from zprof.nvml_counters import Total
-from zprof.nvml_devices import Device, visible_devices
-from zprof.nvml_quantities import throttles
-from zprof.sampler import ProcessSampler, ReplaySampler, TorchSampler, cgroup_folder, process_samplers, torch_uuids
+from zprof.nvml.answers import Unbelievable
+from zprof.nvml.counters import Total
+from zprof.nvml.devices import Device, visible_devices
+from zprof.nvml.quantities import throttles
+from zprof.nvml.sampling import open_nvml
+from zprof.recording.sampler import ProcessSampler, ReplaySampler, TorchSampler, cgroup_folder, process_samplers, torch_uuids
 
 pytestmark = pytest.mark.filterwarnings("error")
 ALL: dict[str, Any] = {"open": {"everything": True}}
@@ -210,7 +210,7 @@ def test_nvml_that_does_not_serve_is_a_state_of_one_line(
 
 def test_without_the_library_the_state_is_absent_and_the_bindings_are_not_imported(tmp_path: Path) -> None:
     code = (
-        "import sys; from zprof.nvml import open_nvml; s = open_nvml(); print(s.state()['state'], s.sample(), s.why);"
+        "import sys; from zprof.nvml.sampling import open_nvml; s = open_nvml(); print(s.state()['state'], s.sample(), s.why);"
         "s.close(); print('pynvml' in sys.modules, 'torch' in sys.modules)"
     )
     # A file that is no library hides the one a machine with a driver has.
@@ -234,7 +234,7 @@ def test_a_gpu_that_is_lost_is_told_and_its_neighbour_goes_on(library: Path, tmp
 
 
 def test_recording_that_insists_on_nvml_is_refused_without_it(library: Path, tmp_path: Path) -> None:
-    code = "from zprof.nvml import open_nvml; open_nvml(required=True)"
+    code = "from zprof.nvml.sampling import open_nvml; open_nvml(required=True)"
     Slots(tmp_path / "slots", {"ret_init": 9})
     done = subprocess.run(
         [sys.executable, "-c", code],

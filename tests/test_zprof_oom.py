@@ -17,13 +17,13 @@ from offload.budget import Budget, cannot_admit, preflight
 from offload.errors import BudgetError
 from offload.policy import Policy
 from offload.tier import Tier
-from zprof.child import Kills
-from zprof.oom import explain
-from zprof.oom_changes import Plight
-from zprof.oom_facts import failure_of
-from zprof.oom_fit import Remedy, remedies
-from zprof.reader import Trace
+from zprof.oom.changes import Plight
+from zprof.oom.explanation import explain
+from zprof.oom.facts import failure_of
+from zprof.oom.fit import Remedy, remedies
 from zprof.rows import CATEGORIES, TIERS, Row, RowKind, placed
+from zprof.running.child import Kills
+from zprof.trace.reader import Trace
 
 from .zprof_traces import HEADER, KIB, MIB, write_trace
 

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from tests.browser import Browser, opened, why_none
 from tests.zprof_traces import MIB, sample_rows, write_trace
-from zprof import page_timeline
 from zprof.cli import main
-from zprof.page_lanes import Kept, Lane, Spans, keep
-from zprof.page_tree import Node, tree
-from zprof.pages import embedded, page_path
+from zprof.pages import timeline as page_timeline
+from zprof.pages.lanes import Kept, Lane, Spans, keep
+from zprof.pages.page import embedded, page_path
+from zprof.pages.tree import Node, tree
 from zprof.rows import Row, RowKind
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'zhooks[pages]'")
@@ -360,7 +360,7 @@ def test_a_flamegraph_is_drawn_and_looked_into(zprof: Zprof, browser: Browser) -
 
 
 def test_columns_come_back_as_they_were_packed() -> None:
-    from zprof.pages import packed
+    from zprof.pages.page import packed
 
     for kind in ("uint8", "uint16", "uint32", "float32", "float64"):
         values = np.arange(9).astype(kind)

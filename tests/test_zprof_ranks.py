@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.zprof_traces import HEADER, sample_rows, write_trace
-from zprof.ranks import COLLECTIVES, Lane, clocks, lane_of, skews, stragglers, traces_of
-from zprof.reader import Trace
+from zprof.ledger.ranks import COLLECTIVES, Lane, clocks, lane_of, skews, stragglers, traces_of
 from zprof.rows import Row, RowKind, TraceError
-from zprof.stalls import stalls
-from zprof.steps import steps_of
-from zprof.times import times
+from zprof.timing.analysis import times
+from zprof.timing.stalls import stalls
+from zprof.timing.steps import steps_of
+from zprof.trace.reader import Trace
 
 MS = 1_000_000
 BEGIN_NS = HEADER.mono_ns

@@ -20,11 +20,11 @@ import torch
 import zprof
 from offload.events import Bus
 from tests.test_held import training
-from zprof import recorder as module
-from zprof.reader import Trace
-from zprof.recorder import Recorder
+from zprof.recording import recorder as module
+from zprof.recording.recorder import Recorder
+from zprof.recording.sampler import Reading
 from zprof.rows import RowKind, TraceError
-from zprof.sampler import Reading
+from zprof.trace.reader import Trace
 
 INSTANT = int(RowKind.INSTANT)
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from offload.errors import PolicyError
 from tests.zprof_allocator import Allocator
-from zprof import machine_code
-from zprof.allocator_settings import DEFAULTS, UNBOUNDED, Settings, environment_line, parse_settings
-from zprof.replay import ALLOC, EMPTY, RELEASE, REQUEST, Events, Lane, Replayed, replay
-from zprof.stranding import stranding
+from zprof.frag import machine_code
+from zprof.frag.allocator_settings import DEFAULTS, UNBOUNDED, Settings, environment_line, parse_settings
+from zprof.frag.replay import ALLOC, EMPTY, RELEASE, REQUEST, Events, Lane, Replayed, replay
+from zprof.frag.stranding import stranding
 
 MIB = 1 << 20
 SETTINGS = [
@@ -270,7 +270,7 @@ def test_arrays_grow_while_a_replay_runs() -> None:
 
 CHECK = """
 import sys
-from zprof.replay import ALLOC, Events, replay
+from zprof.frag.replay import ALLOC, Events, replay
 sys.exit(replay(Events.of([(ALLOC, 0, 5 << 20)])).peak_reserved != 20 << 20)
 """
 

@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.zprof_traces import HEADER, MIB, SHARD, WHOLE, sample_rows, write_trace
-from zprof import bench_store
+from zprof.bench import store as bench_store
 from zprof.cli import main
-from zprof.ledger import Ledger
-from zprof.reader import Trace
+from zprof.ledger.ledger import Ledger
 from zprof.rows import Row, RowKind, placed
-from zprof.writer import Writer
+from zprof.trace.reader import Trace
+from zprof.trace.writer import Writer
 
 Report = Callable[..., Result]
 COUNTER = RowKind.COUNTER

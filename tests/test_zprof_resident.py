@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zprof.resident import ResidentSampler
+from zprof.recording.resident import ResidentSampler
 
 MIB = 1 << 20
 

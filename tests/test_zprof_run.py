@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from zprof.child import Kills
-from zprof.live import Follower
-from zprof.reader import Trace
 from zprof.rows import Row, RowKind, placed
-from zprof.writer import Writer
+from zprof.running.child import Kills
+from zprof.running.live import Follower
+from zprof.trace.reader import Trace
+from zprof.trace.writer import Writer
 
 from .zprof_traces import HEADER
 
@@ -144,7 +144,7 @@ def test_each_rank_writes_a_file_of_its_own_and_a_restart_leaves_the_first(tmp_p
 
 def test_starting_a_run_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     heavy = "{'torch', 'numpy', 'numba', 'rich', 'pydantic'} & set(sys.modules)"
-    found = python("-c", f"import sys, zprof.run_cli, zprof.launch; print({heavy})", at=tmp_path)
+    found = python("-c", f"import sys, zprof.run_cli, zprof.running.launch; print({heavy})", at=tmp_path)
     assert found.stdout == "set()\n", found.stderr
 
 

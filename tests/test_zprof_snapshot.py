@@ -20,11 +20,11 @@ import torch.cuda._memory_viz as viewer
 
 from tests.zprof_snapshots import MIB, golden, made
 from tests.zprof_traces import sample_rows, write_trace
-from zprof.reader import Trace
-from zprof.recordings import snapshot_of
+from zprof.frag.recordings import snapshot_of
+from zprof.frag.snapshot import Entry, checked, load_snapshot, plain, reduced, write_snapshot
+from zprof.frag.snapshot_files import decoded
 from zprof.rows import TraceError
-from zprof.snapshot import Entry, checked, load_snapshot, plain, reduced, write_snapshot
-from zprof.snapshot_files import decoded
+from zprof.trace.reader import Trace
 
 FORMS: dict[str, Callable[[Any], bytes]] = {
     "pickle2": lambda raw: pickle.dumps(raw, protocol=2),
@@ -213,7 +213,7 @@ def test_a_nasty_file_is_refused_in_one_line_within_its_memory(name: str) -> Non
 
 
 def test_shared_members_do_not_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zprof.snapshot._MOST_BLOCKS", 1 << 16)
+    monkeypatch.setattr("zprof.frag.snapshot._MOST_BLOCKS", 1 << 16)
     block = {"size": 512, "requested_size": 512, "state": "active_allocated", "frames": []}
     segment = {"address": 0, "total_size": 512 << 12, "blocks": [block] * (1 << 12), "segment_type": "large"}
     with pytest.raises(TraceError, match="blocks, found more"):

@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 
 from offload.policy import Policy
 from tests.zprof_traces import HEADER, MIB, sample_rows, write_trace
-from zprof import spans as spans_room
-from zprof.bandwidth import Rate, rates
-from zprof.bench_store import Figure, bench_path, keep, stored
-from zprof.intervals import next_of_key, overlaps, portions, union_ns
-from zprof.ledger import Ledger
-from zprof.measures import MEASURES, measures
-from zprof.prefetch import Advice
-from zprof.reader import Trace
+from zprof.bench.store import Figure, bench_path, keep, stored
+from zprof.ledger.ledger import Ledger
 from zprof.rows import Row, RowKind, TraceError
-from zprof.spans import Pairing, SpanTable, spans
-from zprof.stalls import SETTINGS, stalls
-from zprof.steps import Steps, steps, steps_of
-from zprof.times import Times, both, times
-from zprof.writer import Writer
+from zprof.timing import spans as spans_room
+from zprof.timing.analysis import Times, both, times
+from zprof.timing.bandwidth import Rate, rates
+from zprof.timing.intervals import next_of_key, overlaps, portions, union_ns
+from zprof.timing.measures import MEASURES, measures
+from zprof.timing.prefetch import Advice
+from zprof.timing.spans import Pairing, SpanTable, spans
+from zprof.timing.stalls import SETTINGS, stalls
+from zprof.timing.steps import Steps, steps, steps_of
+from zprof.trace.reader import Trace
+from zprof.trace.writer import Writer
 
 MS = 1_000_000
 START = 1_000_000_000

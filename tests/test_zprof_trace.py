@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.zprof_traces import HEADER, sample_rows, write_trace
-from zprof.frames import MOST_ROWS
-from zprof.header import Header
-from zprof.reader import Trace
 from zprof.rows import Row, RowKind, TraceError
-from zprof.writer import Writer
+from zprof.trace.frames import MOST_ROWS
+from zprof.trace.header import Header
+from zprof.trace.reader import Trace
+from zprof.trace.writer import Writer
 
 
 def rows_of(trace: Trace) -> list[Row]:
@@ -278,7 +278,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
         import os, sys
         from tests.zprof_traces import HEADER
         from zprof.rows import Row
-        from zprof.writer import Writer
+        from zprof.trace.writer import Writer
         writer = Writer(sys.argv[1], HEADER)
         writer.rows([Row(2, "release", "parent", 0, 1)])
         pid = os.fork()

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.zprof_traces import HEADER, MIB, sample_rows
-from zprof.levels import Open, extremes, walked
-from zprof.reader import Trace
 from zprof.rows import TIERS, Row, RowKind, placement
-from zprof.writer import Writer
+from zprof.trace.levels import Open, extremes, walked
+from zprof.trace.reader import Trace
+from zprof.trace.writer import Writer
 
 LIMIT = 1 << 16
 
@@ -239,7 +239,7 @@ def test_a_kill_while_the_file_is_made_smaller_leaves_a_whole_file(tmp_path: Pat
         """
         import sys
         from tests.zprof_traces import HEADER, sample_rows
-        from zprof.writer import Writer
+        from zprof.trace.writer import Writer
         rows = list(sample_rows(steps=30, units=8, level="alloc"))
         writer = Writer(sys.argv[1], HEADER, limit=1 << 16, force=True)
         sys.stdout.write("go\\n"); sys.stdout.flush()
@@ -267,7 +267,7 @@ def test_a_full_disk_stops_the_recording_with_one_warning_and_nothing_raised(tmp
         """
         import resource, signal, sys, warnings
         from tests.zprof_traces import HEADER, sample_rows
-        from zprof.writer import Writer
+        from zprof.trace.writer import Writer
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         rows = list(sample_rows(steps=30, units=8, level="alloc"))
         writer = Writer(sys.argv[1], HEADER)
@@ -309,7 +309,7 @@ def test_making_it_smaller_takes_memory_of_a_few_chunks_only(tmp_path: Path) -> 
         """
         import resource, sys
         from tests.zprof_traces import HEADER, sample_rows
-        from zprof.writer import Writer
+        from zprof.trace.writer import Writer
         rows = list(sample_rows(steps=30, units=8, level="alloc"))
         writer = Writer(sys.argv[1], HEADER, limit=1 << 20)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -19,12 +19,12 @@ import pytest
 
 from tests.test_zprof_trace import rows_of
 from tests.zprof_traces import HEADER, sample_rows, write_trace
-from zprof.columns import encoded
-from zprof.framefile import START
-from zprof.frames import HEAD_NBYTES, MAGIC, FrameKind, packed, sealed
-from zprof.reader import Trace
 from zprof.rows import Row, RowKind, TraceError
-from zprof.writer import Writer
+from zprof.trace.columns import encoded
+from zprof.trace.framefile import START
+from zprof.trace.frames import HEAD_NBYTES, MAGIC, FrameKind, packed, sealed
+from zprof.trace.reader import Trace
+from zprof.trace.writer import Writer
 
 
 def small(path: Path, parts: int = 5) -> list[list[Row]]:
@@ -298,7 +298,7 @@ def test_everything_a_killed_run_had_written_can_be_read(tmp_path: Path) -> None
         import sys
         from tests.zprof_traces import HEADER
         from zprof.rows import Row
-        from zprof.writer import Writer
+        from zprof.trace.writer import Writer
         writer = Writer(sys.argv[1], HEADER, force=True)
         done = 0
         while True:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from zprof import bench_store
+from zprof.bench import store as bench_store
 from zprof.cli import main
 
 __all__ = ["Export", "exporting", "promtool", "refused", "well"]

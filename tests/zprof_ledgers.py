@@ -1,4 +1,4 @@
-"""What the tests of zprof.alloc share: the rows of one tracking, added up, and beside them the allocator's account.
+"""What the tests of zprof.recording.tracker share: the rows of one tracking, added up, and beside them the allocator's account.
 
 ``test_zprof_alloc.py`` and ``test_zprof_alloc_places.py`` call it. It never judges.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tests.live_storages import accounted
-from zprof.alloc import Tracker
+from zprof.recording.storages import Storages
+from zprof.recording.tracker import Tracker
 from zprof.rows import RowKind
-from zprof.storages import Storages
 
 Alive = dict[tuple[str, str], int]
 """Bytes alive by category and key."""

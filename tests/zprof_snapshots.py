@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from zprof.allocator_settings import parse_settings
-from zprof.recordings import replayed_snapshot
-from zprof.replay import ALLOC, RELEASE, Events, replay
-from zprof.snapshot import plain
+from zprof.frag.allocator_settings import parse_settings
+from zprof.frag.recordings import replayed_snapshot
+from zprof.frag.replay import ALLOC, RELEASE, Events, replay
+from zprof.frag.snapshot import plain
 
 MIB = 1 << 20
 _BASE = 0x7F0000000000

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zprof.header import VERSION, Header
 from zprof.rows import Row, RowKind, placed
-from zprof.writer import Writer
+from zprof.trace.header import VERSION, Header
+from zprof.trace.writer import Writer
 
 HEADER = Header(
     version=VERSION,

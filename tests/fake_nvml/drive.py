@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fake_nvml import Slots
-from zprof.nvml import NvmlSampler, open_nvml
+from zprof.nvml.sampling import NvmlSampler, open_nvml
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zprof.recorder import Level, Recorder
+    from zprof.recording.recorder import Level, Recorder
 
 __all__ = ["Recorder", "load_ipython_extension", "record"]
 
@@ -29,7 +29,7 @@ def record(
 
     Arguments and errors are those of ``zprof.Recorder``.
     """
-    from zprof.recorder import Recorder
+    from zprof.recording.recorder import Recorder
 
     with Recorder(path, level=level, interval_s=interval_s, nvml=nvml, force=force).listen() as recorder:
         yield recorder
@@ -37,14 +37,14 @@ def record(
 
 def load_ipython_extension(shell: Any) -> None:
     """What ``%load_ext zprof`` calls."""
-    from zprof.jupyter import load
+    from zprof.running.jupyter import load
 
     load(shell)
 
 
 def __getattr__(name: str) -> Any:
     if name == "Recorder":
-        from zprof.recorder import Recorder
+        from zprof.recording.recorder import Recorder
 
         return Recorder
     raise AttributeError(f"module 'zprof' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """Owns ``zprof bench``: measures what this machine's memory, buses, disk and collectives can do, and stores the figures.
 
-`zprof.cli` hangs it in; `bench_trials.py` measures and `bench_store.py` keeps. It never compares: reports do, by percentage.
+`zprof.cli` hangs it in; `bench/trials.py` measures and `bench/store.py` keeps. It never compares: reports do, by percentage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.budget import available, shown
 from offload.errors import CapabilityError
 from offload.policy_text import parse_size
 from offload.tier import Tier
-from zprof.bench_store import Figure, bench_path, keep
+from zprof.bench.store import Figure, bench_path, keep
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -103,13 +103,13 @@ def _trials(chosen: list[str], folder: Path, nbytes: int, ranks: int | None) -> 
 
 
 def _memcpy(nbytes: int, now: str) -> list[Figure]:
-    from zprof.bench_trials import memcpy
+    from zprof.bench.trials import memcpy
 
     return [Figure("memcpy", memcpy(nbytes), now)]
 
 
 def _disk(folder: Path, nbytes: int, now: str) -> list[Figure]:
-    from zprof.bench_trials import disk
+    from zprof.bench.trials import disk
 
     return [Figure(name, rate, now, path=str(folder)) for name, rate in disk(folder, nbytes).items()]
 
@@ -119,7 +119,7 @@ def _gpu(chosen: list[str], nbytes: int, now: str) -> list[Figure]:
 
     if not torch.cuda.is_available():
         raise CapabilityError("h2d and d2h: expected a GPU that torch can use, found none; install a CUDA build of torch")
-    from zprof.bench_trials import copies_to_device
+    from zprof.bench.trials import copies_to_device
 
     rates = copies_to_device(nbytes)
     return [Figure(name, rate, now, torch.cuda.get_device_name()) for name, rate in rates.items() if name in chosen]
@@ -129,7 +129,7 @@ def _gather(nbytes: int, ranks: int | None, now: str) -> Figure:
     """An all-gather over ranks of its own, started by torchrun."""
     import torch
 
-    from zprof.bench_gather import PREFIX
+    from zprof.bench.gather import PREFIX
 
     gpus = torch.cuda.device_count()
     world = ranks or max(2, gpus)
@@ -138,7 +138,7 @@ def _gather(nbytes: int, ranks: int | None, now: str) -> Figure:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     try:
         done = subprocess.run(
-            [*launcher, "-m", "zprof.bench_gather", str(nbytes)], capture_output=True, text=True, timeout=_GATHER_TIMEOUT_S
+            [*launcher, "-m", "zprof.bench.gather", str(nbytes)], capture_output=True, text=True, timeout=_GATHER_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         text = f"gather: expected an end within {_GATHER_TIMEOUT_S} s, found none; try a smaller --size"

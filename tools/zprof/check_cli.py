@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zprof.limits import Comparison, Limit, parse_limit, shown
 from zprof.problem import BudgetProblem, Problem
+from zprof.timing.limits import Comparison, Limit, parse_limit, shown
 
 if TYPE_CHECKING:
-    from zprof.measured import Measured
+    from zprof.timing.measured import Measured
 
 __all__ = ["check", "junit"]
 
@@ -57,7 +57,7 @@ def _limits(fails: Comparison) -> Callable[[click.Context, click.Parameter, tupl
 
 def _listed(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from zprof.measures import MEASURES
+        from zprof.timing.measures import MEASURES
 
         for measure in MEASURES.values():
             click.echo(f"{measure.name:32} {measure.unit:8} {measure.meaning}")
@@ -83,7 +83,7 @@ def check(runs: tuple[str, ...], most: tuple[Limit, ...], least: tuple[Limit, ..
     \b
     zprof check run.zprof --max device.peak=38GiB --max step.p95_ms=250ms --junit zprof.xml
     """
-    from zprof.measured import measured
+    from zprof.timing.measured import measured
 
     found = measured(runs)
     verdicts = [Verdict(run, limit, _value(run, limit)) for run in found for limit in (*most, *least)]
@@ -119,7 +119,7 @@ def printable(text: str) -> str:
 
 
 def _tell(found: Sequence[Measured], verdicts: Sequence[Verdict]) -> None:
-    from zprof.measures import MEASURES
+    from zprof.timing.measures import MEASURES
 
     for run in found:
         if run.damage:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import click
 
 from zprof.check_cli import not_recorded, printable
-from zprof.limits import Limit, parse_change, percent, shown, shown_change
 from zprof.problem import BudgetProblem, Problem
+from zprof.timing.limits import Limit, parse_change, percent, shown, shown_change
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zprof.measured import Measured
+    from zprof.timing.measured import Measured
 
 __all__ = ["diff"]
 
@@ -75,7 +75,7 @@ def diff(a: str, b: str, limits: tuple[Limit, ...], as_json: bool) -> None:
     \b
     zprof diff main.zprof branch.zprof --fail-on 'device.peak>+2%' --fail-on 'step.median_ms>+5%'
     """
-    from zprof.measured import measured
+    from zprof.timing.measured import measured
 
     before, after = measured([a]), measured([b])
     pairs, apart = _pairs(before, after)
@@ -130,7 +130,7 @@ def _percent(before: float, after: float) -> str:
 
 def _changes(pairs: Sequence[Pair]) -> list[Change]:
     """Of every measure that changed the rank where it changed for the worst, in the order of the measures."""
-    from zprof.measures import MEASURES
+    from zprof.timing.measures import MEASURES
 
     found = []
     for measure in MEASURES.values():
@@ -198,7 +198,7 @@ def _table(headings: tuple[str, str, str], changes: Sequence[Change], *, ranks: 
     from rich.table import Table
     from rich.text import Text
 
-    from zprof.measures import MEASURES
+    from zprof.timing.measures import MEASURES
 
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(Text(printable(headings[0])), no_wrap=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 
 from offload.budget import Machine
-from zprof.doctor_checks import FAIL, OK, WARN, Finding, host_findings, software_findings
-from zprof.doctor_gpu import gpu_findings, has_gpu
+from zprof.doctor.checks import FAIL, OK, WARN, Finding, host_findings, software_findings
+from zprof.doctor.gpu import gpu_findings, has_gpu
 from zprof.problem import CapabilityProblem
 
 __all__ = ["doctor"]

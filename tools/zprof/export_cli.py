@@ -18,12 +18,12 @@ __all__ = ["FORMATS", "export"]
 
 #: Format -> (its module, the suffix of a file that is not named).
 FORMATS = {
-    "perfetto": ("zprof.export_perfetto", ".perfetto.json"),
-    "speedscope": ("zprof.export_speedscope", ".speedscope.json"),
-    "torch-snapshot": ("zprof.export_snapshot", ".pickle"),
-    "csv": ("zprof.export_csv", ".csv"),
-    "prometheus": ("zprof.export_prometheus", ".prom"),
-    "tensorboard": ("zprof.export_tensorboard", ".tensorboard"),
+    "perfetto": ("zprof.exports.perfetto", ".perfetto.json"),
+    "speedscope": ("zprof.exports.speedscope", ".speedscope.json"),
+    "torch-snapshot": ("zprof.exports.snapshot", ".pickle"),
+    "csv": ("zprof.exports.csv", ".csv"),
+    "prometheus": ("zprof.exports.prometheus", ".prom"),
+    "tensorboard": ("zprof.exports.tensorboard", ".tensorboard"),
 }
 
 
@@ -70,7 +70,7 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
       zprof export run.zprof -f prometheus -o /var/lib/node_exporter/run.prom
       zprof export run.zprof -f tensorboard -o logs && tensorboard --logdir logs
     """
-    from zprof.ranks import traces_of
+    from zprof.ledger.ranks import traces_of
 
     module, suffix = FORMATS[kind]
     traces = traces_of(runs)

@@ -1,6 +1,6 @@
 """Owns ``zprof flamegraph``: one trace in, one page of its bytes by module out.
 
-`zprof.cli` loads it when it is called. It never draws: `page_tree` makes the data, `pages` the file.
+`zprof.cli` loads it when it is called. It never draws: `pages.tree` makes the data, `pages.page` the file.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def flamegraph(run: Path, step: int | None, output: Path | None, force: bool, as
     \b
     Example:  zprof flamegraph run.zprof --at step:3
     """
-    from zprof.page_tree import flamegraph as drawn
-    from zprof.pages import check_output, page, page_path, plotly_source, write_page
-    from zprof.reader import Trace
+    from zprof.pages.page import check_output, page, page_path, plotly_source, write_page
+    from zprof.pages.tree import flamegraph as drawn
+    from zprof.trace.reader import Trace
 
     path = output or page_path([run], "flamegraph")
     check_output(path, [run], force=force)

@@ -64,8 +64,8 @@ def frag(
     \b
     Example:  zprof frag oom.pickle --need 512MiB --limit 40GiB --settings expandable_segments:True
     """
-    from zprof.allocator_settings import parse_settings
-    from zprof.frag_study import study
+    from zprof.frag.allocator_settings import parse_settings
+    from zprof.frag.study import study
 
     try:
         settings = [parse_settings(text) for text in others]
@@ -74,7 +74,7 @@ def frag(
     found = study(file, device=device, limit=limit, others=settings, at=at)
     answer = None if need is None else found.answer(need, stream)
 
-    from zprof import frag_text
+    from zprof.frag import text as frag_text
 
     if as_json:
         click.echo(json.dumps(frag_text.as_json(found, answer), indent=2))

@@ -85,14 +85,14 @@ def report(runs: tuple[str, ...], by: str, at: int | None, as_json: bool) -> Non
         stragglers[]  rank host work_ns median_ns
       next[]      do why
     """
-    from zprof.report import report as found_out
+    from zprof.reports.findings import report as found_out
 
     _keep_freed_memory()
     told = found_out(runs, by=by, step=at)  # type: ignore[arg-type]
     if as_json:
         click.echo(json.dumps(told, indent=2))
         return
-    from zprof.report_text import show
+    from zprof.reports.text import show
 
     show(told)
 

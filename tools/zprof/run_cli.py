@@ -15,10 +15,10 @@ from pathlib import Path
 
 import click
 
-from zprof.child import Child, Ending, Kills, end_as
-from zprof.launch import Order
 from zprof.problem import Problem
-from zprof.recorder import LEVELS, Level, ranks
+from zprof.recording.recorder import LEVELS, Level, ranks
+from zprof.running.child import Child, Ending, Kills, end_as
+from zprof.running.launch import Order
 
 __all__ = ["run"]
 
@@ -130,14 +130,14 @@ def _watch(order: Order, rest: Sequence[str], path: Path) -> Ending:
     if not sys.stderr.isatty():
         click.echo("zprof: --live: expected a terminal on stderr, found none; recording without it", err=True)
         return _wait(Child(order.arguments(rest)))
-    from zprof.live import watch
+    from zprof.running.live import watch
 
     return watch(order.arguments(rest), path)
 
 
 def _tell(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> None:
     """The last lines, on stderr: the output of the script stays its own."""
-    from zprof.oom import told
+    from zprof.oom.explanation import told
 
     try:
         lines = told(path, ending, kill, world)

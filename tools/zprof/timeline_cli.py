@@ -1,6 +1,6 @@
 """Owns ``zprof timeline``: one or several ranks' traces in, one page out.
 
-`zprof.cli` loads it when it is called. It never draws: `page_timeline` makes the data, `pages` the file.
+`zprof.cli` loads it when it is called. It never draws: `pages.timeline` makes the data, `pages.page` the file.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def timeline(runs: tuple[Path, ...], output: Path | None, force: bool, as_json: 
     \b
     Example:  zprof timeline run.0.zprof run.1.zprof -o run.html
     """
-    from zprof.page_timeline import peak_line
-    from zprof.page_timeline import timeline as drawn
-    from zprof.pages import check_output, page, page_path, plotly_source, write_page
-    from zprof.ranks import traces_of
+    from zprof.ledger.ranks import traces_of
+    from zprof.pages.page import check_output, page, page_path, plotly_source, write_page
+    from zprof.pages.timeline import peak_line
+    from zprof.pages.timeline import timeline as drawn
 
     path = output or page_path(runs, "timeline")
     check_output(path, runs, force=force)

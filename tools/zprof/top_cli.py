@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 
-from zprof.top_view import as_text, drawn, sheets
-from zprof.watch import Look, Watch
+from zprof.watching.view import as_text, drawn, sheets
+from zprof.watching.watch import Look, Watch
 
 __all__ = ["top"]
 

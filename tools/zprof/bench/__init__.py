@@ -1,0 +1,1 @@
+"""What a machine can do: the trials, and where their figures are kept."""

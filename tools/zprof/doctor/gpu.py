@@ -1,0 +1,122 @@
+"""Owns what ``zprof doctor`` finds of GPUs: torch's CUDA build, the driver, NVML, and whether they fit each other.
+
+`zprof.doctor_cli` prints it. It reads torch's build from its files and never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from offload.budget import shown
+from zprof.doctor.checks import FAIL, OK, WARN, Finding
+from zprof.nvml.answers import Failure, ask, one_line
+from zprof.nvml.sampling import NvmlSampler, open_nvml
+
+__all__ = ["gpu_findings", "has_gpu", "torch_build"]
+
+
+def torch_build() -> tuple[str, str | None] | None:
+    """(version, CUDA version or None) of the installed torch, as its own file says; None where there is none."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return "unknown", None
+    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
+    return (version[1] if version else "unknown"), (cuda[1] if cuda else None)
+
+
+def has_gpu(root: Path = Path("/")) -> bool:
+    """Whether the kernel has an NVIDIA device, whatever NVML says."""
+    return any((root / "dev").glob("nvidia[0-9]*")) or (root / "proc/driver/nvidia/version").exists()
+
+
+def gpu_findings() -> Iterator[Finding]:
+    """Torch's build, the driver, NVML and its devices; a host without a GPU is well, and told so."""
+    build = torch_build()
+    cuda = None if build is None else build[1]
+    sampler = open_nvml(everything=True)
+    try:
+        state = sampler.state()
+        there = has_gpu() or sampler.ok
+        if build is not None:
+            yield _build(build[0], cuda, there)
+        yield _nvml(sampler, state, there)
+        if sampler.ok:
+            yield from _driver(state, cuda)
+        yield from _devices(state)
+    finally:
+        sampler.close()
+
+
+def _build(version: str, cuda: str | None, there: bool) -> Finding:
+    name = "torch build"
+    if cuda is not None:
+        return Finding(name, OK, f"{version}, for CUDA {cuda}")
+    if there:
+        mend = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
+        return Finding(name, WARN, f"{version}, for CPU alone, on a host with a GPU", mend)
+    return Finding(name, OK, f"{version}, for CPU alone")
+
+
+def _nvml(sampler: NvmlSampler, state: dict[str, object], there: bool) -> Finding:
+    if sampler.ok:
+        dropped = state["dropped"]
+        assert isinstance(dropped, dict)
+        missing = "; ".join(f"{what}: {why}" for what, why in list(dropped.items())[:4])
+        return Finding("NVML", OK, f"answers{f', without {one_line(missing, 300)}' if missing else ''}")
+    if there or state["state"] not in ("absent", "no devices"):
+        mend = "start the container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility, or reinstall the driver"
+        return Finding("NVML", WARN, f"{state['state']} ({sampler.why})", mend)
+    return Finding("NVML", OK, f"{state['state']}: no GPU here; training runs on the CPU")
+
+
+def _driver(state: dict[str, object], cuda: str | None) -> Iterator[Finding]:
+    version = ask(_driver_cuda)
+    known = isinstance(version, int) and 1000 <= version < 1_000_000
+    serves = f"{version // 1000}.{version % 1000 // 10}" if known and not isinstance(version, Failure) else "unknown"
+    found = f"{state['driver'] or 'unknown'}, for CUDA up to {serves}"
+    match = re.match(r"(\d+)\.(\d+)", cuda or "")
+    if match is None or isinstance(version, Failure) or not known:
+        yield Finding("driver", OK, found)
+        return
+    wanted = (int(match[1]), int(match[2]))
+    has = (version // 1000, version % 1000 // 10)
+    if has[0] < wanted[0]:
+        mend = f"install a driver for CUDA {wanted[0]}, or torch for {serves}"
+        yield Finding("driver", FAIL, f"{found}; torch is built for CUDA {cuda}", mend)
+    elif has < wanted:
+        # Within one major version newer builds run, but the driver cannot compile their kernels' PTX.
+        yield Finding("driver", WARN, f"{found}; torch is built for CUDA {cuda}", "update the driver")
+    else:
+        yield Finding("driver", OK, found)
+
+
+def _driver_cuda() -> int:
+    import pynvml
+
+    return int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+
+
+def _devices(state: dict[str, object]) -> Iterator[Finding]:
+    devices, notes = state["devices"], state["notes"]
+    assert isinstance(devices, list) and isinstance(notes, list)
+    for device in devices:
+        memory = device.get("memory_nbytes")
+        found = f"{device['name'] or 'a device'}{f', {shown(memory)}' if memory else ''}"
+        lost = device.get("lost")
+        mend = "reset it (nvidia-smi --gpu-reset) or restart the host" if lost else ""
+        yield Finding(f"GPU {device['label']}", WARN if lost else OK, f"{found}: {lost}" if lost else found, mend)
+    for note in notes:
+        yield Finding("GPUs", WARN, one_line(str(note), 300), "see nvidia-smi")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        name = "CUDA_VISIBLE_DEVICES"
+        yield Finding(name, OK, one_line(visible)) if visible else Finding(name, WARN, "empty: hides every GPU", "unset it")

@@ -1,0 +1,1 @@
+"""GPUs through NVML: which call answers what, and every answer in one unit."""

@@ -1,0 +1,281 @@
+"""Owns the changes that could have made room: each what to write, what it costs, and what it makes of the bytes held.
+
+`zprof.oom.fit` tries them, alone and together. It reads no trace and no machine, and where the recorded bytes do not say what
+a change saves, the change is not offered.
+
+Note: [On the way]
+    What rests on another tier is still needed where it is used: a buffer for the unit in use, those fetched ahead and the one
+    on its way back. A change that moves a cell leaves so many of its largest units behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.budget import shown
+from zprof.oom.held import Held, bytes_in, halved, keys, largest_alone, less, moved, partitioned
+
+__all__ = ["ALLOCATOR", "Change", "Plight", "changes"]
+
+#: What a change of the allocator's settings is about.
+ALLOCATOR = "allocator"
+#: Prices in ascending order; within one, the change that moves fewer bytes comes first.
+_SETTING, _OVERLAP, _TRAFFIC, _RECOMPUTE, _HOST, _PRECISION, _DISK, _BATCH = range(8)
+
+
+@dataclass(frozen=True, slots=True)
+class Plight:
+    """A failed request and what stood in its way.
+
+    Attributes:
+        held: bytes at that moment.
+        pool: the tiers that share what ran out: ("device",) of a GPU, ("device", "host") of a process on a CPU.
+        short: bytes that were lacking; None where nobody knows.
+        world: ranks. policy: its values as a policy file has them, None without zhooks.
+        units: unit -> its bytes, gathered whole.
+        room: tier -> bytes it could still take, for what would move there; None where nothing bounds it.
+        idle: bytes the CUDA allocator had reserved and not in use.
+        shared: the device is a CPU, so that device and host are the same memory.
+    """
+
+    held: Held
+    pool: tuple[str, ...]
+    short: int | None = None
+    world: int = 1
+    policy: Mapping[str, Any] | None = None
+    units: Mapping[str, int] = field(default_factory=dict)
+    room: Mapping[str, int | None] | None = None
+    idle: int = 0
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing to do otherwise.
+
+    Attributes:
+        what: the lines of a policy file, or what else to do.
+        price: in words. rank: what it is compared by, price first, then bytes moved or computed again.
+        about: what it changes; of two changes about one thing only one can be made.
+        at_most: the true saving may be smaller, for a reason the price names.
+    """
+
+    what: str
+    price: str
+    rank: tuple[int, int]
+    about: frozenset[str]
+    after: Callable[[Held], Held]
+    at_most: bool = False
+
+
+def changes(plight: Plight) -> Iterator[Change]:
+    """Every change that there is for this policy, whether it helps or not."""
+    if plight.idle:
+        yield Change(
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            "none at run time: memory the allocator had reserved and could not use becomes usable, as far as it was torn",
+            (_SETTING, 0),
+            _about(ALLOCATOR),
+            lambda held: held,
+            at_most=True,
+        )
+    if plight.policy is None:
+        yield from _without_zhooks(plight)
+    else:
+        yield from _schedule(plight, plight.policy)
+        yield from _stages(plight, plight.policy)
+        yield from _tiers(plight, plight.policy)
+        yield from _activations(plight, plight.policy)
+        yield from _bf16(plight, plight.policy)
+    yield from _half_batch(plight)
+
+
+def _schedule(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
+    """Units gathered ahead of use: of those that are gathered, the smallest, so that no more is promised than they hold."""
+    ahead = _value(policy, "schedule", "prefetch", 1)
+    gathered = sorted(_gathered(plight, policy).items(), key=lambda pair: pair[1])
+    fetched = dict(gathered[: min(ahead, len(gathered) - 1)]) if ahead and len(gathered) > 1 else {}
+    if fetched and "device" in plight.pool:
+        yield Change(
+            "[schedule] prefetch = 0",
+            "gathers are waited for where they were hidden behind the compute",
+            (_OVERLAP, sum(fetched.values())),
+            _about("prefetch"),
+            less("parameter", "device", fetched),
+        )
+
+
+def _stages(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
+    stage = _stage(policy)
+    if plight.world < 2:
+        return
+    for higher in range(stage + 1, 4):
+        cells = ["optimizer"] * (stage < 1 <= higher) + ["gradient"] * (stage < 2 <= higher) + ["parameter"] * (higher == 3)
+        flying = _in_flight(plight, policy) if higher == 3 else 0
+        if higher == 3 and not flying:
+            continue  # What would stay gathered cannot be told.
+        price = {
+            1: f"none: each of {plight.world} ranks updates its share",
+            2: "gradients are reduced in every backward",
+            3: f"parameters are gathered in every pass; {shown(flying)} stay for units in flight",
+        }[higher]
+        yield Change(
+            f"stage = {higher}", price, (_TRAFFIC, higher), _about("stage"), partitioned(tuple(cells), plight.world, flying)
+        )
+
+
+def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
+    """Cells that rest elsewhere. Where device and host are one memory, only what goes to disk leaves it."""
+    often = {"optimizer": "read and written once a step", "gradient": "written once a backward and read once a step"}
+    for cell in ("optimizer", "gradient", *(("parameter",) if _stage(policy) in (0, 3) else ())):
+        now = _value(policy, cell, "tier", "device")
+        # What is gathered stays on the device wherever it rests, and in a world of one it then has to be gathered.
+        gathered = _gathered(plight, policy) if cell == "parameter" and now == "device" else {}
+        flying = _in_flight(plight, policy) if cell == "parameter" and now == "device" and plight.world == 1 else 0
+        resting = {key: nbytes - gathered.get(key, 0) for key, nbytes in keys(plight.held, cell, now).items()}
+        at, staged = sum(resting.values()), _staged(resting, policy)
+        # At stage 0 parameters may rest elsewhere, at 1 and 2 not.
+        about = _about(f"{cell} tier", *(["stage"] if cell == "parameter" and _stage(policy) == 0 else []))
+        for to, price in (("host", _HOST), ("disk", _DISK)):
+            if now in plight.pool and at > 0 and to not in plight.pool and to != now:
+                told = f"{shown(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
+                after = moved(cell, now, to, gathered, flying + staged)
+                yield Change(f'[{cell}] tier = "{to}"', told, (price, 2 * at), about, after)
+    yield from _on_the_host(plight, policy)
+
+
+def _on_the_host(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
+    """States and gradients on the host and the update there too: then no states travel, and none are staged."""
+    cells = ("optimizer", "gradient")
+    resting = [bytes_in(plight.held, ("device",), cell) for cell in cells]
+    elsewhere = any(_value(policy, cell, "tier", "device") != "device" for cell in cells)
+    if resting[0] and "device" in plight.pool and not plight.shared and not elsewhere:
+        yield Change(
+            '[gradient] tier = "host", [optimizer] tier = "host" and compute = "host"',
+            f"{shown(resting[1])} of gradients out once a backward, parameters back once a step; the host computes the update",
+            (_HOST, 2 * resting[1]),
+            _about("optimizer tier", "gradient tier"),
+            lambda held: moved("gradient", "device", "host")(moved("optimizer", "device", "host")(held)),
+        )
+
+
+def _staged(resting: Mapping[str, int], policy: Mapping[str, Any]) -> int:
+    """Bytes on the way between tiers: the unit in use, those fetched ahead, and the one before on its way back."""
+    return sum(sorted(resting.values(), reverse=True)[: 2 + _value(policy, "schedule", "prefetch", 1)])
+
+
+def _activations(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
+    now = _value(policy, "activation", "tier", "device")
+    held = {key: nbytes for (what, tier, key), nbytes in plight.held.items() if what == "activation" and tier in plight.pool}
+    total = sum(held.values())
+    if _value(policy, "activation", "checkpoint", "none") == "none" and len(held) > 1:
+        yield Change(
+            '[activation] checkpoint = "unit"',
+            f"every unit's forward is computed again in backward; the inputs of {len(held)} units stay",
+            (_RECOMPUTE, total),
+            _about("activation"),
+            largest_alone("activation", plight.pool),
+            at_most=True,
+        )
+    for to, price in (("host", _HOST), ("disk", _DISK)):
+        if total and to != now and to not in plight.pool and now != "disk":
+            told = f"{shown(total)} out in forward and back in backward, {_way(now, to)}; tensors below min_bytes stay"
+            after = moved("activation", now, to)
+            yield Change(f'[activation] tier = "{to}"', told, (price, 2 * total), _about("activation"), after, at_most=True)
+
+
+def _bf16(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
+    if _value(policy, "precision", "param", None) is None and "device" in plight.pool:
+        yield Change(
+            '[precision] param = "bf16"',
+            "8 bits of mantissa in compute, masters as they are; halves what is in fp32 now",
+            (_PRECISION, 0),
+            _about("precision"),
+            halved(("activation",)),
+            at_most=True,
+        )
+
+
+def _half_batch(plight: Plight) -> Iterator[Change]:
+    yield Change(
+        "half the batch",
+        "two backwards a step for the same gradients; what does not grow with the batch stays",
+        (_BATCH, 0),
+        _about("batch"),
+        halved(("activation", "temporary")),
+        at_most=True,
+    )
+
+
+def _without_zhooks(plight: Plight) -> Iterator[Change]:
+    """What plain torch offers, and what zhooks would do."""
+    cells = ("parameter", "gradient", "optimizer")
+    if plight.world > 1 and any(bytes_in(plight.held, ("device",), cell) for cell in cells) and "device" in plight.pool:
+        yield Change(
+            "zhooks.attach(model)",
+            f"stage 3: each of {plight.world} ranks holds its share; the units in use are on top",
+            (_TRAFFIC, 3),
+            _about("stage"),
+            partitioned(cells, plight.world, 0),
+            at_most=True,
+        )
+    blocks = [key for (what, tier, key), _ in plight.held.items() if what == "activation" and tier in plight.pool]
+    if len(blocks) > 1:
+        yield Change(
+            "torch.utils.checkpoint around each block",
+            f"forward is computed again in backward; the inputs of {len(blocks)} blocks stay",
+            (_RECOMPUTE, 0),
+            _about("activation"),
+            largest_alone("activation", plight.pool),
+            at_most=True,
+        )
+    for to, price in (("host", _HOST), ("disk", _DISK)):
+        states = keys(plight.held, "optimizer", "device")
+        at = sum(states.values())
+        if at and "device" in plight.pool and to not in plight.pool:
+            what = f'zhooks.attach(model, policy={{"optimizer": {{"tier": "{to}"}}}})'
+            told = f"{shown(at)} read and written once a step, {_way('device', to)}"
+            after = moved("optimizer", "device", to, flying=_staged(states, {}))
+            yield Change(what, told, (price, 2 * at), _about("optimizer tier"), after)
+    if not plight.shared:
+        yield Change(
+            "torch.autocast(dtype=torch.bfloat16) around forward",
+            "8 bits of mantissa in compute; halves what is in fp32 now",
+            (_PRECISION, 0),
+            _about("precision"),
+            halved(("activation",)),
+            at_most=True,
+        )
+
+
+def _gathered(plight: Plight, policy: Mapping[str, Any]) -> dict[str, int]:
+    """Units that are gathered and will be released: there is as much for them on the device as whole they are."""
+    if _stage(policy) != 3 or (plight.world == 1 and _value(policy, "parameter", "tier", "device") == "device"):
+        return {}
+    on_device = keys(plight.held, "parameter", "device").items()
+    return {key: plight.units[key] for key, nbytes in on_device if 0 < plight.units.get(key, 0) <= nbytes}
+
+
+def _in_flight(plight: Plight, policy: Mapping[str, Any]) -> int:
+    """Gathered units at once: the one in use and those fetched ahead."""
+    return sum(sorted(plight.units.values(), reverse=True)[: 1 + _value(policy, "schedule", "prefetch", 1)])
+
+
+def _about(*what: str) -> frozenset[str]:
+    return frozenset(what)
+
+
+def _stage(policy: Mapping[str, Any]) -> int:
+    stage = policy.get("stage", 3)
+    return stage if isinstance(stage, int) else 3
+
+
+def _value(policy: Mapping[str, Any], table: str, key: str, default: Any) -> Any:
+    held = policy.get(table)
+    return held.get(key, default) if isinstance(held, Mapping) else default
+
+
+def _way(now: str, to: str) -> str:
+    return f"from {now} to {to} and back"

@@ -1,0 +1,175 @@
+"""Owns what is known of a failed request for memory: from the error a script ends by, and from the machine beside it.
+
+`running.launch` and the notebook magic ask it before the error leaves, and write the answer into the trace. It never imports
+torch, and takes every figure from the error's own words or from the system: what neither says stays unknown.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from offload.budget import Machine
+from offload.errors import BudgetError, PolicyError
+from offload.policy_text import parse_size
+from zprof.rows import RowKind
+
+if TYPE_CHECKING:
+    from zprof.recording.recorder import Recorder
+
+__all__ = ["Failure", "failure_of", "write"]
+
+_MOST_TEXT = 2000
+_MOST_CHAIN = 16
+_SIZE = r"(\d[\d.]* (?:[KMGT]iB|B|bytes))"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that was refused; bytes, None where nobody says.
+
+    Attributes:
+        kind: "cuda", "cpu" (torch's allocator), "memory" (Python's), "budget", or "kill" (the kernel ended the process).
+        tier: where room was asked for.
+        nbytes: how much was asked for. key: what for, where the error says.
+        limit: what bounds the tier. free: what was left of it. short: how much more room the request needed.
+        bound: the name of what bounds it, e.g. "[budget] host".
+        idle: reserved by torch's CUDA allocator and not in use. host_free: what the host could still take then.
+        exact: the figures are to the byte; else they are as the error rounds them.
+        message: the error's own words.
+    """
+
+    kind: str
+    tier: str
+    message: str
+    nbytes: int | None = None
+    key: str = ""
+    limit: int | None = None
+    free: int | None = None
+    short: int | None = None
+    bound: str = ""
+    idle: int | None = None
+    host_free: int | None = None
+    exact: bool = True
+
+
+def failure_of(error: BaseException | None) -> Failure | None:
+    """What the error, or one that led to it, says of memory; None where it is about something else."""
+    for each in _chain(error):
+        text = str(each)[:_MOST_TEXT]
+        if isinstance(each, BudgetError):
+            return _budget(text)
+        if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in type(each).__mro__):
+            return _cuda(text)
+        if isinstance(each, RuntimeError) and "DefaultCPUAllocator" in text and "memory" in text:
+            return _process("cpu", text, _bytes_in(r"tried to allocate (\d+) bytes", text))
+        if isinstance(each, MemoryError):
+            return _process("memory", text or "MemoryError", _array_nbytes(each))
+    return None
+
+
+def write(recorder: Recorder, failure: Failure) -> None:
+    """Put it into the trace: the moment, and the facts."""
+    recorder.row(int(RowKind.INSTANT), "oom", failure.key, failure.nbytes or 0)
+    recorder.note("oom", asdict(failure))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those it was raised from or in the handling of."""
+    for _ in range(_MOST_CHAIN):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _cuda(text: str) -> Failure:
+    """torch's message rounds to hundredths of a unit; what is free includes nothing that torch itself keeps."""
+    asked = _bytes_in(rf"[Tt]ried to allocate {_SIZE}", text)
+    free = _bytes_in(rf"of which {_SIZE} is free", text)
+    return Failure(
+        "cuda",
+        "device",
+        text,
+        nbytes=asked,
+        limit=_bytes_in(rf"total capacity of {_SIZE}", text),
+        free=free,
+        short=None if asked is None or free is None or asked <= free else asked - free,
+        bound="device memory",
+        idle=_bytes_in(rf"{_SIZE} is reserved by PyTorch but unallocated", text),
+        host_free=max(0, min(bound.free for bound in Machine().memory_bounds())),
+        exact=False,
+    )
+
+
+def _process(kind: str, text: str, asked: int | None) -> Failure:
+    """An allocation of this process that the system refused: beside the tightest of what bounds it now."""
+    tightest = min(Machine().memory_bounds(), key=lambda bound: bound.free)
+    short = None if asked is None or asked <= tightest.free else asked - tightest.free
+    limit = _bytes_in(rf"\(limit {_SIZE}", tightest.name)
+    name = tightest.name.partition(" (")[0]
+    return Failure(
+        kind, _tier(), text, asked, limit=limit, free=max(0, tightest.free), short=short, bound=name, exact=asked is not None
+    )
+
+
+def _tier() -> str:
+    """A process on a CPU computes in host memory; beside a GPU it is the host tier that ran out."""
+    torch = sys.modules.get("torch")
+    return "host" if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized() else "device"
+
+
+def _budget(text: str) -> Failure:
+    """The words of ``offload.budget`` and of who else refuses."""
+    admitted = re.search(rf"\b(device|host|disk) tier cannot admit (.*?) \({_SIZE}\): ", text)
+    if admitted:
+        limit = re.search(r": [\d.]+ of ([\d.]+ (?:[KMGT]iB|B)) in use", text)
+        return Failure(
+            "budget",
+            admitted[1],
+            text,
+            nbytes=_parsed(admitted[3]),
+            key=admitted[2],
+            limit=_parsed(limit[1]) if limit else None,
+            short=_bytes_in(rf"{_SIZE} short", text),
+            bound=f"[budget] {admitted[1]}" if limit else "",
+            exact=False,
+        )
+    unmapped = re.search(rf"\bhost tier cannot admit (.+?): expected the system to map {_SIZE}", text)
+    if unmapped:
+        return Failure("budget", "host", text, nbytes=_parsed(unmapped[2]), key=unmapped[1], exact=False)
+    planned = re.search(r"\[budget\] (device|host|disk): expected room for (.+?), (?:in all )?found ", text)
+    if planned:
+        tier, sizes = planned[1], [_parsed(size) for size in re.findall(_SIZE, text)]
+        short = sizes[0] - sizes[1] if len(sizes) > 1 and sizes[0] and sizes[1] else None
+        asked, limit_nbytes = (sizes[0], sizes[1]) if len(sizes) > 1 else (None, None)
+        return Failure("budget", tier, text, asked, "attach", limit_nbytes, None, short, f"[budget] {tier}", exact=False)
+    tier = next((tier for tier in ("device", "disk") if f"expected {tier}" in text), "host")
+    asked = _bytes_in(rf"preflight: expected .*? for {_SIZE}", text)
+    return Failure("budget", tier, text, asked, "attach", short=_bytes_in(rf"{_SIZE} short", text), exact=False)
+
+
+def _array_nbytes(error: MemoryError) -> int | None:
+    """numpy's error knows what it could not make."""
+    shape, dtype = getattr(error, "shape", None), getattr(error, "dtype", None)
+    if not isinstance(shape, tuple) or not isinstance(itemsize := getattr(dtype, "itemsize", None), int):
+        return None
+    nbytes = itemsize
+    for length in shape:
+        nbytes *= int(length)
+    return nbytes
+
+
+def _bytes_in(pattern: str, text: str) -> int | None:
+    found = re.search(pattern, text)
+    return _parsed(found[1]) if found else None
+
+
+def _parsed(text: str) -> int | None:
+    try:
+        return parse_size(text.removesuffix(" bytes"))
+    except PolicyError:
+        return None

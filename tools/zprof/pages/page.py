@@ -1,0 +1,162 @@
+"""Owns the shell of a page: one self-contained HTML file with plotly.js, its data and its script inlined, that asks no network.
+
+``zprof timeline`` and ``zprof flamegraph`` build their data and call `page` and `write_page`. It never puts a name from a trace
+into markup or into a script: names travel as escaped JSON, and the scripts set them as text.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.errors import CapabilityError
+from zprof.problem import Problem
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["check_output", "embedded", "packed", "page", "page_path", "plotly_source", "write_page"]
+
+#: How an array travels: the letter of its JavaScript view. All little-endian.
+_VIEWS = {"uint8": "u1", "uint16": "u2", "uint32": "u4", "float32": "f4", "float64": "f8"}
+_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+#: Past the title, nothing here is filled in with what a trace says.
+_SHELL = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="generator" content="zprof">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{style}
+</style>
+</head>
+<body>
+<noscript><p>This page draws itself with the scripts inside it, which are switched off here.</p></noscript>
+<div id="page"></div>
+<script type="application/json" id="data">{data}</script>
+<script>{plotly}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def packed(values: NDArray[Any]) -> dict[str, str]:
+    """An array as the page's script reads it: the letter of its type and its bytes, little-endian, in base64."""
+    return {
+        "t": _VIEWS[values.dtype.name],
+        "b": base64.b64encode(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()).decode("ascii"),
+    }
+
+
+def embedded(data: Mapping[str, Any]) -> str:
+    """``data`` as JSON that no name in it can break out of: not out of the element, and not out of a string."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).translate(_ESCAPES)
+
+
+def plotly_source() -> str:
+    """plotly.js, ready to stand between script tags.
+
+    Raises:
+        CapabilityError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise CapabilityError("plotly: needed for pages, not installed; pip install 'zhooks[pages]'") from None
+    return _inline(str(get_plotlyjs()))
+
+
+def page(title: str, data: Mapping[str, Any], *, scripts: Sequence[str]) -> str:
+    """The whole page.
+
+    Args:
+        title: any text.
+        data: what the scripts read; arrays through `packed`.
+        scripts: names of package files, run in this order after plotly.js and ``page.js``.
+    """
+    plotly = plotly_source()
+    script = _inline("".join(f"{_file(name)}\n" for name in ("page.js", *scripts)))
+    # Only these two scripts run, told by their hashes, so that a mistake in escaping would still run nothing.
+    policy = (
+        f"default-src 'none'; script-src {_digest(plotly)} {_digest(script)}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; connect-src 'none'; base-uri 'none'; form-action 'none'"
+    )
+    text = {"policy": policy, "title": html.escape(_scalar(title)), "style": _file("page.css"), "data": _scalar(embedded(data))}
+    return _SHELL.format(**text, plotly=plotly, script=script)
+
+
+def page_path(runs: Sequence[Path], kind: str) -> Path:
+    """Where the page of ``runs`` goes unless said: beside the first run, run.0.zprof -> run.0.timeline.html."""
+    first = runs[0] if runs[0].name not in ("", "..") else runs[0].resolve()
+    names = [run.name.removesuffix(".zprof") for run in (first, *runs[1:])]
+    # Not a path they share but a beginning: run.0 and run.1 are of "run".
+    shared = "".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*names, strict=False)))
+    if len(names) > 1:
+        shared = re.sub(r"[.\-_]?r?\d*$", "", shared)
+    return first.with_name(f"{shared or names[0]}.{kind}.html")
+
+
+def check_output(path: Path, runs: Sequence[Path], *, force: bool) -> None:
+    """Refuse before the work starts what `write_page` could not or must not write.
+
+    Raises:
+        Problem: the file is there already and ``force`` was not said, is a directory, or is one of the runs.
+    """
+    if path.is_dir():
+        raise Problem(f"{path}: expected a file to write, found a directory; name a file with -o")
+    if any(os.path.realpath(path) == os.path.realpath(run) for run in runs):
+        raise Problem(f"{path}: is the run to draw; name another file with -o")
+    if os.path.lexists(path) and not force:
+        raise Problem(f"{path}: exists already; overwrite it with -f, or name another with -o")
+
+
+def write_page(path: Path, text: str) -> int:
+    """Write the page whole or not at all; returns its bytes. Pages are for sharing, so the umask alone decides who reads."""
+    encoded = text.encode("utf-8")
+    passing = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(encoded)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(passing, path)
+    except (OSError, ValueError) as error:
+        raise Problem(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    finally:
+        passing.unlink(missing_ok=True)
+    return len(encoded)
+
+
+def _file(name: str) -> str:
+    return resources.files("zprof.pages").joinpath(name).read_text(encoding="utf-8")
+
+
+def _inline(script: str) -> str:
+    """A script as the parser of HTML hands it on unchanged, so that its hash holds."""
+    script = script.replace("\r\n", "\n").replace("\r", "\n")
+    return re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
+
+
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode('ascii')}'"
+
+
+def _scalar(text: str) -> str:
+    """``text`` without halves of surrogate pairs, which names of files may hold and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")

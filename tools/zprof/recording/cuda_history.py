@@ -1,0 +1,64 @@
+"""Owns what torch's CUDA allocator remembers during a recording: switches its history on, and notes its snapshot at the end.
+
+The recorder starts it at the levels that see every storage. It does nothing where no CUDA runs, and never starts CUDA itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zprof.recording.recorder import Recorder
+
+__all__ = ["CudaHistory", "open_part"]
+
+#: Allocations the allocator remembers, the latest; what a note can hold is less.
+MOST_ENTRIES = 100_000
+
+
+class CudaHistory:
+    """The allocator's own record of one recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._began = False
+
+    def start(self) -> None:
+        """Have the allocator remember from now on, without stacks; where somebody records already, theirs is read."""
+        memory = _allocator()
+        if memory is None or _recording():
+            return
+        memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_ENTRIES)
+        self._began = True
+
+    def close(self) -> None:
+        """Note the snapshot, and leave the allocator as it was found."""
+        memory = _allocator()
+        if memory is None or not sys.modules["torch"].cuda.is_initialized():
+            return
+        from zprof.frag.snapshot import reduced
+        from zprof.rows import TraceError
+
+        try:
+            self._recorder.note("snapshot", reduced(memory._snapshot()))
+        except (TraceError, RuntimeError) as error:
+            self._recorder.note("snapshot failed", {"why": str(error)[:400]})
+        if self._began:
+            memory._record_memory_history(None)
+
+
+def _allocator() -> Any:
+    """``torch.cuda.memory`` of a torch that was imported and has a CUDA device."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.memory if torch is not None and torch.cuda.is_available() else None
+
+
+def _recording() -> bool:
+    """The user has switched the history on."""
+    return bool(sys.modules["torch"]._C._cuda_isHistoryEnabled())
+
+
+def open_part(recorder: Recorder) -> CudaHistory:
+    """What the recorder starts and closes."""
+    return CudaHistory(recorder)

@@ -1,0 +1,259 @@
+"""Owns the ear on torch's operations: a dispatch mode that tells of storages it has not seen, the cheapest way there is.
+
+``tracker`` pushes it and is told. It never keeps a tensor, changes no argument and no result, and asks nothing about a
+storage that it already knows.
+
+Note: [What an operation can make]
+    Its schema says whether a result may be new memory: a view or an operation in place gives back what it was given. Those
+    results are not looked at. Arguments always are: a storage made on another thread, in compiled code or before the
+    recording is met there, before the operation adds its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Ear", "Listener", "plain_parts", "pop", "push", "storages_of"]
+
+_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+# What a value may be, and what an operation may do.
+_NEITHER, _TENSOR, _LIST, _ODD = 0, 1, 2, 3
+_KEEPS, _MAKES, _RESIZES = 0, 1, 2
+
+_KINDS: dict[type, int] = {Tensor: _TENSOR, nn.Parameter: _TENSOR, list: _LIST, tuple: _LIST}
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def met(self, tensor: Tensor) -> None:
+        """A tensor on a storage that was never seen, though no operation heard here made it."""
+
+    def made(self, tensor: Tensor, args: Iterable[Any]) -> None:
+        """An operation on ``args`` made a tensor on a new storage."""
+
+    def resized(self, tensor: Tensor) -> None:
+        """The storage of a tensor may have another size than before."""
+
+    def failed(self, error: Exception) -> None:
+        """One of these raised; nothing more is told."""
+
+
+class Ear(TorchDispatchMode):
+    """Tells ``listener`` of what it hears on the thread it is pushed on, and on autograd's threads that work for it.
+
+    Args:
+        known: addresses of the storages that need no telling.
+        besides: more of them.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, listener: Listener, known: Container[int], besides: Container[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._listener, self._known, self._besides = listener, known, besides
+        self._operations: dict[int, tuple[Callable[..., Any], int]] = {}
+        self._kinds = dict(_KINDS)
+        self._types: dict[type, bool] = {}
+        self.deaf = False
+        _leave_to_python(type(self).__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The wrapper it would put around the method costs a microsecond an operation; see _leave_to_python.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # A compiled function runs compiled under us: another run than the user's would be recorded otherwise.
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known_operation = self._operations.get(id(func))
+        run, does = known_operation if known_operation is not None else self._learn(func)
+        if self.deaf:
+            return run(*args, **kwargs) if kwargs else run(*args)
+        if types and self._leave(types):
+            return NotImplemented
+        known, besides, kinds = self._known, self._besides, self._kinds
+        try:
+            for value in args:
+                kind = kinds.get(type(value))
+                if kind == _TENSOR:
+                    address = _address(value)
+                    if address not in known and address not in besides:
+                        self._listener.met(value)
+                elif kind != _NEITHER:
+                    self._look(value, None)
+            if kwargs:
+                for value in kwargs.values():
+                    if kinds.get(type(value)) != _NEITHER:
+                        self._look(value, None)
+        except Exception as error:
+            self._odd(error, args, None)
+        out = run(*args, **kwargs) if kwargs else run(*args)
+        if does == _KEEPS:
+            return out
+        try:
+            if does == _RESIZES:
+                self._resized(out)
+            elif kinds.get(type(out)) == _TENSOR:
+                address = _address(out)
+                if address not in known and address not in besides:
+                    self._listener.made(out, args)
+            else:
+                self._look(out, args)
+        except Exception as error:
+            self._odd(error, (out,), args)
+        return out
+
+    def _look(self, value: Any, made_from: tuple[Any, ...] | None) -> None:
+        """The slow way: any value, a list or a type seen for the first time; of arguments, or of what was made of them."""
+        kind = self._kinds.get(type(value))
+        if kind is None:
+            kind = self._kinds[type(value)] = _kind(type(value))
+        if kind == _LIST:
+            for item in value:
+                self._look(item, made_from)
+        elif kind in (_TENSOR, _ODD):
+            for tensor in plain_parts(value):
+                address = _address(tensor)
+                if address in self._known or address in self._besides:
+                    continue
+                if made_from is None:
+                    self._listener.met(tensor)
+                else:
+                    self._listener.made(tensor, made_from)
+
+    def _resized(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            for tensor in plain_parts(value):
+                self._listener.resized(tensor)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self._resized(item)
+
+    def _odd(self, error: Exception, values: tuple[Any, ...], made_from: tuple[Any, ...] | None) -> None:
+        """A tensor without a storage of its own is no failure: look at the parts it is made of."""
+        try:
+            for value in values:
+                self._look(value, made_from)
+        except Exception as again:
+            self.deaf = True
+            again.__context__ = error
+            self._listener.failed(again)
+
+    def _learn(self, func: Any) -> tuple[Callable[..., Any], int]:
+        # An overload only forwards to its C++ operation; operators of higher order have none.
+        run = func._op if type(func) is OpOverload else func
+        learned = self._operations[id(func)] = run, _does(func)
+        return learned
+
+    def _leave(self, types: Iterable[type]) -> bool:
+        """Whether a subclass shall take the operation apart first, so that its own operations come to us."""
+        if torch._C._len_torch_dispatch_stack() > 0:
+            # Somebody's mode lies below ours and must hear the operation as it is.
+            return False
+        leave = False
+        for seen in types:
+            known = self._types.get(seen)
+            if known is None:
+                dispatch = getattr(seen, "__torch_dispatch__", None)
+                known = dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl
+                self._types[seen] = known
+            leave = leave or known
+        return leave
+
+
+def _does(func: Any) -> int:
+    """What the operation's schema says of its results."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return _MAKES
+    if any(argument.is_out for argument in schema.arguments) or schema.name in _RESIZING:
+        return _RESIZES
+    if any(result.alias_info is None and _holds_tensors(result.type) for result in schema.returns):
+        return _MAKES
+    return _KEEPS
+
+
+_RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_", "aten::resize_as_sparse_", "aten::set_data"})
+
+
+def _holds_tensors(kind: Any) -> bool:
+    return "Tensor" in str(kind)
+
+
+def _kind(of: type) -> int:
+    if issubclass(of, Tensor):
+        plain = of.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        return _TENSOR if plain else _ODD
+    return _LIST if issubclass(of, (list, tuple)) else _NEITHER
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors with a storage of their own that ``tensor`` is made of: itself, or the indices and values of a sparse one."""
+    if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        return []
+    layout = tensor.layout
+    if layout is torch.strided:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return []
+        return [tensor]
+    with torch._C._DisableTorchDispatch():
+        if layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def storages_of(tensor: object) -> list[torch.UntypedStorage]:
+    """The storages behind a tensor, none for what is no tensor or hides its storage in another tensor."""
+    if not isinstance(tensor, Tensor):
+        return []
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return [part.untyped_storage() for part in plain_parts(tensor)]
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            # A kind of tensor that torch itself gives no storage to.
+            return []
+
+
+def push(mode: TorchDispatchMode) -> None:
+    """Put ``mode`` on this thread's stack of modes.
+
+    Not by ``with``: its end may come while modes entered later are still open, whose flags it would take along.
+    """
+    torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def pop(mode: TorchDispatchMode) -> bool:
+    """Take ``mode`` off this thread's stack of modes, wherever it lies; False where it is not on it."""
+    count = torch._C._len_torch_dispatch_stack()
+    if not any(torch._C._get_dispatch_stack_at(index) is mode for index in range(count)):
+        return False
+    above: list[Any] = []
+    while (top := torch._C._pop_torch_dispatch_stack(None)) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        torch._C._push_on_torch_dispatch_stack(other)
+    return True
+
+
+def _leave_to_python(method: Callable[..., Any]) -> None:
+    """Tell dynamo to leave the method, and what it calls, to the interpreter; costs nothing where dynamo is not loaded."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))

@@ -1,0 +1,287 @@
+"""Owns the question where the program is: in which module's forward, in whose backward, or in an optimizer's step.
+
+``tracker`` asks when a storage is made. It installs torch's global module hooks and removes them; it never touches a
+module, a tensor or a graph.
+
+Note: [Whose backward]
+    Autograd numbers its nodes in the order they are made. The number is noted where a module's forward begins and ends, so
+    that in a backward the number of the running node tells whose forward made it, without a hook on any tensor.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import warnings
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registry
+
+__all__ = ["BACKWARD", "OPTIMIZER", "OUTSIDE", "Doing", "Place", "Places"]
+
+#: Keys of what belongs to no module.
+OUTSIDE, BACKWARD, OPTIMIZER = "(outside modules)", "(backward)", "(optimizer)"
+
+#: Marks kept of where modules began and ended: many steps of a deep model.
+MOST_MARKS = 1 << 18
+#: Looking for what a module is part of means reading the heap, some 50 ms; not done for ever.
+MOST_SEARCHES = 16
+#: Parts of a path that wrappers of torch put in.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+_task = torch._C._current_graph_task_id
+_node: Callable[[], Any] = torch._C._current_autograd_node
+_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+class Doing:
+    """What the program does while it makes a storage."""
+
+    FORWARD, BACKWARD, STEP, NOTHING = "forward", "backward", "step", "nothing"
+
+
+Place = tuple[str, str]
+"""What the program does, and the key of where."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A forward or a step that has begun."""
+
+    subject: int
+    path: str
+    task: int
+    doing: str
+    #: The Python frame it runs in: tells a call that is still open from one that an exception ended unheard.
+    caller: tuple[int, CodeType] | None
+
+
+class _Stacks(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+
+class Places:
+    """The open forwards and steps of every thread, and the names of the modules met.
+
+    Args:
+        entered: called with a root module at every outermost forward, before it runs.
+        failed: called with an error of ours, which must not reach the forward it happened in.
+    """
+
+    def __init__(self, entered: Callable[[nn.Module], None], failed: Callable[[Exception], None]) -> None:
+        self._entered, self._failed = entered, failed
+        self._stacks = _Stacks()
+        self._home = threading.get_ident()
+        self._numbers: list[int] = []
+        self._paths: list[str] = []
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._main: weakref.ref[nn.Module] | None = None
+        self._searches = 0
+        self._undo: list[Callable[[], None]] = []
+        #: The name of a parameter's module, by the parameter; set by whoever knows.
+        self.owner: Callable[[Any], str | None] = lambda variable: None
+
+    def start(self) -> None:
+        """Install the hooks of modules and steps."""
+        self._undo.append(registry.register_module_forward_pre_hook(self._begin).remove)
+        self._undo.append(registry.register_module_forward_hook(self._end, always_call=True).remove)
+        self._undo.append(_ignore_warning_of_compile())
+
+    def close(self) -> None:
+        """Remove them."""
+        while self._undo:
+            self._undo.pop()()
+        self._stacks = _Stacks()
+        self._names.clear()
+        self._main = None
+
+    # Where the program is.
+
+    def now(self) -> Place:
+        """What the program does on this thread, and the module's path or one of the keys above."""
+        task = _task()
+        frames = self._stacks.frames
+        if frames:
+            top = frames[-1]
+            # A forward inside a backward recomputes; a backward inside a forward, or a step, has a number of its own.
+            if top.task == task:
+                return top.doing, top.path
+        if task >= 0:
+            return Doing.BACKWARD, self._backward()
+        return Doing.NOTHING, OUTSIDE
+
+    def _backward(self) -> str:
+        node = _node()
+        if node is None:
+            return BACKWARD
+        if node.name() == "torch::autograd::AccumulateGrad":
+            return self.owner(node.variable) or BACKWARD
+        at = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._paths[at] if at >= 0 else BACKWARD
+
+    def begin_step(self, optimizer: object) -> None:
+        """A step of ``optimizer`` begins on this thread."""
+        # Our hook is called by the tracker's, that by its guard, and that by the wrapper torch puts around ``step``.
+        caller = sys._getframe(3)
+        self._drop_stale(caller)
+        self._stacks.frames.append(_Frame(id(optimizer), OPTIMIZER, _task(), Doing.STEP, (id(caller), caller.f_code)))
+
+    def end_step(self, optimizer: object) -> None:
+        """It ends."""
+        self._leave(id(optimizer))
+
+    # The hooks. What dynamo traces must see nothing: it would break its graph, or bake the hook's state into it.
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        try:
+            self._enter(module, sys._getframe(1))
+        except Exception as error:
+            self._failed(error)
+
+    def _enter(self, module: nn.Module, caller: FrameType) -> None:
+        frames = self._stacks.frames
+        if frames and (frames[-1].doing == Doing.STEP or frames[0].subject == id(module)):
+            self._drop_stale(caller)
+        outermost = not frames
+        path = self._path(module, outermost)
+        # The frame that calls the hooks goes on to call the forward.
+        place = (id(caller), caller.f_code) if outermost else None
+        frames.append(_Frame(id(module), path, _task(), Doing.FORWARD, place))
+        self._mark(path)
+        if outermost:
+            self._entered(module)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._leave(id(module))
+
+    def _leave(self, subject: int) -> None:
+        frames = self._stacks.frames
+        for index in range(len(frames) - 1, -1, -1):
+            if frames[index].subject == subject:
+                del frames[index:]
+                break
+        self._mark(frames[-1].path if frames else OUTSIDE)
+
+    def _mark(self, path: str) -> None:
+        """Nodes made from now on belong to ``path``; those of other threads count for themselves and are not marked."""
+        if threading.get_ident() != self._home:
+            return
+        number, numbers = _next_number(), self._numbers
+        if numbers and numbers[-1] == number:
+            self._paths[-1] = path
+            return
+        if len(numbers) >= MOST_MARKS:
+            del numbers[: MOST_MARKS // 2], self._paths[: MOST_MARKS // 2]
+        numbers.append(number)
+        self._paths.append(path)
+
+    def _drop_stale(self, caller: FrameType) -> None:
+        """Forget forwards and steps that an exception ended without telling: their Python frame is not among the open ones.
+
+        ``caller`` is the frame of what begins now, which may lie where a stale one lay.
+        """
+        frames = self._stacks.frames
+        open_now: set[tuple[int, CodeType]] = set()
+        frame = caller.f_back
+        while frame is not None:
+            open_now.add((id(frame), frame.f_code))
+            frame = frame.f_back
+        for index, entered in enumerate(frames):
+            if entered.caller and entered.caller not in open_now:
+                del frames[index:]
+                return
+
+    # Names.
+
+    def _path(self, module: nn.Module, outermost: bool) -> str:
+        path = self.path_of(module)
+        if path is not None:
+            return path
+        if outermost:
+            self.name(self._whole(module))
+            return self.path_of(module) or type(module).__name__
+        self._name_again()
+        # Perhaps not registered under what is called: a module in a plain list, or one made on the way.
+        return self.path_of(module) or f"{self._stacks.frames[-1].path}.{type(module).__name__}"
+
+    def path_of(self, module: nn.Module) -> str | None:
+        """The path of a module met before."""
+        known = self._names.get(id(module))
+        return None if known is None or known[0]() is not module else known[1]
+
+    def _name_again(self) -> None:
+        """Modules may have been added to the main model since."""
+        main = None if self._main is None else self._main()
+        if main is not None:
+            self.name(main)
+
+    def name(self, root: nn.Module) -> None:
+        """Give every module of ``root`` its path: plain below the first root that has parts, under its class elsewhere."""
+        has_parts = next(root.children(), None) is not None
+        if has_parts and (self._main is None or self._main() is None):
+            self._main = weakref.ref(root)
+        main = self._main is not None and self._main() is root
+        prefix = "" if main else f"{type(root).__name__}."
+        for name, module in root.named_modules():
+            if self.path_of(module) is None:
+                path = prefix + plain_path(name) if name else type(root).__name__
+                self._names[id(module)] = weakref.ref(module), path.rstrip(".") or type(root).__name__
+
+    def named(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module) of every module of ``root``."""
+        self.name(root)
+        for module in root.modules():
+            yield self._names[id(module)][1], module
+
+    def _whole(self, module: nn.Module) -> nn.Module:
+        """The module that ``module`` is a part of, however deep, or itself."""
+        if self._searches >= MOST_SEARCHES or next(module.children(), None) is None:
+            return module
+        self._searches += 1
+        parents: dict[int, nn.Module] = {}
+        for candidate in modules_alive():
+            for child in candidate._modules.values():
+                if child is not None:
+                    parents.setdefault(id(child), candidate)
+        seen = {id(module)}
+        while id(module) in parents and id(parents[id(module)]) not in seen:
+            module = parents[id(module)]
+            seen.add(id(module))
+        return module
+
+
+def plain_path(name: str) -> str:
+    """A module's name without the parts that torch's wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def modules_alive() -> list[nn.Module]:
+    """Every module of the process that was built."""
+    return [found for found in gc.get_objects() if issubclass(type(found), nn.Module) and "_modules" in found.__dict__]
+
+
+def _ignore_warning_of_compile() -> Callable[[], None]:
+    """A compiled module warns of global hooks at every call; ours count its extra call as the same module."""
+    known = list(warnings.filters)
+    warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+    ours = [entry for entry in warnings.filters if entry not in known]
+
+    def undo() -> None:
+        for entry in ours:
+            if entry in warnings.filters:
+                warnings.filters.remove(entry)  # type: ignore[attr-defined]
+
+    return undo

@@ -1,0 +1,93 @@
+"""Owns the samplers of one recording: which there are, when one fails, and that each is closed.
+
+The recorder asks it once an interval. A sampler that raises is closed and asked no more; neither its mistake nor its warning
+reaches the recorder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zprof.recording.sampler import Reading, Sampler
+
+__all__ = ["Sampling"]
+
+
+class Sampling:
+    """The samplers of one recording.
+
+    Args:
+        warn: says what went wrong; never raises.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._given: list[Sampler] = []
+        self._own: list[Sampler] = []
+
+    def add(self, sampler: Sampler) -> None:
+        """One of the user's: kept when the recording's own are closed because it could not begin."""
+        self._given.append(sampler)
+
+    def open(self, *, resident: bool, nvml: str) -> None:
+        """The recording's own.
+
+        Raises:
+            CapabilityError: ``nvml`` is "on" and NVML does not answer.
+        """
+        from zprof.nvml.sampling import open_nvml
+        from zprof.recording.sampler import process_samplers
+
+        self._own.extend(process_samplers())
+        if resident:
+            from zprof.recording.resident import ResidentSampler
+
+            self._own.append(ResidentSampler())
+        if nvml != "off":
+            sampler = open_nvml(required=nvml == "on")
+            if sampler is not None:
+                self._own.append(sampler)
+
+    def readings(self) -> Iterator[Reading]:
+        """What all of them say now."""
+        for sampler in (*self._own, *self._given):
+            try:
+                yield from sampler.sample()
+            except Exception as error:
+                self._drop(sampler, error)
+
+    def notes(self) -> Iterator[tuple[str, Mapping[str, object]]]:
+        """What those that keep a note would have written."""
+        for sampler in (*self._own, *self._given):
+            said = getattr(sampler, "note", None)
+            if said is not None:
+                try:
+                    yield said()
+                except Exception as error:
+                    self._drop(sampler, error)
+
+    def _drop(self, sampler: Sampler, error: Exception) -> None:
+        for samplers in (self._own, self._given):
+            if sampler in samplers:
+                samplers.remove(sampler)
+        self._warn(f"{type(sampler).__name__} raised {type(error).__name__}: {error}; it is not asked again")
+        self._close(sampler)
+
+    def _close(self, sampler: Sampler) -> None:
+        try:
+            sampler.close()
+        except Exception as error:
+            self._warn(f"{type(sampler).__name__} could not be closed: {type(error).__name__}: {error}")
+
+    def close_own(self) -> None:
+        """Close the recording's own."""
+        while self._own:
+            self._close(self._own.pop())
+
+    def close(self) -> None:
+        """Close all."""
+        self.close_own()
+        while self._given:
+            self._close(self._given.pop())

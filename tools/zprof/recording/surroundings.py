@@ -1,0 +1,84 @@
+"""Owns what a trace's header says of the process it was recorded in: its rank, machine, memory and the versions it runs.
+
+The recorder and ``zprof run`` ask once, when a recording begins. It starts nothing: neither torch nor CUDA, which the run will
+do in its own order.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from zprof.clock import now_ns, wall_ns
+from zprof.trace.header import Header
+
+__all__ = ["device", "header", "ranks"]
+
+
+def header(rank: int, world: int, level: str) -> Header:
+    """This process, now."""
+    return Header(
+        rank=rank,
+        world=world,
+        host=socket.gethostname(),
+        boot=_boot_id(),
+        pid=os.getpid(),
+        mono_ns=now_ns(),
+        wall_ns=wall_ns(),
+        level=level,
+        device=device() or "cpu",
+        rss_nbytes=_rss_nbytes(),
+        argv=tuple(sys.argv),
+        versions=_versions(),
+        budgets={},
+    )
+
+
+def ranks() -> tuple[int, int]:
+    """(rank, world) as a process group, torchrun or Slurm tell them; (0, 1) without."""
+    group: Any = sys.modules.get("torch.distributed")
+    # While torch is still being imported its parts come one by one.
+    started = getattr(group, "is_initialized", None)
+    if started is not None and group.is_available() and started():
+        return int(group.get_rank()), int(group.get_world_size())
+    for rank, world in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        mine, all_of = os.environ.get(rank, ""), os.environ.get(world, "")
+        if mine.isdecimal() and all_of.isdecimal() and int(mine) < int(all_of):
+            return int(mine), int(all_of)
+    return 0, 1
+
+
+def device() -> str | None:
+    """The CUDA device in use; None before CUDA runs, for to ask then would start it, on a device nobody chose."""
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    running = getattr(cuda, "is_initialized", None)
+    return f"cuda:{cuda.current_device()}" if running is not None and running() else None
+
+
+def _boot_id() -> str:
+    """Tells whether two processes share a monotonic clock; empty where Linux does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _rss_nbytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def _versions() -> dict[str, str]:
+    """Python and the packages that matter, as installed."""
+    found = {"python": sys.version.split()[0]}
+    for name in ("zhooks", "torch", "numba", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

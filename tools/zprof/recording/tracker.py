@@ -1,0 +1,366 @@
+"""Owns the level "alloc": every torch storage of a process, by category and module, from torch's own hooks.
+
+The recorder starts it where a level above "events" is asked for. It only infers, so what the runtime says of a storage stands;
+it keeps no tensor alive, and a mistake of its own ends the tracking with a warning, never the run.
+
+Note: [What is counted]
+    The storages whose memory torch allocated (those it may resize), each with the bytes it holds, from the return of the
+    operation that made it until it dies. Memory that an operation takes and gives back before it returns was never a storage
+    anybody could see; memory of numpy, files mapped and other processes is theirs. Storages of the recording's own thread,
+    and of autograd's threads that work for it, are seen when made; those of other threads and of compiled code when they
+    first come into an operation here.
+
+Note: [Categories]
+    A parameter is what a module or an optimizer lists as one; a gradient what is found in ``.grad`` when it has been
+    accumulated; optimizer is what a step made and left alive. An activation was made in a forward, recomputed ones included,
+    or from something that requires grad, while grad was enabled; temporary in a backward, a step, or a forward without grad.
+    Everything else, inputs and buffers among it, is other.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as registry
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zprof.recording.hooks import Accumulated, deaf_in_children, hear_resizes
+from zprof.recording.mode import Ear, pop, push, storages_of
+from zprof.recording.modules import BACKWARD, OPTIMIZER, OUTSIDE, Doing, Places, modules_alive
+from zprof.recording.stacks import BEFORE_STACK, Stacks
+from zprof.recording.storages import Storages
+from zprof.rows import CATEGORIES, TIERS, placed
+
+if TYPE_CHECKING:
+    from zprof.recording.recorder import Recorder
+
+__all__ = ["Tracker", "open_part"]
+
+#: Keys of what was made before the recording, and of what nobody here made.
+BEFORE, ELSEWHERE = "(before the recording)", "(made elsewhere)"
+
+_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+_WHAT = {(category, tier): placed(category, tier) for category in CATEGORIES for tier in TIERS}
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_PARAMETERS = frozenset(placed("parameter", tier) for tier in TIERS)
+
+
+def open_part(recorder: Recorder) -> Tracker:
+    """The tracker of a recorder, not yet started."""
+    return Tracker(recorder.storages, stacks=recorder.level == "stack")
+
+
+def _guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """A method that torch calls: does nothing once the tracking has ended, and never lets an error of ours out."""
+
+    @functools.wraps(method)
+    def call(self: Tracker, *args: Any) -> None:
+        if self.deaf or torch.compiler.is_compiling():
+            return
+        try:
+            method(self, *args)
+        except Exception as error:
+            self.failed(error)
+
+    return call
+
+
+class Tracker:
+    """Tells ``storages`` of every storage that torch makes.
+
+    Args:
+        stacks: keys also say which lines of code made it.
+    """
+
+    def __init__(self, storages: Storages, *, stacks: bool = False) -> None:
+        self._storages = storages
+        self._stacks = Stacks() if stacks else None
+        self._places = Places(self._entered, self.failed)
+        self._places.owner = self._owner
+        #: Storages that are not counted, by address: foreign, empty, without memory.
+        self._besides: dict[int, weakref.ref[Any]] = {}
+        self._ear = Ear(self, storages._live, self._besides)
+        self._host = "host" if torch.cuda.is_available() else "device"
+        self._named: dict[int, list[tuple[str, weakref.ref[nn.Module]]]] = {}
+        self._made_in_step: list[tuple[int, weakref.ref[Any]]] = []
+        self._state_seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._undo: list[Callable[[], None]] = []
+        self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    # Its life.
+
+    def start(self) -> None:
+        """Begin on this thread; what is alive already is taken first.
+
+        Raises:
+            BaseException: whatever torch raised; then nothing of the tracker is left in it.
+        """
+        try:
+            self._take_what_is_alive()
+            self._install()
+        except BaseException:
+            self.close()
+            raise
+
+    def _install(self) -> None:
+        self._places.start()
+        self._undo.append(self._places.close)
+        self._undo.append(registry.register_module_parameter_registration_hook(self._registered).remove)
+        self._undo.append(register_optimizer_step_pre_hook(self._begin_step).remove)
+        self._undo.append(register_optimizer_step_post_hook(self._end_step).remove)
+        self._undo.append(hear_resizes(self._storage_resized))
+        deaf_in_children(self._ear)
+        push(self._ear)
+        self._undo.append(self._stop_hearing)
+
+    def close(self) -> None:
+        """Leave torch as it was. On another thread than it began on, the mode stays there, and does nothing."""
+        while self._undo:
+            self._undo.pop()()
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+        self._besides.clear()
+        self._named.clear()
+
+    def _stop_hearing(self) -> None:
+        self._ear.deaf = True
+        pop(self._ear)
+
+    @property
+    def deaf(self) -> bool:
+        """Nothing is heard: it failed, it was closed, or this is a forked child."""
+        return self._ear.deaf
+
+    def failed(self, error: Exception) -> None:
+        """Something unforeseen: the tracking ends, the run goes on."""
+        self._ear.deaf = True
+        warnings.warn(
+            f"zprof alloc: expected to follow every storage, found {type(error).__name__}: {error}; storages made from now "
+            "on are not recorded. Please report it.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _take_what_is_alive(self) -> None:
+        """Models, optimizers and all other tensors that Python can reach."""
+        modules = modules_alive()
+        inside = {id(child) for module in modules for child in module._modules.values()}
+        # The largest is the main one, whose modules are named plainly.
+        for root in sorted((module for module in modules if id(module) not in inside), key=_size, reverse=True):
+            self._take_module(root)
+        optimizers, tensors = [], []
+        for found in gc.get_objects():
+            kind = type(found)
+            if issubclass(kind, Optimizer):
+                optimizers.append(found)
+            elif issubclass(kind, Tensor):
+                tensors.append(found)
+        for optimizer in optimizers:
+            self._take_gradients(optimizer)
+            self._take_state(optimizer)
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                if not self._knows(storage._cdata):
+                    self._hold("other", BEFORE, storage)
+
+    # What the ear tells.
+
+    def met(self, tensor: Tensor) -> None:
+        """A storage made elsewhere comes into an operation."""
+        self._hold("other", self._with_stack(ELSEWHERE), tensor.untyped_storage())
+
+    def made(self, tensor: Tensor, args: Iterable[Any]) -> None:
+        """An operation has made a storage."""
+        doing, key = self._places.now()
+        storage = tensor.untyped_storage()
+        if doing == Doing.FORWARD:
+            category = "activation" if torch.is_grad_enabled() else "temporary"
+        elif doing == Doing.NOTHING:
+            category = ("activation" if _trains(args) else "other") if torch.is_grad_enabled() else "temporary"
+        else:
+            category = "temporary"
+            if doing == Doing.STEP:
+                self._made_in_step.append((storage._cdata, weakref.ref(storage)))
+        self._hold(category, self._with_stack(key), storage)
+
+    def resized(self, tensor: Tensor) -> None:
+        """A storage has a new size, or a tensor a new storage."""
+        storage = tensor.untyped_storage()
+        if self._storages.knows(storage._cdata):
+            self._storage_resized(storage)
+        else:
+            self._besides.pop(storage._cdata, None)
+            self.made(tensor, ())
+
+    @_guarded
+    def _storage_resized(self, storage: Any) -> None:
+        said = self._storages.said(storage._cdata)
+        if said is not None:
+            self._storages.hold(said[0], said[1], storage, guess=True)
+        else:
+            self._besides.pop(storage._cdata, None)
+            doing, key = self._places.now()
+            self._hold("other" if doing == Doing.NOTHING else "temporary", self._with_stack(key), storage)
+
+    def _with_stack(self, key: str) -> str:
+        if self._stacks is None:
+            return key
+        stack = self._stacks.here()
+        return f"{key}{BEFORE_STACK}{stack}" if stack else key
+
+    def _knows(self, address: int) -> bool:
+        return address in self._besides or self._storages.knows(address)
+
+    def _hold(self, category: str, key: str, storage: Any) -> None:
+        if not storage.nbytes() or not storage.resizable() or storage.device.type == "meta" or not storage.data_ptr():
+            address, besides = storage._cdata, self._besides
+            besides[address] = weakref.ref(storage, lambda gone: _forget(besides, address, gone))
+            return
+        tier = self._host if storage.device.type == "cpu" else "device"
+        self._storages.hold(_WHAT[category, tier], key, storage, guess=True)
+
+    # Parameters and buffers.
+
+    @_guarded
+    def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """A module being built lists a parameter; its path is not known yet."""
+        for storage in storages_of(parameter):
+            said = self._storages.said(storage._cdata)
+            if said is None or said[0] not in _PARAMETERS:
+                self._hold("parameter", type(module).__name__, storage)
+                self._named.clear()
+
+    @_guarded
+    def _entered(self, root: nn.Module) -> None:
+        """An outermost forward begins: parameters may have been added, or moved to other memory."""
+        named = self._named.get(id(root))
+        if named is None or named[0][1]() is not root:
+            self._take_module(root)
+            return
+        for path, held in named:
+            module = held()
+            if module is None or path != self._places.path_of(module):
+                self._take_module(root)
+                return
+            for parameter in module._parameters.values():
+                if parameter is not None and type(parameter) in _PLAIN:
+                    said = self._storages.said(_address(parameter))
+                    if said is None or said[0] not in _PARAMETERS:
+                        self._take_parameter(path, parameter)
+
+    def _take_module(self, root: nn.Module) -> None:
+        """Name everything a model holds."""
+        named = self._named[id(root)] = []
+        seen: set[int] = set()
+        for path, module in self._places.named(root):
+            named.append((path, weakref.ref(module)))
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self._take_parameter(path, parameter)
+            for buffer in module._buffers.values():
+                for storage in storages_of(buffer):
+                    if storage._cdata not in seen:
+                        seen.add(storage._cdata)
+                        self._hold("other", path, storage)
+
+    def _take_parameter(self, path: str, parameter: Any) -> None:
+        for storage in storages_of(parameter):
+            self._hold("parameter", path, storage)
+        if type(parameter) not in _PLAIN:
+            return
+        if parameter.is_leaf and parameter.requires_grad and parameter not in self._hooked:
+            self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(Accumulated(self.accumulated))
+        self._take_gradient(parameter)
+
+    def _owner(self, parameter: Any) -> str | None:
+        for storage in storages_of(parameter):
+            said = self._storages.said(storage._cdata)
+            if said is not None:
+                return said[1].partition(BEFORE_STACK)[0]
+        return None
+
+    @_guarded
+    def accumulated(self, parameter: Tensor) -> None:
+        """A backward has added to the gradient of ``parameter``."""
+        self._take_gradient(parameter)
+
+    def _take_gradient(self, parameter: Any) -> None:
+        grad = parameter.grad
+        for storage in storages_of(grad):
+            self._hold("gradient", self._owner(parameter) or BACKWARD, storage)
+
+    # Optimizers.
+
+    @_guarded
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._places.begin_step(optimizer)
+        self._made_in_step.clear()
+        self._take_gradients(optimizer)
+
+    @_guarded
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._places.end_step(optimizer)
+        made, self._made_in_step = self._made_in_step, []
+        left = [storage for _, held in made if (storage := held()) is not None]
+        if left or self._state_seen.get(optimizer) != id(optimizer.state):
+            self._take_state(optimizer)
+        for storage in left:
+            said = self._storages.said(storage._cdata)
+            if said is not None and said[0].startswith("temporary"):
+                self._hold("optimizer", self._with_stack(OPTIMIZER), storage)
+
+    def _take_gradients(self, optimizer: Optimizer) -> None:
+        for parameter in _parameters_of(optimizer):
+            if type(parameter) in _PLAIN:
+                said = self._storages.said(_address(parameter))
+                if said is None or said[0] not in _PARAMETERS:
+                    self._take_parameter(OUTSIDE, parameter)
+                else:
+                    self._take_gradient(parameter)
+
+    def _take_state(self, optimizer: Optimizer) -> None:
+        self._state_seen[optimizer] = id(optimizer.state)
+        for parameter, state in optimizer.state.items():
+            owner = (self._owner(parameter) if isinstance(parameter, Tensor) else None) or OPTIMIZER
+            for value in state.values() if isinstance(state, dict) else ():
+                for storage in storages_of(value):
+                    said = self._storages.said(storage._cdata)
+                    # A state that is the parameter, or its gradient, itself.
+                    if said is None or not said[0].startswith(("parameter", "gradient")):
+                        self._hold("optimizer", owner, storage)
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _size(model: nn.Module) -> int:
+    return sum(1 if type(parameter) not in _PLAIN else parameter.numel() for parameter in model.parameters())
+
+
+def _trains(args: Iterable[Any]) -> bool:
+    """Something given to the operation requires grad."""
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, (list, tuple)) and _trains(value):
+            return True
+    return False
+
+
+def _forget(besides: dict[int, weakref.ref[Any]], address: int, gone: weakref.ref[Any]) -> None:
+    if besides.get(address) is gone:
+        del besides[address]

@@ -1,0 +1,1 @@
+"""What `zprof report` finds out, says, and advises."""

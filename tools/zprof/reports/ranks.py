@@ -1,0 +1,80 @@
+"""Owns the part of the report's text that is about several ranks: how they differ, who is late, and who is slow.
+
+`zprof.reports.text` calls it. It finds out nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from offload.budget import shown
+
+__all__ = ["ranks_lines", "ranks_table"]
+
+_MOST_RANKS = 16
+_MOST_SKEWS = 8
+#: A wall clock that moved more than this during a run is worth a line: skews are of this size.
+MOST_DRIFT_NS = 1_000_000
+
+
+def ranks_table(told: Mapping[str, Any]) -> Table:
+    """Each rank's peaks and pace; of many ranks the first few."""
+    ranks = told["ranks"]
+    drawing = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    tiers = list(ranks["peak_bytes"])
+    for heading in ("rank", "host", *(f"{tier} peak" for tier in tiers), "step ms", "own work ms"):
+        drawing.add_column(heading, justify="left" if heading == "host" else "right")
+    for run in told["runs"][:_MOST_RANKS]:
+        rank = str(run["rank"])
+        peaks = (shown(ranks["peak_bytes"][tier][rank]) for tier in tiers)
+        host = "".join(letter if letter.isprintable() else "?" for letter in run["host"])
+        drawing.add_row(rank, Text(host), *peaks, f"{ranks['step_ms'][rank]:.3g}", f"{ranks['work_ms'][rank]:.3g}")
+    if len(told["runs"]) > _MOST_RANKS:
+        drawing.add_row("", f"{len(told['runs']) - _MOST_RANKS} more ranks: --by rank")
+    return drawing
+
+
+def ranks_lines(ranks: Mapping[str, Any]) -> list[Any]:
+    """What follows from it, in sentences and a table of who is late."""
+    lines: list[Any] = []
+    for tier, peaks in ranks["peak_bytes"].items():
+        low, high = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
+        if peaks[high] > peaks[low]:
+            lines.append(Text(f"{tier}: rank {high} peaks {shown(peaks[high] - peaks[low])} above rank {low}"))
+    for slow in ranks["stragglers"]:
+        more = slow["work_ns"] / slow["median_ns"] - 1
+        works = f"works {slow['work_ns'] / 1e6:.3g} ms a step, {more:.0%} more than the median rank"
+        lines.append(Text(f"straggler: rank {slow['rank']} {works}"))
+    if ranks["skew"]:
+        lines.append(_skew(ranks))
+    elsewhere = [str(clock["rank"]) for clock in ranks["clocks"] if clock["by"] == "wall"]
+    if elsewhere:
+        lines.append(Text(f"rank(s) {_listed(elsewhere)}: put beside the first by wall clock, so skews may be clock error"))
+    for clock in ranks["clocks"]:
+        if clock["by"] == "wall" and abs(clock["drift_ns"]) > MOST_DRIFT_NS:
+            moved = f"{clock['drift_ns'] / 1e6:.3g} ms against its monotonic one"
+            lines.append(Text(f"rank {clock['rank']}: its wall clock moved {moved} meanwhile: skews are off by as much"))
+    if ranks["missing"]:
+        lines.append(Text(f"not in this report, of {ranks['world']} ranks: {_listed(ranks['missing'])}"))
+    return lines
+
+
+def _listed(ranks: Sequence[object]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _skew(ranks: Mapping[str, Any]) -> Table:
+    drawing = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in ("late to", "unit", "rank", "by ms", "times", "cost ms"):
+        drawing.add_column(heading, justify="left" if heading in ("late to", "unit") else "right")
+    for skew in ranks["skew"][:_MOST_SKEWS]:
+        unit = Text("".join(letter if letter.isprintable() else "?" for letter in skew["key"]))
+        often = f"{skew['times']} of {skew['count']}"
+        late, cost = f"{skew['late_ns'] / 1e6:.3g}", f"{skew['total_ns'] / 1e6:.3g}"
+        drawing.add_row(skew["what"], unit, str(skew["rank"]), late, often, cost)
+    return drawing

@@ -1,0 +1,239 @@
+"""Owns the text of `zprof report`: sections for people, drawn from the same values that programs get as JSON.
+
+`zprof.report_cli` calls `show`. It finds out nothing, and treats every name in a trace as data: nothing in one can move a
+cursor or change a colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from offload.budget import shown
+from zprof.reports.ranks import ranks_lines, ranks_table
+
+__all__ = ["plain", "show", "sized"]
+
+Run = Mapping[str, Any]
+
+_BAR = 24
+_MOST_GROUPS = 24
+_MOST_HOLDERS = 8
+_MOST_WAITS = 8
+
+
+def show(told: Mapping[str, Any]) -> None:
+    """Print the report."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(highlight=False, soft_wrap=True, width=120)
+    run = _foremost(told["runs"])
+    for line in _heading(told, run):
+        console.print(line)
+    mark = "\N{FULL BLOCK}" if console.encoding.startswith("utf") else "#"
+    _section(console, _when(told), _held(told, run, mark))
+    if told["by"] not in ("module", "unit"):
+        _section(console, "most held by", _holders(run))
+    _section(console, "reconciliation", _reconciled(run))
+    _section(console, "time", _times(run))
+    _section(console, "bandwidth", _rates(run))
+    if told["ranks"]:
+        _section(console, "ranks", [ranks_table(told), *ranks_lines(told["ranks"])])
+    if run["oom"]:
+        _section(console, "out of memory", [Text(plain(line)) for line in run["oom"]["lines"]])
+    _section(console, "the recording", [Text(line) for each in told["runs"] for line in _doubts(each)])
+    _section(console, "next", [Text(f"{each['do']}\n    {each['why']}") for each in told["next"]])
+
+
+def plain(text: object) -> str:
+    """A name as it can be shown: what cannot be printed is replaced, for it might steer a terminal."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(text))
+
+
+def sized(nbytes: int) -> str:
+    """Bytes for a reader."""
+    return f"-{shown(-nbytes)}" if nbytes < 0 else shown(nbytes)
+
+
+def _section(console: Console, heading: str, parts: Sequence[Any]) -> None:
+    if parts:
+        console.print()
+        console.print(Text(heading, style="bold"))
+        for part in parts:
+            console.print(part)
+
+
+def _foremost(runs: Sequence[Run]) -> Run:
+    """The rank told in full: the one that failed, else the one whose device holds most."""
+    return max(runs, key=lambda run: (run["oom"] is not None, run["measures"].get("device.peak", 0.0), -run["rank"]))
+
+
+def _heading(told: Mapping[str, Any], run: Run) -> Iterator[Text]:
+    many = len(told["runs"]) > 1
+    yield Text(plain(" ".join(run["argv"]) or "(no command)"), style="bold")
+    where = f"rank {run['rank']} of {run['world']}, {run['host']}, {run['device']}"
+    steps = run["steps"]["count"]
+    took = f"{run['duration_s']:.3g} s, {steps} steps" if steps else f"{run['duration_s']:.3g} s, no optimizer step"
+    yield Text(plain(f"{where}; level {run['level']}; {took}; {run['rows']:,} rows; {run['file']}"))
+    if many:
+        why = "which ran out of memory" if run["oom"] else "whose device holds most"
+        yield Text(f"{len(told['runs'])} ranks; told in full is rank {run['rank']}, {why}")
+
+
+def _when(told: Mapping[str, Any]) -> str:
+    by = told["by"]
+    return f"held at the peak, by {by}" if told["at"] == "peak" else f"held at most in step {told['at'][5:]}, by {by}"
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    drawing = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading, justify in columns:
+        drawing.add_column(heading, justify=justify, no_wrap=justify != "full", overflow="fold")  # type: ignore[arg-type]
+    return drawing
+
+
+# Memory.
+
+
+def _held(told: Mapping[str, Any], run: Run, mark: str) -> list[Any]:
+    if told["by"] == "rank" and len(told["runs"]) > 1:
+        rows = {f"rank {each['rank']}": {tier: held["bytes"] for tier, held in each["tiers"].items()} for each in told["runs"]}
+        tiers = list(dict.fromkeys(tier for row in rows.values() for tier in row))
+        return [_bars(rows, tiers, mark, total=False)] if tiers else [Text(_NOTHING)]
+    tiers = list(run["tiers"])
+    if not tiers:
+        return [Text(_NOTHING)]
+    rows = {}
+    for tier in tiers:
+        for name, nbytes in run["tiers"][tier]["groups"].items():
+            rows.setdefault(name, {})[tier] = nbytes
+    return [_bars(rows, tiers, mark, total=True), *(Text(_moment(tier, run["tiers"][tier])) for tier in tiers)]
+
+
+_NOTHING = "nothing was held that the recording saw: attach zhooks, or record with --level alloc"
+
+
+def _bars(rows: Mapping[str, Mapping[str, int]], tiers: Sequence[str], mark: str, *, total: bool) -> Table:
+    drawing = _table(("", "left"), *((tier, "right") for tier in tiers), (f"of {tiers[0]}", "left"))
+    ordered = sorted(rows.items(), key=lambda row: tuple(-row[1].get(tier, 0) for tier in tiers))
+    top = sum(row.get(tiers[0], 0) for row in rows.values()) if total else max(row.get(tiers[0], 0) for row in rows.values())
+    for name, row in ordered[:_MOST_GROUPS]:
+        drawing.add_row(Text(plain(name)), *(_amount(row, tier) for tier in tiers), _bar(row.get(tiers[0], 0), top, mark))
+    if len(ordered) > _MOST_GROUPS:
+        rest = {tier: sum(row.get(tier, 0) for _, row in ordered[_MOST_GROUPS:]) for tier in tiers}
+        name = f"{len(ordered) - _MOST_GROUPS} more"
+        drawing.add_row(name, *(_amount(rest, tier) for tier in tiers), _bar(rest.get(tiers[0], 0), top, mark))
+    if total:
+        drawing.add_section()
+        drawing.add_row("in all", *(sized(sum(row.get(tier, 0) for row in rows.values())) for tier in tiers), "")
+    return drawing
+
+
+def _amount(row: Mapping[str, int], tier: str) -> str:
+    return sized(row[tier]) if row.get(tier) else "-"
+
+
+def _bar(nbytes: int, top: int, mark: str) -> Text:
+    share = nbytes / top if top > 0 else 0.0
+    full = max(0, min(_BAR, round(share * _BAR)))
+    return Text(f"{share:4.0%} " + mark * full)
+
+
+def _moment(tier: str, held: Mapping[str, Any]) -> str:
+    step = "" if held["step"] is None else f", in step {held['step']}"
+    budget = f"; budget {shown(held['budget_bytes'])}" if held["budget_bytes"] is not None else ""
+    peak = f"; the run's peak is {sized(held['peak_bytes'])}" if held["bytes"] < held["peak_bytes"] else ""
+    return f"{tier}: {sized(held['bytes'])} at {held['at_s']:.3f} s{step}{peak}{budget}"
+
+
+def _holders(run: Run) -> list[Any]:
+    drawing = _table(("module", "left"), ("tier", "left"), ("bytes", "right"), ("mostly", "left"))
+    found = [
+        (holder["bytes"], tier, holder) for tier, held in run["tiers"].items() for holder in held["holders"][:_MOST_HOLDERS]
+    ]
+    for nbytes, tier, holder in sorted(found, key=lambda each: -each[0])[:_MOST_HOLDERS]:
+        mostly = ", ".join(f"{name} {sized(held)}" for name, held in list(holder["categories"].items())[:2])
+        drawing.add_row(Text(plain(holder["name"])), tier, sized(nbytes), mostly)
+    return [drawing] if found else []
+
+
+def _reconciled(run: Run) -> list[Any]:
+    lines: list[Any] = []
+    whole = run["reconciliation"][0]["said_bytes"] if run["reconciliation"] else 0
+    for line in run["reconciliation"]:
+        share = f" ({line['bytes'] / whole:.0%})" if whole > 0 else ""
+        rest = f"{line['name']} {sized(line['bytes'])}{share}"
+        if not line["against_bytes"] and line is not run["reconciliation"][0]:
+            lines.append(Text(f"{rest}: {line['likely']}"))
+            continue
+        said = f"{line['said']} {sized(line['said_bytes'])} - {line['against']} {sized(line['against_bytes'])}"
+        lines.append(Text(f"{said} = {rest}, at {line['at_s']:.3f} s\n    likely: {line['likely']}"))
+    if not lines:
+        lines.append(Text("the process was not sampled near the peak: the ledger cannot be held against it"))
+    if run["rss"]:
+        rss = run["rss"]
+        most = f"{sized(rss['peak_bytes'])} at most ({rss['at_s']:.3f} s)"
+        lines.append(Text(f"rss {sized(rss['start_bytes'])} at the start, {most}"))
+    return lines
+
+
+# Time.
+
+
+def _times(run: Run) -> list[Any]:
+    figures = run["measures"]
+    if "step.median_ms" not in figures:
+        lines = [Text("no optimizer step was recorded: the whole recording counts as one")]
+    else:
+        pace = f"step {figures['step.median_ms']:.3g} ms median, {figures['step.p95_ms']:.3g} ms at most in 95 of 100"
+        waiting = f"waiting {figures['exposed.ms_per_step']:.3g} ms a step ({figures['exposed.percent']:.1f} %)"
+        lines = [Text(f"{pace}; {waiting}")]
+    if "energy.joules_per_step" in figures:
+        lines.append(Text(f"energy {figures['energy.joules_per_step']:.3g} J a step"))
+    if not run["waits"]:
+        return lines
+    headings = (("waited for", "left"), ("unit", "left"), ("ms a step", "right"), ("longest ms", "right"), ("settings", "left"))
+    drawing = _table(*headings)
+    for wait in run["waits"][:_MOST_WAITS]:
+        settings = ", ".join(wait["settings"][:2])
+        row = (f"{wait['ms_per_step']:.3g}", f"{wait['longest_ms']:.3g}", Text(settings))
+        drawing.add_row(plain(wait["what"]), Text(plain(wait["unit"])), *row)
+    return [*lines, drawing, *(Text(f"mend: {plain(line)}") for line in run["mends"])]
+
+
+def _rates(run: Run) -> list[Any]:
+    if not run["rates"]:
+        return []
+    headings = (("moved", "left"), ("bytes", "right"), ("achieved", "right"), ("bench", "right"), ("share", "right"))
+    drawing = _table(*headings)
+    for rate in run["rates"]:
+        bench, share = rate["bench_bytes_per_s"], rate["share_of_bench"]
+        drawing.add_row(
+            plain(rate["verb"]),
+            sized(rate["bytes"]),
+            f"{shown(int(rate['reached_bytes_per_s']))}/s",
+            f"{shown(int(bench))}/s" if bench else "-",
+            f"{share:.0%}" if share is not None else "-",
+        )
+    return [drawing, *([Text(plain(run["bench_problem"]))] if run["bench_problem"] else [])]
+
+
+def _doubts(run: Run) -> Iterator[str]:
+    """What keeps a recording from being whole."""
+    name = plain(run["file"])
+    if run["damage"]:
+        yield f"{name}: {plain(run['damage'])}"
+    if run["dropped_rows"]:
+        yield f"{name}: {run['dropped_rows']:,} recorded rows are not in the file: figures away from peaks are less sure"
+    if run["below_zero"]:
+        yield f"{name}: {run['below_zero']:,} series end below zero: frees were recorded whose allocations were not"
+    if run["end"] is None:
+        yield f"{name}: has no end: the run was killed, or is still going on"
+    elif run["end"]["exit"]:
+        reason = f" ({plain(run['end']['reason'])})" if run["end"]["reason"] else ""
+        yield f"{name}: the run ended with exit code {plain(run['end']['exit'])}{reason}"

@@ -1,0 +1,1 @@
+"""`zprof run`: the script in its process, the one that watches over it, the live view, and notebooks."""

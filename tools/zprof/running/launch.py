@@ -1,0 +1,272 @@
+"""Owns the interpreter a recorded script runs in: what the script finds is what plain python would show it, and a recorder.
+
+`child` starts it. It imports nothing heavy before the script does, writes the trace's last words, and never changes
+what the script prints, raises or returns to the shell.
+
+Note: [As plain python]
+    ``__main__``, ``sys.argv`` and ``sys.path[0]`` are set as the interpreter sets them, and stay so to the very end, so that
+    pickled classes, exit handlers, threads and spawned processes find what they expect. An error leaves through the
+    interpreter itself, which knows every rule of exit codes; only our own frames are cut from the traceback it prints.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import pkgutil
+import runpy
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from offload.errors import ZhooksError
+from zprof.recording.recorder import Level, Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Order", "TorchRecorder", "main"]
+
+#: Seconds ``os._exit`` waits for the trace to be ended; it may be called while a lock of ours is held.
+_LAST_WORDS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to record, and how; ``module`` says that the target is the name of a module, not a path."""
+
+    output: str
+    target: str
+    module: bool = False
+    force: bool = False
+    level: Level = "events"
+    nvml: str = "auto"
+    interval_s: float = 0.1
+
+    def arguments(self, rest: Sequence[str]) -> list[str]:
+        """The command line of `main`."""
+        return [json.dumps(asdict(self)), *rest]
+
+
+class TorchRecorder(Recorder):
+    """A recorder that may start before torch is loaded, and never loads it: what needs torch begins when it is there."""
+
+    def _start_part(self, module: str) -> None:
+        when_imported("torch", lambda: super(TorchRecorder, self)._start_part(module) if self.open else None)
+
+    def _watch_steps(self) -> None:
+        when_imported("torch", lambda: super(TorchRecorder, self)._watch_steps() if self.open else None)
+
+
+class _Recording:
+    """The recorder of this process, and how the script is about to end."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.reason, self.exit = "", 0
+
+    def close(self) -> None:
+        device = _device()
+        if device is not None:
+            self.recorder.note("device", {"device": device})
+        self.recorder.close(self.reason, self.exit)
+
+    def ends_by(self, error: BaseException) -> None:
+        """Take down why the script ends; what it printed as its error is the interpreter's business."""
+        from zprof.oom.facts import failure_of, write
+
+        self.reason, self.exit = type(error).__name__, 1
+        if isinstance(error, SystemExit):
+            self.exit = error.code if isinstance(error.code, int) else int(error.code is not None)
+            self.reason = "SystemExit" if self.exit else ""
+        if self.exit:
+            failure = failure_of(error)
+            if failure is not None:
+                write(self.recorder, failure)
+
+
+def main() -> None:
+    """Record ``sys.argv[2:]``'s script as ``sys.argv[1]``, an `Order`, says."""
+    order = Order(**json.loads(sys.argv[1]))
+    sys.argv = [order.target, *sys.argv[2:]]
+    try:
+        recorder = TorchRecorder(
+            order.output, level=order.level, interval_s=order.interval_s, nvml=order.nvml, force=order.force
+        ).listen()
+    except ZhooksError as error:
+        _refuse(error)
+    recording = _Recording(recorder)
+    # Registered first, so called last: what the script does at its own exit is recorded too.
+    atexit.register(recording.close)
+    os._exit = _closing(recording, os._exit)  # type: ignore[assignment]
+    script = _module(order.target) if order.module else _script(order.target)
+    try:
+        script()
+    except BaseException as error:
+        try:
+            recording.ends_by(error)
+        except Exception as ours:
+            warnings.warn(f"zprof: the trace lacks why the script ended: {type(ours).__name__}: {ours}", stacklevel=1)
+        _cut_frames()
+        raise
+
+
+def _refuse(error: ZhooksError) -> NoReturn:
+    from zprof.problem import problem_of
+
+    problem = problem_of(error)
+    problem.show()
+    raise SystemExit(problem.exit_code)
+
+
+def _device() -> str | None:
+    """The CUDA device in use, if any; asked at the end, because to ask earlier would choose it for the script."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def _closing(recording: _Recording, really: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
+    """``os._exit`` that ends the trace first; in a forked child the recorder has nothing to end."""
+
+    def leave(status: int) -> NoReturn:
+        if recording.recorder.open:
+            recording.reason, recording.exit = "os._exit", status
+            ending = threading.Thread(target=recording.close, daemon=True)
+            ending.start()
+            ending.join(_LAST_WORDS_S)
+        really(status)
+
+    return leave
+
+
+# What plain python does.
+
+
+def _script(path: str) -> Callable[[], object]:
+    """``python path``: a source or compiled file, or a folder or zip archive with a ``__main__``."""
+    held = _fresh_main()
+    if pkgutil.get_importer(path) is not None:
+        sys.path.insert(0, os.path.abspath(path))
+        return lambda: _as_main("__main__", False)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    whole = os.path.abspath(path)
+    held["__file__"], held["__cached__"] = whole, None
+    compiled = path.endswith(".pyc")
+    loader = importlib.machinery.SourcelessFileLoader if compiled else importlib.machinery.SourceFileLoader
+    held["__loader__"] = loader("__main__", whole)
+
+    def run() -> None:
+        with io.open_code(whole) as file:
+            code = pkgutil.read_code(file)
+        if code is None:
+            with io.open_code(whole) as file:
+                code = compile(file.read(), whole, "exec", dont_inherit=True)
+        exec(code, held)
+
+    return run
+
+
+def _module(name: str) -> Callable[[], object]:
+    """``python -m name``."""
+    _fresh_main()
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+    sys.argv[0] = "-m"
+    return lambda: _as_main(name, True)
+
+
+def _as_main(name: str, alter_argv: bool) -> object:
+    # The very function the interpreter calls for -m.
+    return runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
+
+
+def _fresh_main() -> dict[str, Any]:
+    """A new ``__main__``; its names."""
+    module = types.ModuleType("__main__")
+    held = module.__dict__
+    held["__builtins__"], held["__annotations__"] = builtins, {}
+    sys.modules["__main__"] = module
+    return held
+
+
+def _cut_frames() -> None:
+    """From now on an uncaught error is shown without the frames that are ours."""
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        theirs = _theirs(trace)
+        shown(kind, error.with_traceback(theirs), theirs)
+
+    sys.excepthook = hook
+
+
+def _theirs(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """What follows our last frame."""
+    theirs, at = trace, trace
+    while at is not None:
+        if at.tb_frame.f_code.co_filename == __file__:
+            theirs = at.tb_next
+        at = at.tb_next
+    return theirs
+
+
+# When torch comes.
+
+
+class _Arrival:
+    """A finder that finds nothing itself: it has ``do`` called once the module ``name`` has been executed."""
+
+    def __init__(self, name: str, do: Callable[[], object]) -> None:
+        self._name, self._do, self._looking = name, do, False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Answer for ``name`` with what the other finders say, and an ear on its loader."""
+        if name != self._name or self._looking:
+            return None
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking = False
+        if spec is not None and hasattr(spec.loader, "exec_module") and hasattr(spec.loader, "__dict__"):
+            self._listen(spec.loader)
+        return spec
+
+    def _listen(self, loader: Any) -> None:
+        execute = loader.exec_module
+        # Another of us may listen already.
+        listened = "exec_module" in vars(loader)
+
+        def executed(module: types.ModuleType) -> None:
+            if listened:
+                loader.exec_module = execute
+            else:
+                del loader.exec_module
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._do()
+
+        loader.exec_module = executed
+
+
+def when_imported(name: str, do: Callable[[], object]) -> None:
+    """Call ``do`` when the module ``name`` has been imported: now, if it has been."""
+    if name in sys.modules:
+        do()
+    else:
+        sys.meta_path.insert(0, _Arrival(name, do))

@@ -1,0 +1,1 @@
+"""The trace file: frames, columns, its writer and reader, and what bounds it."""

@@ -1,0 +1,242 @@
+"""Owns the writing of a trace file: one append a frame, so that a run killed at any moment leaves a file that reads.
+
+The recorder calls it from any thread. After it has opened its file it never raises into the training loop: what it cannot
+write it counts, and warns once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from offload.budget import shown
+from zprof.rows import Row, TraceError
+from zprof.trace.frames import MAGIC, MOST_ROWS, FrameKind, most, packed, sealed
+from zprof.trace.header import Header
+
+__all__ = ["Writer"]
+
+_MOST_REASON = 1000
+_LEAST_LIMIT = 1 << 16
+#: Notes that are small and must not be missing.
+_ALWAYS = ("oom", "clock", "end")
+
+
+class Writer:
+    """Writes one run's rows and notes to a file of its own, mode 0600.
+
+    Rows wait in memory until a chunk of `MOST_ROWS` is full, a note is written, or `flush`; a kill loses those that wait.
+    A process forked from this one writes nothing. Past ``limit`` bytes the older part is thinned out, away from the peaks, on a
+    thread of its own; meanwhile the disk holds up to two and a half times as much.
+
+    Attributes:
+        nbytes: size of the file. dropped_rows: rows that were taken and are not in it.
+    Raises:
+        TraceError: the file is there already and ``force`` is not given, or it cannot be created.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: Header, *, force: bool = False, limit: int = 1 << 30) -> None:
+        self.path = Path(path)
+        self.nbytes = 0
+        self.dropped_rows = 0
+        self._limit = max(limit, _LEAST_LIMIT)
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._turned = threading.Condition(self._lock)
+        self._rewriting: threading.Thread | None = None
+        self._notes_nbytes = 0
+        self._pending: list[Row] = []
+        self._sequence = 0
+        self._thinned = 0
+        self._warned: set[str] = set()
+        # Read back at once: a header nobody could read is the caller's mistake, and would cost the whole run.
+        told = header.packed()
+        Header.unpacked(told, str(path))
+        self._fd: int | None = _created(self.path, force)
+        start = MAGIC + header.version.to_bytes(2, "little")
+        if not self._append(start + sealed(FrameKind.HEADER, packed(told))):
+            raise TraceError(f"{self.path}: cannot be written: the disk is full; choose another place with -o")
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        """Take rows, in the order they happened on each thread."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            while self._rewriting and self.nbytes > self._limit + self._limit // 4:
+                # Rows come faster than old ones are thinned out: without waiting the file would have no bound.
+                self._turned.wait()
+            self._pending.extend(rows)
+            self._chunks(MOST_ROWS)
+
+    def note(self, name: str, body: Mapping[str, object]) -> None:
+        """Write a named map of plain values after all rows taken so far; one of more than 16 MiB is dropped with a warning."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self.flush()
+            try:
+                payload = packed([name, dict(body)])
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
+                self._warn("plain", f"note {name} is no map of plain values and was dropped: {str(error)[:80]}")
+                return
+            bound = most(FrameKind.NOTE)
+            if len(payload) > bound:
+                self._warn("large", f"note {name} of {shown(len(payload))} is over {shown(bound)} and was dropped")
+                return
+            frame = sealed(FrameKind.NOTE, payload)
+            if name not in _ALWAYS:
+                self._notes_nbytes += len(frame)
+                if self._notes_nbytes > self._limit // 4:
+                    self._warn("full", f"note {name} was dropped: notes fill a quarter of the bound of {shown(self._limit)}")
+                    return
+            self._append(frame)
+
+    def flush(self) -> None:
+        """Write the rows that wait for a chunk to fill."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._chunks(1)
+
+    def close(self, reason: str = "", exit: int = 0) -> None:
+        """Write what waits, and how the run ended; rows that come later are counted as dropped. Idempotent."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            while self._rewriting:
+                self._turned.wait()
+            self.flush()
+            if self._fd is None:
+                return
+            while self._rewriting:
+                self._turned.wait()
+            self._limit = 1 << 62
+            self.note("end", {"exit": exit, "reason": reason[:_MOST_REASON], "dropped_rows": self.dropped_rows})
+            self._stop()
+
+    def _chunks(self, least: int) -> None:
+        """Write what waits, but for a last chunk of less than ``least`` rows."""
+        waiting, self._pending = self._pending, []
+        if self._fd is None:
+            self.dropped_rows += len(waiting)
+            return
+        for at in range(0, len(waiting), MOST_ROWS):
+            rows = waiting[at : at + MOST_ROWS]
+            if len(rows) < least:
+                self._pending = rows
+                return
+            self._sequence += 1
+            self._encode(rows)
+
+    def _encode(self, rows: list[Row]) -> None:
+        if self._fd is None:
+            self.dropped_rows += len(rows)
+            return
+        # Only now: a script that is recorded may still want to say how numpy starts.
+        from zprof.trace.columns import encoded, fits
+
+        try:
+            payload = encoded(rows)
+        except (ValueError, TypeError, OverflowError, MemoryError) as error:
+            right = [row for row in rows if fits(row)]
+            lost = len(rows) if len(right) == len(rows) else len(rows) - len(right)
+            self.dropped_rows += lost
+            self._warn("rows", f"{lost} rows are no rows and were dropped: {str(error)[:80]}")
+            if right and len(right) < len(rows):
+                self._encode(right)
+            return
+        if len(payload) > most(FrameKind.ROWS):
+            # Only names of thousands of bytes each do this; a single row always fits.
+            half = len(rows) // 2
+            self._encode(rows[:half])
+            self._encode(rows[half:])
+        elif not self._append(sealed(FrameKind.ROWS, payload, sequence=self._sequence, count=len(rows))):
+            self.dropped_rows += len(rows)
+
+    def _append(self, frame: bytes) -> bool:
+        if self._fd is None:
+            return False
+        left = memoryview(frame)
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            # Half a frame would read as damage; where it cannot be taken back, readers know it for what it is.
+            with suppress(OSError):
+                os.ftruncate(self._fd, self.nbytes)
+            self._end(error.strerror or str(error))
+            return False
+        self.nbytes += len(frame)
+        if self.nbytes > self._limit and self._rewriting is None:
+            self._rewriting = threading.Thread(target=self._rewrite, name="zprof-rewriting", daemon=True)
+            self._rewriting.start()
+        return True
+
+    def _rewrite(self) -> None:
+        """Make the file smaller, on a thread of its own."""
+        from zprof.trace.bounding import Rewriting
+
+        work: Rewriting | None = None
+        try:
+            work = Rewriting(self.path, self._limit, self._thinned)
+            work.run()
+            with self._lock:
+                if self._fd is not None:
+                    fd = work.finish()
+                    os.close(self._fd)
+                    self._fd, self.nbytes = fd, work.nbytes
+                    self.dropped_rows += work.dropped - self._thinned
+                    self._thinned = work.dropped
+                    if self.nbytes > self._limit - self._limit // 8:
+                        self._end(f"the file cannot be kept below {shown(self._limit)}: too much of it is still held")
+        except Exception as error:
+            # Whatever it was: without this the file has no bound, and the training loop must not hear of it.
+            with self._lock:
+                self._end(f"the file cannot be made smaller: {getattr(error, 'strerror', None) or error}")
+        finally:
+            with self._lock:
+                if work is not None:
+                    work.close()
+                self._rewriting = None
+                self._turned.notify_all()
+
+    def _end(self, why: str) -> None:
+        self._stop()
+        self._warn("stopped", f"recording stopped after {shown(self.nbytes)}, training goes on: {why}")
+
+    def _stop(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                os.close(fd)
+
+    def _warn(self, kind: str, what: str) -> None:
+        """Warn, once of each kind."""
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        # A filter that makes warnings errors must not reach the training loop from here.
+        with suppress(Warning):
+            warnings.warn(f"{self.path}: {what}", RuntimeWarning, stacklevel=4)
+
+
+def _created(path: Path, force: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+    try:
+        if force:
+            # Removed, not emptied: whoever reads the old file keeps it whole.
+            path.unlink(missing_ok=True)
+        return os.open(path, flags, 0o600)
+    except FileExistsError:
+        try:
+            size = shown(path.stat().st_size)
+        except OSError:
+            size = "unknown size"
+        raise TraceError(f"{path}: expected no such file, found one of {size}; replace it with -f, or change -o") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TraceError(f"{path}: cannot be created: {reason}; name another file with -o") from None
