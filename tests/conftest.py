@@ -13,8 +13,22 @@ import pytest
 from tests.ranks import Pool
 
 #: Modules whose tests run over a product of tiers, stages and ranks: by default a diagonal of it, the rest is slow.
-THINNED = ("test_activation", "test_save_load", "test_tiers", "test_tiers_optim", "test_tiers_faults")
-MANY, SOME = 14, 7
+THINNED = (
+    "test_activation",
+    "test_adversity",
+    "test_adversity_autograd",
+    "test_adversity_errors",
+    "test_adversity_loop",
+    "test_held",
+    "test_held_steps",
+    "test_memory",
+    "test_save_load",
+    "test_tiers",
+    "test_tiers_faults",
+    "test_tiers_kernels",
+    "test_tiers_optim",
+)
+MANY, SOME = 12, 4
 
 
 @pytest.hookimpl(tryfirst=True)
