@@ -75,9 +75,6 @@ class _Recording:
         self.reason, self.exit = "", 0
 
     def close(self) -> None:
-        device = _device()
-        if device is not None:
-            self.recorder.note("device", {"device": device})
         self.recorder.close(self.reason, self.exit)
 
     def ends_by(self, error: BaseException) -> None:
@@ -88,6 +85,8 @@ class _Recording:
         if isinstance(error, SystemExit):
             self.exit = error.code if isinstance(error.code, int) else int(error.code is not None)
             self.reason = "SystemExit" if self.exit else ""
+        # The first write imports what encodes it; at exit that would make python forget an interrupt it is dying of.
+        self.recorder.flush()
         if self.exit:
             failure = failure_of(error)
             if failure is not None:
@@ -126,14 +125,6 @@ def _refuse(error: ZhooksError) -> NoReturn:
     problem = problem_of(error)
     problem.show()
     raise SystemExit(problem.exit_code)
-
-
-def _device() -> str | None:
-    """The CUDA device in use, if any; asked at the end, because to ask earlier would choose it for the script."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return f"cuda:{torch.cuda.current_device()}"
 
 
 def _closing(recording: _Recording, really: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:

@@ -170,6 +170,11 @@ class Writer:
                 os.ftruncate(self._fd, self.nbytes)
             self._end(error.strerror or str(error))
             return False
+        except BaseException:
+            # Interrupted in between: the frames to come must not follow half of this one.
+            with suppress(OSError):
+                os.ftruncate(self._fd, self.nbytes)
+            raise
         self.nbytes += len(frame)
         if self.nbytes > self._limit and self._rewriting is None:
             self._rewriting = threading.Thread(target=self._rewrite, name="zprof-rewriting", daemon=True)
