@@ -107,7 +107,7 @@ def run(
     _check_script(command[0], module)
     rank, world = ranks()
     path = _output(output, rank, world, force)
-    order = Order(str(path), command[0], module, force, level, nvml, interval)
+    order = Order(str(path), command[0], module, force, level, nvml, interval, os.getpid())
     before, kills = _seen(path), Kills.read()
     show = live and rank == 0
     ending = _watch(order, command[1:], path) if show else _wait(Child(order.arguments(command[1:])))

@@ -6,13 +6,30 @@ fails.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["committed", "committing"]
+__all__ = ["committed", "committing", "replaceable"]
+
+
+def replaceable(path: Path) -> None:
+    """Refuse to take the place of what is no plain file: a link, a pipe or a device such as /dev/null.
+
+    Raises:
+        OSError: there is one at ``path``.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        kind = "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
+        raise OSError(errno.EINVAL, f"expected a plain file or none, found {kind}")
 
 
 def committed(path: Path, body: bytes, *, mode: int = 0o600) -> None:
@@ -30,6 +47,7 @@ def committed(path: Path, body: bytes, *, mode: int = 0o600) -> None:
 @contextmanager
 def committing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
     """As `committed`, for a body that is written piece by piece: it counts once the block has ended without an error."""
+    replaceable(path)
     passing = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         # A leftover of an earlier process of this number would refuse the exclusive creation for ever.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import tomllib
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.budget import shown
+from offload.policy import Policy
 from zprof.oom.changes import Plight
 from zprof.oom.facts import Failure
 from zprof.oom.fit import Remedy, remedies
@@ -237,9 +239,12 @@ def _policy(trace: Trace) -> Mapping[str, Any] | None:
         return None
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except ValueError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Policy.of(found)
+    except (ValueError, RecursionError, TypeError):
         return None
-    return found if isinstance(found, dict) else None
+    return found
 
 
 def _by_unit(held: Mapping[tuple[str, str, str], int], units: Iterable[str]) -> dict[tuple[str, str, str], int]:

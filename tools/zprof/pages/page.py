@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.errors import CapabilityError
 from zprof.problem import Problem
+from zprof.writing import committed, replaceable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -124,22 +125,19 @@ def check_output(path: Path, runs: Sequence[Path], *, force: bool) -> None:
         raise Problem(f"{path}: is the run to draw; name another file with -o")
     if os.path.lexists(path) and not force:
         raise Problem(f"{path}: exists already; overwrite it with -f, or name another with -o")
+    try:
+        replaceable(path)
+    except OSError as error:
+        raise Problem(f"{path}: {error.strerror}; name another with -o") from None
 
 
 def write_page(path: Path, text: str) -> int:
     """Write the page whole or not at all; returns its bytes. Pages are for sharing, so the umask alone decides who reads."""
     encoded = text.encode("utf-8")
-    passing = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            file.write(encoded)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(passing, path)
+        committed(path, encoded, mode=0o666)
     except (OSError, ValueError) as error:
         raise Problem(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        passing.unlink(missing_ok=True)
     return len(encoded)
 
 

@@ -6,10 +6,12 @@ The recorder starts it at the levels that see every storage. It does nothing whe
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zprof.recording.recorder import Recorder
+    from zprof.recording.sampler import Reading
 
 __all__ = ["CudaHistory", "open_part"]
 
@@ -18,25 +20,35 @@ MOST_ENTRIES = 100_000
 
 
 class CudaHistory:
-    """The allocator's own record of one recording."""
+    """The allocator's own record of one recording; a sampler, too, that begins it once CUDA runs."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._began = False
+        self._began = self._asked = self._closed = False
 
     def start(self) -> None:
         """Have the allocator remember from now on, without stacks; where somebody records already, theirs is read."""
         memory = _allocator()
-        if memory is None or _recording():
+        if memory is None or self._asked:
+            return
+        self._asked = True
+        if _recording():
             return
         memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_ENTRIES)
         self._began = True
 
+    def sample(self) -> Sequence[Reading]:
+        """No level: CUDA may have been started since."""
+        if not self._asked:
+            self.start()
+        return ()
+
     def close(self) -> None:
         """Note the snapshot, and leave the allocator as it was found."""
         memory = _allocator()
-        if memory is None or not sys.modules["torch"].cuda.is_initialized():
+        if memory is None or self._closed:
             return
+        self._closed = True
         from zprof.frag.snapshot import reduced
         from zprof.rows import TraceError
 
@@ -49,9 +61,9 @@ class CudaHistory:
 
 
 def _allocator() -> Any:
-    """``torch.cuda.memory`` of a torch that was imported and has a CUDA device."""
+    """``torch.cuda.memory`` of a torch whose CUDA runs already: to ask earlier would fix what the script may still choose."""
     torch = sys.modules.get("torch")
-    return torch.cuda.memory if torch is not None and torch.cuda.is_available() else None
+    return torch.cuda.memory if torch is not None and torch.cuda.is_initialized() else None
 
 
 def _recording() -> bool:
@@ -60,5 +72,7 @@ def _recording() -> bool:
 
 
 def open_part(recorder: Recorder) -> CudaHistory:
-    """What the recorder starts and closes."""
-    return CudaHistory(recorder)
+    """What the recorder starts and closes, and samples."""
+    history = CudaHistory(recorder)
+    recorder.add_sampler(history)
+    return history

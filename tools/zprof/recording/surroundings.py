@@ -56,7 +56,11 @@ def device() -> str | None:
     """The CUDA device in use; None before CUDA runs, for to ask then would start it, on a device nobody chose."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     running = getattr(cuda, "is_initialized", None)
-    return f"cuda:{cuda.current_device()}" if running is not None and running() else None
+    try:
+        return f"cuda:{cuda.current_device()}" if running is not None and running() else None
+    except (RuntimeError, AssertionError, AttributeError):
+        # A device that failed answers everything with its error; the script has it already.
+        return None
 
 
 def _boot_id() -> str:

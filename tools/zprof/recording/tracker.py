@@ -24,13 +24,15 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as registry
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.hooks import RemovableHandle
 
 from zprof.recording.hooks import Accumulated, deaf_in_children, hear_resizes
 from zprof.recording.mode import Ear, pop, push, storages_of
@@ -89,12 +91,15 @@ class Tracker:
         #: Storages that are not counted, by address: foreign, empty, without memory.
         self._besides: dict[int, weakref.ref[Any]] = {}
         self._ear = Ear(self, storages._live, self._besides)
-        self._host = "host" if torch.cuda.is_available() else "device"
+        # By the build, not by asking CUDA: to ask fixes the devices a script sees, and what its forks may do.
+        self._host = "host" if torch.backends.cuda.is_built() and any(Path("/dev").glob("nvidia[0-9]*")) else "device"
         self._named: dict[int, list[tuple[str, weakref.ref[nn.Module]]]] = {}
         self._made_in_step: list[tuple[int, weakref.ref[Any]]] = []
         self._state_seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
-        self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        #: By address: a weak reference would keep a wrapper such as zhooks from swapping the parameter.
+        self._hooked: dict[int, RemovableHandle] = {}
+        self._running = False
 
     # Its life.
 
@@ -106,6 +111,9 @@ class Tracker:
         """
         try:
             self._take_what_is_alive()
+            # Named again when they run, and their gradients heard then: a model that is wrapped first is wrapped as it is.
+            self._named.clear()
+            self._running = True
             self._install()
         except BaseException:
             self.close()
@@ -144,12 +152,14 @@ class Tracker:
     def failed(self, error: Exception) -> None:
         """Something unforeseen: the tracking ends, the run goes on."""
         self._ear.deaf = True
-        warnings.warn(
-            f"zprof alloc: expected to follow every storage, found {type(error).__name__}: {error}; storages made from now "
-            "on are not recorded. Please report it.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        # Where warnings are errors, this one must not reach the training script.
+        with suppress(Warning):
+            warnings.warn(
+                f"zprof alloc: expected to follow every storage, found {type(error).__name__}: {error}; storages made from now "
+                "on are not recorded. Please report it.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _take_what_is_alive(self) -> None:
         """Models, optimizers and all other tensors that Python can reach."""
@@ -279,9 +289,16 @@ class Tracker:
             self._hold("parameter", path, storage)
         if type(parameter) not in _PLAIN:
             return
-        if parameter.is_leaf and parameter.requires_grad and parameter not in self._hooked:
-            self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(Accumulated(self.accumulated))
+        # Before the start is over, only where a backward may come without a forward: a graph holds the parameter already.
+        due = self._running or parameter._use_count() > 1
+        if due and parameter.is_leaf and parameter.requires_grad and not self._hears(parameter):
+            self._hooked[id(parameter)] = parameter.register_post_accumulate_grad_hook(Accumulated(self.accumulated))
         self._take_gradient(parameter)
+
+    def _hears(self, parameter: Tensor) -> bool:
+        """The parameter has our hook; one of an earlier parameter at its address is gone with that one's hooks."""
+        handle = self._hooked.get(id(parameter))
+        return handle is not None and handle.hooks_dict_ref() is parameter._post_accumulate_grad_hooks
 
     def _owner(self, parameter: Any) -> str | None:
         for storage in storages_of(parameter):

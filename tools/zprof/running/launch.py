@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import ctypes
 import importlib.machinery
 import importlib.util
 import io
@@ -20,11 +21,13 @@ import json
 import os
 import pkgutil
 import runpy
+import signal
 import sys
 import threading
 import types
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,11 +41,15 @@ __all__ = ["Order", "TorchRecorder", "main"]
 
 #: Seconds ``os._exit`` waits for the trace to be ended; it may be called while a lock of ours is held.
 _LAST_WORDS_S = 2.0
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to record, and how; ``module`` says that the target is the name of a module, not a path."""
+    """What to record, and how; ``module`` says that the target is the name of a module, not a path.
+
+    ``watcher`` is the process that started this one, whose end ends it; 0 for none.
+    """
 
     output: str
     target: str
@@ -51,6 +58,7 @@ class Order:
     level: Level = "events"
     nvml: str = "auto"
     interval_s: float = 0.1
+    watcher: int = 0
 
     def arguments(self, rest: Sequence[str]) -> list[str]:
         """The command line of `main`."""
@@ -97,6 +105,7 @@ def main() -> None:
     """Record ``sys.argv[2:]``'s script as ``sys.argv[1]``, an `Order`, says."""
     order = Order(**json.loads(sys.argv[1]))
     sys.argv = [order.target, *sys.argv[2:]]
+    _die_with(order.watcher)
     try:
         recorder = TorchRecorder(
             order.output, level=order.level, interval_s=order.interval_s, nvml=order.nvml, force=order.force
@@ -114,9 +123,29 @@ def main() -> None:
         try:
             recording.ends_by(error)
         except Exception as ours:
-            warnings.warn(f"zprof: the trace lacks why the script ended: {type(ours).__name__}: {ours}", stacklevel=1)
+            with suppress(Warning):
+                warnings.warn(f"zprof: the trace lacks why the script ended: {type(ours).__name__}: {ours}", stacklevel=1)
         _cut_frames()
         raise
+
+
+def _die_with(watcher: int) -> None:
+    """End as killed when the watching process is killed: to its caller the two are one."""
+    if not watcher:
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != watcher:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _tell_shadowed(folder: str) -> None:
+    """Say that a script's own module of our packages' names is not the one it will import."""
+    for name in ("offload", "zprof"):
+        theirs = [path for path in (f"{folder}/{name}.py", f"{folder}/{name}/__init__.py") if os.path.exists(path)]
+        here = getattr(sys.modules.get(name), "__file__", None)
+        if theirs and here is not None and not os.path.samefile(theirs[0], here):
+            sys.stderr.write(f"zprof: {theirs[0]}: `import {name}` gives zhooks' own under zprof run; rename yours\n")
 
 
 def _refuse(error: ZhooksError) -> NoReturn:
@@ -152,6 +181,7 @@ def _script(path: str) -> Callable[[], object]:
         return lambda: _as_main("__main__", False)
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+        _tell_shadowed(sys.path[0])
     whole = os.path.abspath(path)
     held["__file__"], held["__cached__"] = whole, None
     compiled = path.endswith(".pyc")
@@ -174,6 +204,7 @@ def _module(name: str) -> Callable[[], object]:
     _fresh_main()
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
+        _tell_shadowed(sys.path[0])
     sys.argv[0] = "-m"
     return lambda: _as_main(name, True)
 

@@ -65,6 +65,7 @@ class Follower:
         self.path = path
         self.trace: Trace | None = None
         self._levels: dict[tuple[int, int], int] = {}
+        self._stated: dict[tuple[int, int], int] = {}
         self._peaks = dict.fromkeys(TIERS, 0)
         self._totals = dict.fromkeys(TIERS, 0)
         self._samples: dict[str, int] = {}
@@ -106,12 +107,13 @@ class Follower:
                     self._samples[f"{strings[whats[at]]} {strings[keys[at]]}".strip()] = sizes[at]
                 continue
             series, tier = (whats[at], keys[at]), place[1]
-            before = self._levels.get(series, 0)
             if kinds[at] == RowKind.COUNTER:
-                change = sizes[at] - before
+                # A level is what counters stated last and what storages hold, together.
+                change = sizes[at] - self._stated.get(series, 0)
+                self._stated[series] = sizes[at]
             else:
                 change = sizes[at] if kinds[at] == RowKind.ALLOC else -sizes[at]
-            self._levels[series] = before + change
+            self._levels[series] = self._levels.get(series, 0) + change
             self._totals[tier] += change
             self._peaks[tier] = max(self._peaks[tier], self._totals[tier])
 

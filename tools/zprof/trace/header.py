@@ -54,9 +54,9 @@ class Header:
     def packed(self) -> dict[str, object]:
         """The header as a map of plain values, over-long texts cut so that every header written can be read."""
         told = asdict(self)
-        cut = {name: value[:_MOST_TEXT] for name, value in told.items() if isinstance(value, str)}
-        versions = {name[:_MOST_TEXT]: text[:_MOST_TEXT] for name, text in list(self.versions.items())[:_MOST_ARGS]}
-        return told | cut | {"argv": [word[:_MOST_TEXT] for word in self.argv[:_MOST_ARGS]], "versions": versions}
+        cut = {name: _cut(value) for name, value in told.items() if isinstance(value, str)}
+        versions = {_cut(name): _cut(text) for name, text in list(self.versions.items())[:_MOST_ARGS]}
+        return told | cut | {"argv": [_cut(word) for word in self.argv[:_MOST_ARGS]], "versions": versions}
 
     @classmethod
     def unpacked(cls, told: object, where: str) -> Header:
@@ -130,3 +130,8 @@ _CHECKS: dict[str, _Check] = {
     "versions": ("a map of short texts", _is_versions),
     "budgets": ("a map of tiers to bytes", _is_budgets),
 }
+
+
+def _cut(text: str) -> str:
+    """``text`` as it can be written, no longer than is read; a path of bytes that are no text is spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()[:_MOST_TEXT]

@@ -17,6 +17,7 @@ from offload.budget import shown
 from zprof.rows import Row, TraceError
 from zprof.trace.frames import MAGIC, MOST_ROWS, FrameKind, most, packed, sealed
 from zprof.trace.header import Header
+from zprof.writing import replaceable
 
 __all__ = ["Writer"]
 
@@ -57,6 +58,7 @@ class Writer:
         told = header.packed()
         Header.unpacked(told, str(path))
         self._fd: int | None = _created(self.path, force)
+        self._identity = _identity(self._fd)
         start = MAGIC + header.version.to_bytes(2, "little")
         if not self._append(start + sealed(FrameKind.HEADER, packed(told))):
             raise TraceError(f"{self.path}: cannot be written: the disk is full; choose another place with -o")
@@ -157,8 +159,21 @@ class Writer:
         elif not self._append(sealed(FrameKind.ROWS, payload, sequence=self._sequence, count=len(rows))):
             self.dropped_rows += len(rows)
 
+    def _ours(self) -> bool:
+        """The descriptor is still the trace's: a script that closes all of them may open a file of its own under its number."""
+        assert self._fd is not None
+        try:
+            found = os.fstat(self._fd)
+        except OSError:
+            found = None
+        mine = found is not None and (found.st_dev, found.st_ino) == self._identity
+        if not mine:
+            self._fd = None
+            self._end("its descriptor was closed by the script")
+        return mine
+
     def _append(self, frame: bytes) -> bool:
-        if self._fd is None:
+        if self._fd is None or not self._ours():
             return False
         left = memoryview(frame)
         try:
@@ -193,7 +208,7 @@ class Writer:
                 if self._fd is not None:
                     fd = work.finish()
                     os.close(self._fd)
-                    self._fd, self.nbytes = fd, work.nbytes
+                    self._fd, self.nbytes, self._identity = fd, work.nbytes, _identity(fd)
                     self.dropped_rows += work.dropped - self._thinned
                     self._thinned = work.dropped
                     if self.nbytes > self._limit - self._limit // 8:
@@ -229,10 +244,16 @@ class Writer:
             warnings.warn(f"{self.path}: {what}", RuntimeWarning, stacklevel=4)
 
 
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
 def _created(path: Path, force: bool) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
     try:
         if force:
+            replaceable(path)
             # Removed, not emptied: whoever reads the old file keeps it whole.
             path.unlink(missing_ok=True)
         return os.open(path, flags, 0o600)
