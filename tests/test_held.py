@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import zhooks
+from offload import events
 from offload.account import Account, owner_of
 from offload.events import Bus, Event, Recorder, listen, tell_all
 from offload.tier import Tier
@@ -27,9 +28,15 @@ from zprof.rows import RowKind
 
 
 class Levels:
-    """Bytes held by (what, key), as an observer can know them: counters, and storages until they die."""
+    """Bytes held by (what, key), as an observer can know them: counters, and storages until they die.
+
+    Made before the run it shall hear: attachments that are alive already, of other tests, have nothing to say to it.
+    """
 
     def __init__(self) -> None:
+        gc.collect()
+        for bus in tuple(events._buses):
+            bus._tell = None
         self.storages = Storages(self._row)
         self._sources = Sources(self._counter)
         self.levels: Counter[tuple[str, str]] = Counter()
@@ -185,8 +192,8 @@ def test_an_observer_may_come_twice_go_in_between_and_come_again() -> None:
 
 
 def test_who_listens_from_another_thread_while_steps_are_made_misses_nothing() -> None:
-    attachment, optimizer = training({"stage": 3, **TIERED})
     levels = [Levels() for _ in range(8)]
+    attachment, optimizer = training({"stage": 3, **TIERED})
     stops: list[Any] = []
     comer = threading.Thread(target=lambda: stops.extend(listen(one) for one in levels))
     comer.start()

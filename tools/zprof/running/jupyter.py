@@ -148,7 +148,8 @@ def record_cell(shell: Any, line: str, cell: str) -> Recording | None:
         return recording
     from IPython import display
 
-    display.display(recording)  # type: ignore[no-untyped-call]
+    show: Any = display.display
+    show(recording)
     raise Shown from error
 
 
