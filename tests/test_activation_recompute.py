@@ -372,6 +372,7 @@ def grown(activation: dict[str, Any], folder: Path) -> float:
     return int(done.stdout) / ONE
 
 
+@pytest.mark.slow
 def test_disk_and_recomputation_bound_what_a_forward_leaves_in_memory(tmp_path: Path) -> None:
     plain = grown({}, tmp_path)
     assert plain > 7 * 8

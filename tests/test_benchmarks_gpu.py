@@ -42,12 +42,14 @@ def test_without_cuda_the_command_ends_with_four_and_one_line() -> None:
     assert done.stdout == "" and done.stderr.count("\n") == 1 and "CUDA" in done.stderr
 
 
+@pytest.mark.slow
 def test_every_trial_that_is_installed_leaves_a_record(document: dict[str, Any]) -> None:
     errors = {one["name"]: one["error"] for one in document["trials"] if one["error"] is not None}
     assert set(errors) <= set(PEERS), errors
     assert {one["section"] for one in document["trials"]} == {"copies", "equal", "stage3", "activations"}
 
 
+@pytest.mark.slow
 def test_steps_say_their_time_losses_memory_and_waits(document: dict[str, Any]) -> None:
     records = {one["name"]: one["record"] for one in document["trials"] if one["record"] is not None}
     for name, record in records.items():
@@ -59,6 +61,7 @@ def test_steps_say_their_time_losses_memory_and_waits(document: dict[str, Any]) 
     assert records["zhooks-host-device-torch"]["losses"] == records["zhooks-device"]["losses"]
 
 
+@pytest.mark.slow
 def test_every_target_of_the_issue_has_a_verdict(document: dict[str, Any]) -> None:
     said = {verdict["what"]: verdict for verdict in document["verdicts"]}
     for part in ("h2d, seam", "d2h, seam", "h2d, store", "d2h, store", "fsdp2-offload", "deepspeed-3-offload", "differ"):
@@ -68,6 +71,7 @@ def test_every_target_of_the_issue_has_a_verdict(document: dict[str, Any]) -> No
     assert document["exposed"]["unit-host"]["over_s"] is not None
 
 
+@pytest.mark.slow
 def test_host_and_disk_have_the_bits_of_the_device(document: dict[str, Any]) -> None:
     (record,) = [one["record"] for one in document["trials"] if one["name"] == "equal"]
     assert record["differ"] == [] and record["compared"] == 30

@@ -429,6 +429,7 @@ def grown(tier: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_its_memory_trains_on_disk_with_flat_residency(tmp_path: Path) -> None:
     """40 layers of 1 MiB: 160 MiB of parameters, gradients and Adam states, of which a few layers are ever in memory."""
     total = 40 * (512 * 512 + 512) * 16
