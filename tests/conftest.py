@@ -15,20 +15,29 @@ from tests.ranks import Pool
 #: Modules whose tests run over a product of tiers, stages and ranks: by default a diagonal of it, the rest is slow.
 THINNED = (
     "test_activation",
+    "test_activation_recompute",
     "test_adversity",
     "test_adversity_autograd",
     "test_adversity_errors",
     "test_adversity_loop",
+    "test_attach_state",
+    "test_bad_input",
     "test_held",
     "test_held_steps",
     "test_memory",
+    "test_order",
+    "test_overlap",
+    "test_save_faults",
     "test_save_load",
+    "test_sharded_state",
     "test_tiers",
     "test_tiers_faults",
     "test_tiers_kernels",
     "test_tiers_optim",
+    "test_tiers_review",
+    "test_zprof_run",
 )
-MANY, SOME = 12, 4
+MANY, SOME = 8, 3
 
 
 @pytest.hookimpl(tryfirst=True)
