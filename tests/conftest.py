@@ -6,6 +6,7 @@ It never imports torch itself before a test that asks for ranks.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -89,3 +90,12 @@ def ranks2(ranks: Callable[[int], Pool]) -> Pool:
 @pytest.fixture(scope="session")
 def ranks4(ranks: Callable[[int], Pool]) -> Pool:
     return ranks(4)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """What is alive already, of other tests, is out of the collector's sight: who looks for models finds this test's only."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

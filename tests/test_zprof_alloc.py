@@ -21,6 +21,8 @@ from tests.ranks import Pool
 from tests.zprof_ledgers import Both, Ledger, compare, two_layers
 from zprof.recording.tracker import Tracker
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 def train_plainly(name: str, steps: int = 2) -> None:
     specimen = ZOO[name]

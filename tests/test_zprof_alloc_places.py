@@ -21,6 +21,8 @@ from tests.zprof_ledgers import Alive, Ledger, track, two_layers
 from zprof.recording.stacks import BEFORE_STACK
 from zprof.recording.tracker import Tracker
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 def test_a_small_model_is_held_by_known_sums() -> None:
     model = nn.Sequential(nn.Linear(100, 10, bias=False), nn.ReLU())

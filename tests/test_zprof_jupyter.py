@@ -12,6 +12,8 @@ import pytest
 
 from zprof.trace.reader import Trace
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 pytest.importorskip("IPython", reason="IPython is not installed: pip install ipython")
 
 with warnings.catch_warnings():
