@@ -203,6 +203,11 @@ def test_waits_are_paired_over_chunks_and_rates_are_of_the_last_seconds(tmp_path
 # --- live -------------------------------------------------------------------------------------------------------------
 
 
+def _interruptible() -> None:
+    """As in a terminal: a shell's background jobs start with interrupts ignored, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_a_pipe_gets_one_json_object_a_look_until_it_is_interrupted(tmp_path: Path, no_library: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "zprof", "top", "--json", "--interval", "50ms"],
@@ -211,6 +216,7 @@ def test_a_pipe_gets_one_json_object_a_look_until_it_is_interrupted(tmp_path: Pa
         text=True,
         cwd=tmp_path,
         env=environment(no_library, tmp_path / "slots", PYTHONUNBUFFERED="1"),
+        preexec_fn=_interruptible,
     )
     assert process.stdout is not None
     looks = [json.loads(process.stdout.readline()) for _ in range(3)]
@@ -233,7 +239,7 @@ def test_a_terminal_is_drawn_on_as_far_as_it_can_be_and_control_c_ends_with_0(
     env = environment(library, library.parent / "slots", TERM=kind, COLUMNS="200", LINES="60")
     process = subprocess.Popen(
         [sys.executable, "-m", "zprof", "top", "--interval", "100ms"], stdin=terminal, stdout=terminal, stderr=terminal,
-        cwd=tmp_path, env=env, start_new_session=True,
+        cwd=tmp_path, env=env, start_new_session=True, preexec_fn=_interruptible,
     )  # fmt: skip
     os.close(terminal)
     text = "".join(_read_until(control, lambda text: text.count("recording") >= 3))

@@ -216,14 +216,14 @@ def test_an_existing_file_is_refused_and_replaced_by_force(tmp_path: Path) -> No
         assert old.read() == "mine", "whoever has the old file open keeps it"
 
 
-def test_force_replaces_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("force", [False, True])
+def test_a_link_is_refused_and_what_it_points_to_stays(tmp_path: Path, force: bool) -> None:
     target = tmp_path / "mine.txt"
     target.write_text("mine")
     (tmp_path / "run.zprof").symlink_to(target)
     with pytest.raises(TraceError):
-        Writer(tmp_path / "run.zprof", HEADER)
-    Writer(tmp_path / "run.zprof", HEADER, force=True).close()
-    assert target.read_text() == "mine"
+        Writer(tmp_path / "run.zprof", HEADER, force=force)
+    assert target.read_text() == "mine" and (tmp_path / "run.zprof").is_symlink()
 
 
 @pytest.mark.parametrize("name", ["absent/run.zprof", "nul\x00", "x" * 300, "."])

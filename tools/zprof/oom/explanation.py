@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.budget import shown
-from offload.policy import Policy
 from zprof.oom.changes import Plight
 from zprof.oom.facts import Failure
 from zprof.oom.fit import Remedy, remedies
@@ -237,6 +236,8 @@ def _policy(trace: Trace) -> Mapping[str, Any] | None:
     text = notes[-1].body.get("text") if notes else None
     if not isinstance(text, str):
         return None
+    from offload.policy import Policy
+
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
         with warnings.catch_warnings():
