@@ -105,8 +105,8 @@ def test_a_mesh_that_does_not_cover_the_group_is_refused() -> None:
 @on_ranks(2)
 def test_a_mesh_of_unknown_axes_is_refused() -> None:
     model = net()
-    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
-    words = "mesh ... expected axes named 'shard' or 'replicate' and 'shard', found ('dp',) ... mesh_dim_names="
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
+    words = "mesh ... expected axes named 'shard' (or 'dp'), 'replicate', 'tp' or 'pp', each once, found ('cp',)"
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model, mesh=mesh), model)
 
 

@@ -6,14 +6,14 @@ together and taken apart.  It never works during a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload.errors import AttachError
@@ -21,9 +21,10 @@ from offload.events import Bus, Observer
 from offload.policy import Policy
 from offload.store import Store
 from offload.tier import Tier
-from zhooks import checkpoint, export, memory, sharded_checkpoint
+from zhooks import memory
 from zhooks.activation import open_stash
 from zhooks.agree import Agreement
+from zhooks.attached_state import Stateful
 from zhooks.build import (
     Ground,
     build_unit,
@@ -37,7 +38,6 @@ from zhooks.build import (
 from zhooks.checks import check_model, check_optimizer, check_ranks_equal, check_same_model
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.describe import describe
-from zhooks.flat import Flat
 from zhooks.held import tell
 from zhooks.hooks import casts_of, install
 from zhooks.materialize import Materializer
@@ -94,7 +94,7 @@ def attach(
             raise
 
 
-class Attachment:
+class Attachment(Stateful):
     """A model under ZeRO.  Made by ``attach``; the model knows it until ``detach``."""
 
     def __init__(self, model: nn.Module, optimizer: Any, policy: Policy, comm: Any, materializer: Materializer) -> None:
@@ -260,18 +260,6 @@ class Attachment:
         return self.model
 
     @contextmanager
-    def gathered(self, *parameters: Tensor, write: bool = False) -> Iterator[list[Tensor]]:
-        """Full plain values of ``parameters`` (all of them when none is named) inside the block; yields them in order.
-
-        Also found at the modules' attributes inside the block.  With ``write=True`` rank 0's changes reach every shard.
-        Collective: every rank enters with the same parameters.
-        """
-        with checkpoint.gathered(
-            self._units, self._runtime, self._comm, parameters or tuple(self.model.parameters()), write
-        ) as full:
-            yield full
-
-    @contextmanager
     def resident(self) -> Iterator[None]:
         """Keep every unit gathered inside the block: generation, evaluation in many short forwards.  Collective."""
         with self._runtime.resident():
@@ -289,86 +277,6 @@ class Attachment:
         finally:
             self._runtime.settle()
             reducer.sync = before
-
-    def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """Full state on rank 0's CPU, {} elsewhere: {"model": {name: tensor}} and "optimizer" when one is known.
-
-        Streamed unit by unit.  The plain model loads it.  Collective.
-        """
-        self._runtime.settle()
-        return checkpoint.full_state(self.model, self._units, self._comm, optimizer or self._optimizer)
-
-    def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Load what ``state_dict`` made (rank 0's is used; others may pass {}), on any number of ranks.  Collective."""
-        self._runtime.settle()
-        checkpoint.load_full_state(self.model, self._units, self._comm, state, optimizer or self._optimizer)
-
-    def save_full(self, path: str | Path) -> None:
-        """Write full parameters and buffers as safetensors from rank 0, one parameter in memory at a time.  Collective."""
-        self._runtime.settle()
-        export.save_full(self.model, self._units, self._comm, Path(path))
-
-    def save(
-        self,
-        folder: str | Path,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        *,
-        objects: Mapping[str, Any] | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Write what this run needs to go on, each rank its own shards from the tiers they rest on.  Collective.
-
-        ``folder`` becomes the new checkpoint in one rename once every rank has written and synced its file; an earlier one
-        there stays loadable until then.  Saved: parameters, gradients held, optimizer states and options, buffers, random
-        states (torch, python, numpy).  Nothing is pickled.
-
-        Args:
-            folder: on a file system all hosts share; absent, empty, or an earlier checkpoint.
-            optimizer: one, several, or () for none; None is the one known from ``attach``, else all that hold parameters.
-            objects: anything with ``state_dict`` and ``load_state_dict`` (a scheduler, a scaler), by name.
-            extra: plain data and tensors ``load`` shall return, e.g. the step.
-        Raises:
-            CheckpointError: on every rank, naming the first that failed; nothing was committed.
-        """
-        self._runtime.settle()
-        sharded_checkpoint.save(self._live(optimizer, objects), Path(folder), extra or {})
-
-    def load(
-        self,
-        folder: str | Path,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        *,
-        objects: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Go on where ``save`` was called: same model, policy and number of ranks; returns ``extra``.  Collective.
-
-        Every file is verified on every rank before anything is changed.  States an optimizer has not made yet are made.
-
-        Args:
-            optimizer: as in ``save``; () leaves optimizers as they are.
-            objects: as in ``save``; {} leaves theirs in the file.
-        Raises:
-            CheckpointError: on every rank; the run is as it was, unless the message says that it is partly loaded.
-        """
-        self._runtime.settle()
-        return sharded_checkpoint.load(self._live(optimizer, objects), Path(folder))
-
-    def _live(self, optimizer: Any, objects: Mapping[str, Any] | None) -> sharded_checkpoint.Live:
-        chosen = self._optimizer if optimizer is None else optimizer
-        if chosen is None:
-            chosen = optimizers_of(self.model.parameters())
-        optimizers = (chosen,) if isinstance(chosen, torch.optim.Optimizer) else tuple(chosen)
-
-        def landed(flat: Flat) -> None:
-            if self._stepper is not None:
-                for each in optimizers:
-                    self._stepper.adopt(each, flat)
-
-        about = {"stage": self.policy.stage, "table": dict(self.policy.table())}
-        reducer = self._runtime.reducer
-        return sharded_checkpoint.Live(
-            self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, landed
-        )
 
     def memory(self) -> memory.MemoryReport:
         """Bytes this rank holds, what x tier, from the storages that exist, beside the formula."""

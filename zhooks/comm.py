@@ -91,11 +91,21 @@ DONE = Done()
 
 @dataclass(frozen=True, slots=True)
 class Comm:
-    """The transports of an attachment: over the shard axis, the replicate axis, and all ranks together."""
+    """The transports of an attachment: over each axis, and over axes together.
+
+    Attributes:
+        world: all ranks that hold this part of the model: shard and replicate together.
+        tp: the ranks that hold the other parts of the same layers.
+        pp: the ranks that hold other stages, for the few numbers that are the whole model's.
+        stage: all ranks of the attached model: world and tp together.
+    """
 
     shard: Transport
     replicate: Transport
     world: Transport
+    tp: Transport
+    pp: Transport
+    stage: Transport
 
     @property
     def nbytes(self) -> int:
@@ -108,28 +118,29 @@ class Comm:
             transport.close()
 
     def _distinct(self) -> list[Transport]:
-        return list({id(t): t for t in (self.shard, self.replicate, self.world)}.values())
+        every = (self.shard, self.replicate, self.world, self.tp, self.pp, self.stage)
+        return list({id(transport): transport for transport in every}.values())
 
 
 def open_comm(mesh: Mesh, policy: Policy, device: torch.device) -> Comm:
-    """Choose and open the transport of each axis.  Collective over all ranks of the mesh.
+    """Choose and open the transport of each axis.  Collective over all ranks of the process group.
 
     Raises:
         CapabilityError: the policy names a transport this machine or backend cannot give.
     """
-    world_axis = Axis("world", mesh.ranks, mesh.rank)
-    if mesh.world == 1:
-        return Comm(*(Alone(axis) for axis in (mesh.shard, mesh.replicate, world_axis)))
-    shard = _open_axis(mesh.shard, mesh, policy, device)
-    replicate = _open_axis(mesh.replicate, mesh, policy, device)
-    if mesh.replicate.world == 1:
-        return Comm(shard, replicate, shard)
-    if mesh.shard.world == 1:
-        return Comm(shard, replicate, replicate)
-    return Comm(shard, replicate, _open_axis(world_axis, mesh, policy, device))
+    opened: dict[tuple[int, ...], Transport] = {}
+
+    def over(axis: Axis) -> Transport:
+        # Axes over the same ranks share a transport; on every rank alike, for a mesh is regular.
+        if axis.ranks not in opened:
+            opened[axis.ranks] = _open_axis(axis, policy, device)
+        return opened[axis.ranks]
+
+    axes = (mesh.shard, mesh.replicate, mesh.data, mesh.tp, mesh.pp, mesh.stage)
+    return Comm(*(Alone(axis) if axis.world == 1 else over(axis) for axis in axes))
 
 
-def _open_axis(axis: Axis, mesh: Mesh, policy: Policy, device: torch.device) -> Transport:
+def _open_axis(axis: Axis, policy: Policy, device: torch.device) -> Transport:
     from zhooks.comm_p2p import PeerToPeer
     from zhooks.comm_shm import SharedMemory
 
@@ -139,9 +150,7 @@ def _open_axis(axis: Axis, mesh: Mesh, policy: Policy, device: torch.device) -> 
             f'[comm] transport: expected "auto" or "stock" for parameters on {device.type}, found "{wanted}". '
             'Write transport = "auto".'
         )
-    if axis.world == 1:
-        return Alone(axis)
-    group = _group(axis, mesh)
+    group = _group(axis)
     if device.type == "cpu" and wanted in ("auto", "shm"):
         ordered = platform.machine() in ("x86_64", "AMD64")
         opened = SharedMemory.open(axis, group, timeout, policy.comm.bucket) if ordered else None
@@ -154,13 +163,13 @@ def _open_axis(axis: Axis, mesh: Mesh, policy: Policy, device: torch.device) -> 
             )
     if device.type == "cpu" and wanted in ("auto", "p2p"):
         return PeerToPeer(axis, group, timeout)
-    return Stock(axis, group, [_group(axis, mesh), _group(axis, mesh)], timeout, device)
+    return Stock(axis, group, [_group(axis), _group(axis)], timeout, device)
 
 
-def _group(axis: Axis, mesh: Mesh) -> dist.ProcessGroup:
+def _group(axis: Axis) -> dist.ProcessGroup:
     """A group of our own over ``axis``; every rank makes the groups of all sibling axes, as torch demands."""
     mine = None
-    for ranks in _siblings(axis, mesh):
+    for ranks in _siblings(axis):
         group = dist.new_group(list(ranks), use_local_synchronization=False)
         if axis.ranks == ranks:
             mine = group
@@ -168,8 +177,8 @@ def _group(axis: Axis, mesh: Mesh) -> dist.ProcessGroup:
     return mine
 
 
-def _siblings(axis: Axis, mesh: Mesh) -> list[tuple[int, ...]]:
-    gathered: list[Tensor] = [torch.empty(axis.world, dtype=torch.int64) for _ in range(mesh.world)]
+def _siblings(axis: Axis) -> list[tuple[int, ...]]:
+    gathered: list[Tensor] = [torch.empty(axis.world, dtype=torch.int64) for _ in range(dist.get_world_size())]
     device = "cuda" if "nccl" in str(dist.get_backend()) and torch.cuda.is_available() else "cpu"
     gathered = [part.to(device) for part in gathered]
     dist.all_gather(gathered, torch.tensor(axis.ranks, dtype=torch.int64, device=device))

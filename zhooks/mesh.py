@@ -1,20 +1,29 @@
-"""The axes ranks are arranged on: ``shard`` over which state is partitioned, ``replicate`` over which it is copied.
+"""The axes ranks are arranged on: ``shard`` over which state is partitioned, ``replicate`` over which it is copied, and
+``tp`` and ``pp`` over which the model itself is divided.
 
-This room turns a DeviceMesh, or the default process group, or no group at all, into two axes; ``attach.py`` builds it
-and hands the axes to ``comm.py``.  It never launches a collective and never starts processes: that is torchrun's work.
+This room turns a DeviceMesh, or the default process group, or no group at all, into axes; ``attach.py`` builds it and hands
+them to ``comm.py``.  It never launches a collective and never starts processes: that is torchrun's work.
+
+Note: [Slices]
+    Ranks with the same places on ``tp`` and ``pp`` hold the same part of the model: they are the *data* ranks of one slice.
+    Plans, gathers and reductions are agreed among those alone.  Slices side by side on ``tp`` are parts of one model;
+    those on ``pp`` are different models to this house, each attached by its own ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload.errors import AttachError
 
-SHARD = "shard"
-REPLICATE = "replicate"
+SHARD, REPLICATE, TP, PP = "shard", "replicate", "tp", "pp"
+DATA, STAGE = "data", "stage"
+#: Other people's names for the shard axis.
+_ALIASES = {"dp": SHARD, "fsdp": SHARD, "dp_shard": SHARD, "dp_replicate": REPLICATE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,56 +41,54 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The axes this rank takes part in; ``world`` counts all ranks, ``rank`` is the global one."""
+    """The axes this rank takes part in.
+
+    Attributes:
+        data: shard and replicate together: the ranks that hold this part of the model.
+        stage: data and tp together: the ranks of one attached model.
+    """
 
     shard: Axis
     replicate: Axis
-
-    @property
-    def world(self) -> int:
-        return self.shard.world * self.replicate.world
-
-    @property
-    def rank(self) -> int:
-        return self.shard.ranks[self.shard.rank]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.world))
+    tp: Axis
+    pp: Axis
+    data: Axis
+    stage: Axis
 
 
 def resolve(mesh: DeviceMesh | None) -> Mesh:
     """The axes to use: those of ``mesh``, else one shard axis over the default group, else a world of one.
 
+    A slice of a larger mesh (``mesh["dp"]``) stands for the mesh it was cut from.
+
     Raises:
-        AttachError: the mesh names other axes than shard and replicate, or does not cover the process group.
+        AttachError: the mesh names other axes than these, or does not cover the process group.
     """
     if mesh is None:
-        if not dist.is_initialized():
-            return Mesh(Axis(SHARD, (0,), 0), Axis(REPLICATE, (0,), 0))
-        world, rank = dist.get_world_size(), dist.get_rank()
-        return Mesh(Axis(SHARD, tuple(range(world)), rank), Axis(REPLICATE, (rank,), 0))
-    names = mesh.mesh_dim_names or ((SHARD,) if mesh.ndim == 1 else ())
-    if set(names) not in ({SHARD}, {SHARD, REPLICATE}):
+        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        every, alone = tuple(range(world)), (rank,)
+        replicate, tp, pp = (Axis(name, alone, 0) for name in (REPLICATE, TP, PP))
+        return Mesh(Axis(SHARD, every, rank), replicate, tp, pp, Axis(DATA, every, rank), Axis(STAGE, every, rank))
+    whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    given = whole.mesh_dim_names or ((SHARD,) if whole.ndim == 1 else ())
+    names = tuple(_ALIASES.get(name, name) for name in given)
+    if not names or len(set(names)) != len(names) or not set(names) <= {SHARD, REPLICATE, TP, PP}:
         raise AttachError(
-            f"mesh: expected axes named 'shard' or 'replicate' and 'shard', found {names or 'no names'}. "
-            'Build it with mesh_dim_names=("replicate", "shard").'
+            f"mesh: expected axes named 'shard' (or 'dp'), 'replicate', 'tp' or 'pp', each once, found {given or 'no names'}. "
+            'Build it with mesh_dim_names=("replicate", "shard") or ("pp", "dp", "tp").'
         )
-    members = sorted(mesh.mesh.flatten().tolist())
+    members = sorted(whole.mesh.flatten().tolist())
     if members != list(range(dist.get_world_size())):
         raise AttachError(
             f"mesh: expected every rank of the process group (0 to {dist.get_world_size() - 1}), found ranks {members}. "
             "Build the mesh over the whole group."
         )
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return Mesh(_axis(mesh, names, list(coordinate), SHARD), _axis(mesh, names, list(coordinate), REPLICATE))
+    at = (whole.mesh == dist.get_rank()).nonzero()[0].tolist()
 
+    def axis(name: str, *along: str) -> Axis:
+        index = [slice(None) if which in along else place for which, place in zip(names, at, strict=True)]
+        ranks = torch.as_tensor(whole.mesh[tuple(index)]).reshape(-1).tolist()
+        return Axis(name, tuple(ranks), ranks.index(dist.get_rank()))
 
-def _axis(mesh: DeviceMesh, names: tuple[str, ...], coordinate: list[int], name: str) -> Axis:
-    if name not in names:
-        return Axis(name, (dist.get_rank(),), 0)
-    dim = names.index(name)
-    index: list[int | slice] = list(coordinate)
-    index[dim] = slice(None)
-    return Axis(name, tuple(mesh.mesh[tuple(index)].tolist()), coordinate[dim])
+    shard, replicate, tp, pp = (axis(name, name) for name in (SHARD, REPLICATE, TP, PP))
+    return Mesh(shard, replicate, tp, pp, axis(DATA, SHARD, REPLICATE), axis(STAGE, SHARD, REPLICATE, TP))
