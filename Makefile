@@ -39,8 +39,9 @@ lint: setup
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy --strict zhooks offload tools/zprof
 
+# Two processes: most tests wait for other ranks, for disks or for children, so one alone leaves the cores idle.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
