@@ -376,3 +376,10 @@ class Comm(Table):
         why="Constant, whatever the model.",
         ge=256,
     )
+    buffer: Size = words(
+        256 << 20,
+        expected=f"{_SIZES}, at least 64 B",
+        does="No buffer that values are copied, cast, reduced or saved through is larger; what is larger goes in pieces.",
+        why="Units of up to 67 million fp32 elements stay whole, and above that size no longer helps a transfer.",
+        ge=64,
+    )

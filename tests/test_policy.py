@@ -170,7 +170,7 @@ def test_every_key_of_a_file_arrives(write: Write) -> None:
         ("*.embed*", {"gradient": "host", "optimizer": "device"}),
         ("head.*", {"optimizer": "host"}),
     ]
-    assert policy.comm.model_dump() == {"transport": "p2p", "timeout_s": 12.5, "bucket": 8 << 20}
+    assert policy.comm.model_dump() == {"transport": "p2p", "timeout_s": 12.5, "bucket": 8 << 20, "buffer": 256 << 20}
 
 
 def test_toml_json_and_a_mapping_that_say_the_same_are_equal(write: Write) -> None:
@@ -357,6 +357,7 @@ VALUES = some(
         transport=st.sampled_from(["auto", "stock", "p2p", "shm"]),
         timeout_s=st.floats(1e-3, 86400) | st.integers(1, 86400),
         bucket=SIZES,
+        buffer=SIZES,
     ),
 )
 FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -101,7 +101,7 @@ class Attachment(Stateful):
         self.model, self.policy = model, policy
         self._comm, self._bus = comm, Bus()
         self._table = Table.of(policy.table())
-        self._pool = Pool(0, self._bus)
+        self._pool = Pool(policy.comm.buffer, self._bus)
         self._ground = Ground(policy, self._table, comm, self._pool, self._bus, materializer.sync)
         self._store: Store | None = None
         self._stepper: Stepper | None = None
@@ -180,6 +180,7 @@ class Attachment(Stateful):
         flats = [flat for unit in self._units for flat in unit.flats]
         self._pool.paged = any(flat.kind.tiers.parameter is Tier.DISK for flat in flats)
         sizes = sorted((f.layout.padded * max(f.kind.compute.itemsize, f.kind.reduce.itemsize) for f in flats), reverse=True)
+        sizes = [min(size, self._pool.bound) for size in sizes]
         self._pool.idle_nbytes = sum(sizes[: 2 + self.policy.schedule.prefetch])
 
     def _wire(self) -> None:

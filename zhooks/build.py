@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from offload.budget import shown
 from offload.errors import AttachError
 from offload.events import Bus
 from offload.policy import Policy
@@ -25,7 +26,7 @@ from offload.tier import Tier, Tiers
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.flat import Flat
 from zhooks.hooks import rehook
-from zhooks.kind import DTYPES, FLATS, Kind, Ownership, pieces
+from zhooks.kind import DTYPES, FLATS, Cut, Kind, Ownership, pieces
 from zhooks.layout import flat_layout
 from zhooks.materialize import Materializer, swap_memory
 from zhooks.placement import Table
@@ -47,6 +48,11 @@ class Ground:
     sync: bool
     store: Store | None = None
 
+    @property
+    def cut(self) -> Cut:
+        """How units are cut into flats."""
+        return Cut(self.pool.bound, self.comm.shard.axis.world, self.comm.replicate.axis.world)
+
 
 def build_unit(
     model: nn.Module, group: Group, unit: Unit, ground: Ground, materializer: Materializer, scratch: Scratch
@@ -62,7 +68,7 @@ def build_unit(
         kind = _kind(name, param, ground.policy, materializer.device, wide=id(param) in kept_wide)
         kinds.setdefault(kind, []).append((name, param))
     fulls = []
-    for kind, members in pieces(kinds):
+    for kind, members in pieces(kinds, ground.cut):
         flat = _flat(unit, unit.number * FLATS + len(unit.flats), kind, members, ground)
         flat.reserve()
         unit.flats.append(flat)
@@ -108,14 +114,20 @@ def _flat(unit: Unit, number: int, kind: Kind, members: Sequence[tuple[str, nn.P
     whole = not table.shards_optimizer
     resident = not table.gathers_at_use and kind.tiers.parameter is Tier.DEVICE
     world = comm.shard.axis.world
-    cut = None if whole or (resident and kind.master == kind.compute) else ground.policy.units.max_numel
+    long = len(members) == 1 and not ground.cut.admits(kind, members[0][1].numel())
+    undivided = whole or long or (resident and kind.master == kind.compute)
     layout = flat_layout(
         [param.numel() for _, param in members],
         world=world,
-        itemsize=min(kind.master.itemsize, kind.compute.itemsize, kind.reduce.itemsize),
-        align_bytes=16 * comm.replicate.axis.world,
-        max_numel=cut,
+        itemsize=kind.narrow,
+        align_bytes=ground.cut.align_nbytes,
+        max_numel=None if undivided else ground.policy.units.max_numel,
     )
+    if len(unit.flats) >= FLATS:
+        raise AttachError(
+            f"unit {unit.name}: expected at most {FLATS} flat buffers, found more: its parameters are cut at "
+            f"{shown(ground.pool.bound)}. Raise [comm] buffer, or make smaller units ([units] names)."
+        )
     suffix = "" if not unit.flats else f"#{len(unit.flats)}"
     flat = Flat(f"{unit.name}{suffix}", number, kind, layout, Ownership(whole, resident), comm.shard, ground.pool)
     flat.bus, flat.store = ground.bus, ground.store
@@ -345,7 +357,7 @@ def relay_unit(
             flat.rest.drop()
     hooks = {id(p): (s.hooks, s.post_hooks) for flat in unit.flats for p, s in zip(flat.params, flat.specs, strict=True)}
     unit.flats = []
-    for kind, members in pieces(kinds):
+    for kind, members in pieces(kinds, ground.cut):
         flat = _flat(unit, unit.number * FLATS + len(unit.flats), kind, [(name, param) for name, param, _ in members], ground)
         full = torch.zeros(flat.layout.padded, dtype=kind.master, device=kind.device)
         for spec, start, (_, _, value) in zip(flat.specs, flat.layout.starts, members, strict=True):

@@ -26,6 +26,7 @@ from offload.tier import Tier
 from zhooks.comm import CONTROL, DONE, GATHER, Call, Transport, Work
 from zhooks.kind import Kind, Ownership
 from zhooks.layout import Layout, Piece
+from zhooks.pieces import gather
 from zhooks.pool import Pool
 from zhooks.refusals import too_late
 from zhooks.resting import Resting, reserve
@@ -55,7 +56,9 @@ class Flat:
         self, name: str, number: int, kind: Kind, layout: Layout, ownership: Ownership, transport: Transport, pool: Pool
     ) -> None:
         self.name, self.number, self.kind, self.layout = name, number, kind, layout
-        self.ownership, self.transport, self._pool = ownership, transport, pool
+        self.ownership, self.transport, self.pool = ownership, transport, pool
+        # One parameter larger than any buffer may be: what is not gathered of it passes through in pieces (pieces.py).
+        self.long = len(layout.numels) == 1 and layout.padded * kind.wide > pool.bound
         self.params: list[nn.Parameter] = []
         self.specs: list[Spec] = []
         self._shard: Tensor = torch.empty(0)
@@ -179,7 +182,7 @@ class Flat:
         self._move("begin")
         before, self._version = self._version, -1  # an interrupt leaves no buffer that passes for the values
         if self.full is None:
-            self.full = self._pool.take(self.layout.padded, self.kind.compute, self.kind.device)
+            self.full = self.pool.take(self.layout.padded, self.kind.compute, self.kind.device)
         if before != self.version():
             self._stale()
         if self.bus.active:
@@ -195,7 +198,7 @@ class Flat:
 
     def prepare(self) -> None:
         """Start fetching from its tier what the next gather sends."""
-        if self.rest is not None and not self._read_whole and not self.current():
+        if self.rest is not None and not (self._read_whole or self.long or self.current()):
             self.rest.prepare()
 
     @property
@@ -207,8 +210,21 @@ class Flat:
         call = Call(GATHER, "gather", self.name, self.number)
         if self.rest is not None and (self.ownership.whole or self.layout.world == 1):
             return self.rest.read_into(full)
-        source = self.rest.send() if self.rest is not None and not self._read_whole else self._send_buffer(full)
-        return DONE if self.ownership.whole else self.transport.all_gather(call, source, full, self.layout)
+        if self.ownership.whole:
+            if not self.aliased:
+                full.copy_(self.shard)
+            return DONE
+        return gather(self.transport, call, self._sent(full), full, self.layout)
+
+    def _sent(self, full: Tensor) -> Tensor:
+        """What this rank sends: its shard, or what a tier has of it; of a long one straight into its range of ``full``."""
+        if self.rest is None or self._read_whole:
+            return self.shard
+        if not self.long:
+            return self.rest.send()
+        start, stop = self.layout.ranges(self.transport.axis.rank)[0]
+        self.rest.read_into(full[start:stop]).wait()
+        return full[start:stop]
 
     def finish_gather(self) -> None:
         """Wait until the full buffer may be used."""
@@ -235,21 +251,6 @@ class Flat:
         with suppress(TierError):
             self.finish_gather()
 
-    def _send_buffer(self, full: Tensor) -> Tensor:
-        """The shard in the compute dtype; a cast goes straight into this rank's range of the full buffer."""
-        if self.ownership.whole:
-            if not self.aliased:
-                full.copy_(self.shard)
-            return full
-        if self.kind.master == self.kind.compute:
-            return self.shard
-        ranges = self.layout.ranges(self.transport.axis.rank)
-        if len(ranges) == 1:
-            own = full[ranges[0][0] : ranges[0][1]]
-            own.copy_(self.shard)
-            return own
-        return self.shard.to(self.kind.compute)
-
     def release(self) -> None:
         """Drop the full buffer; the shard remains."""
         self.end_gather()
@@ -259,7 +260,7 @@ class Flat:
         self._drop_views()
         full, self.full = self.full, None
         if full is not None:
-            self._pool.give(full)
+            self.pool.give(full)
             self.bus.instant("release", self.name, full.nbytes)
 
     def abandon(self) -> None:

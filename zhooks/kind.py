@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload.tier import Tier, Tiers
+from zhooks.layout import ALIGN_BYTES
 
 #: A policy's words for dtypes.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,6 +39,16 @@ class Kind:
     tiers: Tiers
 
     @property
+    def wide(self) -> int:
+        """Bytes of one element in the widest of its dtypes."""
+        return max(self.master.itemsize, self.compute.itemsize, self.reduce.itemsize)
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of one element in the narrowest: what alignment is counted in."""
+        return min(self.master.itemsize, self.compute.itemsize, self.reduce.itemsize)
+
+    @property
     def apart(self) -> bool:
         """Masters and computed values are two things that rest in two places."""
         anywhere = self.tiers.parameter is not Tier.DEVICE or self.tiers.optimizer is not Tier.DEVICE
@@ -55,16 +66,51 @@ class Ownership:
     resident: bool
 
 
-def pieces(kinds: Mapping[Kind, Sequence[Member]]) -> Iterator[tuple[Kind, list[Member]]]:
-    """The flats of a unit: one a kind; several where something rests on a tier, so that staging buffers stay small."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a unit's parameters are cut into flats: none above ``nbytes`` in any of its dtypes, unless one parameter alone is.
+
+    ``ranks`` share a flat over ``replicas`` replicas of it; every range of a rank begins and ends on an aligned element.
+    """
+
+    nbytes: int
+    ranks: int = 1
+    replicas: int = 1
+
+    @property
+    def align_nbytes(self) -> int:
+        """Where every parameter and every range starts."""
+        return ALIGN_BYTES * self.replicas
+
+    def row(self, kind: Kind) -> int:
+        """Elements of one aligned row: the least that every rank can own a range of."""
+        return self.ranks * self.align(kind)
+
+    def align(self, kind: Kind) -> int:
+        """Elements between places where something may start."""
+        return max(1, self.align_nbytes // kind.narrow)
+
+    def admits(self, kind: Kind, numel: int) -> bool:
+        """A flat of so many elements, padding included, is within the bound."""
+        return -(-numel // self.row(kind)) * self.row(kind) * kind.wide <= self.nbytes
+
+
+def pieces(kinds: Mapping[Kind, Sequence[Member]], cut: Cut) -> Iterator[tuple[Kind, list[Member]]]:
+    """The flats of a unit: one a kind; several where ``cut`` demands it, or something rests on a tier, whose staging buffers
+    stay small.  A parameter above the bound is a flat of its own, and the small ones beside it stay together."""
     for kind, members in kinds.items():
         piece: list[Member] = []
         size = 0
         for member in members:
-            nbytes = member[1].numel() * kind.master.itemsize
-            if piece and kind.tiers.anywhere and size + nbytes > PIECE_NBYTES:
+            numel = -(-member[1].numel() // cut.align(kind)) * cut.align(kind)
+            if not cut.admits(kind, numel):
+                yield kind, [member]
+                continue
+            staged = kind.tiers.anywhere and (size + numel) * kind.master.itemsize > PIECE_NBYTES
+            if piece and (staged or not cut.admits(kind, size + numel)):
                 yield kind, piece
                 piece, size = [], 0
             piece.append(member)
-            size += nbytes
-        yield kind, piece
+            size += numel
+        if piece:
+            yield kind, piece

@@ -35,13 +35,15 @@ class Piece:
 class Layout:
     """Where every parameter of one flat buffer starts, and how the buffer is cut over ``world`` ranks.
 
-    All figures are elements.  ``numel`` counts the parameters alone; ``padded`` counts the buffer.
+    All figures are elements.  ``numel`` counts the parameters alone; ``padded`` counts the buffer; parameters and ranges
+    start on multiples of ``align``.
     """
 
     numels: tuple[int, ...]
     starts: tuple[int, ...]
     segments: tuple[Segment, ...]
     world: int
+    align: int = 1
 
     @property
     def numel(self) -> int:
@@ -111,7 +113,7 @@ def flat_layout(
         size = min(bound, total - start)
         segments.append(Segment(start, size))
         start += size
-    return Layout(tuple(numels), tuple(starts), tuple(segments), world)
+    return Layout(tuple(numels), tuple(starts), tuple(segments), world, align)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -16,8 +16,10 @@ from offload.pages import aligned
 class Pool:
     """Idle buffers by size; on CUDA the caching allocator is the pool and nothing is kept here."""
 
-    def __init__(self, idle_nbytes: int, bus: Bus) -> None:
-        self.idle_nbytes, self.bus = idle_nbytes, bus
+    def __init__(self, bound: int, bus: Bus) -> None:
+        # No buffer is larger but those that parameters are gathered in; larger ones are never kept idle.
+        self.bound, self.bus = bound, bus
+        self.idle_nbytes = 0
         # Buffers that a disk fills start on a page.
         self.paged = False
         self._idle: dict[tuple[int, torch.device], list[Tensor]] = {}
@@ -46,7 +48,7 @@ class Pool:
         # One count for the tensor, one for the handle above; a buffer that is a view counts its base too.
         alone = torch._C._storage_Use_Count(storage._cdata) <= (3 if buffer._is_view() else 2)
         nbytes = storage.nbytes()
-        if device_keeps(buffer.device) or not alone or self._held + nbytes > self.idle_nbytes:
+        if device_keeps(buffer.device) or not alone or nbytes > self.bound or self._held + nbytes > self.idle_nbytes:
             return
         self._held += nbytes
         self.bus.hold("communication on device", "idle buffers", storage)

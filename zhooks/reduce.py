@@ -80,7 +80,7 @@ class Reducer:
         self.opened: Callable[[], None] = lambda: None
         # Told of every whole gradient that has landed, where updates may be made in backward.
         self.early: Callable[[Gradient], None] | None = None
-        self._most, self._unreduced = most, unreduced
+        self.most, self._unreduced = most, unreduced
         self._world = comm.shard.axis.world * comm.replicate.axis.world
         self.gradients: dict[int, Gradient] = {}
         self._order: list[int] = []
@@ -94,7 +94,7 @@ class Reducer:
 
     def change(self, *, most: int, unreduced: bool) -> None:
         """Another policy, between steps."""
-        self._most, self._unreduced = most, unreduced
+        self.most, self._unreduced = most, unreduced
 
     def watch(self, flats: Sequence[Flat]) -> None:
         """Take over these flats (all trainable ones of the attachment), in unit order."""
@@ -168,7 +168,7 @@ class Reducer:
     def _launch(self, gradient: Gradient) -> None:
         flat = gradient.flat
         self._ready.discard(flat.number)
-        while len(self._under_way) >= self._most:
+        while len(self._under_way) >= self.most:
             self._land_oldest()
         self._seen[flat.number] = [
             a or b for a, b in zip(gradient.present, self._seen.get(flat.number, gradient.present), strict=True)
@@ -203,6 +203,11 @@ class Reducer:
         if self.comm.shard.axis.world == 1:
             return 0
         return flat.layout.padded * flat.kind.reduce.itemsize * (2 if flat.ownership.whole else 1)
+
+    def under_way(self) -> tuple[int, int]:
+        """Bytes that reductions land in, and bytes they send, apart from gradients' own memory."""
+        landing = sum(one.out.nbytes for one in self._under_way if one.out is not one.partial and not one.into_shard)
+        return landing, sum(one.partial.nbytes for one in self._under_way if one.partial is not one.gradient._shard)
 
     def payload(self) -> int:
         """Payload of one step's reductions."""

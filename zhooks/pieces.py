@@ -1,0 +1,143 @@
+"""Buffers of bounded size: a parameter larger than the policy's bound passes through in pieces of every rank's range.
+
+``flat.py`` gathers with it, ``passing.py`` and ``reduce_pieces.py`` walk along it.  It knows integers and plain tensors, and
+neither flats nor parameters; it never decides when anything moves.
+
+Note: [Pieces]
+    A piece is the same stretch of every rank's range at once: ``numel`` elements at ``local`` of each shard, which lie at
+    ``starts[r]`` of the flat buffer.  So a piece is reduced, gathered or cast like a small flat buffer, whatever the bound
+    the ranges stay what they are, and each element meets the same additions in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zhooks.comm import Call, Transport, Work
+from zhooks.layout import Layout, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``numel`` elements at ``local`` of every rank's shard, at ``starts[r]`` of the flat buffer for rank r."""
+
+    local: int
+    numel: int
+    starts: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """That of the piece of all ranks, one after the other."""
+        return even(self.numel * len(self.starts), len(self.starts))
+
+
+def even(numel: int, world: int) -> Layout:
+    """One run of ``numel`` elements, split evenly."""
+    return Layout((numel,), (0,), (Segment(0, numel),), world)
+
+
+def pieces_of(layout: Layout, numel: int, align: int) -> Iterator[Piece]:
+    """Cut every rank's range into pieces of at most ``numel`` elements over all ranks, at multiples of ``align`` elements.
+
+    Args:
+        numel: at least ``world * align``.
+    """
+    size = numel // layout.world // align * align
+    assert size > 0, f"pieces of {numel} elements: expected at least one aligned row"
+    local = 0
+    for segment in layout.segments:
+        step = segment.numel // layout.world
+        for start in range(0, step, size):
+            mine = min(size, step - start)
+            yield Piece(local + start, mine, tuple(segment.start + rank * step + start for rank in range(layout.world)))
+        local += step
+
+
+class Several:
+    """Works that are one."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def gather(transport: Transport, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
+    """Start filling ``full`` from every rank's ``shard``; a cast goes straight into this rank's own ranges of it."""
+    if shard.dtype == full.dtype:
+        return transport.all_gather(call, shard, full, layout)
+    works, step = [], 0
+    for segment, (start, stop) in zip(layout.segments, layout.ranges(transport.axis.rank), strict=True):
+        own = full[start:stop]
+        own.copy_(shard[step : step + stop - start])
+        step += stop - start
+        whole = full[segment.start : segment.start + segment.numel]
+        works.append(transport.all_gather(call, own, whole, even(segment.numel, layout.world)))
+    return works[0] if len(works) == 1 else Several(works)
+
+
+def in_order(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """A view of ``tensor`` whose elements in row-major order are those of a parameter with these strides in memory."""
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: (-stride[dim], dim)))
+
+
+def read(source: Tensor, start: int, out: Tensor, *, add: bool = False) -> None:
+    """Copy, or add, elements ``start`` to ``start + out.numel()`` of ``source`` in row-major order into ``out`` [1-D], cast.
+
+    Never makes a contiguous copy of the source.
+    """
+    count = out.numel()
+    if count == 0:
+        return
+    if source.is_contiguous():
+        values = source.view(-1)[start : start + count]
+        out.add_(values) if add else out.copy_(values)
+        return
+    inner = source[0].numel()
+    row, skip = divmod(start, inner)
+    if skip:
+        head = min(inner - skip, count)
+        read(source[row], skip, out[:head], add=add)
+        read(source, start + head, out[head:], add=add)
+        return
+    rows = count // inner
+    if rows:
+        block, target = source[row : row + rows], out[: rows * inner].view(rows, *source.shape[1:])
+        target.add_(block) if add else target.copy_(block)
+    if count > rows * inner:
+        read(source[row + rows], 0, out[rows * inner :], add=add)
+
+
+def padded(values: Tensor, start: int, numel: int, scratch: Tensor) -> Tensor:
+    """Elements ``start`` to ``start + numel`` of ``values`` [1-D]; where it ends, zeros follow, in ``scratch``."""
+    if start + numel <= values.numel():
+        return values[start : start + numel]
+    known = max(0, values.numel() - start)
+    part = scratch[:numel]
+    part[:known].copy_(values[start : start + known])
+    part[known:].zero_()
+    return part
+
+
+def own_parts(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """What ``rank`` owns of the flat buffer between ``start`` and ``stop``: (from, to, place in its shard)."""
+    local = 0
+    for low, high in layout.ranges(rank):
+        first, last = max(low, start), min(high, stop)
+        if first < last:
+            yield first, last, local + first - low
+        local += high - low
+
+
+def norm_in_pieces(values: Tensor, ord: float, nbytes: int) -> list[Tensor]:
+    """The fp32 norms of consecutive runs of 16-bit ``values`` [1-D], none of which takes more than ``nbytes`` as fp32."""
+    step = max(1, nbytes // 4)
+    return [torch.linalg.vector_norm(run.to(torch.float32), ord) for run in values.split(step)]
