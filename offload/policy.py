@@ -21,7 +21,7 @@ from offload.deepspeed import IgnoredKeys
 from offload.errors import PolicyError
 from offload.policy_errors import explain
 from offload.policy_load import Document, Place, member
-from offload.policy_rules import CELLS, Rule, RuleCell, Tiers, tiers_of
+from offload.policy_rules import CELLS, Dtypes, Rule, RuleCell, RulePrecision, Tiers, dtypes_of, tiers_of
 from offload.policy_tables import (
     Activation,
     Budget,
@@ -48,6 +48,7 @@ __all__ = [
     "Comm",
     "Disk",
     "Dtype",
+    "Dtypes",
     "Host",
     "IgnoredKeys",
     "Optimizer",
@@ -57,6 +58,7 @@ __all__ = [
     "Precision",
     "Rule",
     "RuleCell",
+    "RulePrecision",
     "Schedule",
     "Share",
     "TierName",
@@ -124,7 +126,7 @@ class Policy(Table):
     host: Host = Field(Host(), description="The memory of the host tier.")
     disk: Disk = Field(Disk(), description="The scratch file of the disk tier.")
     comm: Comm = Field(Comm(), description="How ranks talk.")
-    rule: Rules = words((), expected=_RULES, does="Other tiers for parameters by name; the last that matches wins.")
+    rule: Rules = words((), expected=_RULES, does="Other tiers and dtypes for parameters by name; the last wins.")
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -236,6 +238,14 @@ class Policy(Table):
         """Where the cells of the parameter ``name`` rest: the last rule that matches and says so, else the tables."""
         return tiers_of(name, self.rule, {cell: getattr(self, cell).tier for cell in CELLS})
 
+    def dtypes(self, name: str) -> Dtypes:
+        """What the parameter ``name`` is computed and its gradients are summed in; None is its own dtype.
+
+        The last rule that matches and says so, else [precision]; an unset ``reduce`` is fp32 where ``param`` is set.
+        """
+        chosen = dtypes_of(name, self.rule, Dtypes(self.precision.param, self.precision.reduce))
+        return Dtypes(chosen.param, chosen.reduce or ("fp32" if chosen.param else None))
+
     @property
     def tiered(self) -> bool:
         """Whether anything, by a table or a rule, is to rest or be updated elsewhere than plain PyTorch has it."""
@@ -251,7 +261,7 @@ class Policy(Table):
             for name, table in self
             if isinstance(table, Table)
         }
-        rules = [{"match": rule.match} | {cell: {"tier": tier} for cell, tier in rule.tiers().items()} for rule in self.rule]
+        rules = [{"match": rule.match} | rule.says() for rule in self.rule]
         return {"stage": self.stage, **tables, "rule": rules}
 
     @classmethod
@@ -268,6 +278,7 @@ class Policy(Table):
         }
         rule = schema["$defs"]["Rule"]["properties"]
         rule |= {f"{cell}.tier": schema["$defs"]["RuleCell"]["properties"]["tier"] for cell in CELLS}
+        rule |= {f"precision.{key}": says for key, says in schema["$defs"]["RulePrecision"]["properties"].items()}
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "zhooks policy"}
 
     def describe(self) -> str:
@@ -283,7 +294,8 @@ class Policy(Table):
                 lines += ["", f"[{name}]", *(self._line(name, key, value) for key, value in section)]
         for rule in self.rule:
             lines += ["", "[[rule]]", f"match = {toml_value(rule.match)}"]
-            lines += [f"{cell}.tier = {toml_value(tier)}" for cell, tier in rule.tiers().items()]
+            says = rule.says().items()
+            lines += [f"{table}.{key} = {toml_value(value)}" for table, keys in says for key, value in keys.items()]
         return "\n".join(lines)
 
     def _line(self, section: str, key: str, value: object) -> str:

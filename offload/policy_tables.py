@@ -19,6 +19,7 @@ from offload.policy_text import Share, parse_amount, parse_size
 from offload.tier import Tier
 
 __all__ = [
+    "DTYPES",
     "TIERS",
     "Activation",
     "Amount",
@@ -94,7 +95,7 @@ Amount = Annotated[
 ]
 
 _NAMES = "a list of non-empty names"
-_DTYPES = '"fp32", "bf16" or "fp16"'
+DTYPES = '"fp32", "bf16" or "fp16"'
 _SIZES = 'bytes or a size like "20 GiB"'
 _AMOUNTS = 'bytes, a size like "20 GiB" or a share like "80%"'
 TIERS = '"device", "host" or "disk"'
@@ -183,19 +184,19 @@ class Precision(Table):
 
     param: Dtype | None = words(
         None,
-        expected=_DTYPES,
+        expected=DTYPES,
         does="The dtype parameters are gathered and computed in; BatchNorm and InstanceNorm keep their own.",
         why="Unset leaves each parameter's own dtype: attach alone must not change a result.",
     )
     reduce: Dtype | None = words(
         None,
-        expected=_DTYPES,
+        expected=DTYPES,
         does="The dtype gradients are summed in.",
         why="Unset is fp32 where param is set, else the gradient's own: long sums are where 16 bits lose most.",
     )
     output: Dtype | None = words(
         None,
-        expected=_DTYPES,
+        expected=DTYPES,
         does="The dtype floating outputs of the outermost module are cast to.",
         why="Unset leaves the model's output as it computed it; losses are usually taken in fp32 by the loss itself.",
     )

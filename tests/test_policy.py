@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from offload.errors import PolicyError
-from offload.policy import Budget, Disk, Policy, Rule, Share, Tiers, format_size, parse_size
+from offload.policy import Budget, Disk, Dtypes, Policy, Rule, Share, Tiers, format_size, parse_size
 from offload.policy_text import format_amount, parse_amount
 from offload.tier import Tier
 
@@ -324,7 +324,7 @@ RULES = st.builds(
     NAMES,
     st.just("optimizer"),
     TIERS,
-    some(gradient=some(tier=TIERS)),
+    some(gradient=some(tier=TIERS), precision=some(param=DTYPES, reduce=DTYPES)),
 )
 
 VALUES = some(
@@ -435,6 +435,22 @@ def test_the_last_rule_that_matches_decides_each_cell() -> None:
     assert RULED.tiers("model.embed.weight") == Tiers(parameter=device, gradient=device, optimizer=host)
     assert RULED.tiers("model.embed.bias") == Tiers(parameter=host, gradient=device, optimizer=host)
     assert RULED.tiers("head") == RULED.tiers("layers.0.weight"), "case counts"
+
+
+def test_the_last_rule_that_says_a_dtype_decides_it_key_by_key() -> None:
+    rules = [
+        {"match": "*norm*", "precision": {"param": "fp32", "reduce": "bf16"}, "optimizer.tier": "host"},
+        {"match": "*.norm2.*", "precision.reduce": "fp16"},
+    ]
+    policy = Policy.of({"precision": {"param": "bf16"}, "rule": rules})
+    assert policy.dtypes("blocks.0.weight") == Dtypes("bf16", "fp32"), "sums are fp32 where a dtype of compute is said"
+    assert policy.dtypes("blocks.0.norm1.weight") == Dtypes("fp32", "bf16")
+    assert policy.dtypes("blocks.0.norm2.weight") == Dtypes("fp32", "fp16")
+    assert policy.tiers("blocks.0.norm2.weight").optimizer is Tier.HOST
+    assert Policy().dtypes("any") == Dtypes(None, None)
+    assert Policy.of({"rule": rules}).dtypes("blocks.0.weight") == Dtypes(None, None)
+    assert not Policy.of({"rule": rules[1:]}).tiered
+    assert Policy.of(policy.values()) == policy
 
 
 @pytest.mark.parametrize(

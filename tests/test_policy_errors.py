@@ -74,7 +74,12 @@ MISTAKES = {
     ),
     "rule that sets nothing": (
         '[[rule]]\nmatch = "a"\n',
-        "policy.toml:1: [[rule]]: sets nothing; write parameter.tier, gradient.tier or optimizer.tier",
+        "policy.toml:1: [[rule]]: sets nothing; write parameter.tier, gradient.tier, optimizer.tier, "
+        "precision.param or precision.reduce",
+    ),
+    "dtype of a rule": (
+        '[[rule]]\nmatch = "a"\nprecision.param = "fp8"\n',
+        'policy.toml:3: [[rule]] precision.param: expected "fp32", "bf16" or "fp16", found "fp8"',
     ),
     "key of a rule": (
         '[[rule]]\nmatch = "a"\nparameter.tier = "host"\n\n[[rule]]\nmatsh = "a"\nparameter.tier = "host"\nmatch = "b"\n',

@@ -108,8 +108,8 @@ JSONS = st.recursive(
 INNER = sorted({key for _, table in Policy() if hasattr(table, "model_fields_set") for key in type(table).model_fields})
 KEYS = [*Policy.model_fields, "extends", "$schema", "prefetch", "bogus", "fp16"]
 RULE = st.dictionaries(
-    st.sampled_from(["match", "parameter", "parameter.tier", "optimizer", "optimizer.tier", "bogus"]),
-    JSONS | st.sampled_from(["host", "*"]) | st.dictionaries(st.sampled_from(["tier", "bogus"]), JSONS, max_size=2),
+    st.sampled_from(["match", "parameter", "parameter.tier", "optimizer.tier", "precision", "precision.param", "bogus"]),
+    JSONS | st.sampled_from(["host", "*"]) | st.dictionaries(st.sampled_from(["tier", "reduce", "bogus"]), JSONS, max_size=2),
     max_size=3,
 )
 OWN = st.dictionaries(

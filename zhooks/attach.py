@@ -39,7 +39,8 @@ from zhooks.checks import check_model, check_optimizer, check_ranks_equal, check
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.describe import describe
 from zhooks.held import tell
-from zhooks.hooks import casts_of, install
+from zhooks.hooks import casts_of, install, install_casts
+from zhooks.islands import Map, chart
 from zhooks.materialize import Materializer
 from zhooks.mesh import resolve
 from zhooks.observation import Observation
@@ -121,8 +122,9 @@ class Attachment(Stateful):
         self._runtime = Runtime(self._units, reducer, self._bus, choices, Agreement(comm.world))
         self._runtime.relay = self._relay  # type: ignore[method-assign]
         self._keep_activations()
-        self._casts = casts_of(policy.precision)
+        self._casts = casts_of(policy.precision, self._charted.outside)
         self._handles = install(model, self._units, self._runtime, self._casts)
+        self._cast_handles = install_casts(self._charted.islands)
         self._registries.open()
         self._step_over_tiers()
         self._bus.told_by(self._tell)
@@ -156,6 +158,7 @@ class Attachment(Stateful):
                     if self._optimizer is not None:
                         shard_states(self._units[-1], self._optimizer)
             materializer.buffers(self._comm.world)
+            self._charted = chart(self.model, self._units, self.policy)
             spare = kept_budget(self.policy, self._units, self._comm, materializer.device)
         except BaseException:
             self._unbuild()
@@ -211,10 +214,12 @@ class Attachment(Stateful):
         Call it between steps.  [units] and [comm] stay as they were, and so does the scratch file once there is one.
         Raises:
             PolicyError: the policy cannot be read, or changes what cannot change.
+            AttachError: a rule splits a module's parameters over dtypes; nothing has changed.
             BudgetError, TierError: a tier cannot take what should move there; what has moved stays moved, all of it usable.
         """
         chosen = Policy.of(policy)
         check_change(self.policy, chosen, self._store)
+        charted = chart(self.model, self._units, chosen)
         self._runtime.settle()
         table, device = Table.of(chosen.table()), self._units[0].flats[0].kind.device
         if chosen.tiered or self._store is not None:
@@ -227,13 +232,20 @@ class Attachment(Stateful):
         try:
             self._lay_out(always=True)
         finally:
-            self._casts.change(casts_of(chosen.precision))
+            self._cast_as(charted)
             self._runtime.reducer.change(most=chosen.schedule.max_reductions, unreduced=self._table.accumulates_unreduced)
             self._keep_activations()
             self._size_pool()
             # Nothing is kept between forward and backward until the budget is known to allow it.
             self._runtime.choices = Choices(chosen.schedule.prefetch, chosen.schedule.reshard_after_forward, 0)
         self._runtime.choices = replace(self._runtime.choices, budget=kept_budget(chosen, self._units, self._comm, device))
+
+    def _cast_as(self, charted: Map) -> None:
+        """Cast where and to what another policy says."""
+        while self._cast_handles:
+            self._cast_handles.pop().remove()
+        self._casts.change(casts_of(self.policy.precision, charted.outside))
+        self._cast_handles.extend(install_casts(charted.islands))
 
     def detach(self) -> nn.Module:
         """Restore the plain model: full parameters, gradients and known optimizer states, no hook left.  Collective."""
@@ -243,8 +255,9 @@ class Attachment(Stateful):
         self._runtime.reducer.flush()
         if self._stepper is not None:
             self._stepper.close()
-        while self._handles:
-            self._handles.pop().remove()
+        for handles in (self._handles, self._cast_handles):
+            while handles:
+                handles.pop().remove()
         optimizers = optimizers_of(self.model.parameters())
         if self._store is not None:
             self._store.unwind()

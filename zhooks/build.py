@@ -98,11 +98,11 @@ def _normalised(model: nn.Module) -> set[int]:
 
 
 def _kind(name: str, param: nn.Parameter, policy: Policy, device: torch.device, *, wide: bool) -> Kind:
-    chosen, reduce = policy.precision.param, policy.precision.reduce
+    said = policy.dtypes(name)
+    chosen, reduce = said.param, said.reduce
     plain = wide or not param.is_floating_point()
     compute = param.dtype if plain or chosen is None else DTYPES[chosen]
-    fallback = torch.float32 if chosen is not None and param.is_floating_point() else param.dtype
-    reduced = fallback if reduce is None or not param.is_floating_point() else DTYPES[reduce]
+    reduced = param.dtype if reduce is None or not param.is_floating_point() else DTYPES[reduce]
     tiers = policy.tiers(name)
     if not param.requires_grad:
         tiers = Tiers(tiers.parameter, tiers.gradient, tiers.parameter)

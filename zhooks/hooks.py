@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from offload.policy_tables import Precision
+from zhooks.islands import Island
 from zhooks.kind import DTYPES
 from zhooks.runtime import Runtime, in_backward
 from zhooks.schedule import Scope
@@ -33,14 +34,15 @@ class Casts:
         """Cast as ``other`` does from now on."""
         self.inputs, self.outputs = other.inputs, other.outputs
 
-    def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value)
+
+def _floats(value: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value)
 
 
-def casts_of(precision: Precision) -> Casts:
-    """The casts a policy's [precision] asks for."""
-    inputs = precision.param if precision.cast_inputs else None
-    return Casts(*(None if name is None else DTYPES[name] for name in (inputs, precision.output)))
+def casts_of(precision: Precision, compute: torch.dtype | None) -> Casts:
+    """The casts a policy's [precision] asks for, of a model that computes in ``compute``, None for its own dtype."""
+    outputs = None if precision.output is None else DTYPES[precision.output]
+    return Casts(compute if precision.cast_inputs else None, outputs)
 
 
 class Inert:
@@ -73,7 +75,7 @@ class Before:
         if self._runtime.recompute is not None:
             self._runtime.recompute.enter(module, args, kwargs)
         if outermost and self._casts.inputs is not None:
-            return self._casts.cast(args, self._casts.inputs), self._casts.cast(kwargs, self._casts.inputs)
+            return _floats(args, self._casts.inputs), _floats(kwargs, self._casts.inputs)
         return None
 
 
@@ -98,8 +100,40 @@ class After:
         if self._casts.outputs is None or failed or not self._runtime.outermost:
             return None
         if self._before.begins or not in_backward():
-            return self._casts.cast(output, self._casts.outputs)
+            return _floats(output, self._casts.outputs)
         return None
+
+
+class Into:
+    """Forward pre-hook of an island: floating inputs in its dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _floats(args, self._dtype), _floats(kwargs, self._dtype)
+
+
+class OutOf(Into):
+    """Forward hook of an island: floating outputs in the dtype around it."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _floats(output, self._dtype)
+
+
+def install_casts(found: Sequence[Island]) -> list[RemovableHandle]:
+    """Cast at these islands, next to their forward: everybody else's hooks see what surrounds the island."""
+    handles = []
+    for island in found:
+        handles.append(island.module.register_forward_pre_hook(Into(island.inside), with_kwargs=True))
+        handles.append(island.module.register_forward_hook(OutOf(island.outside), prepend=True))
+    return handles
 
 
 def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Casts) -> list[RemovableHandle]:

@@ -21,7 +21,7 @@ from offload.host import HostPool
 from offload.kernels import available as available_kernels
 from offload.policy import Policy
 from offload.store import Store
-from offload.tier import Tier, Tiers
+from offload.tier import Tier
 from zhooks.agree import least
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.kind import DTYPES, PIECE_NBYTES
@@ -53,8 +53,7 @@ def needs(groups: Sequence[Group], policy: Policy, table: Table, ranks: int) -> 
     resting = dict.fromkeys(Tier, 0)
     largest = 0
     for name, param in [named for group in groups for named in group.params.items()]:
-        tiers = policy.tiers(name)
-        for tier, nbytes in _cells(param, tiers, policy, table, ranks):
+        for tier, nbytes in _cells(name, param, policy, table, ranks):
             resting[tier] += nbytes
         nbytes = max(param.numel() * param.element_size(), PIECE_NBYTES)
         largest = max(largest, -(-nbytes // ranks) if table.shards_optimizer else nbytes)
@@ -62,13 +61,15 @@ def needs(groups: Sequence[Group], policy: Policy, table: Table, ranks: int) -> 
 
 
 def _cells(
-    param: torch.nn.Parameter, tiers: Tiers, policy: Policy, table: Table, ranks: int
+    name: str, param: torch.nn.Parameter, policy: Policy, table: Table, ranks: int
 ) -> list[tuple[Tier, int]]:
+    tiers = policy.tiers(name)
+
     def share(placement: Placement) -> int:
         return -(-param.numel() // ranks) if placement is Placement.SHARD else param.numel()
 
     master = param.element_size()
-    chosen = policy.precision.param
+    chosen = policy.dtypes(name).param
     compute = DTYPES[chosen].itemsize if chosen is not None and param.is_floating_point() else master
     apart = compute != master or table.parameter is not table.optimizer
     cells = [(tiers.parameter, share(table.parameter) * compute)]
@@ -166,7 +167,7 @@ def check_compute(policy: Policy, device: torch.device, groups: Sequence[Group])
     if chosen.compute == "device" or device.type == "cpu":
         return
     for name in [name for group in groups for name, param in group.params.items() if param.requires_grad]:
-        tiers, apart = policy.tiers(name), policy.precision.param not in (None, "fp32")
+        tiers, apart = policy.tiers(name), policy.dtypes(name).param not in (None, "fp32")
         if Tier.DEVICE in (tiers.gradient, tiers.optimizer) or (tiers.parameter is Tier.DEVICE and not apart):
             raise CapabilityError(
                 f'[optimizer] compute = "host": expected masters, gradient and states of {name} off the device, found '

@@ -150,8 +150,8 @@ def _written(loaded: Policy) -> Iterator[str]:
                     yield f"{key} = {written(type(table), key, value)}"
     for rule in loaded.rule:
         yield from ("", "[[rule]]", f"match = {written(type(rule), 'match', rule.match)}")
-        for cell, tier in rule.tiers().items():
-            yield f'{cell}.tier = "{tier}"'
+        for table, keys in rule.says().items():
+            yield from (f'{table}.{key} = "{value}"' for key, value in keys.items())
 
 
 def _commented(loaded: Policy, ignored: list[str], spent: Cost | None) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from offload.policy import Policy, written
-from offload.policy_rules import CELLS, Rule, RuleCell
+from offload.policy_rules import CELLS, Rule, RuleCell, RulePrecision
 from offload.policy_tables import Table
 
 __all__ = ["render", "tables"]
@@ -45,6 +45,8 @@ def _rows(name: str) -> Iterator[str]:
         yield _row("match", Rule, Rule.model_fields["match"])
         for cell in CELLS:
             yield _row(f"{cell}.tier", RuleCell, RuleCell.model_fields["tier"])
+        for key, field in RulePrecision.model_fields.items():
+            yield _row(f"precision.{key}", RulePrecision, field)
     else:
         kind = type(getattr(Policy(), name))
         for key, field in kind.model_fields.items():
