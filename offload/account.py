@@ -38,6 +38,9 @@ class Account:
     def __init__(self) -> None:
         self.bus = Bus()
         self._levels: dict[tuple[str, str], int] = {}
+        #: By category on tier: what is held, and the most since ``begin_peaks``.
+        self._sums: dict[str, int] = {}
+        self._peaks: dict[str, int] = {}
         self._on_device: dict[int, tuple[weakref.ref[Any], str, str]] = {}
         self._change = threading.Lock()
         self._closed = False
@@ -64,10 +67,26 @@ class Account:
             if alive is not None:
                 self.bus.hold(what, owner, alive)
 
+    def held(self, category: str, tier: Tier) -> tuple[int, int]:
+        """Bytes of a category on a tier: now, and at most since ``begin_peaks``; on the device only what is there now."""
+        what = f"{category} on {tier.value}"
+        if tier is Tier.DEVICE:
+            alive = [storage() for storage, named, _ in tuple(self._on_device.values()) if named == what]
+            nbytes = sum(storage.nbytes() for storage in alive if storage is not None)
+            return nbytes, nbytes
+        with self._change:
+            return self._sums.get(what, 0), self._peaks.get(what, 0)
+
+    def begin_peaks(self) -> None:
+        """From now on the peaks are new ones."""
+        with self._change:
+            self._peaks = dict(self._sums)
+
     def close(self) -> None:
         """The tiers are given up: nothing is held on them any more, whatever was still to be given back."""
         with self._change:
             levels, self._levels, self._closed = self._levels, {}, True
+            self._sums, self._peaks = {}, {}
             for what, owner in levels:
                 self.bus.counter(what, owner, 0)
 
@@ -84,6 +103,8 @@ class Account:
                 self._levels[what, owner] = level
             else:
                 self._levels.pop((what, owner), None)
+            self._sums[what] = total = self._sums.get(what, 0) + nbytes
+            self._peaks[what] = max(total, self._peaks.get(what, 0))
             if self.bus.active:
                 self.bus.counter(what, owner, level)
 

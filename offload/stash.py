@@ -86,7 +86,7 @@ class Stash:
         self, places: Places, tier: Tier, limits: Limits, bus: Bus, label: Callable[[], str] = lambda: "model"
     ) -> None:
         assert tier is not Tier.DEVICE, "what stays on the device needs no stash"
-        self.limits, self.device = limits, places.device.device
+        self.limits, self.device, self.account = limits, places.device.device, places.budget.account
         self._places, self._tier, self._bus, self._label = places, tier, bus, label
         # The copy on the host is what compute reads: nothing comes back.
         self._reads_away = tier is Tier.HOST and places.device.addresses_host
@@ -218,8 +218,7 @@ class Stash:
         """What could not be put away is lost: better said in this forward than in its backward."""
         failed, self._failed = self._failed, []
         for reference in failed:
-            copy = reference()
-            if copy is not None and copy.lost is not None:
+            if (copy := reference()) is not None and copy.lost is not None:
                 raise TierError(copy.lost)
 
     # Bringing back.
@@ -388,6 +387,10 @@ class Stash:
         while self._departures:
             self._departed(self._departures.pop(0))
         self._sweep()
+
+    def near(self) -> int:
+        """Bytes of copies that are in their own memory still: kept there, or on their way out."""
+        return self._kept_nbytes + sum(one.nbytes for one in self._departures)
 
     def settle(self) -> int:
         """Wait for what is on its way out and give back what is free; the bytes that graphs still keep away."""

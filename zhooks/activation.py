@@ -18,6 +18,7 @@ Note: [What is stashed]
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from offload.saved import Saved
 from offload.stash import Limits, Stash
 from offload.tier import Tier
 from zhooks.flat import Flat
+from zhooks.residual import Residual
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -50,8 +52,8 @@ class Reference:
 class SavedParameters:
     """The saved-tensor hooks of one attachment."""
 
-    def __init__(self, gather: Callable[[Flat], None]) -> None:
-        self._gather = gather
+    def __init__(self, gather: Callable[[Flat], None], bus: Bus) -> None:
+        self._gather, self.residual = gather, Residual(bus)
         self._outer: Pair | None = None
         self._live: dict[int, Flat] = {}
         self._staying: list[Flat] = []
@@ -59,6 +61,11 @@ class SavedParameters:
         self.stash: Stash | None = None
         #: The module entered last, for the names of what is stashed.
         self.where: str = "model"
+
+    @property
+    def kept(self) -> bool:
+        """Whether activations are kept elsewhere than autograd would, or are counted."""
+        return self.stash is not None or self.residual.asked
 
     def watch(self, flats: list[Flat]) -> None:
         """Take over these flats (all of the attachment)."""
@@ -88,16 +95,19 @@ class SavedParameters:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._outer = cast("Pair | None", tuple(outer)) if outer is not None else None
         stash = self.stash if self._outer is None else None
-        if stash is not None:
+        counts = self.residual.counts and self._outer is None
+        if stash is not None or counts:
             self._passing.clear()
             for flat in self._staying:
                 self.live(flat)
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._pair(self._outer, stash))
+        count = self.residual.begin(stash, self._passing, self._live) if counts else None
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._pair(self._outer, stash, count))
 
-    def exit(self) -> None:
+    def exit(self, failed: bool) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
+        self.residual.end(failed)
 
-    def _pair(self, outer: Pair | None, stash: Stash | None) -> Pair:
+    def _pair(self, outer: Pair | None, stash: Stash | None, count: Residual | None) -> Pair:
         live, address = self._live, torch._C._storage_address  # type: ignore[attr-defined]
 
         def pack(tensor: Tensor) -> Any:
@@ -112,8 +122,10 @@ class SavedParameters:
             if stash is not None and type(tensor) is Tensor and self._stashes(stash, tensor):
                 saved = stash.put(tensor)
                 if saved is not None:
+                    if count is not None:
+                        count.stashed(stash)
                     return saved
-            return tensor.detach(), tensor._version
+            return tensor.detach(), tensor._version, count and count.keep(tensor)
 
         def unpack(packed: Any) -> Tensor:
             kind = type(packed)
@@ -126,7 +138,7 @@ class SavedParameters:
                 if packed.probe._version != packed.version:
                     raise modified(f"tensor of shape {list(packed.shape)}", packed.probe._version, packed.version)
                 return stash.open(packed)
-            tensor, version = packed
+            tensor, version, _ = packed
             if tensor._version != version:
                 raise modified(f"tensor of shape {list(tensor.shape)}", tensor._version, version)
             return cast(Tensor, tensor)
@@ -153,6 +165,34 @@ class SavedParameters:
             empty = torch.empty(0, dtype=reference.dtype, device=flat.full.device)
             storage = flat.full.untyped_storage()
             return empty.set_(storage, reference.offset, reference.shape, reference.stride)
+
+
+class Counted:
+    """Around a second forward: what it saves goes to the checkpoint that asked for it, and is counted on the way."""
+
+    def __init__(self, around: AbstractContextManager[None], residual: Residual) -> None:
+        self._around, self._residual = around, residual
+        self._pushed = False
+
+    def __enter__(self) -> None:
+        self._around.__enter__()
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is None or not self._residual.counts:
+            return
+        count, save = self._residual.again, outer[0]
+
+        def pack(tensor: Tensor) -> Any:
+            count(tensor)
+            return save(tensor)
+
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, outer[1])
+        self._pushed = True
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._pushed:
+            self._pushed = False
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._around.__exit__(*exc)
 
 
 def modified(what: str, found: int, expected: int) -> RuntimeError:

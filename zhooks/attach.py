@@ -134,9 +134,11 @@ class Attachment(Stateful):
 
     def _keep_activations(self) -> None:
         """What autograd saves stays, goes to its tier or is computed again, as the policy says."""
-        self._runtime.saved.stash = open_stash(self.policy, self._store, self._bus, self._runtime.saved)
+        saved = self._runtime.saved
+        saved.stash = open_stash(self.policy, self._store, self._bus, saved)
+        saved.residual.follow(self.policy.activation, self._comm.tp.axis.world, self.model.buffers)
         again = self.policy.activation.checkpoint == "unit"
-        self._runtime.recompute = Recompute(recomputed(self.model, self._units)) if again else None
+        self._runtime.recompute = Recompute(recomputed(self.model, self._units), saved) if again else None
 
     def _step_over_tiers(self) -> None:
         if self._store is not None:
@@ -292,11 +294,14 @@ class Attachment(Stateful):
             self._runtime.settle()
             reducer.sync = before
 
-    def memory(self) -> memory.MemoryReport:
-        """Bytes this rank holds, what x tier, from the storages that exist, beside the formula."""
-        return memory.report(
-            self._units, self._runtime.reducer, self._comm, self._table, optimizers_of(self.model.parameters())
-        )
+    def memory(self, *, heads: int | None = None) -> memory.MemoryReport:
+        """Bytes this rank holds, what x tier, from the storages that exist, beside the formula.
+
+        Activations are counted from the first call on.  ``heads``: of the attention, where the model's modules do not say.
+        """
+        optimizers = optimizers_of(self.model.parameters())
+        residual = self._runtime.saved.residual.ask(heads)
+        return memory.report(self._units, self._runtime.reducer, self._comm, self._table, optimizers, residual)
 
     def observe(self, observer: Observer) -> Observation:
         """Send the runtime's events to ``observer`` until the returned handle is closed.

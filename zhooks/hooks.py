@@ -71,9 +71,14 @@ class Before:
             self.begins = self._runtime.outermost
         outermost = self._runtime.outermost and (self.begins or not in_backward())
         self._runtime.enter(module, self._units, self._scope, module.training)
-        self._runtime.saved.where = self._scope.name
-        if self._runtime.recompute is not None:
-            self._runtime.recompute.enter(module, args, kwargs)
+        saved, recompute = self._runtime.saved, self._runtime.recompute
+        saved.where = self._scope.name
+        if self._units and saved.residual.counts and not in_backward():
+            saved.residual.entering(module, args, kwargs)
+        if recompute is not None:
+            saved.residual.inputs = True
+            recompute.enter(module, args, kwargs)
+            saved.residual.inputs = False
         if outermost and self._casts.inputs is not None:
             return _floats(args, self._casts.inputs), _floats(kwargs, self._casts.inputs)
         return None

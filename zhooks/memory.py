@@ -8,16 +8,19 @@ Source: ZeRO, arXiv:1910.02054, section 3 (16 Psi; 4 Psi + 12 Psi/N; 2 Psi + 14 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from offload.block import Block, Part
 from offload.tier import Tier
+from zhooks.buffers import buffers
 from zhooks.comm import Comm
 from zhooks.flat import Flat
+from zhooks.memory_rest import Residue, activations, advice, mib, nobodys, notes
 from zhooks.placement import Placement, Table
 from zhooks.reduce import Reducer
+from zhooks.residual import Residual
 from zhooks.sharded import ShardedTensor
 from zhooks.unit import Unit
 
@@ -34,13 +37,27 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes of this rank.  ``rows``: parameter, gradient, optimizer; ``transient``: buffers that come and go."""
+    """Bytes of this rank; ``dataclasses.asdict`` makes plain values of it.
+
+    Attributes:
+        rows: parameter, gradient, optimizer: the model states.
+        transient: buffers that come and go, or wait for their next use.
+        psi, ranks, paper: parameters, ranks, and the paper's figure for them.
+        bounds: the most that the policy lets each kind of buffer hold.
+        residual: activations.
+        rest: what is reserved or resident beyond all that.
+        notes: what the formulas were given, or why there are none; and what to do about what is largest.
+    """
 
     rows: tuple[Row, ...]
     transient: dict[str, int]
     psi: int
     ranks: int
     paper: int
+    bounds: dict[str, int]
+    residual: tuple[Residue, ...]
+    rest: tuple[Residue, ...]
+    notes: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
@@ -51,43 +68,79 @@ class MemoryReport:
     def formula(self) -> int:
         return sum(row.formula for row in self.rows)
 
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Bytes on each tier: model states and buffers now, activations as they were at most."""
+        sums = dict.fromkeys((tier.value for tier in Tier), 0)
+        for row in self.rows:
+            sums[row.tier] += row.nbytes
+        for name, nbytes in self.transient.items():
+            sums[_WHERE.get(name, "device")] += nbytes
+        for residue in self.residual:
+            sums[residue.tier] += max(residue.nbytes or 0, residue.peak or 0)
+        return sums
+
     def __str__(self) -> str:
         lines = [f"{'what':<22}{'tier':<8}{'held':>14}{'by the table':>16}"]
-        lines += [f"{row.what:<22}{row.tier:<8}{_mib(row.nbytes):>14}{_mib(row.formula):>16}" for row in self.rows]
-        lines.append(f"{'sum':<30}{_mib(self.nbytes):>14}{_mib(self.formula):>16}")
-        where = {"staging": "host"}
-        lines += [
-            f"{'+ ' + name:<22}{where.get(name, 'device'):<8}{_mib(size):>14}" for name, size in self.transient.items()
-        ]
+        lines += [f"{row.what:<22}{row.tier:<8}{mib(row.nbytes):>14}{mib(row.formula):>16}" for row in self.rows]
+        lines.append(f"{'sum':<30}{mib(self.nbytes):>14}{mib(self.formula):>16}")
+        for name, nbytes in self.transient.items():
+            bound = f"<= {mib(self.bounds[name])}" if name in self.bounds else ""
+            lines.append(f"{'+ ' + name:<22}{_WHERE.get(name, 'device'):<8}{mib(nbytes):>14}{bound:>16}".rstrip())
+        lines.append(f"{'residual':<22}{'tier':<8}{'held':>14}{'by the formula':>16}{'at most':>14}")
+        for row in (*self.residual, *self.rest):
+            figures = f"{mib(row.nbytes):>14}{mib(row.formula):>16}{mib(row.peak):>14}"
+            lines.append(f"{row.what:<22}{row.tier:<8}{figures}")
+        tiers = ", ".join(f"{tier} {mib(nbytes)}" for tier, nbytes in self.by_tier.items() if nbytes)
+        lines.append(f"in all, with activations at most: {tiers or 'nothing'}")
         lines.append(
             f"{self.psi:,} parameters over {self.ranks} rank(s); the ZeRO paper's figure for mixed precision with "
-            f"Adam: {_mib(self.paper)}"
+            f"Adam: {mib(self.paper)}"
         )
-        return "\n".join(lines)
+        return "\n".join((*lines, *self.notes))
 
 
 def report(
-    units: Sequence[Unit], reducer: Reducer, comm: Comm, table: Table, optimizers: Sequence[torch.optim.Optimizer]
+    units: Sequence[Unit],
+    reducer: Reducer,
+    comm: Comm,
+    table: Table,
+    optimizers: Sequence[torch.optim.Optimizer],
+    residual: Residual,
 ) -> MemoryReport:
     """Measure now; see ``MemoryReport``."""
     flats = [flat for unit in units for flat in unit.flats]
-    rows = [
+    rows = (
         *_rows("parameter", [(flat.kind.tiers.parameter, _parameter(flat)) for flat in flats]),
-        *_rows("gradient", [(flat.kind.tiers.gradient, cell) for flat, cell in _gradients(flats)]),
+        *_rows("gradient", [(flat.kind.tiers.gradient, cell) for flat, cell in _gradients(flats, reducer)]),
         *_rows("optimizer", [(flat.kind.tiers.optimizer, _optimizer(flat, optimizers)) for flat in flats]),
-    ]
-    transient = {
-        "gathered units": sum(_nbytes(flat.full) for flat in flats if flat.releasable and flat.full is not None),
-        "partial gradients": _partials(flats, reducer),
-        "idle buffers": reducer.pool.nbytes,
-        "message rings": comm.nbytes,
-    }
-    store = next((flat.store for flat in flats if flat.store is not None), None)
-    if store is not None:
-        transient["staging"] = store.staging.used
-    psi = sum(flat.layout.numel for flat in flats)
-    ranks = flats[0].layout.world
-    return MemoryReport(tuple(rows), transient, psi, ranks, paper_bytes(psi, ranks, table))
+    )
+    gathered = sum(_nbytes(flat.full) for flat in flats if flat.releasable and flat.full is not None)
+    held = buffers(flats, reducer, comm)
+    transient = {"gathered units": gathered} | {name: buffer.now for name, buffer in held.items()}
+    bounds = {name: buffer.most for name, buffer in held.items()}
+    psi, ranks = sum(flat.layout.numel for flat in flats), flats[0].layout.world
+    paper = paper_bytes(psi, ranks, table)
+    seen = MemoryReport(rows, transient, psi, ranks, paper, bounds, tuple(activations(residual)), (), ())
+    advised = advice(_on_device(seen), residual.terms) if residual.counted else None
+    return replace(
+        seen,
+        rest=tuple(nobodys(flats[0].kind.device, seen.by_tier)),
+        notes=(*notes(residual), *([advised] if advised else [])),
+    )
+
+
+_MANY = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer states"}
+#: Buffers that lie elsewhere than on the device.
+_WHERE = {"staging": "host", "message rings": "host"}
+
+
+def _on_device(seen: MemoryReport) -> dict[str, int]:
+    """What holds how much of the device."""
+    held = {name: nbytes for name, nbytes in seen.transient.items() if name not in _WHERE}
+    held |= {_MANY[row.what]: row.nbytes for row in seen.rows if row.tier == "device"}
+    most = sum(max(row.nbytes or 0, row.peak or 0) for row in seen.residual if row.tier == "device")
+    return held | {"activations": most}
 
 
 Cell = tuple[int, int]
@@ -138,8 +191,8 @@ def _optimizer(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
     return held + states, formula + by_layout
 
 
-def _gradients(flats: Sequence[Flat]) -> Iterator[tuple[Flat, Cell]]:
-    """Storages and blocks behind the parameters' ``.grad``, each counted once."""
+def _gradients(flats: Sequence[Flat], reducer: Reducer) -> Iterator[tuple[Flat, Cell]]:
+    """Storages and blocks behind the parameters' ``.grad``, each counted once, and those kept for the next backward."""
     seen: set[int] = set()
     for flat in flats:
         with torch._C.DisableTorchFunctionSubclass():
@@ -150,8 +203,23 @@ def _gradients(flats: Sequence[Flat]) -> Iterator[tuple[Flat, Cell]]:
                 owner, nbytes = _owner(grad)
                 held += 0 if owner in seen else nbytes
                 seen.add(owner)
+        for owner, nbytes in _kept(flat, reducer):
+            held += 0 if owner in seen else nbytes
+            seen.add(owner)
         some = any(grad is not None for grad in grads)
         yield flat, (held, flat.shard_numel * flat.kind.master.itemsize if some else 0)
+
+
+def _kept(flat: Flat, reducer: Reducer) -> Iterator[Cell]:
+    """Identity and size of the memory that a flat's gradients are put in, also while no parameter claims one."""
+    gradient = reducer.gradients.get(flat.number)
+    if gradient is None:
+        return
+    if gradient.block is not None:
+        yield id(gradient.block), gradient.block.nbytes
+    if gradient._shard is not None:
+        storage = gradient._shard.untyped_storage()
+        yield storage._cdata, storage.nbytes()
 
 
 def _owner(tensor: ShardedTensor) -> Cell:
@@ -161,15 +229,6 @@ def _owner(tensor: ShardedTensor) -> Cell:
         return id(at.block), at.block.nbytes
     storage = at.untyped_storage()
     return storage._cdata, storage.nbytes()
-
-
-def _partials(flats: Sequence[Flat], reducer: Reducer) -> int:
-    total = 0
-    for flat in flats:
-        gradient = reducer.gradients.get(flat.number)
-        if gradient is not None and gradient.partial is not None and gradient.partial is not gradient._shard:
-            total += _nbytes(gradient.partial)
-    return total
 
 
 def _states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
@@ -190,6 +249,3 @@ def _states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
     rest = sum(block.nbytes for block in blocks.values())
     return held + rest, formula + sum(flat.shard_numel * block.dtype.itemsize for block in blocks.values())
 
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.2f} MiB"

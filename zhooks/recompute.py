@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.errors import CapabilityError
-from zhooks.activation import modified
+from zhooks.activation import Counted, SavedParameters, modified
 from zhooks.flat import Flat
 from zhooks.unit import Unit
 
@@ -134,8 +134,9 @@ class _Open:
 class Recompute:
     """The recomputation of one attachment."""
 
-    def __init__(self, modules: dict[int, tuple[Unit, nn.Module]]) -> None:
+    def __init__(self, modules: dict[int, tuple[Unit, nn.Module]], saved: SavedParameters) -> None:
         self._make = _checkpoint()
+        self._saved = saved
         self._modules = {number: (unit, module, _Buffers(module)) for number, (unit, module) in modules.items()}
         self._open: _Open | None = None
         self._again = False
@@ -171,7 +172,7 @@ class Recompute:
                 self._again = False
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), around
+            return nullcontext(), Counted(around, self._saved.residual)
 
         generator = self._make(run, contexts, given)
         next(generator)

@@ -34,7 +34,7 @@ class Runtime:
 
     def __init__(self, units: Sequence[Unit], reducer: Reducer, bus: Bus, choices: Choices, agree: Agreement) -> None:
         self.bus, self.reducer, self.choices, self.agree = bus, reducer, choices, agree
-        self.saved = SavedParameters(self.backward_use)
+        self.saved = SavedParameters(self.backward_use, bus)
         self.recompute: Recompute | None = None
         self.relaid: bool = False
         self._paths: dict[object, Path] = {}
@@ -115,7 +115,7 @@ class Runtime:
         self._caller = None
         if self._hooked:
             self._hooked = False
-            self.saved.exit()
+            self.saved.exit(failed)
         if self._walk is not None:
             self._end_pass(failed)
 
@@ -140,7 +140,7 @@ class Runtime:
             self._begin_pass(scope, training, grad)
             if grad:
                 self._entries.add(id(module))
-        if grad and (self.releases or self.saved.stash is not None) and id(module) in self._entries:
+        if grad and (self.releases or self.saved.kept) and id(module) in self._entries:
             self._hooked = True
             self.saved.enter()
 
