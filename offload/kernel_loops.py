@@ -30,6 +30,8 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import config, float32, float64, int64, njit, types
 from numba.extending import intrinsic
 
+from offload.rounding import GOLDEN, MIX_ONE, MIX_TWO
+
 __all__ = ["SQUARES_BLOCK", "adam_loop", "lion_loop", "platform_lacks", "sgd_loop", "squares_loop"]
 
 #: Elements whose squares one accumulator takes; a fixed number, so that threads cannot change the sum.
@@ -122,6 +124,36 @@ def _writer(array: str, dtype: torch.dtype | None) -> Any:
     return intrinsic(store)
 
 
+def _noise(builder: Any, place: Any, one: Any, two: Any) -> Any:
+    """Sixteen bits for the element at ``place`` of its parameter: see Note [Noise] in `offload.rounding`."""
+    at, first, second = (builder.trunc(word, _I32) for word in (place, one, two))
+    x = builder.add(builder.mul(at, _I32(GOLDEN)), first)
+    x = builder.mul(builder.xor(x, builder.lshr(x, _I32(16))), _I32(MIX_ONE))
+    x = builder.xor(x, second)
+    x = builder.mul(builder.xor(x, builder.lshr(x, _I32(15))), _I32(MIX_TWO))
+    return builder.and_(builder.xor(x, builder.lshr(x, _I32(16))), _I32(0xFFFF))
+
+
+def _master_writer(dtype: torch.dtype) -> Any:
+    """``store(address, index, value, one, two, start)``: a master; bf16 is rounded stochastically."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, index, value, one, two, start = arguments
+        if dtype is torch.bfloat16:
+            bits, noise = builder.bitcast(value, _I32), _noise(builder, builder.add(start, index), one, two)
+            finite = builder.icmp_unsigned("!=", builder.and_(bits, _I32(0x7F800000)), _I32(0x7F800000))
+            rounded = builder.trunc(builder.lshr(builder.add(bits, noise), _I32(16)), _I16)
+            value = builder.select(finite, rounded, _bf16_bits(builder, value))
+        place = _element(builder, address, index, _STORED[dtype])
+        _belongs(builder, builder.store(value, place, align=dtype.itemsize), "master")
+        return context.get_dummy_value()
+
+    def store(typing: Any, address: Any, index: Any, value: Any, one: Any, two: Any, start: Any) -> Any:
+        return types.void(int64, int64, float32, int64, int64, int64), generate
+
+    return intrinsic(store)
+
+
 def _operation(operands: int, emit: Callable[[Any, Any], Any]) -> Any:
     """A float32 operation that is exactly one LLVM instruction."""
 
@@ -176,9 +208,12 @@ def _claim() -> Any:
 _claimed = _claim()
 
 
-def _compiled(loop: Callable[..., None], addresses: int, scalars: int, **options: Any) -> Loop:
-    """Compile ``loop(begin, end, addresses, scalars)`` into what threads call to do chunks of it until none is left."""
-    given = f"UniTuple(int64, {addresses}), UniTuple(float32, {scalars})"
+def _compiled(loop: Callable[..., None], words: int, scalars: int, **options: Any) -> Loop:
+    """Compile ``loop(begin, end, words, scalars)`` into what threads call to do chunks of it until none is left.
+
+    The words are addresses and, last, what noise comes from: two keys and the place of the first element.
+    """
+    given = f"UniTuple(int64, {words}), UniTuple(float32, {scalars})"
     inner = njit([f"void(int64, int64, {given})"], error_model="numpy", **options)(loop)
 
     def shared(counter: int, chunk: int, numel: int, places: tuple[int, ...], numbers: tuple[float, ...]) -> None:
@@ -193,19 +228,21 @@ def _compiled(loop: Callable[..., None], addresses: int, scalars: int, **options
 
 
 @cache
-def adam_loop(grad: torch.dtype, copy: torch.dtype | None, *, coupled: bool, light: bool) -> Loop:
+def adam_loop(
+    master: torch.dtype, grad: torch.dtype, copy: torch.dtype | None, *, coupled: bool, light: bool
+) -> Loop:
     """Adam and AdamW.  ``coupled``: the decay goes into the gradient; ``light``: 1 - beta1 is below one half.
 
     ``light`` chooses between torch.lerp's two formulas.  Scalars: scale, 1 - lr decay (or 1), decay, 1 - beta1, beta2,
     1 - beta2, sqrt(1 - beta2^t), eps, -lr / (1 - beta1^t).
     """
-    read_p, read_g = _reader("master", torch.float32), _reader("grad", grad)
+    read_p, read_g = _reader("master", master), _reader("grad", grad)
     read_m, read_v = _reader("first", torch.float32), _reader("second", torch.float32)
-    write_p, write_c = _writer("master", torch.float32), _writer("copy", copy)
+    write_p, write_c = _master_writer(master), _writer("copy", copy)
     write_m, write_v = _writer("first", torch.float32), _writer("second", torch.float32)
 
     def loop(begin: int, end: int, places: tuple[int, ...], numbers: tuple[float, ...]) -> None:
-        p, g, m, v, c = places
+        p, g, m, v, c, one, two, start = places
         scale, keep, decay, weight, beta2, rest2, root, eps, size = numbers
         for i in range(begin, end):
             x = read_p(p, i)
@@ -220,26 +257,33 @@ def adam_loop(grad: torch.dtype, copy: torch.dtype | None, *, coupled: bool, lig
             x = x + _div(size * first, _div(_sqrt(second), root) + eps)
             write_m(m, i, first)
             write_v(v, i, second)
-            write_p(p, i, x)
+            write_p(p, i, x, one, two, start)
             write_c(c, i, x)
 
-    return _compiled(loop, addresses=5, scalars=9)
+    return _compiled(loop, words=8, scalars=9)
 
 
 @cache
 def sgd_loop(
-    grad: torch.dtype, copy: torch.dtype | None, *, coupled: bool, buffered: bool, first: bool, nesterov: bool
+    master: torch.dtype,
+    grad: torch.dtype,
+    copy: torch.dtype | None,
+    *,
+    coupled: bool,
+    buffered: bool,
+    first: bool,
+    nesterov: bool,
 ) -> Loop:
     """SGD.  ``coupled``: there is decay; ``buffered``: there is momentum; ``first``: its buffer takes the gradient.
 
     Scalars: scale, decay, momentum, 1 - dampening, -lr.
     """
-    read_p, read_g, read_m = _reader("master", torch.float32), _reader("grad", grad), _reader("first", torch.float32)
-    write_p, write_m = _writer("master", torch.float32), _writer("first", torch.float32)
+    read_p, read_g, read_m = _reader("master", master), _reader("grad", grad), _reader("first", torch.float32)
+    write_p, write_m = _master_writer(master), _writer("first", torch.float32)
     write_c = _writer("copy", copy)
 
     def loop(begin: int, end: int, places: tuple[int, ...], numbers: tuple[float, ...]) -> None:
-        p, g, m, c = places
+        p, g, m, c, one, two, start = places
         scale, decay, factor, rest, size = numbers
         for i in range(begin, end):
             x = read_p(p, i)
@@ -251,34 +295,34 @@ def sgd_loop(
                 write_m(m, i, held)
                 y = _fma(held, factor, y) if nesterov else held
             x = _fma(y, size, x)
-            write_p(p, i, x)
+            write_p(p, i, x, one, two, start)
             write_c(c, i, x)
 
-    return _compiled(loop, addresses=4, scalars=5)
+    return _compiled(loop, words=7, scalars=5)
 
 
 @cache
-def lion_loop(grad: torch.dtype, copy: torch.dtype | None) -> Loop:
+def lion_loop(master: torch.dtype, grad: torch.dtype, copy: torch.dtype | None) -> Loop:
     """Lion (arXiv:2302.06675, algorithm 2).
 
     Scalars: scale, 1 - lr decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr.
     """
-    read_p, read_g, read_m = _reader("master", torch.float32), _reader("grad", grad), _reader("first", torch.float32)
-    write_p, write_m = _writer("master", torch.float32), _writer("first", torch.float32)
+    read_p, read_g, read_m = _reader("master", master), _reader("grad", grad), _reader("first", torch.float32)
+    write_p, write_m = _master_writer(master), _writer("first", torch.float32)
     write_c = _writer("copy", copy)
 
     def loop(begin: int, end: int, places: tuple[int, ...], numbers: tuple[float, ...]) -> None:
-        p, g, m, c = places
+        p, g, m, c, one, two, start = places
         scale, keep, beta1, rest1, beta2, rest2, size = numbers
         for i in range(begin, end):
             y = read_g(g, i) * scale
             held = read_m(m, i)
             x = _fma(_sign(_fma(y, rest1, held * beta1)), size, read_p(p, i) * keep)
             write_m(m, i, _fma(y, rest2, held * beta2))
-            write_p(p, i, x)
+            write_p(p, i, x, one, two, start)
             write_c(c, i, x)
 
-    return _compiled(loop, addresses=4, scalars=7)
+    return _compiled(loop, words=7, scalars=7)
 
 
 @cache
@@ -298,4 +342,4 @@ def squares_loop(grad: torch.dtype) -> Loop:
                 total += value * value
             write(sums, start // SQUARES_BLOCK, total)
 
-    return _compiled(loop, addresses=2, scalars=1, fastmath={"reassoc"})
+    return _compiled(loop, words=2, scalars=1, fastmath={"reassoc"})

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from offload.errors import CapabilityError, LayoutError
 from offload.kernel_threads import share
+from offload.rounding import Noise
 
 if TYPE_CHECKING:
     from offload.kernel_loops import Loop
@@ -93,8 +94,9 @@ def available() -> str | None:
         if lacks is None:
             # Arrays of the standard library: under a fake tensor mode or another default device torch makes no memory.
             master, grad = array("f", [0.0] * 3), array("f", [1.0] * 3)
-            places = (master.buffer_info()[0], grad.buffer_info()[0], 0, 0)
-            plain = _loops().sgd_loop(torch.float32, None, coupled=False, buffered=False, first=False, nesterov=False)
+            places = (master.buffer_info()[0], grad.buffer_info()[0], 0, 0, 0, 0, 0)
+            form = {"coupled": False, "buffered": False, "first": False, "nesterov": False}
+            plain = _loops().sgd_loop(torch.float32, torch.float32, None, **form)
             _run(plain, 3, places, (1.0, 0.0, 0.0, 0.0, -1.0), 1, multiple=_LINE)
             lacks = None if master.tolist() == [-1.0] * 3 else f"a trial update gave {master.tolist()}"
     # Whatever numba, llvmlite or the dynamic linker raises is the reason asked for.
@@ -112,18 +114,21 @@ def adam(
     *,
     copy: Tensor | None = None,
     scale: float = 1.0,
+    noise: Noise | None = None,
     threads: int | None = None,
 ) -> None:
     """Update ``master`` and both moments in place, and round the new master into ``copy``.
 
     Args:
         how: the step's numbers.
-        master: fp32 parameters; like all of these 1-D [numel], contiguous, on the CPU, overlapping none of the others.
+        master: fp32 parameters, or bf16 ones with ``noise``; like all of these 1-D [numel], contiguous, on the CPU,
+            overlapping none of the others.
         grad: fp32, bf16 or fp16; only read.
         exp_avg: fp32.
         exp_avg_sq: fp32.
         copy: bf16 or fp16; only written.
         scale: the gradient is multiplied by it first, in fp32: unscaling and clipping in one factor.
+        noise: where ``master`` is bf16, and only there: the result is rounded stochastically (`offload.rounding`).
         threads: at most so many; default torch.get_num_threads(). The bits do not depend on it.
     Raises:
         LayoutError: a tensor is not as said above; nothing has been written.
@@ -131,7 +136,7 @@ def adam(
     """
     assert how.step >= 1, "steps count from 1"
     tensors = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
-    _check("adam", tensors)
+    _check("adam", tensors, noise)
     coupled = how.weight_decay != 0 and not how.decoupled
     # torch.lerp compares the weight as fp32.
     light = abs(_fp32(1 - how.beta1)) < 0.5
@@ -147,7 +152,8 @@ def adam(
         -(how.lr / (1 - how.beta1**how.step)),
     )
     dtype = None if copy is None else copy.dtype
-    _update(lambda loops: loops.adam_loop(grad.dtype, dtype, coupled=coupled, light=light), tensors, scalars, threads)
+    form = {"coupled": coupled, "light": light}
+    _update(lambda loops: loops.adam_loop(master.dtype, grad.dtype, dtype, **form), tensors, scalars, threads, noise)
 
 
 def sgd(
@@ -158,6 +164,7 @@ def sgd(
     *,
     copy: Tensor | None = None,
     scale: float = 1.0,
+    noise: Noise | None = None,
     threads: int | None = None,
 ) -> None:
     """Update ``master`` and the momentum buffer in place, and round the new master into ``copy``.
@@ -166,7 +173,7 @@ def sgd(
     as in `adam`.
     """
     tensors = {"master": master, "grad": grad, "momentum": momentum, "copy": copy}
-    _check("sgd", tensors)
+    _check("sgd", tensors, noise)
     buffered = how.momentum != 0
     if buffered != (momentum is not None):
         found = "none" if momentum is None else "one"
@@ -184,7 +191,7 @@ def sgd(
     dtype = None if copy is None else copy.dtype
     form = {"coupled": how.weight_decay != 0, "buffered": buffered}
     form |= {"first": buffered and how.first, "nesterov": buffered and how.nesterov}
-    _update(lambda loops: loops.sgd_loop(grad.dtype, dtype, **form), tensors, scalars, threads)
+    _update(lambda loops: loops.sgd_loop(master.dtype, grad.dtype, dtype, **form), tensors, scalars, threads, noise)
 
 
 def lion(
@@ -195,11 +202,12 @@ def lion(
     *,
     copy: Tensor | None = None,
     scale: float = 1.0,
+    noise: Noise | None = None,
     threads: int | None = None,
 ) -> None:
     """Update ``master`` and the moment in place, and round the new master into ``copy``; arguments as in `adam`."""
     tensors = {"master": master, "grad": grad, "exp_avg": exp_avg, "copy": copy}
-    _check("lion", tensors)
+    _check("lion", tensors, noise)
     scalars = (
         scale,
         1 - how.lr * how.weight_decay,
@@ -210,7 +218,7 @@ def lion(
         -how.lr,
     )
     dtype = None if copy is None else copy.dtype
-    _update(lambda loops: loops.lion_loop(grad.dtype, dtype), tensors, scalars, threads)
+    _update(lambda loops: loops.lion_loop(master.dtype, grad.dtype, dtype), tensors, scalars, threads, noise)
 
 
 def squares(grad: Tensor, *, threads: int | None = None) -> float:
@@ -252,13 +260,14 @@ def _fp32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def _check(kernel: str, tensors: Mapping[str, Tensor | None]) -> None:
+def _check(kernel: str, tensors: Mapping[str, Tensor | None], noise: Noise | None = None) -> None:
     """Raise LayoutError unless all tensors are as `adam` says."""
     numel = next(tensor.numel() for tensor in tensors.values() if tensor is not None)
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        allowed = {"grad": _GRADS, "copy": _COPIES}.get(name, (torch.float32,))
+        masters = (torch.float32 if noise is None else torch.bfloat16,)
+        allowed = {"master": masters, "grad": _GRADS, "copy": _COPIES}.get(name, (torch.float32,))
         wrong = _wrong(tensor, numel, allowed)
         if wrong is not None:
             raise LayoutError(f"{kernel} {name}: {wrong}.")
@@ -302,13 +311,15 @@ def _update(
     tensors: Mapping[str, Tensor | None],
     scalars: tuple[float, ...],
     threads: int | None,
+    noise: Noise | None,
 ) -> None:
     """Run the loop that ``choose`` picks over all elements, and tell autograd what was written."""
     given = [tensor for tensor in tensors.values() if tensor is not None]
     numel = given[0].numel()
     # A fake tensor has no elements to update; that it was written is all that can be known of it.
     if numel > 0 and not any(isinstance(tensor, FakeTensor) for tensor in given):
-        places = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors.values())
+        words = (0, 0, 0) if noise is None else (noise.one, noise.two, noise.start)
+        places = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors.values()), *words)
         _run(choose(_ready()), numel, places, scalars, threads, multiple=_LINE)
     torch.autograd.graph.increment_version(
         [tensor for name, tensor in tensors.items() if tensor is not None and name != "grad"]

@@ -252,7 +252,9 @@ class Policy(Table):
         cells = (self.parameter, self.gradient, self.optimizer, self.activation)
         ruled = (tier for rule in self.rule for tier in rule.tiers().values())
         moved = any(tier != "device" for tier in (*(cell.tier for cell in cells), *ruled))
-        return moved or self.optimizer.kernel != "torch" or self.optimizer.compute != "device" or self.optimizer.overlap
+        chosen = self.optimizer
+        own = chosen.kernel != "torch" or chosen.compute != "device" or chosen.overlap or chosen.rounding != "nearest"
+        return moved or own
 
     def values(self) -> dict[str, Any]:
         """Every key that is set, defaults included, as plain values that `of` takes back to an equal policy."""

@@ -76,13 +76,20 @@ class Cost:
 def cost(policy: Policy, numel: int, ranks: int) -> Cost:
     """The cost of ``policy`` on each of ``ranks`` for a model of ``numel`` fp32 parameters trained with Adam.
 
+    With ``rounding = "stochastic"`` the parameters are bf16, and nothing of them is kept in fp32.
+
     Rules are left out: which parameters they match only a model can tell.
     """
     half = policy.precision.param in ("bf16", "fp16")
     # The 16-bit copy is apart from the masters where every rank has it whole, and where the two rest on tiers.
     apart = half and (policy.partition("parameter") == "replicate" or _placed(policy))
     master = f"fp32 {'masters and ' if apart else ''}"
+    narrow = policy.optimizer.rounding == "stochastic"
     size = {
+        "parameter": (_HALF_NBYTES, "bf16 parameters"),
+        "gradient": (_HALF_NBYTES, "bf16 gradients"),
+        "optimizer": (_STATES_NBYTES, "fp32 moments"),
+    } if narrow else {
         "parameter": (_HALF_NBYTES, f"{policy.precision.param} copy") if apart else (_MASTER_NBYTES, "fp32 parameters"),
         "gradient": (_MASTER_NBYTES, "fp32 gradients"),
         "optimizer": (_STATES_NBYTES + _MASTER_NBYTES * apart, f"{master}moments"),

@@ -148,6 +148,20 @@ class Optimizer(Placed):
         does="Updates a unit in backward, as soon as its gradients are reduced.",
         why="A later clip, unscale or second backward of the step could not be honoured.",
     )
+    rounding: Literal["nearest", "stochastic"] = words(
+        "nearest",
+        expected='"nearest" or "stochastic"',
+        does="How updates of parameters that rest in bf16 are rounded; stochastic updates them in fp32, states included.",
+        why="nearest is what torch does; it loses updates below half a unit in the last place, which stochastic keeps.",
+    )
+    seed: int = words(
+        0,
+        expected="an integer from 0 to 2**63 - 1",
+        does="The seed of stochastic rounding.",
+        why="Any will do; the same one rounds the same way, on every tier and over any number of ranks.",
+        ge=0,
+        lt=1 << 63,
+    )
 
 
 class Activation(Table):

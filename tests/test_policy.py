@@ -38,6 +38,8 @@ tier = "disk"
 kernel = "numba"
 compute = "host"
 overlap = true
+rounding = "stochastic"
+seed = 11
 [activation]
 tier = "host"
 checkpoint = "unit"
@@ -159,6 +161,7 @@ def test_every_key_of_a_file_arrives(write: Write) -> None:
     assert policy.schedule.model_dump() == {"reshard_after_forward": False, "prefetch": 3, "max_reductions": 4}
     assert policy.optimizer.model_dump() == {
         "partition": "shard", "tier": "disk", "kernel": "numba", "compute": "host", "overlap": True,
+        "rounding": "stochastic", "seed": 11,
     }  # fmt: skip
     assert policy.activation.model_dump() == {
         "tier": "host", "checkpoint": "unit", "min_bytes": 64 << 10, "keep": 1 << 30,
@@ -335,6 +338,8 @@ VALUES = some(
         kernel=st.sampled_from(["torch", "numba"]),
         compute=st.sampled_from(["device", "host"]),
         overlap=st.booleans(),
+        rounding=st.sampled_from(["nearest", "stochastic"]),
+        seed=st.integers(0, 2**63 - 1),
     ),
     activation=some(tier=TIERS, checkpoint=st.sampled_from(["none", "unit"]), min_bytes=SIZES, keep=SIZES),
     host=some(pin=TOGGLES, slab=st.integers(4096, 2**62)),
@@ -463,6 +468,7 @@ def test_the_last_rule_that_says_a_dtype_decides_it_key_by_key() -> None:
         {"optimizer": {"kernel": "numba"}},
         {"optimizer": {"compute": "host"}},
         {"optimizer": {"overlap": True}},
+        {"optimizer": {"rounding": "stochastic"}},
         {"rule": [{"match": "*", "optimizer.tier": "disk"}]},
     ],
 )

@@ -50,6 +50,7 @@ from zhooks.pool import Pool
 from zhooks.recompute import Recompute, recomputed
 from zhooks.reduce import Reducer, make_node
 from zhooks.registries import Registries
+from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime
 from zhooks.schedule import Choices
 from zhooks.tiers import change_store, check_change, kept_budget, open_stepper, open_store
@@ -106,6 +107,7 @@ class Attachment(Stateful):
         self._ground = Ground(policy, self._table, comm, self._pool, self._bus, materializer.sync)
         self._store: Store | None = None
         self._stepper: Stepper | None = None
+        self._rounding = Rounding(policy.optimizer.seed)
         self._optimizer = optimizer
         self._registries = Registries()
         self._units: list[Unit] = []
@@ -142,7 +144,9 @@ class Attachment(Stateful):
 
     def _step_over_tiers(self) -> None:
         if self._store is not None:
-            self._stepper = open_stepper(self.policy, self._store, self._bus, self._units, self._runtime)
+            self._stepper = open_stepper(
+                self.policy, self._store, self._bus, self._units, self._runtime, self._rounding
+            )
 
     def _build(self, materializer: Materializer) -> int | None:
         """Shard the model; returns the bytes of gathered units that may stay between forward and backward."""
@@ -227,6 +231,7 @@ class Attachment(Stateful):
         if chosen.tiered or self._store is not None:
             self._store = change_store(self._store, chosen, device, self._units, table, self._comm, self._bus)
         self.policy, self._table = chosen, table
+        self._rounding.seed = chosen.optimizer.seed
         if self._stepper is not None:
             self._stepper.close()
         self._step_over_tiers()

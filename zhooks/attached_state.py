@@ -21,6 +21,7 @@ from zhooks.build import optimizers_of
 from zhooks.comm import Comm
 from zhooks.flat import Flat
 from zhooks.optim import Stepper
+from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime
 from zhooks.unit import Unit
 
@@ -36,6 +37,7 @@ class Stateful:
     _bus: Bus
     _optimizer: torch.optim.Optimizer | None
     _stepper: Stepper | None
+    _rounding: Rounding
 
     @contextmanager
     def gathered(self, *parameters: Tensor, write: bool = False) -> Iterator[list[Tensor]]:
@@ -79,7 +81,7 @@ class Stateful:
 
         ``folder`` becomes the new checkpoint in one rename once every rank has written and synced its file; an earlier one
         there stays loadable until then.  Saved: parameters, gradients held, optimizer states and options, buffers, random
-        states (torch, python, numpy).  Nothing is pickled.
+        states (torch, python, numpy, stochastic rounding).  Nothing is pickled.
 
         Args:
             folder: on a file system all hosts share; absent, empty, or an earlier checkpoint.
@@ -126,5 +128,5 @@ class Stateful:
         about = {"stage": self.policy.stage, "table": dict(self.policy.table())}
         reducer = self._runtime.reducer
         return sharded_checkpoint.Live(
-            self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, landed
+            self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, landed, self._rounding
         )

@@ -192,6 +192,10 @@ def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | 
         for saved, group in zip(shared["groups"], optimizer.state_dict()["param_groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for index, entry in state.items():
+        # torch has cast them to the parameter's dtype: of a bf16 one that is rounded stochastically they are fp32.
+        wide = {key: value for key, value in entry.items() if isinstance(value, ShardedTensor)}
+        optimizer.state[order[index]].update(wide)
 
 
 def _dtype_of(comm: Comm, tensors: Sequence[Any], flat: Flat) -> torch.dtype:

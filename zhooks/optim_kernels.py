@@ -7,7 +7,7 @@ back to another kernel by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from offload import kernels
 from offload.errors import ShardedOpError
 from offload.pages import aligned
+from offload.rounding import Noise
 from offload.tier import Tier
 from zhooks.flat import Flat
 from zhooks.optim import Job
+from zhooks.rounding import Rounding
 from zhooks.sharded import ShardedTensor
 
 __all__ = ["Numba"]
@@ -35,10 +37,8 @@ class Rule(Protocol):
     def begin(self, group: dict[str, Any], state: dict[str, Any]) -> object:
         """The numbers of one parameter's step, counters moved on; equal for parameters that may share a pass."""
 
-    def run(
-        self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None, scale: float
-    ) -> None:
-        """One pass; the gradient counts ``scale`` times."""
+    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], more: Any) -> None:
+        """One pass; ``more``: the kernels' ``copy``, ``scale`` and ``noise``."""
 
 
 class AdamRule:
@@ -66,11 +66,9 @@ class AdamRule:
             maximize=bool(group["maximize"]),
         )
 
-    def run(
-        self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None, scale: float
-    ) -> None:
+    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], more: Any) -> None:
         assert isinstance(how, kernels.Adam)
-        kernels.adam(how, master, grad, states[0], states[1], copy=copy, scale=scale)
+        kernels.adam(how, master, grad, states[0], states[1], **more)
 
 
 class SgdRule:
@@ -90,11 +88,9 @@ class SgdRule:
             first=bool(group["momentum"]) and state.get("momentum_buffer") is None,
         )
 
-    def run(
-        self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None, scale: float
-    ) -> None:
+    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], more: Any) -> None:
         assert isinstance(how, kernels.Sgd)
-        kernels.sgd(how, master, grad, states[0] if states else None, copy=copy, scale=scale)
+        kernels.sgd(how, master, grad, states[0] if states else None, **more)
 
 
 class LionRule:
@@ -107,11 +103,9 @@ class LionRule:
         beta1, beta2 = (float(beta) for beta in group["betas"])
         return kernels.Lion(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
 
-    def run(
-        self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], copy: Tensor | None, scale: float
-    ) -> None:
+    def run(self, how: object, master: Tensor, grad: Tensor, states: Sequence[Tensor], more: Any) -> None:
         assert isinstance(how, kernels.Lion)
-        kernels.lion(how, master, grad, states[0], copy=copy, scale=scale)
+        kernels.lion(how, master, grad, states[0], **more)
 
 
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "capturable": False}
@@ -156,10 +150,11 @@ class Run:
     tensors: list[Tensor]
     numel: int
     last: int
+    noise: Noise | None = None
 
     def takes(self, number: int, how: object, tensors: Sequence[Tensor]) -> bool:
         """The next parameter's ranges follow in the same memory, at the same distance everywhere."""
-        if number != self.last + 1 or how != self.how or len(tensors) != len(self.tensors):
+        if self.noise is not None or number != self.last + 1 or how != self.how or len(tensors) != len(self.tensors):
             return False
         gaps = {mine_to_next(mine, new) for mine, new in zip(self.tensors, tensors, strict=True)}
         if len(gaps) != 1:
@@ -184,21 +179,21 @@ def mine_to_next(mine: Tensor, new: Tensor) -> int | None:
 class Numba:
     """One pass over a flat's range where its parameters share a group and a step, else one a run of neighbours."""
 
-    def __init__(self, place: Tier) -> None:
-        self._place = place
+    def __init__(self, place: Tier, rounding: Rounding | None = None) -> None:
+        self._place, self._rounding = place, rounding
 
     def update(self, optimizer: Optimizer, job: Job) -> bool:
         rule, flat = rule_for(optimizer), job.flat
-        if flat.kind.master is not torch.float32:
+        if flat.kind.master is not torch.float32 and not self._rounds(flat):
             # Before any counter moves: a step that is refused has not happened.
             raise ShardedOpError(
                 f'[optimizer] kernel = "numba": expected fp32 parameters, found {flat.kind.master} in unit {flat.name}. Use '
-                'kernel = "torch", or keep the parameters in fp32 and set [precision] param.'
+                'kernel = "torch", keep the parameters in fp32 and set [precision] param, or set rounding = "stochastic".'
             )
         scale = _left_to_the_kernel(optimizer)
         if scale is None:
             return False
-        copy = None if flat.rest is None else flat.rest.copy
+        copy = None if flat.rest is None or self._rounds(flat) else flat.rest.copy
         store = flat.store
         assert copy is None or store is not None
         target = None if copy is None or store is None else store.fetch(copy, self._place, read=False).wait()
@@ -206,7 +201,7 @@ class Numba:
             for run in self._runs(rule, optimizer, job, target):
                 master, grad, *states = run.whole()
                 kept, rounded = states[: len(states) - (target is not None)], states[-1] if copy else None
-                rule.run(run.how, master, grad, kept, rounded, scale)
+                rule.run(run.how, master, grad, kept, {"copy": rounded, "scale": scale, "noise": run.noise})
         finally:
             if copy is not None and store is not None:
                 copy.touch()
@@ -237,11 +232,26 @@ class Numba:
             written += [sharded, *kept]
             if not tensors[0].numel():
                 continue
-            if not (runs and runs[-1].takes(number, how, tensors)):
+            if self._rounds(flat):
+                runs += self._noisy(flat, number, how, tensors)
+            elif not (runs and runs[-1].takes(number, how, tensors)):
                 runs.append(Run(how, tensors, tensors[0].numel(), number))
         for tensor in written:
             tensor._written()
         return runs
+
+
+    def _rounds(self, flat: Flat) -> bool:
+        """The masters are bf16, and updates of them are rounded stochastically."""
+        return self._rounding is not None and flat.kind.master is torch.bfloat16
+
+    def _noisy(self, flat: Flat, number: int, how: object, tensors: Sequence[Tensor]) -> Iterator[Run]:
+        """One pass a piece of the parameter: noise goes by the place in it."""
+        assert self._rounding is not None
+        noise, first = self._rounding.next(flat.specs[number].name), flat.span(number)[0]
+        for piece in flat.pieces(number):
+            at = slice(piece.local - first, piece.local - first + piece.numel)
+            yield Run(how, [tensor[at] for tensor in tensors], piece.numel, number, noise.at(piece.start))
 
 
 def _left_to_the_kernel(optimizer: Any) -> float | None:
@@ -255,6 +265,9 @@ def _left_to_the_kernel(optimizer: Any) -> float | None:
 def _state(state: dict[str, Any], key: str, flat: Flat, number: int, made: dict[str, Tensor]) -> ShardedTensor:
     """A parameter's state; new ones of a flat lie side by side, so that one pass can cover them."""
     held = state.get(key)
+    if isinstance(held, ShardedTensor) and held.dtype is torch.bfloat16:
+        # A state dict that torch loaded has the parameter's dtype.
+        held = state[key] = ShardedTensor(held._local.float(), held._spec, device=flat.kind.device)
     if held is None:
         if key not in made:
             # Pages of its own: they go back to the system when the states have moved to their tier.

@@ -26,6 +26,7 @@ from zhooks.comm import Comm
 from zhooks.flat import Flat
 from zhooks.reduce import Reducer
 from zhooks.rng import generators
+from zhooks.rounding import Rounding
 from zhooks.sharded import ShardedTensor
 from zhooks.state_tree import Packer
 from zhooks.unit import Unit
@@ -57,6 +58,7 @@ class Live:
     objects: Mapping[str, Any] | None
     about: Mapping[str, Any]
     landed: Callable[[Flat], None] = field(default=_stays)
+    rounding: Rounding | None = None
 
     @property
     def flats(self) -> list[Flat]:
@@ -160,6 +162,7 @@ def contents(live: Live, extra: Mapping[str, Any], first: Mapping[str, str]) -> 
     }
     document["objects"] = {name: packer.pack(one.state_dict(), f"objects[{name!r}]") for name, one in _objects(live).items()}
     document["rng"] = packer.pack(generators(live.devices), "random states")
+    document["rounding"] = {} if live.rounding is None else live.rounding.state()
     document["extra"] = packer.pack(dict(extra), "extra")
     # Wide elements first, so that every tensor of the file is aligned.
     plain = {**packer.tensors, **{buffer_name(name): buffer for name, buffer in own.items()}}

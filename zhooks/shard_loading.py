@@ -71,6 +71,7 @@ class Loading:
     modules: Mapping[str, Any]
     objects: Mapping[str, Any]
     rng: dict[str, Any]
+    rounding: Mapping[str, Any]
     extra: dict[str, Any]
 
     def apply(self) -> None:
@@ -96,6 +97,8 @@ class Loading:
         for states in self.states:
             _finish_optimizer(states, self.live)
         restore(self.rng, self.live.devices)
+        if self.live.rounding is not None and self.rounding:
+            self.live.rounding.restore(self.rounding)
 
     def _flat(self, number: int, flat: Flat) -> None:
         shard = flat.overwritten()
@@ -225,6 +228,7 @@ def check(live: Live, reader: ShardReader, first: ShardReader) -> Loading:
         modules=modules,
         objects=_check_objects(live, document["objects"], unpacker),
         rng=rng,
+        rounding=document.get("rounding", {}),
         extra=unpacker.unpack(document["extra"]),
     )
 

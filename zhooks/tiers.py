@@ -29,6 +29,7 @@ from zhooks.optim import Stepper
 from zhooks.optim_kernels import Numba
 from zhooks.overlap import Overlap
 from zhooks.placement import Placement, Table
+from zhooks.rounding import Rounding, StandIns, check_rounding
 from zhooks.runtime import Runtime
 from zhooks.unit import Unit
 from zhooks.units import Group
@@ -157,6 +158,7 @@ def check_compute(policy: Policy, device: torch.device, groups: Sequence[Group])
     Raises:
         CapabilityError: the kernel cannot run where the policy wants it.
     """
+    check_rounding(policy, groups)
     chosen = policy.optimizer
     if chosen.kernel == "numba":
         lacks = available_kernels()
@@ -215,7 +217,9 @@ def change_store(
     return store
 
 
-def open_stepper(policy: Policy, store: Store, bus: Bus, units: Sequence[Unit], runtime: Runtime) -> Stepper:
+def open_stepper(
+    policy: Policy, store: Store, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding
+) -> Stepper:
     """What steps optimizers over the tiers, listening from now on; ``units`` may change under it."""
     place = Tier.HOST if policy.optimizer.compute == "host" else Tier.DEVICE
     stepper = Stepper(
@@ -230,8 +234,11 @@ def open_stepper(policy: Policy, store: Store, bus: Bus, units: Sequence[Unit], 
     if policy.optimizer.overlap:
         overlap = Overlap(stepper)
         stepper.overlap, runtime.reducer.early = overlap, overlap.early
+    stochastic = rounding if policy.optimizer.rounding == "stochastic" else None
     if policy.optimizer.kernel == "numba":
-        stepper.kernel = Numba(place)
+        stepper.kernel = Numba(place, stochastic)
+    elif stochastic is not None:
+        stepper.kernel = StandIns(stochastic)
     stepper.open()
     return stepper
 
