@@ -30,7 +30,8 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.head = hidden // heads
-        self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
+        # A bias of k shifts all scores of a query alike: its gradient is rounding, which Adam would make steps of.
+        self.q, self.k, self.v = (nn.Linear(hidden, hidden, bias=name != "k") for name in "qkv")
         self.out = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from offload.rooms import Places
 from offload.saved import Saved
 from offload.stash import Limits, Stash
 from offload.tier import Tier
+from zhooks.division import is_divided, part_of, rewrap
 from zhooks.flat import Flat
 from zhooks.residual import Residual
 
@@ -47,6 +48,14 @@ class Reference:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A DTensor that autograd saved: what became of its part, and its DTensorSpec."""
+
+    part: Any
+    spec: Any
 
 
 class SavedParameters:
@@ -111,6 +120,11 @@ class SavedParameters:
         live, address = self._live, torch._C._storage_address  # type: ignore[attr-defined]
 
         def pack(tensor: Tensor) -> Any:
+            if is_divided(tensor):
+                part = part_of(tensor)
+                # Its owner's pair of hooks shall see what autograd saved, but for parameters.
+                if outer is None or live.get(address(part)) is not None:
+                    return Wrapped(pack(part), cast(Any, tensor)._spec)
             flat = live.get(address(tensor)) if type(tensor) is Tensor else None
             # A buffer that a failed gather gave up may have left its address to somebody else.
             if flat is not None and flat.full is not None and address(flat.full) == address(tensor):
@@ -131,6 +145,8 @@ class SavedParameters:
             kind = type(packed)
             if kind is Reference:
                 return self._restore(packed)
+            if kind is Wrapped:
+                return rewrap(unpack(packed.part), packed.spec)
             if outer is not None:
                 return outer[1](packed)
             if kind is Saved:

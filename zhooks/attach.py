@@ -35,7 +35,7 @@ from zhooks.build import (
     scratch_for,
     shard_states,
 )
-from zhooks.checks import check_model, check_optimizer, check_ranks_equal, check_same_model
+from zhooks.checks import check_division, check_model, check_optimizer, check_ranks_equal, check_same_model
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.describe import describe
 from zhooks.held import tell
@@ -73,8 +73,9 @@ def attach(
         model: any module, on the device it shall run on, or built under ``torch.device("meta")``.
         optimizer: needed only when it already holds state; its states are partitioned too.
         policy: a path to a TOML or JSON file, a dict, a ``Policy``, or None (stage 3, everything on the device).
-        mesh: a DeviceMesh with a ``shard`` and optionally a ``replicate`` axis over the whole process group; None is one
-            shard axis over all ranks, or a world of one without a process group.
+        mesh: a DeviceMesh over the whole process group with a ``shard`` (or ``dp``) axis and optionally ``replicate``, ``tp``
+            and ``pp``; parameters that ``parallelize_module`` has made DTensors over ``tp`` are partitioned part by part.
+            None is one shard axis over all ranks, or a world of one without a process group.
         init: called with each module of a meta model to fill its own parameters and buffers.
         sync: broadcast rank 0's parameters and buffers; False verifies by hash that ranks are equal already.
     Returns:
@@ -88,7 +89,9 @@ def attach(
     check_optimizer(model, optimizer)
     # What is trained later must not be made of inference tensors; the first of the two would turn gradients on.
     with torch.inference_mode(False), torch.no_grad():
-        comm = open_comm(resolve(mesh), chosen, device)
+        axes = resolve(mesh)
+        check_division(model, axes.tp)
+        comm = open_comm(axes, chosen, device)
         try:
             return Attachment(model, optimizer, chosen, comm, Materializer(model, device, init, sync))
         except BaseException:
@@ -112,7 +115,7 @@ class Attachment(Stateful):
         self._registries = Registries()
         self._units: list[Unit] = []
         if not materializer.sync:
-            check_ranks_equal(model, comm.world)
+            check_ranks_equal(model, comm)
         spare = self._build(materializer)
         reducer = Reducer(
             comm, self._pool, self._bus, most=policy.schedule.max_reductions, unreduced=self._table.accumulates_unreduced
@@ -151,7 +154,7 @@ class Attachment(Stateful):
     def _build(self, materializer: Materializer) -> int | None:
         """Shard the model; returns the bytes of gathered units that may stay between forward and backward."""
         groups = find_units(self.model, self.policy)
-        check_same_model(groups, self._comm.world)
+        check_same_model(groups, self._comm.stage)
         if self.policy.tiered:
             self._store = open_store(self.policy, materializer.device, groups, self._table, self._comm, self._bus)
             self._ground = replace(self._ground, store=self._store)
@@ -163,7 +166,7 @@ class Attachment(Stateful):
                     build_unit(self.model, group, self._units[-1], self._ground, materializer, scratch)
                     if self._optimizer is not None:
                         shard_states(self._units[-1], self._optimizer)
-            materializer.buffers(self._comm.world)
+            materializer.buffers(self._comm)
             self._charted = chart(self.model, self._units, self.policy)
             spare = kept_budget(self.policy, self._units, self._comm, materializer.device)
         except BaseException:
@@ -275,7 +278,7 @@ class Attachment(Stateful):
         self._pool.clear()
         if self._store is not None:
             self._store.shut()
-        self._comm.world.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
+        self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
         self._comm.close()
         self._bus.counter("communication on host", "message rings", 0)
         return self.model

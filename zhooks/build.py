@@ -24,15 +24,17 @@ from offload.policy import Policy
 from offload.store import Store
 from offload.tier import Tier, Tiers
 from zhooks.comm import CONTROL, Call, Comm
+from zhooks.division import part_of
 from zhooks.flat import Flat
 from zhooks.hooks import rehook
 from zhooks.kind import DTYPES, FLATS, Cut, Kind, Ownership, pieces
 from zhooks.layout import flat_layout
 from zhooks.materialize import Materializer, swap_memory
+from zhooks.mesh import PP, TP
 from zhooks.placement import Table
 from zhooks.pool import Pool, Scratch
-from zhooks.sharded import ShardedTensor, Spec
-from zhooks.unit import Recurrent, Slot, Unit
+from zhooks.sharded import ShardedOverTp, ShardedTensor, Spec, part_numel
+from zhooks.unit import Unit, find_recurrent, find_slots
 from zhooks.units import Group
 
 
@@ -87,7 +89,7 @@ def build_unit(
 def scratch_for(groups: Sequence[Group], ground: Ground, device: torch.device) -> Scratch:
     """Room for the largest group with its padding; none where full buffers stay anyway."""
     world = ground.comm.world.axis.world
-    room = [sum(p.numel() * p.element_size() + 256 for p in group.params.values()) + 256 * world for group in groups]
+    room = [sum(part_numel(p) * p.element_size() + 256 for p in group.params.values()) + 256 * world for group in groups]
     moves = ground.store is not None or (ground.table.gathers_at_use and ground.comm.shard.axis.world > 1)
     return Scratch(max(room) if moves else 0, device)
 
@@ -114,10 +116,10 @@ def _flat(unit: Unit, number: int, kind: Kind, members: Sequence[tuple[str, nn.P
     whole = not table.shards_optimizer
     resident = not table.gathers_at_use and kind.tiers.parameter is Tier.DEVICE
     world = comm.shard.axis.world
-    long = len(members) == 1 and not ground.cut.admits(kind, members[0][1].numel())
+    long = len(members) == 1 and not ground.cut.admits(kind, part_numel(members[0][1]))
     undivided = whole or long or (resident and kind.master == kind.compute)
     layout = flat_layout(
-        [param.numel() for _, param in members],
+        [part_numel(param) for _, param in members],
         world=world,
         itemsize=kind.narrow,
         align_bytes=ground.cut.align_nbytes,
@@ -131,6 +133,7 @@ def _flat(unit: Unit, number: int, kind: Kind, members: Sequence[tuple[str, nn.P
     suffix = "" if not unit.flats else f"#{len(unit.flats)}"
     flat = Flat(f"{unit.name}{suffix}", number, kind, layout, Ownership(whole, resident), comm.shard, ground.pool)
     flat.bus, flat.store = ground.bus, ground.store
+    flat.beside = {TP: comm.tp, PP: comm.pp}
     for index, (name, param) in enumerate(members):
         flat.params.append(param)
         flat.specs.append(Spec(name, param, flat, index, (), kind.device))
@@ -145,7 +148,7 @@ def _place(flat: Flat, scratch: Scratch) -> Tensor:
     full = torch.zeros(numel, dtype=dtype, device=flat.kind.device) if flat.aliased else scratch.zeros(numel, dtype)
     for spec, start, param in zip(flat.specs, flat.layout.starts, flat.params, strict=True):
         if param.device.type == "meta":
-            swap_memory(param, spec.within(full, start))
+            swap_memory(param, spec.wrap(spec.within(full, start)))
     return full
 
 
@@ -153,17 +156,23 @@ def _place(flat: Flat, scratch: Scratch) -> Tensor:
 def _fill(flat: Flat, full: Tensor, ground: Ground) -> None:
     """Move parameters into the full buffer, giving up their own memory one by one, and make ranks equal."""
     for spec, start, param in zip(flat.specs, flat.layout.starts, flat.params, strict=True):
-        place = spec.within(full, start)
-        if param.data_ptr() != place.data_ptr():
-            param.data = place.copy_(param)
+        place, part = spec.within(full, start), part_of(param)
+        if part.data_ptr() != place.data_ptr():
+            part.data = place.copy_(part)
     if ground.sync:
         ground.comm.world.broadcast(Call(CONTROL, "broadcast parameters", flat.name, flat.number), full)
+        if ground.comm.tp.axis.world > 1:
+            for spec, start, numel in zip(flat.specs, flat.layout.starts, flat.layout.numels, strict=True):
+                if spec.place is None and numel:
+                    call = Call(CONTROL, "broadcast over tp", spec.name, flat.number)
+                    ground.comm.tp.broadcast(call, full[start : start + numel])
 
 
 def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     """Make ``param`` the sharded tensor, keeping identity, gradient, hooks and the user's attributes."""
     spec = flat.specs[index]
-    made: Any = nn.Parameter(ShardedTensor(flat.part(index), spec, bound=True), param.requires_grad)
+    kind: Any = ShardedTensor if spec.division is None else ShardedOverTp
+    made: Any = nn.Parameter(kind(flat.part(index), spec, bound=True), param.requires_grad)
     made._bound = True
     for key, value in param.__dict__.items():
         setattr(made, key, value)
@@ -205,34 +214,12 @@ def _drop_hooks(param: Any) -> None:
     param._backward_hooks = param._post_accumulate_grad_hooks = None
 
 
-def find_slots(model: nn.Module, unit: Unit) -> list[Slot]:
-    """Every place in the tree that holds a parameter of ``unit``."""
-    where = {id(param): (f, i) for f, flat in enumerate(unit.flats) for i, param in enumerate(flat.params)}
-    slots = []
-    for module in model.modules():
-        for key, param in module._parameters.items():
-            if id(param) in where:
-                slots.append(Slot(module._parameters, key, *where[id(param)]))
-    return slots
-
-
-def find_recurrent(model: nn.Module, unit: Unit) -> list[Recurrent]:
-    """RNNs rebuild their list of weights from their attributes; it is put back with the sharded parameters."""
-    mine = {id(param) for flat in unit.flats for param in flat.params}
-    found = []
-    for module in model.modules():
-        weights = module.__dict__.get("_flat_weights")
-        if isinstance(weights, list) and any(id(weight) in mine for weight in weights):
-            found.append(Recurrent(module, tuple(weights)))
-    return found
-
-
 # Back to plain.
 
 
 @torch.no_grad()
 def full_values(flat: Flat, shard: Tensor) -> list[Tensor]:
-    """Gather a shard-sized tensor of any dtype; full plain tensors, one a parameter.  Collective."""
+    """Gather a shard-sized tensor of any dtype; plain tensors of the parts, one a parameter.  Collective."""
     shard = shard.to(flat.kind.device)
     if flat.ownership.whole or flat.layout.world == 1:
         full = shard
@@ -263,18 +250,23 @@ def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer]) -> None:
             _plain_states(flat, optimizer)
         grads = [param.grad for param in flat.params]
         held = [isinstance(grad, ShardedTensor) for grad in grads]
-        full_grads = [g.clone() for g in full_values(flat, state_shard(flat, grads))] if any(held) else []
-        values = full_values(flat, flat.shard)
+        full_grads = _as_before(flat, state_shard(flat, grads)) if any(held) else []
+        values = _as_before(flat, flat.shard)
         for index, param in enumerate(flat.params):
             if not isinstance(param, ShardedTensor):
                 continue
-            plain = nn.Parameter(values[index].clone(), param.requires_grad)
+            plain = nn.Parameter(values[index], param.requires_grad)
             _swap_out(flat.specs[index], param, plain)
             if any(held) and held[index]:
                 param.grad = full_grads[index]
         flat.ask = None
         # A forward without a backward left its node, which refers to the flat: a circle that no collector sees.
         flat.end_graph()
+
+
+def _as_before(flat: Flat, shard: Tensor) -> list[Tensor]:
+    """Full values as the model had them: what was a DTensor is one.  Collective."""
+    return [spec.wrap(part.clone()) for spec, part in zip(flat.specs, full_values(flat, shard), strict=True)]
 
 
 def _swap_out(spec: Spec, param: nn.Parameter, plain: nn.Parameter) -> None:
@@ -299,10 +291,10 @@ def state_keys(flat: Flat, optimizer: torch.optim.Optimizer) -> list[str]:
 def _plain_states(flat: Flat, optimizer: torch.optim.Optimizer) -> None:
     for key in state_keys(flat, optimizer):
         states = [optimizer.state.get(param, {}).get(key) for param in flat.params]
-        values = full_values(flat, state_shard(flat, states))
+        values = _as_before(flat, state_shard(flat, states))
         for param, state, value in zip(flat.params, states, values, strict=True):
             if isinstance(state, ShardedTensor):
-                optimizer.state[param][key] = value.clone()
+                optimizer.state[param][key] = value
 
 
 def shard_states(unit: Unit, optimizer: torch.optim.Optimizer) -> None:
@@ -371,7 +363,7 @@ def relay_unit(
         unit.flats.append(flat)
     specs = {id(param): spec for flat in unit.flats for param, spec in zip(flat.params, flat.specs, strict=True)}
     for param, owner, key, value in carried:
-        moved = ShardedTensor(specs[id(param)].take(value).clone(), specs[id(param)])
+        moved = ShardedTensor(specs[id(param)].pick(value).clone(), specs[id(param)])
         if owner is None:
             param.grad = moved
         else:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from zhooks.build import full_values, state_keys, state_shard
 from zhooks.comm import CONTROL, Call, Comm
+from zhooks.division import Division, is_divided, part_of, whole_of
 from zhooks.flat import Flat
 from zhooks.runtime import Runtime
 from zhooks.sharded import ShardedTensor
@@ -28,26 +29,35 @@ SAFETENSORS = {
 }  # fmt: skip
 
 
-def _first(comm: Comm) -> bool:
-    return comm.world.axis.rank == 0
+def first(comm: Comm) -> bool:
+    """This rank gives and gets full state: the first of all that attached the model."""
+    return comm.stage.axis.rank == 0
+
+
+def whole_values(flat: Flat, shard: Tensor) -> list[Tensor]:
+    """Gather a shard-sized tensor of any dtype; global plain tensors, one a parameter.  Collective."""
+    return [spec.whole(part) for spec, part in zip(flat.specs, full_values(flat, shard), strict=True)]
 
 
 @torch.no_grad()
 def full_state(model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """See ``Attachment.state_dict``."""
-    first = _first(comm)
+    wanted = first(comm)
     values: dict[int, Tensor] = {}
     states: dict[int, dict[str, Tensor]] = {}
     for flat in flats_of(units):
-        for param, value in zip(flat.params, full_values(flat, flat.shard), strict=True):
-            if first:
+        for param, value in zip(flat.params, whole_values(flat, flat.shard), strict=True):
+            if wanted:
                 values[id(param)] = value.to("cpu", copy=True)
         for key in [] if optimizer is None else state_keys(flat, optimizer):
             shards = [optimizer.state.get(param, {}).get(key) for param in flat.params]  # type: ignore[union-attr]
-            for param, value, held in zip(flat.params, full_values(flat, state_shard(flat, shards)), shards, strict=True):
-                if first and held is not None:
+            for param, value, held in zip(flat.params, whole_values(flat, state_shard(flat, shards)), shards, strict=True):
+                if wanted and held is not None:
                     states.setdefault(id(param), {})[key] = value.to("cpu", copy=True)
-    if not first:
+    for buffer in model.buffers():
+        if is_divided(buffer):
+            values[id(buffer)] = whole_of(buffer).to("cpu", copy=True)
+    if not wanted:
         return {}
     out: dict[str, Any] = {"model": _model_state(model, values)}
     if optimizer is not None:
@@ -65,7 +75,7 @@ def _model_state(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
     """The plain model's own state dict, order and aliases included, with full values."""
     state = dict(model.state_dict(keep_vars=True))
     return {
-        name: values.get(id(tensor), tensor) if isinstance(tensor, nn.Parameter) else _cpu(tensor)
+        name: values[id(tensor)] if id(tensor) in values else tensor if isinstance(tensor, nn.Parameter) else _cpu(tensor)
         for name, tensor in state.items()
     }
 
@@ -91,7 +101,7 @@ def load_full_state(
     """See ``Attachment.load_state_dict``."""
     values, buffers = dict(state.get("model", {})), dict(model.named_buffers())
     problem = ""
-    if _first(comm):
+    if first(comm):
         problem = _mismatch(model, values) if "model" in state else _unwrapped(state)
     agree_problem(comm, problem)
     names = {id(param): name for name, param in model.named_parameters()}
@@ -101,9 +111,12 @@ def load_full_state(
         flat.overwritten().copy_(shard)
         flat.written()
     for name, buffer in buffers.items():
-        if name in values and isinstance(values[name], Tensor):
-            buffer.copy_(values[name])
-        comm.world.broadcast(Call(CONTROL, "load buffer", name), buffer)
+        division, part = Division.of(buffer), part_of(buffer)
+        if division is not None and division.place is not None:
+            whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=part.device)
+            part.copy_(division.cut(_from_first(comm, name, values.get(name), whole)))
+        else:
+            _from_first(comm, name, values.get(name), part)
     if optimizer is not None:
         _load_optimizer(units, comm, state.get("optimizer"), optimizer)
 
@@ -140,23 +153,32 @@ def agree_problem(comm: Comm, problem: str) -> None:
     text = torch.zeros(512, dtype=torch.uint8)
     raw = problem.encode()[:512]
     text[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    comm.world.broadcast(Call(CONTROL, "load", "check"), text)
+    comm.stage.broadcast(Call(CONTROL, "load", "check"), text)
     said = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
     if said:
         raise CheckpointError(said)
 
 
+def _from_first(comm: Comm, name: str, given: Any, whole: Tensor) -> Tensor:
+    """The first rank's value in ``whole`` on every rank; ``given`` is read there alone.  Collective."""
+    if first(comm) and isinstance(given, Tensor):
+        whole.copy_(given)
+    comm.stage.broadcast(Call(CONTROL, "load", name), whole)
+    return whole
+
+
 def _spread(flat: Flat, comm: Comm, tensors: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """Rank 0's full tensors as every rank's range."""
-    full = torch.zeros(flat.layout.padded, dtype=dtype, device=flat.kind.device)
-    if _first(comm):
-        for spec, start, tensor in zip(flat.specs, flat.layout.starts, tensors, strict=True):
+    """Rank 0's full tensors as every rank's range, one parameter in memory at a time."""
+    shard = torch.zeros(flat.shard_numel, dtype=dtype, device=flat.kind.device)
+    for index, (spec, tensor) in enumerate(zip(flat.specs, tensors, strict=True)):
+        if spec.numel:
+            order = torch.zeros(spec.numel, dtype=dtype, device=flat.kind.device)
+            whole = order.as_strided(spec.shape, spec.stride)
             if tensor is not None:
-                spec.within(full, start).copy_(tensor)
-    comm.world.broadcast(Call(CONTROL, "load", flat.name, flat.number), full)
-    if flat.ownership.whole:
-        return full
-    return torch.cat([full[a:b] for a, b in flat.layout.ranges(flat.transport.axis.rank)])
+                whole.copy_(tensor)
+            _from_first(comm, spec.name, None, order)
+            flat.local(index, shard).copy_(spec.take(whole))
+    return shard
 
 
 def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | None, optimizer: torch.optim.Optimizer) -> None:
@@ -166,7 +188,7 @@ def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | 
     source = (packed or {}).get("state", {})
     flat_of = {id(param): (flat, spec) for flat in flats_of(units) for param, spec in zip(flat.params, flat.specs, strict=True)}
     plan: list[tuple[int, str, bool]] = []
-    if _first(comm):
+    if first(comm):
         for index, entry in source.items():
             known = flat_of.get(id(order[index]))
             for key, value in entry.items():
@@ -202,7 +224,7 @@ def _dtype_of(comm: Comm, tensors: Sequence[Any], flat: Flat) -> torch.dtype:
     codes = list(SAFETENSORS)
     known = next((codes.index(tensor.dtype) for tensor in tensors if tensor is not None), 0)
     code = torch.tensor([known], dtype=torch.int64)
-    comm.world.broadcast(Call(CONTROL, "load", flat.name, flat.number), code)
+    comm.stage.broadcast(Call(CONTROL, "load", flat.name, flat.number), code)
     return codes[int(code.item())]
 
 
@@ -215,13 +237,13 @@ def _plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _share_json(comm: Comm, value: Any) -> Any:
-    raw = json.dumps(value).encode() if _first(comm) else b""
+    raw = json.dumps(value).encode() if first(comm) else b""
     size = torch.tensor([len(raw)], dtype=torch.int64)
-    comm.world.broadcast(Call(CONTROL, "load", "size"), size)
+    comm.stage.broadcast(Call(CONTROL, "load", "size"), size)
     text = torch.zeros(int(size.item()), dtype=torch.uint8)
     if raw:
         text.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-    comm.world.broadcast(Call(CONTROL, "load", "plan"), text)
+    comm.stage.broadcast(Call(CONTROL, "load", "plan"), text)
     return json.loads(bytes(text.numpy()))
 
 
@@ -243,7 +265,7 @@ def _share_value(comm: Comm, value: Any) -> Any:
         value.detach().cpu().clone() if is_tensor else torch.zeros(described["shape"], dtype=getattr(torch, described["dtype"]))
     )
     flat = shared.reshape(-1) if shared.dim() else shared.reshape(1)
-    comm.world.broadcast(Call(CONTROL, "load", "value"), flat)
+    comm.stage.broadcast(Call(CONTROL, "load", "value"), flat)
     return flat.reshape(described["shape"])
 
 
@@ -258,7 +280,7 @@ def gathered(
     values: dict[int, Tensor] = {}
     for unit in touched:
         for flat in unit.flats:
-            for param, value in zip(flat.params, full_values(flat, flat.shard), strict=True):
+            for param, value in zip(flat.params, whole_values(flat, flat.shard), strict=True):
                 if id(param) in wanted:
                     values[id(param)] = value.clone()
     missing = [param for param in parameters if id(param) not in values]
@@ -288,6 +310,6 @@ def _write_back(units: Sequence[Unit], comm: Comm, values: dict[int, Tensor]) ->
             value = values.get(id(param))
             if value is None:
                 continue
-            comm.world.broadcast(Call(CONTROL, "write", spec.name, flat.number), value)
+            comm.stage.broadcast(Call(CONTROL, "write", spec.name, flat.number), value)
             flat.local(index, flat.shard).copy_(spec.take(value))
             flat.written()

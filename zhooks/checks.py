@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from offload.errors import AttachError
 from zhooks.build import loose_references, optimizers_of
-from zhooks.comm import CONTROL, Call, Transport
+from zhooks.comm import CONTROL, Call, Comm, Transport
+from zhooks.division import Division, is_divided, part_of
 from zhooks.hooks import Before
+from zhooks.mesh import Axis
 from zhooks.sharded import ShardedTensor
 from zhooks.units import Group
 
@@ -63,7 +65,7 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         )
     if isinstance(param, ShardedTensor):
         raise AttachError(f"parameter {name}: expected a plain parameter, found one of another attachment. Detach that first.")
-    if type(param) is not nn.Parameter:
+    if type(param) is not nn.Parameter and not is_divided(param):
         raise AttachError(
             f"parameter {name}: expected torch.nn.Parameter, found {type(param).__module__}.{type(param).__qualname__}. "
             "Convert tensor subclasses to plain parameters before attach."
@@ -85,6 +87,44 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
             f"parameter {name}: expected no weak references to it, found {weakref.getweakrefcount(param)}. Delete what holds "
             "them (a WeakTensorKeyDictionary, another wrapper) before attach."
         )
+
+
+def check_division(model: nn.Module, tp: Axis) -> None:
+    """Every DTensor must be cut evenly, or whole, over the ``tp`` axis alone.
+
+    Raises:
+        AttachError: one lies over other ranks, or is uneven, or a partial sum.
+    """
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if not is_divided(tensor):
+            continue
+        mesh, placed = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        if mesh.ndim != 1 or ranks != tp.ranks:
+            axes = "" if mesh.mesh_dim_names is None else f" (axes {', '.join(mesh.mesh_dim_names)})"
+            raise AttachError(
+                f"{name}: expected a DTensor over the tp axis of the mesh given to attach, ranks {list(tp.ranks)}, found one "
+                f"over ranks {list(ranks)}{axes}, placed {placed}. Build one mesh with a dp and a tp axis, give "
+                'parallelize_module mesh["tp"] and attach the whole mesh; fully_shard is not needed, attach partitions over dp.'
+            )
+        if not (placed[0].is_replicate() or type(placed[0]) is _shard()):
+            raise AttachError(
+                f"{name}: expected a DTensor placed Shard(dim) or Replicate() over tp, found {placed[0]}. Call "
+                "redistribute() to one of these before attach."
+            )
+        if placed[0].is_shard() and tensor.shape[placed[0].dim] % tp.world:
+            raise AttachError(
+                f"{name}: expected dim {placed[0].dim} of {tuple(tensor.shape)} to divide evenly over {tp.world} tp ranks, "
+                f"found {tensor.shape[placed[0].dim]} elements. Pad it to a multiple of {tp.world}, or leave the module out of "
+                "the plan."
+            )
+
+
+def _shard() -> type:
+    from torch.distributed.tensor import Shard
+
+    return Shard
 
 
 def check_sparse(model: nn.Module) -> None:
@@ -127,7 +167,7 @@ def check_same_model(groups: Sequence[Group], world: Transport) -> None:
     if world.axis.world == 1:
         return
     facts = [
-        (name, f"{number} {name} {tuple(param.shape)} {param.dtype} {param.requires_grad}")
+        (name, f"{number} {name} {tuple(param.shape)} {param.dtype} {param.requires_grad} {getattr(param, 'placements', '')}")
         for number, group in enumerate(groups)
         for name, param in group.params.items()
     ]
@@ -155,19 +195,29 @@ def _text_digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def check_ranks_equal(model: nn.Module, world: Transport) -> None:
-    """With ``sync=False``: every rank's parameters and buffers hash to the same."""
+def check_ranks_equal(model: nn.Module, comm: Comm) -> None:
+    """With ``sync=False``: every rank's parameters and buffers hash to the same, over tp too where it has them whole."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    digests = torch.tensor([_digest(tensor) for _, tensor in named], dtype=torch.int64)
+    apart = {name for name, tensor in named if (division := Division.of(tensor)) is not None and division.place is not None}
+    for ranks, compared in (
+        (comm.world, named),
+        (comm.tp, [(name, tensor) for name, tensor in named if name not in apart]),
+    ):
+        _check_equal(ranks, compared)
+
+
+def _check_equal(ranks: Transport, named: Sequence[tuple[str, Tensor]]) -> None:
+    digests = torch.tensor([_digest(part_of(tensor)) for _, tensor in named], dtype=torch.int64)
     low, high = digests.clone(), digests.clone()
-    world.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), low, "min")
-    world.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), high, "max")
+    if digests.numel():
+        ranks.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), low, "min")
+        ranks.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), high, "max")
     differ = [name for (name, _), a, b in zip(named, low.tolist(), high.tolist(), strict=True) if a != b]
     if differ:
         rest = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise AttachError(
             f"attach(sync=False): expected equal values on every rank, found that {', '.join(differ[:3])}{rest} differ (rank "
-            f"{world.axis.ranks[world.axis.rank]} among them). Use sync=True, or seed every rank alike."
+            f"{ranks.axis.ranks[ranks.axis.rank]} among them). Use sync=True, or seed every rank alike."
         )
 
 

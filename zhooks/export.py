@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import CheckpointError
-from zhooks.build import full_values
-from zhooks.checkpoint import SAFETENSORS, agree_problem, flats_of
+from zhooks.checkpoint import SAFETENSORS, agree_problem, first, flats_of, whole_values
 from zhooks.comm import Comm
+from zhooks.division import whole_of
+from zhooks.together import one_stage_a_path
 from zhooks.unit import Unit
 
 
@@ -77,22 +78,23 @@ def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, path: Path) -
     """See ``Attachment.save_full``.  Tied parameters are written under each name: a strict load succeeds."""
     named = [(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)]
     header, places = _header(named)
-    first = comm.world.axis.rank == 0
-    file = _File(path, header) if first else None
+    one_stage_a_path(comm, "save_full", str(path.absolute()))
+    file = _File(path, header) if first(comm) else None
     agree_problem(comm, file.problem if file is not None else "")
     sharded = set()
     for flat in flats_of(units):
-        for param, value in zip(flat.params, full_values(flat, flat.shard), strict=True):
+        for param, value in zip(flat.params, whole_values(flat, flat.shard), strict=True):
             sharded.add(id(param))
             if file is None:
                 continue
             for offset in places.get(id(param), ()):
                 file.write(offset, value)
+    for tensor in [tensor for _, tensor in named if id(tensor) not in sharded]:
+        whole = whole_of(tensor)
+        if file is not None:
+            for offset in places[id(tensor)]:
+                file.write(offset, whole)
     if file is not None:
-        for _, tensor in named:
-            if id(tensor) not in sharded:
-                for offset in places[id(tensor)]:
-                    file.write(offset, tensor)
         file.commit()
     agree_problem(comm, file.problem if file is not None else "")
 

@@ -10,8 +10,7 @@ Note: [Release]
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 
@@ -26,11 +25,13 @@ from offload.tier import Tier
 from zhooks.comm import CONTROL, DONE, GATHER, Call, Transport, Work
 from zhooks.kind import Kind, Ownership
 from zhooks.layout import Layout, Piece
+from zhooks.mesh import SHARD
 from zhooks.pieces import gather
 from zhooks.pool import Pool
 from zhooks.refusals import too_late
 from zhooks.resting import Resting, reserve
 from zhooks.sharded import ShardedTensor, Spec
+from zhooks.views import Views
 
 
 class State(Enum):
@@ -68,8 +69,9 @@ class Flat:
         self.state = State.RESTING
         self.node: Callable[[Flat], tuple[Tensor, ...]] | None = None
         self.ask: Callable[[Flat, str], None] | None = None
-        self._views: list[Tensor] | None = None
-        self._graph: tuple[Tensor, ...] | None = None
+        self.views = Views(kind, layout, self.specs)
+        # Transports of the other axes, by name, for what is settled over more than the data ranks.
+        self.beside: dict[str, Transport] = {}
         # Updated early in this step (overlap.py), and forwards whose backward is still to come.
         self.spent, self.nodes = False, 0
         self._writes = 0
@@ -111,14 +113,23 @@ class Flat:
         full = torch.empty(self.layout.padded, dtype=tensor.dtype, device=self.kind.device)
         self.transport.all_gather(Call(CONTROL, "full_tensor", tensor._spec.name, self.number), piece, full, self.layout).wait()
         spec = tensor._spec
-        return spec.within(full, self.layout.starts[spec.index]).clone()
+        return spec.whole(spec.within(full, self.layout.starts[spec.index]).clone())
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
-        if self.sharded:
-            self.transport.all_reduce(Call(CONTROL, f"all-reduce {op}", self.name, self.number), tensor, op)
+    def all_reduce(self, tensor: Tensor, op: str, axes: tuple[str, ...] = (SHARD,)) -> None:
+        call = Call(CONTROL, f"all-reduce {op}", self.name, self.number)
+        for axis in axes:
+            if axis != SHARD and axis in self.beside:
+                self.beside[axis].all_reduce(call, tensor, op)
+            elif axis == SHARD and self.sharded:
+                self.transport.all_reduce(call, tensor, op)
 
-    def first(self) -> bool:
-        return self.transport.axis.rank == 0
+    def spans(self, axis: str) -> bool:
+        return axis in self.beside and self.beside[axis].axis.world > 1
+
+    def first(self, axis: str) -> bool:
+        if axis == SHARD:
+            return not self.sharded or self.transport.axis.rank == 0
+        return axis not in self.beside or self.beside[axis].axis.rank == 0
 
     def _ask(self, what: str) -> None:
         if self.ask is not None:
@@ -257,7 +268,7 @@ class Flat:
         if self.state is State.RESTING or not self.releasable:
             return
         self._move("release")
-        self._drop_views()
+        self.views.drop()
         full, self.full = self.full, None
         if full is not None:
             self.pool.give(full)
@@ -270,7 +281,7 @@ class Flat:
             self.rest.sent()
         if self.releasable and self.state is not State.RESTING:
             self.state = State.RESTING
-            self._drop_views()
+            self.views.drop()
             self.full = None
         elif self.state is State.GATHERING:
             self.state, self._version = State.GATHERED, -1
@@ -282,67 +293,30 @@ class Flat:
 
     # Views.
 
-    def values(self) -> list[Tensor] | tuple[Tensor, ...]:
-        """Full plain tensors, one a parameter: nodes of the graph where grad is enabled and the parameters train."""
+    def values(self) -> Sequence[Tensor]:
+        """Full tensors, one a parameter: nodes of the graph where grad is enabled and the parameters train."""
+        assert self.full is not None
         if self.kind.trainable and torch.is_grad_enabled() and self.node is not None:
-            if self._graph is None:
-                self._graph = self.node(self)
-                self.nodes += 1
-            elif self._graph and self._graph[0].untyped_storage()._cdata != self._storage():
-                for view, fresh in zip(self._graph, self.plain_views(), strict=True):
-                    view.data = fresh
-            return self._graph
-        return self.plain_views()
+            return self.views.graph(self.full, self._begin_node)
+        return self.views.shown(self.full)
 
-    def plain_views(self) -> list[Tensor]:
-        """One plain tensor a parameter on the full buffer, the same ones while the buffer stays."""
-        if self._views is None:
-            with torch.inference_mode(False):
-                self._views = self._new_views()
-        return self._views
+    def _begin_node(self) -> tuple[Tensor, ...]:
+        assert self.node is not None
+        made = self.node(self)
+        self.nodes += 1
+        return made
 
     def graph_views(self) -> tuple[Tensor, ...]:
-        """New tensors for a node's outputs; they share the version counters of the plain ones."""
-        return tuple([view.detach() for view in self.plain_views()])
-
-    def _new_views(self) -> list[Tensor]:
-        """New tensors on the full buffer's storage; not views to autograd, so a gather bumps no version they check."""
+        """New tensors for a node's outputs."""
         assert self.full is not None
-        storage, starts = self.full.untyped_storage(), self.layout.starts
-        empty = torch.empty
-        dtype, device = self.kind.compute, self.kind.device
-        return [
-            empty(0, dtype=dtype, device=device).set_(storage, start, spec.shape, spec.stride)
-            for start, spec in zip(starts, self.specs, strict=True)
-        ]
+        return self.views.fresh(self.full)
 
     def end_graph(self) -> None:
         """Backward has used the nodes of this forward: the next one makes its own."""
-        self._graph = None
-
-    def _storage(self) -> int:
-        assert self.full is not None
-        return int(self.full.untyped_storage()._cdata)
+        self.views.end_graph()
 
     def _stale(self) -> None:
-        """The values changed under tensors that autograd may have saved: its own check shall find out."""
-        graph, self._graph = self._graph, None
-        if self._views is not None:
-            torch.autograd.graph.increment_version(self._views)
-        if graph is not None and self.releasable:
-            # Re-pointed to another buffer since, these no longer share a counter with the plain views.
-            torch.autograd.graph.increment_version(graph)
-
-    def _drop_views(self) -> None:
-        self._views = None
-        if self._graph is None:
-            return
-        if any(held(view) for view in self._graph):
-            self._graph = None
-            return
-        nothing = torch.empty(0, dtype=self.kind.compute, device=self.kind.device)
-        for view in self._graph:
-            view.data = nothing
+        self.views.stale(releasable=self.releasable)
 
     def pieces(self, index: int) -> tuple[Piece, ...]:
         if self.ownership.whole:
@@ -394,7 +368,3 @@ class Flat:
         for piece, (start, stop) in zip(self.overwritten().split(lengths), ranges, strict=True):
             piece.copy_(full[start:stop])
 
-
-def held(view: Tensor) -> bool:
-    """Somebody besides the table of views refers to this very tensor (table, loop and call are three references)."""
-    return sys.getrefcount(view) > 4 or view._use_count() > 1  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import torch
 
 from offload.tier import Tier, Tiers
 from zhooks.layout import ALIGN_BYTES
+from zhooks.sharded import part_numel
 
 #: A policy's words for dtypes.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,7 +103,7 @@ def pieces(kinds: Mapping[Kind, Sequence[Member]], cut: Cut) -> Iterator[tuple[K
         piece: list[Member] = []
         size = 0
         for member in members:
-            numel = -(-member[1].numel() // cut.align(kind)) * cut.align(kind)
+            numel = -(-part_numel(member[1]) // cut.align(kind)) * cut.align(kind)
             if not cut.admits(kind, numel):
                 yield kind, [member]
                 continue

@@ -7,13 +7,14 @@ a value: what no initialiser fills is refused by name before anything changes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from offload.errors import AttachError
-from zhooks.comm import CONTROL, Call, Transport
+from zhooks.comm import CONTROL, Call, Comm, Transport
+from zhooks.division import Division, part_of
 from zhooks.units import Group
 
 
@@ -42,14 +43,16 @@ class Materializer:
             if id(module) not in self._done and any(id(p) in wanted for p in module.parameters(recurse=False)):
                 self._fill(module)
 
-    def buffers(self, world: Transport) -> None:
-        """Fill modules that own only buffers, then make all buffers equal to rank 0's."""
+    def buffers(self, comm: Comm) -> None:
+        """Fill modules that own only buffers, then make all buffers equal to rank 0's, tp included where it has them whole."""
         for _, module in self._meta.values():
             if id(module) not in self._done:
                 self._fill(module)
         if self.sync:
             for name, buffer in self.model.named_buffers():
-                self._equal(name, buffer, world)
+                division = Division.of(buffer)
+                apart = division is not None and division.place is not None
+                self._equal(name, part_of(buffer), comm.world if apart else comm.stage)
 
     @torch.no_grad()
     def _equal(self, name: str, buffer: Tensor, world: Transport) -> None:
@@ -60,16 +63,18 @@ class Materializer:
         world.broadcast(Call(CONTROL, "broadcast buffer", name), whole)
         if not torch.equal(whole, buffer):
             owner, _, key = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[key] = whole
+            table = self.model.get_submodule(owner)._buffers
+            division = Division.of(cast(Tensor, table[key]))
+            table[key] = whole if division is None else division.wrap(whole)
 
     def _fill(self, module: nn.Module) -> None:
         self._done.add(id(module))
         for param in module._parameters.values():
             if param is not None and param.device.type == "meta":
-                swap_memory(param, torch.empty_like(param, device=self.device))
+                swap_memory(param, _real(param, self.device))
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
-                module._buffers[key] = torch.empty_like(buffer, device=self.device)
+                module._buffers[key] = _real(buffer, self.device)
         initialise = self._init or self._initialiser(module)
         assert initialise is not None
         with torch.no_grad():
@@ -94,6 +99,12 @@ class Materializer:
 def _is_meta(module: nn.Module) -> bool:
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return any(tensor.device.type == "meta" for tensor in tensors)
+
+
+def _real(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor that has none; what is a DTensor stays one."""
+    division, memory = Division.of(tensor), torch.empty_like(part_of(tensor), device=device)
+    return memory if division is None else division.wrap(memory)
 
 
 def swap_memory(param: nn.Parameter, memory: Tensor) -> None:

@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from zhooks.sharded import Home
+from zhooks.mesh import PP, SHARD, TP
+from zhooks.sharded import Home, Spec
 
 aten = torch.ops.aten
 
 
 class PartialNorm(torch.Tensor):
-    """A scalar, or a vector of them: |x|^p summed (or maximised) over this rank's ranges, still to be combined."""
+    """A scalar, or a vector of them: |x|^p summed (or maximised) over this rank's ranges, still to be combined.
+
+    What all ranks of the tp axis hold alike counts on the first of them, so that every element is summed over both axes.
+    """
 
     _powers: Tensor
     _ord: float
@@ -33,10 +37,10 @@ class PartialNorm(torch.Tensor):
         norm._powers, norm._ord, norm._home = powers, ord, home
         return norm
 
-    def settled(self) -> Tensor:
-        """The norms themselves, the same on every rank.  Collective."""
+    def settled(self, axes: tuple[str, ...] = (SHARD, TP)) -> Tensor:
+        """The norms themselves, the same on every rank of these axes.  Collective."""
         powers = self._powers.clone()
-        self._home.all_reduce(powers, _combination(self._ord))
+        self._home.all_reduce(powers, _combination(self._ord), axes)
         return _root(powers, self._ord).to(self.dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -53,18 +57,21 @@ class PartialNorm(torch.Tensor):
             return PartialNorm(norm._powers, norm._ord, norm._home, norm.dtype)
         if func is aten.linalg_vector_norm.default and _total(args, kwargs):
             norm = args[0]
-            combined = _combine(norm._powers, norm._ord)
-            return PartialNorm(combined, norm._ord, norm._home, norm.dtype).settled()
+            combined = PartialNorm(_combine(norm._powers, norm._ord), norm._ord, norm._home, norm.dtype)
+            # Of a stack, the whole model's; other stages have stacks of their own.
+            return combined.settled((SHARD, TP, PP) if norm.dim() else (SHARD, TP))
         plain = tree_map(lambda value: value.settled() if isinstance(value, PartialNorm) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-def partial_norm(local: Tensor, ord: float, home: Home, dtype: torch.dtype, device: torch.device) -> PartialNorm:
+def partial_norm(local: Tensor, ord: float, spec: Spec, dtype: torch.dtype, device: torch.device) -> PartialNorm:
     """The norm of ``local`` as this rank's part of the whole, on ``device``; an empty range counts for nothing."""
+    home = spec.home
     values = local.to(torch.float32) if local.dtype in (torch.float16, torch.bfloat16) else local
-    if local.numel() == 0:
+    again = spec.place is None and not home.first(TP) and _combination(ord) == "sum"
+    if local.numel() == 0 or again:
         empty = math.inf if ord == -math.inf else 0.0
         return PartialNorm(torch.full((), empty, dtype=values.dtype, device=device), ord, home, dtype)
     norm = torch.linalg.vector_norm(values, ord)
@@ -84,9 +91,9 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _known(norm: Tensor, lead: PartialNorm) -> Tensor:
-    """The norm of a tensor every rank holds whole: only the first rank adds it to a sum."""
+    """The norm of a tensor every rank of a stage holds whole: only the first rank adds it to a sum."""
     power = _power(norm, lead._ord)
-    if _combination(lead._ord) == "sum" and not lead._home.first():
+    if _combination(lead._ord) == "sum" and not (lead._home.first(SHARD) and lead._home.first(TP)):
         return torch.zeros_like(power)
     return power
 

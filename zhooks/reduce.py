@@ -44,7 +44,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, *ctx.reducer.ready(ctx.flat, grads, _accumulates(ctx)))
+        return (None, None, *ctx.reducer.ready(ctx.flat, ctx.flat.views.parts(grads), _accumulates(ctx)))
 
 
 def make_node(reducer: Reducer) -> Callable[[Flat], tuple[Tensor, ...]]:

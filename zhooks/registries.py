@@ -11,7 +11,7 @@ from torch.optim.optimizer import _foreach_supported_types
 import zhooks.sharded_functions
 import zhooks.sharded_ops  # noqa: F401  (both open a door of the sharded tensor)
 from zhooks.layout import Piece
-from zhooks.sharded import ShardedTensor, rebuild
+from zhooks.sharded import KINDS, ShardedTensor, rebuild
 
 _open = 0
 
@@ -28,8 +28,7 @@ class Registries:
         self._held = True
         # Files of sharded tensors stay loadable after detach: the classes are harmless data.
         torch.serialization.add_safe_globals([rebuild, ShardedTensor, Piece])
-        if ShardedTensor not in _foreach_supported_types:
-            _foreach_supported_types.append(ShardedTensor)
+        _foreach_supported_types.extend(kind for kind in KINDS if kind not in _foreach_supported_types)
 
     def close(self) -> None:
         global _open
@@ -37,5 +36,6 @@ class Registries:
             return
         self._held = False
         _open -= 1
-        if _open == 0 and ShardedTensor in _foreach_supported_types:
-            _foreach_supported_types.remove(ShardedTensor)
+        if _open == 0:
+            for kind in KINDS:
+                _foreach_supported_types.remove(kind)

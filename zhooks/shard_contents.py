@@ -23,6 +23,7 @@ from offload.events import Bus
 from offload.shard_file import Entry, digest
 from zhooks.checkpoint import flats_of
 from zhooks.comm import Comm
+from zhooks.division import part_of
 from zhooks.flat import Flat
 from zhooks.reduce import Reducer
 from zhooks.rng import generators
@@ -90,7 +91,7 @@ def buffer_name(name: str) -> str:
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state, each once."""
+    """The buffers that belong to the model's state, each once; of one divided over tp, this rank's part."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -98,7 +99,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
             if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            found[f"{prefix}.{key}" if prefix else key] = buffer
+            found[f"{prefix}.{key}" if prefix else key] = part_of(buffer)
     return found
 
 
@@ -303,7 +304,7 @@ def _state(value: Any, packer: Packer, where: str) -> Any:
 def _buffers(live: Live, first: Mapping[str, str]) -> dict[str, Tensor]:
     """The buffers that go into this file: all of the first rank's, and those of others that differ from them."""
     buffers = buffers_of(live.model)
-    if live.comm.world.axis.rank == 0:
+    if live.comm.stage.axis.rank == 0:
         return buffers
     own = buffer_digests(live.model)
     return {name: buffer for name, buffer in buffers.items() if own[name] != first.get(name)}

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from offload.block import Part
 from offload.errors import ShardedOpError
+from zhooks.division import Division, is_divided, part_of, whole_of
 from zhooks.layout import Piece
+from zhooks.mesh import SHARD
 
 
 class Home(Protocol):
@@ -45,11 +47,14 @@ class Home(Protocol):
     def assemble(self, tensor: ShardedTensor) -> Tensor:
         """The full plain tensor of a derived tensor of this buffer.  Collective."""
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
-        """Combine a small tensor over the ranks that share the buffer."""
+    def all_reduce(self, tensor: Tensor, op: str, axes: tuple[str, ...] = (SHARD,)) -> None:
+        """Combine a small tensor over axes of the mesh; "shard" stands for the ranks that share the buffer, if any do."""
 
-    def first(self) -> bool:
-        """This is the first of those ranks."""
+    def spans(self, axis: str) -> bool:
+        """More than one rank is on ``axis``, tp or pp."""
+
+    def first(self, axis: str) -> bool:
+        """This is the first rank on ``axis``, shard or tp, or holds the same as the first."""
 
     def relay(self) -> None:
         """A parameter was frozen or unfrozen: the layout follows at the next entry."""
@@ -58,11 +63,13 @@ class Home(Protocol):
 class Spec:
     """What all tensors of one parameter's range have in common; replaced ranges reach every one of them.
 
-    ``shape`` and ``stride`` are global; ``pieces`` say which elements, in storage order, this rank holds.
+    ``shape`` and ``stride`` are global; ``part_shape`` and ``part_stride`` are those of what this place on the tp axis has,
+    which the flat buffer holds.  ``pieces`` say which elements of the part, in storage order, this rank owns.
     """
 
     __slots__ = (
-        "__weakref__", "device", "dtype", "home", "hooks", "index", "name", "pieces", "post_hooks", "shape", "stride",
+        "__weakref__", "device", "division", "dtype", "home", "hooks", "index", "name", "part_shape", "part_stride", "pieces",
+        "place", "post_hooks", "shape", "stride",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +78,17 @@ class Spec:
         self.name, self.home, self.index, self.pieces = name, home, index, pieces
         self.shape, self.dtype, self.device = like.shape, like.dtype, device
         self.stride = like.stride() if _dense(like) else _contiguous(like.shape)
+        division = cast(Any, like)._spec.division if isinstance(like, ShardedTensor) else Division.of(like)
+        self.division: Division | None = division
+        #: Which part of the whole this tp rank has: dim, index and count; None where it has all of it.
+        self.place: tuple[int, int, int] | None = None if division is None else division.place
+        self.part_shape, self.part_stride = self.shape, self.stride
+        if isinstance(like, ShardedTensor):
+            self.part_shape, self.part_stride = like._spec.part_shape, like._spec.part_stride
+        elif self.division is not None:
+            part = part_of(like)
+            self.part_shape = part.shape
+            self.part_stride = part.stride() if _dense(part) else _contiguous(part.shape)
         self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = {}
         self.post_hooks: dict[int, Callable[[Tensor], None]] = {}
 
@@ -79,26 +97,46 @@ class Spec:
         return self.shape.numel()
 
     def key(self) -> tuple[Any, ...]:
-        return (self.shape, self.stride, self.pieces)
+        return (self.shape, self.stride, self.place, self.pieces)
 
     def within(self, flat: Tensor, start: int) -> Tensor:
-        """The parameter's full shape at ``start`` of a flat tensor, wherever that lies in its storage."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + start)
+        """The part, in its shape, at ``start`` of a flat tensor, wherever that lies in its storage."""
+        return flat.as_strided(self.part_shape, self.part_stride, flat.storage_offset() + start)
 
-    def storage_order(self, tensor: Tensor) -> Tensor:
-        """``tensor``, expanded to the global shape, as 1-D in the order the parameter lies in memory."""
-        expanded = tensor.expand(self.shape)
-        if self.stride == _contiguous(self.shape):
-            return expanded.reshape(-1)
-        laid = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
-        laid.copy_(expanded)
-        return laid.as_strided((self.numel,), (1,))
+    def storage_order(self, part: Tensor) -> Tensor:
+        """A tensor of the part's shape as 1-D in the order the parameter lies in memory."""
+        return in_storage_order(part, self.part_stride)
 
-    def take(self, tensor: Tensor) -> Tensor:
-        """This rank's range of a full tensor, 1-D."""
-        flat = self.storage_order(tensor)
+    def pick(self, part: Tensor) -> Tensor:
+        """This rank's range of a tensor of the part's shape, 1-D."""
+        flat = self.storage_order(part)
         parts = [flat[piece.start : piece.start + piece.numel] for piece in self.pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else flat[:0]
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """This rank's range of a global tensor, which is expanded to the global shape, 1-D."""
+        if is_divided(tensor) and (self.division is None or tensor.shape != self.shape):
+            tensor = whole_of(tensor)
+        if not is_divided(tensor):
+            tensor = tensor.expand(self.shape)
+        return self.pick(tensor if self.division is None else self.division.cut(tensor))
+
+    def wrap(self, part: Tensor) -> Tensor:
+        """``part`` as the model had it before attach."""
+        return part if self.division is None else self.division.wrap(part)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The global value of a tensor of the part's shape.  Collective over tp where it is divided."""
+        return part if self.division is None else self.division.whole(part)
+
+
+def in_storage_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """``tensor`` as 1-D in the order a dense tensor of these strides lies in memory."""
+    if stride == _contiguous(tensor.shape):
+        return tensor.reshape(-1)
+    laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    laid.copy_(tensor)
+    return laid.as_strided((tensor.numel(),), (1,))
 
 
 class Doors:
@@ -111,7 +149,14 @@ class Doors:
 doors = Doors()
 
 
-class ShardedTensor(torch.Tensor):
+class _Kinds(type(torch.Tensor)):  # type: ignore[misc]
+    """Both classes of sharded tensors are ShardedTensor to whoever asks."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type(instance) in KINDS if cls is ShardedTensor else super().__instancecheck__(instance)
+
+
+class ShardedTensor(torch.Tensor, metaclass=_Kinds):
     """One rank's range of a tensor whose shape, dtype and device are the global ones.
 
     ``to_local()`` is the 1-D range in storage order; ``full_tensor()`` gathers the whole (every rank must call it).
@@ -169,7 +214,7 @@ class ShardedTensor(torch.Tensor):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             spec = self._spec
             if not spec.home.sharded:
-                return self._local.as_strided(spec.shape, spec.stride).to(self._on, copy=True)
+                return spec.whole(self._local.as_strided(spec.part_shape, spec.part_stride).to(self._on, copy=True))
             return spec.home.assemble(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -194,7 +239,8 @@ class ShardedTensor(torch.Tensor):
         spec = self._spec
         pieces = tuple((piece.start, piece.local, piece.numel) for piece in spec.pieces)
         local = self._local.detach().clone()
-        return rebuild, (local, spec.name, tuple(spec.shape), tuple(spec.stride), pieces, self.requires_grad)
+        facts = (local, spec.name, tuple(spec.shape), tuple(spec.stride), pieces, self.requires_grad)
+        return rebuild, facts if spec.place is None else (*facts, (tuple(spec.part_shape), tuple(spec.part_stride), spec.place))
 
     @classmethod
     def __torch_function__(
@@ -207,6 +253,21 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return doors.dispatch(func, args, kwargs or {})
+
+
+#: The same, for a parameter that is a DTensor: ``swap_tensors`` exchanges only tensors whose classes have the same slots.
+ShardedOverTp: Any = _Kinds(
+    "ShardedOverTp",
+    (torch.Tensor,),
+    {key: value for key, value in vars(ShardedTensor).items() if key not in ("__dict__", "__weakref__")}
+    | {"__slots__": ("_local_tensor", "_spec"), "__qualname__": "ShardedOverTp"},
+)
+KINDS = (ShardedTensor, ShardedOverTp)
+
+
+def part_numel(param: Tensor) -> int:
+    """Elements of what this place on the tp axis has of a parameter, sharded or not."""
+    return param._spec.part_shape.numel() if isinstance(param, ShardedTensor) else part_of(param).numel()
 
 
 class ReadOnly(torch.Tensor):
@@ -258,7 +319,10 @@ class Saved:
     def look(self, name: str) -> None:
         return None
 
-    def first(self) -> bool:
+    def spans(self, axis: str) -> bool:
+        return False
+
+    def first(self, axis: str) -> bool:
         return False
 
     def view(self, index: int) -> Tensor:
@@ -267,7 +331,7 @@ class Saved:
     def assemble(self, tensor: ShardedTensor) -> Tensor:
         raise self._error()
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, tensor: Tensor, op: str, axes: tuple[str, ...] = (SHARD,)) -> None:
         raise self._error()
 
     def _error(self) -> ShardedOpError:
@@ -287,6 +351,7 @@ def rebuild(
     stride: tuple[int, ...],
     pieces: tuple[tuple[int, int, int], ...],
     requires_grad: bool,
+    part: tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]] | None = None,
 ) -> ShardedTensor:
     """Make a sharded tensor from a file's plain parts; registered with torch's safe globals while a model is attached.
 
@@ -294,7 +359,7 @@ def rebuild(
         ShardedOpError: the parts contradict each other.
     """
     ranges = tuple(Piece(*(int(value) for value in piece)) for piece in pieces)
-    numel = torch.Size(shape).numel()
+    numel = torch.Size(shape if part is None else part[0]).numel()
     if sum(piece.numel for piece in ranges) != local.numel() or any(
         piece.numel < 0 or piece.start < 0 or piece.start + piece.numel > numel for piece in ranges
     ):
@@ -302,6 +367,8 @@ def rebuild(
             f"sharded tensor {name}: expected ranges of {numel} elements, found {pieces}. The file is damaged."
         )
     spec = Spec(name, torch.empty_strided(shape, stride, dtype=local.dtype, device="meta"), SAVED, 0, ranges, local.device)
+    if part is not None:
+        spec.part_shape, spec.part_stride, spec.place = torch.Size(part[0]), tuple(part[1]), part[2]
     return ShardedTensor(local, spec, requires_grad=requires_grad)
 
 

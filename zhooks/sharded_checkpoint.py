@@ -21,7 +21,8 @@ from offload.shard_file import Record, ShardReader, ShardWriter
 from offload.shard_set import Draft, Manifest, find, read_manifest, shard_name
 from zhooks.shard_contents import Live, buffer_digests, contents
 from zhooks.shard_loading import Loading, check
-from zhooks.together import Together
+from zhooks.sharded import Spec
+from zhooks.together import Together, one_stage_a_path
 
 __all__ = ["Live", "load", "save"]
 
@@ -29,7 +30,8 @@ __all__ = ["Live", "load", "save"]
 @torch.no_grad()
 def save(live: Live, target: Path, extra: Mapping[str, Any]) -> None:
     """See ``Attachment.save``."""
-    ranks = Together(live.comm.world, "save", str(target))
+    ranks = Together(live.comm.stage, "save", str(target))
+    one_stage_a_path(live.comm, "save", ranks.share(str(target.resolve())))
     draft = Draft(target.resolve(), ranks.share(secrets.token_hex(8)))
     live.bus.begin("save", target.name)
     nbytes = 0
@@ -61,7 +63,7 @@ def _write(live: Live, draft: Draft, extra: Mapping[str, Any], digests: Mapping[
             "system that all hosts share, by the same path."
         )
     parts = contents(live, extra, digests)
-    writer = ShardWriter(draft.folder / shard_name(live.comm.world.axis.rank), [part.entry for part in parts])
+    writer = ShardWriter(draft.folder / shard_name(live.comm.stage.axis.rank), [part.entry for part in parts])
     try:
         for part in parts:
             if part.key:
@@ -77,7 +79,7 @@ def _write(live: Live, draft: Draft, extra: Mapping[str, Any], digests: Mapping[
 
 def load(live: Live, target: Path) -> dict[str, Any]:
     """See ``Attachment.load``."""
-    ranks = Together(live.comm.world, "load", str(target))
+    ranks = Together(live.comm.stage, "load", str(target))
     target = target.resolve()
     live.bus.begin("load", target.name)
     nbytes = 0
@@ -108,7 +110,7 @@ def _apply(loading: Loading, target: Path) -> None:
 
 def _check(live: Live, folder: Path, manifest: Manifest, token: str, files: ExitStack) -> Loading:
     """Everything that can be wrong with the checkpoint on this rank."""
-    rank, size = live.comm.world.axis.rank, live.comm.world.axis.world
+    rank, size = live.comm.stage.axis.rank, live.comm.stage.axis.world
     if manifest.token != token:
         raise CheckpointError(
             f"load {folder}: expected one checkpoint on all ranks, found another than the first rank's. Load from a file "
@@ -155,12 +157,17 @@ def describe(live: Live) -> list[dict[str, Any]]:
             "shard_numel": flat.shard_numel,
             "segments": [[segment.start, segment.numel] for segment in flat.layout.segments],
             "params": [
-                {"name": spec.name, "shape": list(spec.shape), "stride": list(spec.stride), "start": start}
+                {"name": spec.name, "shape": list(spec.shape), "stride": list(spec.stride), "start": start} | _over_tp(spec)
                 for spec, start in zip(flat.specs, flat.layout.starts, strict=True)
             ],
         }
         for flat in live.flats
     ]
+
+
+def _over_tp(spec: Spec) -> dict[str, Any]:
+    """The dim that is divided over tp and the number of parts; nothing where there is none."""
+    return {} if spec.place is None else {"tp": [spec.place[0], spec.place[2]]}
 
 
 def difference(saved: Any, here: list[dict[str, Any]]) -> str:
@@ -185,6 +192,10 @@ def _first_difference(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -
             for one, other in pairs:
                 if one[what] != other[what]:
                     return f"parameter {other['name']} of {what} {other[what]} where the checkpoint has {one[what]}"
+        for one, other in pairs:
+            if one.get("tp") != other.get("tp"):
+                found, had = other.get("tp", "none"), one.get("tp", "none")
+                return f"parameter {other['name']} divided over tp by (dim, parts) {found} where the checkpoint has {had}"
         for what in ("dtype", "segments", "shard_numel", "padded", "params", "name"):
             if old[what] != new[what]:
                 return f"unit {new['name']} of {what} {_brief(new[what])} where the checkpoint has {_brief(old[what])}"

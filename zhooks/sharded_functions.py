@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ShardedOpError
+from zhooks.division import is_divided, whole_of
 from zhooks.sharded import ShardedTensor, doors
 
 _handle_ids = itertools.count()
@@ -85,13 +86,16 @@ def _uses_values(func: Callable[..., Any]) -> bool:
 def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Replace bound parameters that require grad by their gathered values, one level of lists deep."""
     found = False
+    # Among DTensors a parameter that was one is one; anything else meets its whole value.
+    among = any(is_divided(value) for value in (*args, *kwargs.values()))
 
     def swap(value: Any) -> Any:
         nonlocal found
         if isinstance(value, ShardedTensor):
             if value._bound and value.requires_grad:
                 found = True
-                return value._spec.home.view(value._spec.index)
+                view = value._spec.home.view(value._spec.index)
+                return view if among else whole_of(view)
         elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(swap(item) for item in value)
         return value

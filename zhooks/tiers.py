@@ -31,6 +31,7 @@ from zhooks.overlap import Overlap
 from zhooks.placement import Placement, Table
 from zhooks.rounding import Rounding, StandIns, check_rounding
 from zhooks.runtime import Runtime
+from zhooks.sharded import part_numel
 from zhooks.unit import Unit
 from zhooks.units import Group
 
@@ -56,7 +57,7 @@ def needs(groups: Sequence[Group], policy: Policy, table: Table, ranks: int) -> 
     for name, param in [named for group in groups for named in group.params.items()]:
         for tier, nbytes in _cells(name, param, policy, table, ranks):
             resting[tier] += nbytes
-        nbytes = max(param.numel() * param.element_size(), PIECE_NBYTES)
+        nbytes = max(part_numel(param) * param.element_size(), PIECE_NBYTES)
         largest = max(largest, -(-nbytes // ranks) if table.shards_optimizer else nbytes)
     return Need(resting, largest)
 
@@ -67,7 +68,7 @@ def _cells(
     tiers = policy.tiers(name)
 
     def share(placement: Placement) -> int:
-        return -(-param.numel() // ranks) if placement is Placement.SHARD else param.numel()
+        return -(-part_numel(param) // ranks) if placement is Placement.SHARD else part_numel(param)
 
     master = param.element_size()
     chosen = policy.dtypes(name).param
@@ -89,7 +90,7 @@ def open_store(policy: Policy, device: torch.device, groups: Sequence[Group], ta
         CapabilityError: the machine lacks what the policy asks for.
     """
     check_compute(policy, device, groups)
-    seam, axis = open_device(device), comm.world.axis
+    seam, axis = open_device(device), comm.stage.axis
     limits = {tier: _limit(policy, tier, seam, comm) for tier in Tier}
     need = needs(groups, policy, table, comm.shard.axis.world)
     _admit(limits, need, comm)
@@ -109,7 +110,7 @@ def _fits(policy: Policy, seam: Device, need: Need, comm: Comm) -> None:
     """Refuse what this machine cannot hold; ranks that share memory rings share the machine."""
     away: dict[Tier, int] = {tier: nbytes for tier, nbytes in need.resting.items() if tier is not Tier.DEVICE}
     pinned = seam.pins() and policy.host.pin is not False and seam.memlock_applies()
-    ranks = comm.world.axis.world if comm.world.name == "shm" else 1
+    ranks = comm.stage.axis.world if comm.stage.name == "shm" else 1
     preflight(away, device=seam, folder=policy.disk.folder, pinned=pinned, ranks=ranks)
 
 
@@ -142,9 +143,9 @@ def _all_or_none(comm: Comm) -> Iterator[None]:
         yield
     except ZhooksError as error:
         problem = error
-    axis = comm.world.axis
+    axis = comm.stage.axis
     refused = torch.tensor([0 if problem is None else axis.world - axis.rank], dtype=torch.int64)
-    comm.world.all_reduce(Call(CONTROL, "open tiers", "all ranks"), refused, "max")
+    comm.stage.all_reduce(Call(CONTROL, "open tiers", "all ranks"), refused, "max")
     if problem is not None:
         raise problem
     if int(refused.item()):
@@ -291,7 +292,7 @@ def device_floor(policy: Policy, units: Sequence[Unit]) -> int:
 def _limit(policy: Policy, tier: Tier, seam: Device, comm: Comm) -> int | None:
     """The least that any rank's budget allows."""
     folder = policy.disk.folder
-    return least(comm.world, policy.budget.resolve(tier, lambda: available(tier, seam, folder)))
+    return least(comm.stage, policy.budget.resolve(tier, lambda: available(tier, seam, folder)))
 
 
 def _admit(limits: Mapping[Tier, int | None], need: Need, comm: Comm) -> None:

@@ -6,6 +6,7 @@ raised.  It communicates through the transport it is given and never decides wha
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from offload.errors import CheckpointError, ZhooksError
-from zhooks.comm import CONTROL, Call, Transport
+from zhooks.comm import CONTROL, Call, Comm, Transport
 
-__all__ = ["Together"]
+__all__ = ["Together", "one_stage_a_path"]
 
 T = TypeVar("T")
 _TEXT = 2048
@@ -107,6 +108,25 @@ class Together:
         return (
             f"{self._verb} {self._subject}: expected no exception, found {type(error).__name__}: {error}. Mend it and try "
             "again."
+        )
+
+
+def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
+    """Stages of a pipeline that save at once must not save to one path: the last would win.  Collective over pp.
+
+    Raises:
+        CheckpointError: two do; on the ranks of every stage.
+    """
+    axis = comm.pp.axis
+    if axis.world == 1:
+        return
+    paths = torch.zeros(axis.world, dtype=torch.int64)
+    paths[axis.rank] = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "little")
+    comm.pp.all_reduce(Call(CONTROL, f"{verb}: compare paths", "all stages"), paths, "sum")
+    if len(set(paths.tolist())) < axis.world:
+        raise CheckpointError(
+            f"{verb} {path}: expected a path of its own for each of the {axis.world} pipeline stages, found two that "
+            "save to the same. Put the stage's number into the path."
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from offload.errors import AttachError, ShardedOpError
+from zhooks.division import part_of
 from zhooks.flat import Flat
 
 
@@ -107,7 +108,7 @@ class Unit:
                     "(model.to(), half() or an assignment; undone now). Call detach(), change the model, attach again."
                 )
             slot.table[slot.key] = values[slot.flat][slot.index]
-        self._shown = [(view, view._version, view.data_ptr()) for group in values for view in group]
+        self._shown = [(view, view._version, view.data_ptr()) for group in values for view in map(part_of, group)]
 
     def end_show(self, *, failed: bool) -> None:
         """Let go of what was shown, and refuse a write into it: where it is a copy, it would be lost.
@@ -134,6 +135,28 @@ class Unit:
             slot.table[slot.key] = self.flats[slot.flat].params[slot.index]
         for module in self.recurrent:
             module.hide()
+
+
+def find_slots(model: nn.Module, unit: Unit) -> list[Slot]:
+    """Every place in the tree that holds a parameter of ``unit``."""
+    where = {id(param): (f, i) for f, flat in enumerate(unit.flats) for i, param in enumerate(flat.params)}
+    slots = []
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if id(param) in where:
+                slots.append(Slot(module._parameters, key, *where[id(param)]))
+    return slots
+
+
+def find_recurrent(model: nn.Module, unit: Unit) -> list[Recurrent]:
+    """RNNs rebuild their list of weights from their attributes; it is put back with the sharded parameters."""
+    mine = {id(param) for flat in unit.flats for param in flat.params}
+    found = []
+    for module in model.modules():
+        weights = module.__dict__.get("_flat_weights")
+        if isinstance(weights, list) and any(id(weight) in mine for weight in weights):
+            found.append(Recurrent(module, tuple(weights)))
+    return found
 
 
 def find_around(units: Sequence[Unit]) -> None:

@@ -1,0 +1,233 @@
+"""Element-wise work on one rank's ranges, and what an operation falls back to: the gathered value, or a refusal by name.
+
+``sharded_ops.py`` and ``sharded_totals.py`` call it, below autograd.  It never communicates, but for what a gathered value
+asks for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ShardedOpError
+from zhooks.division import whole_of
+from zhooks.sharded import KINDS, ReadOnly, ShardedTensor
+
+aten = torch.ops.aten
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A list operation over ranges on disk, of which all at once may not fit in memory, or on several tiers."""
+    count = len(args[0])
+
+    def at(index: int, value: Any) -> Any:
+        return [value[index]] if type(value) in (list, tuple) and len(value) == count else value
+
+    out: list[Any] = []
+    for index in range(count):
+        named = {key: at(index, value) for key, value in kwargs.items()}
+        out.extend(local(func, tuple(at(index, value) for value in args), named) or ())
+    return out or None
+
+
+def _scattered(tensors: Any) -> bool:
+    """Ranges on disk, or ranges in different memories: no one operation may have them all."""
+    sharded = [tensor for tensor in tensors if type(tensor) in KINDS]
+    apart = any(t._on.type != "cpu" for t in sharded) and len({t._local.device for t in sharded if not t._paged}) > 1
+    return apart or any(t._paged for t in sharded)
+
+
+def writes_only_self(func: Any) -> bool:
+    """The overload changes its first argument and no other."""
+    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+    return bool(writes) and writes[0] and not any(writes[1:])
+
+
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The short way of an optimizer's inner loop: one tensor changed by others of its own range, and by numbers."""
+    lead = args[0]
+    if type(lead) not in KINDS or any(isinstance(value, Tensor) for value in kwargs.values()):
+        return local(func, args, kwargs)
+    spec = lead._spec
+    plain = [lead._local]
+    for value in args[1:]:
+        if type(value) in KINDS and value._spec is spec:
+            plain.append(_near(value, lead))
+        elif isinstance(value, Tensor) and (value.dim() > 0 or value.device != plain[0].device):
+            return local(func, args, kwargs)
+        else:
+            plain.append(value)
+    func(*plain, **kwargs)
+    lead._written()
+    return lead
+
+
+def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply an element-wise operation to the ranges."""
+    first = args[0]
+    if type(first) in (list, tuple) and len(first) > 1 and _scattered(first):
+        return _one_by_one(func, args, kwargs)
+    mixed = _mixed(args)
+    if mixed is not None:
+        parts = {side: func(*_side(args, mixed, side), **kwargs) for side in (True, False)}
+        if parts[True] is None:
+            return None
+        queues = {side: iter(part) for side, part in parts.items()}
+        return [next(queues[side]) for side in mixed]
+    leads = _leads(args, kwargs)
+    lead = leads[0]
+    if func is aten.copy_.default and not isinstance(args[0], ShardedTensor):
+        return whole(func, args, kwargs)
+    written = _written(func, args, kwargs)
+    if written is None:
+        return whole(func, args, kwargs)
+    plain = [localise(value, lead, leads) for value in args]
+    named = {key: localise(value, lead, leads) for key, value in kwargs.items() if key != "memory_format"}
+    if any(value is NotImplemented for value in (*plain, *named.values())):
+        return whole(func, args, kwargs)
+    assert lead._on.type == "cpu" or len({tensor._local.device for tensor in written}) < 2, f"{func} writes on two tiers"
+    out = func(*plain, **named)
+    for tensor in written:
+        tensor._written()
+    if written:
+        return args[0] if out is not None else None
+    device = kwargs.get("device") or lead._on
+    if isinstance(out, Tensor):
+        return ShardedTensor(out, lead._spec, device=device)
+    if isinstance(out, (list, tuple)):
+        pairs = zip(out, leads, strict=False)
+        return type(out)(ShardedTensor(item, of._spec, device=device) for item, of in pairs)
+    return out
+
+
+def _mixed(args: tuple[Any, ...]) -> list[bool] | None:
+    """Which of a list operation's tensors are sharded, where some are and some are not."""
+    if not args or not isinstance(args[0], (list, tuple)):
+        return None
+    mask = [isinstance(value, ShardedTensor) for value in args[0]]
+    return mask if any(mask) and not all(mask) else None
+
+
+def _side(args: tuple[Any, ...], mask: list[bool], side: bool) -> list[Any]:
+    """The arguments of the sharded tensors alone, or of the others."""
+    return [
+        [item for item, sharded in zip(value, mask, strict=True) if sharded is side]
+        if isinstance(value, (list, tuple)) and len(value) == len(mask)
+        else value
+        for value in args
+    ]
+
+
+def _leads(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
+    """The sharded tensors that say what range this is: the first, or the first list's, one an element."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, ShardedTensor):
+            return [value]
+        if isinstance(value, (list, tuple)) and value and all(isinstance(item, ShardedTensor) for item in value):
+            return list(value)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            found = [item for item in value if isinstance(item, ShardedTensor)]
+            if found:
+                return found
+    raise AssertionError("an operation without a sharded argument was dispatched here")
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor] | None:
+    """The sharded tensors this operation writes; None when it writes into something that is not sharded."""
+    if not func._schema.is_mutable:
+        return []
+    out: list[ShardedTensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = kwargs.get(argument.name) if position >= len(args) else args[position]
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, ShardedTensor):
+                out.append(item)
+            elif isinstance(item, Tensor) and item.dim() > 0:
+                return None
+    return out
+
+
+def localise(value: Any, lead: ShardedTensor, leads: list[ShardedTensor]) -> Any:
+    """An argument as the range that lies beside ``lead``'s; NotImplemented where there is none."""
+    if isinstance(value, ShardedTensor):
+        return _matching(value, lead)
+    if isinstance(value, Tensor):
+        if value.dim() == 0:
+            return _beside(value, lead)
+        if torch.broadcast_shapes(value.shape, lead.shape) != lead.shape:
+            return NotImplemented
+        return _beside(lead._spec.take(value), lead)
+    if isinstance(value, (list, tuple)) and value and any(isinstance(item, Tensor) for item in value):
+        if len(value) == len(leads):
+            return [localise(item, of, leads) for item, of in zip(value, leads, strict=True)]
+        return [localise(item, lead, leads) for item in value]
+    return value
+
+
+def _beside(value: Tensor, lead: ShardedTensor) -> Tensor:
+    """A plain tensor where the range is: beside one in host memory, the number a user's loop computed on the device."""
+    if lead._on == value.device and value.device.type != "cpu":
+        return value.to(lead._local.device)
+    return value
+
+
+def _near(value: ShardedTensor, lead: ShardedTensor) -> Tensor:
+    """A range to be read where the lead's is: their tiers may differ."""
+    return value._local if value is lead or lead._on.type == "cpu" else value._local.to(lead._local.device)
+
+
+def _matching(value: ShardedTensor, lead: ShardedTensor) -> Any:
+    if value._spec is lead._spec or value._spec.key() == lead._spec.key():
+        return _near(value, lead)
+    if value.shape != lead.shape and value._bound:
+        return NotImplemented
+    if value.shape != lead.shape:
+        raise ShardedOpError(
+            f"element-wise operation on {lead._spec.name} {tuple(lead.shape)} and {value._spec.name} "
+            f"{tuple(value.shape)}: expected "
+            "sharded tensors of one shape, found two. Use full_tensor() on both."
+        )
+    if value._bound:
+        return lead._spec.take(whole_of(value._spec.home.view(value._spec.index).detach()))
+    raise ShardedOpError(
+        f"{lead._spec.name} and {value._spec.name}: expected the same range of elements on this rank, found two. "
+        "Load at the world "
+        "size that saved, or use full values (attachment.state_dict())."
+    )
+
+
+def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Read parameters whole; refuse anything that would need the whole of a gradient or a state."""
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+
+    def swap(value: Any, writes: bool = False) -> Any:
+        if isinstance(value, ShardedTensor):
+            if writes or not (value._bound or isinstance(value, torch.nn.Parameter)):
+                return refuse(func, value)
+            if not value._bound:
+                return value.full_tensor()
+            return whole_of(value._spec.home.view(value._spec.index).detach())
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            return [swap(item, writes) for item in value]
+        return value
+
+    plain = [swap(value, writes) for value, writes in zip(args, written, strict=False)]
+    out = func(*plain, **{key: swap(value) for key, value in kwargs.items()})
+    if any(argument.alias_info is not None for argument in func._schema.returns) and isinstance(out, Tensor):
+        return out.as_subclass(ReadOnly)
+    return out
+
+
+def refuse(func: Any, tensor: ShardedTensor) -> Any:
+    """Raise the error of an operation that needs more than a range."""
+    raise ShardedOpError(
+        f"{func._schema.name.split('::')[1]} on the sharded tensor of {tensor._spec.name} {tuple(tensor.shape)}: "
+        "expected an element-wise "
+        "operation or a total, found one that needs whole rows or matrices (Adafactor, Muon, LBFGS and Shampoo do). Use an "
+        "element-wise optimizer, or full_tensor(); to write, use `with attachment.gathered(parameter, write=True):`."
+    )
