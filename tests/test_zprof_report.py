@@ -86,7 +86,7 @@ def test_the_keys_of_version_1_stay(report: Report) -> None:
     assert set(told) == {"version", "by", "at", "runs", "ranks", "next"}
     assert set(told["runs"][0]) == words(
         "file rank world host device level argv versions duration_s rows dropped_rows damage below_zero bench_problem end "
-        "steps tiers reconciliation rss measures waits mends rates oom"
+        "steps tiers residual reconciliation rss measures waits mends rates oom"
     )
     assert set(told["runs"][0]["tiers"]["device"]) == words("bytes at_s step peak_bytes budget_bytes groups categories holders")
     assert set(told["runs"][0]["reconciliation"][0]) == words("name bytes said said_bytes against against_bytes likely at_s")
@@ -104,7 +104,8 @@ def test_every_key_is_in_the_help(report: Report) -> None:
     told = values(report("run.zprof", "--json"))
     text = report("--help").stdout
     run = told["runs"][0]
-    for keys in (told, run, run["tiers"]["device"], run["reconciliation"][0], run["waits"][0], run["rates"][0]):
+    nested = (run["residual"], run["residual"]["rows"][0], run["tiers"]["device"])
+    for keys in (told, run, *nested, run["reconciliation"][0], run["waits"][0], run["rates"][0]):
         for key in keys:
             assert key in text, key
     assert "zprof report run.*.zprof --by module" in text

@@ -114,7 +114,7 @@ class SavedParameters:
 
     def exit(self, failed: bool) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        self.residual.end(failed)
+        self.residual.end(failed=failed)
 
     def _pair(self, outer: Pair | None, stash: Stash | None, count: Residual | None) -> Pair:
         live, address = self._live, torch._C._storage_address  # type: ignore[attr-defined]

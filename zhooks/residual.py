@@ -104,7 +104,7 @@ class Residual:
         self._owned: set[int] = set()
         self._parameters: tuple[Collection[int], ...] = ()
         self._calls: list[_Call] = []
-        self._told = 0
+        self._told, self._over = 0, True
 
     @property
     def counts(self) -> bool:
@@ -137,8 +137,9 @@ class Residual:
         self._owned = {_address(buffer) for buffer in self._own() if type(buffer) is Tensor}
         if torch._C._current_graph_task_id() < 0:
             # Something was given back since the last forward: a backward has been, and another step begins.
-            if self._drain() or not self.counted:
-                self._peak = Levels()
+            self._drain()
+            if self._over:
+                self._over, self._peak = False, Levels()
                 if stash is not None:
                     stash.account.begin_peaks()
             self._calls.clear()
@@ -146,8 +147,13 @@ class Residual:
             self._tell()
         return self
 
-    def end(self, failed: bool) -> None:
-        """It is over, or raised."""
+    def backward_over(self) -> None:
+        """A backward has ended; the next forward begins another step."""
+        self._over = True
+        self.end()
+
+    def end(self, *, failed: bool = False) -> None:
+        """A forward is over, or raised."""
         if not self.counts:
             return
         self.now()
@@ -262,15 +268,15 @@ class Residual:
         count = alike[kind, shape, itemsize]
         return replace(self.terms, count=count, batch=batch, seq=seq, hidden=shape[2], itemsize=itemsize, heads=heads)
 
-    def _drain(self) -> bool:
+    def _drain(self) -> None:
         """Take note of what was given back since the last call."""
         if not self._gone:
-            return False
+            return
         self._note_peak()
+        self._over = True
         while self._gone:
             level, nbytes = self._gone.popleft()
             self._now[level] -= nbytes
-        return True
 
     def _note_peak(self) -> None:
         if sum(self._now) > self._peak.total:

@@ -341,6 +341,7 @@ class Runtime:
             unit.trainable_left = 0
         self._release_others(frozenset())
         self.reducer.finish()
+        self.saved.residual.backward_over()
         if walk is not None:
             self.bus.end("backward", walk.path.name)
 

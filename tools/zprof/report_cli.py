@@ -70,6 +70,8 @@ def report(runs: tuple[str, ...], by: str, at: int | None, as_json: bool) -> Non
         tiers{}   of device, host, disk, if used: bytes at_s step peak_bytes
                   budget_bytes groups{} categories{}
                   holders[]{name bytes categories{}}
+        residual  formula{}, or null; rows[]{name tier bytes peak_bytes
+                  formula_bytes seen_by}; bytes in the part of the run
         reconciliation[]  name bytes said said_bytes against against_bytes
                   likely at_s; bytes is said_bytes less against_bytes
         rss       start_bytes peak_bytes at_s

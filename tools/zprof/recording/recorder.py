@@ -111,7 +111,7 @@ class Recorder:
         self._thread: threading.Thread | None = None
         self._written_ns = self._sampled_ns = 0
         self._pid = os.getpid()
-        self._policy = ""
+        self._noted: dict[str, str] = {}
         self._ended = False
         #: Rows are taken: between ``start`` and ``close``, in this process only.
         self.open = False
@@ -128,10 +128,10 @@ class Recorder:
             self.storages.hold(event.what, event.key, event.subject)
         elif kind == "counter":
             self._sources.state(event.subject, event.what, event.key, event.nbytes, event.time_ns)
-        elif event.what == "policy":
-            if event.key != self._policy:
-                self._policy = event.key
-                self.note("policy", {"text": event.key})
+        elif event.what in ("policy", "activation"):
+            if event.key != self._noted.get(event.what):
+                self._noted[event.what] = event.key
+                self.note(event.what, {"text": event.key})
         else:
             self._append(_KINDS[kind], event.what, event.key, event.nbytes, event.time_ns, 0)
 

@@ -21,6 +21,7 @@ from zprof.ledger.ledger import Ledger, Moment
 from zprof.ledger.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
 from zprof.ledger.remainder import Remainder, fullest_sample, peak_sample
 from zprof.reports.next_commands import following
+from zprof.reports.residual import residual
 from zprof.rows import TraceError
 from zprof.timing.analysis import Times, both
 from zprof.timing.measures import measures
@@ -74,7 +75,11 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
 
     ends = [note.body for note in trace.notes("end")]
     ooms = [note.body for note in trace.notes("oom")]
-    window = (ledger.begin_ns, ledger.end_ns) if step is None else tuple(times.steps.bounds[step].tolist())
+    begin_ns, end_ns = (ledger.begin_ns, ledger.end_ns) if step is None else times.steps.bounds[step].tolist()
+    tiers = {
+        tier: _tier(ledger, tier, moment, by) | {"step": _step_of(times, moment, step)} for tier, moment in moments.items()
+    }
+    reconciled = [_line(line, ledger) for line in ledger.remainder(fullest_sample(ledger, begin_ns, end_ns))]
     return {
         "file": str(trace.path),
         "rank": header.rank,
@@ -91,10 +96,9 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
         "below_zero": int((ledger.at(ledger.end_ns) < 0).sum()),
         "end": {"exit": ends[-1].get("exit"), "reason": ends[-1].get("reason", "")} if ends else None,
         "steps": {"count": times.steps.count, "marked_by": times.steps.source},
-        "tiers": {
-            tier: _tier(ledger, tier, moment, by) | {"step": _step_of(times, moment, step)} for tier, moment in moments.items()
-        },
-        "reconciliation": [_line(line, ledger) for line in ledger.remainder(fullest_sample(ledger, *window))],
+        "tiers": tiers,
+        "residual": residual(ledger, tiers, reconciled, begin_ns, end_ns),
+        "reconciliation": reconciled,
         "rss": _rss(ledger),
         "measures": measures(trace, ledger, times),
         "waits": list(_waits(times)),

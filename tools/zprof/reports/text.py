@@ -39,6 +39,7 @@ def show(told: Mapping[str, Any]) -> None:
     _section(console, _when(told), _held(told, run, mark))
     if told["by"] not in ("module", "unit"):
         _section(console, "most held by", _holders(run))
+    _section(console, "residual states", _residual(run))
     _section(console, "reconciliation", _reconciled(run))
     _section(console, "time", _times(run))
     _section(console, "bandwidth", _rates(run))
@@ -160,6 +161,26 @@ def _holders(run: Run) -> list[Any]:
         mostly = ", ".join(f"{name} {sized(held)}" for name, held in list(holder["categories"].items())[:2])
         drawing.add_row(Text(plain(holder["name"])), tier, sized(nbytes), mostly)
     return [drawing] if found else []
+
+
+def _residual(run: Run) -> list[Any]:
+    found = run["residual"]
+    rows = [row for row in found["rows"] if row["bytes"] is not None or row["formula_bytes"]]
+    if not rows:
+        return []
+    columns = (("", "left"), ("tier", "left"), ("held", "right"), ("run's peak", "right"), ("by the formula", "right"))
+    drawing = _table(*columns, ("seen by", "left"))
+    for row in rows:
+        figures = ["-" if row[key] is None else sized(row[key]) for key in ("bytes", "peak_bytes", "formula_bytes")]
+        drawing.add_row(Text(plain(row["name"])), row["tier"], *figures, plain(row["seen_by"] or "nobody"))
+    lines: list[Any] = [drawing]
+    if found["formula"]:
+        lines.append(Text(f"formula: {plain(found['formula']['words'])}"))
+        if found["formula"]["korthikanti_bytes"] is not None:
+            lines.append(Text(f"Korthikanti's, in 16 bits with dropout: {sized(found['formula']['korthikanti_bytes'])}"))
+    if any(row["bytes"] is None for row in rows):
+        lines.append(Text("activations were not seen: record with --level alloc"))
+    return lines
 
 
 def _reconciled(run: Run) -> list[Any]:
