@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from offload.errors import CapabilityError, TierError
 from offload.events import Bus
-from offload.pages import ALIGN, aligned
+from offload.pages import ALIGN, aligned, locked_nbytes
 
-__all__ = ["Device", "Ticket", "locked_nbytes", "open_device"]
+__all__ = ["Device", "Ticket", "lane_of", "open_device"]
 
 #: Below this a copy is over before a thread would have woken.
 INLINE_NBYTES = 256 << 10
@@ -353,13 +352,9 @@ class CudaDevice(Device):
                 self.bus.end(*tickets.popleft().span)
 
 
-def locked_nbytes(root: Path = Path("/")) -> int:
-    """Bytes this process has locked or pinned as the kernel counts them; 0 where there is no /proc."""
-    try:
-        lines = (root / "proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("VmLck:", "VmPin:")))
+def lane_of(device: torch.device) -> int:
+    """What orders work on ``device`` now: the number of its current stream, 0 on a CPU."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def _plain(out: Tensor, source: Tensor) -> bool:

@@ -1,6 +1,7 @@
-"""Which ranges of a file are free: holes by offset, the best fit taken, neighbours joined when a range comes back.
+"""Which ranges of a file, or of an arena, are free: holes by offset, the best fit taken, neighbours joined.
 
-``disk.py`` asks before each extent and tells when the file has grown.  It is integers only and never touches a file.
+``disk.py`` asks before each extent and tells when the file has grown, ``arena.py`` before each range.  It is integers only
+and never touches a file or memory.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ class Space:
         self._remove(start)
         if size > nbytes:
             self._insert(start + nbytes, size - nbytes)
+        return start
+
+    def place(self, nbytes: int) -> int:
+        """The start of such a range; the end moves up where no hole holds it."""
+        if (start := self.take(nbytes)) is None:
+            self.extend(self.lacking(nbytes))
+            start = self.take(nbytes)
+        assert start is not None
         return start
 
     def give(self, start: int, nbytes: int) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import mmap
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGN", "LARGE_PAGE", "aligned", "mapped", "over", "round_up"]
+__all__ = ["ALIGN", "LARGE_PAGE", "aligned", "locked_nbytes", "mapped", "over", "round_up"]
 
 #: Every buffer of a tier starts on a page and owns whole pages: direct I/O and page-locking both ask for it.
 ALIGN = 4096
@@ -48,3 +49,12 @@ def mapped(nbytes: int) -> mmap.mmap:
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def locked_nbytes(root: Path = Path("/")) -> int:
+    """Bytes this process has locked or pinned as the kernel counts them; 0 where there is no /proc."""
+    try:
+        lines = (root / "proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("VmLck:", "VmPin:")))

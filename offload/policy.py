@@ -21,6 +21,7 @@ from offload.deepspeed import IgnoredKeys
 from offload.errors import PolicyError
 from offload.policy_errors import explain
 from offload.policy_load import Document, Place, member
+from offload.policy_memory import DeviceMemory, Host
 from offload.policy_rules import CELLS, Dtypes, Rule, RuleCell, RulePrecision, Tiers, dtypes_of, tiers_of
 from offload.policy_tables import (
     Activation,
@@ -28,7 +29,6 @@ from offload.policy_tables import (
     Comm,
     Disk,
     Dtype,
-    Host,
     Optimizer,
     Partition,
     Placed,
@@ -46,6 +46,7 @@ __all__ = [
     "Activation",
     "Budget",
     "Comm",
+    "DeviceMemory",
     "Disk",
     "Dtype",
     "Dtypes",
@@ -123,6 +124,7 @@ class Policy(Table):
     units: Units = Field(Units(), description="Which modules are gathered together.")
     schedule: Schedule = Field(Schedule(), description="When units are gathered, released and reduced.")
     budget: Budget = Field(Budget(), description="Bytes a rank may use on each tier.")
+    device: DeviceMemory = Field(DeviceMemory(), description="The memory of the device.")
     host: Host = Field(Host(), description="The memory of the host tier.")
     disk: Disk = Field(Disk(), description="The scratch file of the disk tier.")
     comm: Comm = Field(Comm(), description="How ranks talk.")

@@ -27,7 +27,6 @@ __all__ = [
     "Comm",
     "Disk",
     "Dtype",
-    "Host",
     "Name",
     "Optimizer",
     "Partition",
@@ -308,24 +307,6 @@ class Budget(Table):
         """Bytes the budget allows on ``tier``, None for no bound; ``available`` is asked only for a share of it."""
         amount: int | Share | None = getattr(self, tier.value)
         return amount.of(available()) if isinstance(amount, Share) else amount
-
-
-class Host(Table):
-    """[host]: the memory of the host tier."""
-
-    pin: Toggle = words(
-        "auto",
-        expected=_AUTO,
-        does="Locks host memory in place, so that a GPU reads and writes it at full speed while it computes.",
-        why="auto pins where there is CUDA.",
-    )
-    slab: Size = words(
-        64 << 20,
-        expected=f"{_SIZES}, at least 4 KiB",
-        does="Host memory is taken from the system in pieces of at least this size, and cut to exact size.",
-        why="Pinning is slow a call and quick a byte.",
-        ge=4096,
-    )
 
 
 class Disk(Table):

@@ -71,6 +71,9 @@ device = "20 GiB"
 host = "80%"
 disk = 12345
 
+[device]
+arena = "all"
+
 [host]
 pin = false
 slab = "16 MiB"
@@ -123,6 +126,7 @@ def test_the_defaults_are_stage_3_on_the_device() -> None:
     assert {policy.parameter.tier, policy.gradient.tier, policy.optimizer.tier, policy.activation.tier} == {"device"}
     assert (policy.optimizer.kernel, policy.optimizer.compute, policy.optimizer.overlap) == ("torch", "device", False)
     assert (policy.activation.checkpoint, policy.activation.min_bytes, policy.activation.keep) == ("none", 1 << 20, 0)
+    assert policy.device.model_dump() == {"arena": "none"}
     assert policy.host.model_dump() == {"pin": "auto", "slab": 64 << 20}
     assert policy.disk.model_dump() == {"path": None, "block": 4 << 20, "threads": 16, "direct": "auto"}
     assert policy.rule == () and not policy.tiered
@@ -167,6 +171,7 @@ def test_every_key_of_a_file_arrives(write: Write) -> None:
         "tier": "host", "checkpoint": "unit", "min_bytes": 64 << 10, "keep": 1 << 30,
     }  # fmt: skip
     assert (policy.budget.device, policy.budget.host, policy.budget.disk) == (20 << 30, Share(0.8), 12345)
+    assert policy.device.model_dump() == {"arena": "all"}
     assert policy.host.model_dump() == {"pin": False, "slab": 16 << 20}
     assert policy.disk.model_dump() == {"path": "/scratch", "block": 4 << 20, "threads": 7, "direct": True}
     assert [(rule.match, rule.tiers()) for rule in policy.rule] == [
@@ -342,6 +347,7 @@ VALUES = some(
         seed=st.integers(0, 2**63 - 1),
     ),
     activation=some(tier=TIERS, checkpoint=st.sampled_from(["none", "unit"]), min_bytes=SIZES, keep=SIZES),
+    device=some(arena=st.sampled_from(["none", "states", "all"])),
     host=some(pin=TOGGLES, slab=st.integers(4096, 2**62)),
     disk=some(path=NAMES, block=st.integers(256, 2**40).map(lambda n: n * 4096), threads=st.integers(1, 64), direct=TOGGLES),
     rule=st.lists(RULES, max_size=3),

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from offload.arena import Arena
 from offload.events import Bus
 from offload.policy import Policy
 from offload.rooms import Places
@@ -33,6 +34,7 @@ from offload.stash import Limits, Stash
 from offload.tier import Tier
 from zhooks.division import is_divided, part_of, rewrap
 from zhooks.flat import Flat
+from zhooks.inputs import Input, Inputs
 from zhooks.residual import Residual
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -68,13 +70,15 @@ class SavedParameters:
         self._staying: list[Flat] = []
         self._passing: set[int] = set()
         self.stash: Stash | None = None
+        #: Where inputs of recomputed units are kept, if not where the model made them.
+        self.inputs: Inputs | None = None
         #: The module entered last, for the names of what is stashed.
         self.where: str = "model"
 
     @property
     def kept(self) -> bool:
         """Whether activations are kept elsewhere than autograd would, or are counted."""
-        return self.stash is not None or self.residual.asked
+        return self.stash is not None or self.inputs is not None or self.residual.asked
 
     def watch(self, flats: list[Flat]) -> None:
         """Take over these flats (all of the attachment)."""
@@ -118,6 +122,7 @@ class SavedParameters:
 
     def _pair(self, outer: Pair | None, stash: Stash | None, count: Residual | None) -> Pair:
         live, address = self._live, torch._C._storage_address  # type: ignore[attr-defined]
+        inputs = self.inputs if outer is None else None
 
         def pack(tensor: Tensor) -> Any:
             if is_divided(tensor):
@@ -133,6 +138,11 @@ class SavedParameters:
                 )
             if outer is not None:
                 return outer[0](tensor)
+            if inputs is not None and inputs.open and type(tensor) is Tensor:
+                kept = inputs.keep(tensor, self.where)
+                if kept is not None:
+                    kept.extent = kept.extent or (count and count.keep(kept.copy))
+                    return kept
             if stash is not None and type(tensor) is Tensor and self._stashes(stash, tensor):
                 saved = stash.put(tensor)
                 if saved is not None:
@@ -149,10 +159,12 @@ class SavedParameters:
                 return rewrap(unpack(packed.part), packed.spec)
             if outer is not None:
                 return outer[1](packed)
-            if kind is Saved:
-                assert stash is not None
+            if kind is Saved or kind is Input:
                 if packed.probe._version != packed.version:
                     raise modified(f"tensor of shape {list(packed.shape)}", packed.probe._version, packed.version)
+                if kind is Input:
+                    return cast(Input, packed).copy.detach()
+                assert stash is not None
                 return stash.open(packed)
             tensor, version, _ = packed
             if tensor._version != version:
@@ -209,6 +221,18 @@ class Counted:
             self._pushed = False
             torch._C._autograd._pop_saved_tensors_default_hooks()
         self._around.__exit__(*exc)
+
+
+def open_inputs(policy: Policy, arena: Arena | None, bus: Bus, units: int) -> Inputs | None:
+    """Where inputs of recomputed units are kept; None where that is where the model made them, or on another tier.
+
+    Args:
+        units: how many modules recompute.
+    """
+    chosen = policy.activation
+    if arena is None or policy.device.arena != "all" or chosen.checkpoint != "unit" or chosen.tier != "device":
+        return None
+    return Inputs(arena, bus, units)
 
 
 def modified(what: str, found: int, expected: int) -> RuntimeError:

@@ -22,8 +22,9 @@ from offload.policy import Policy
 from offload.store import Store
 from offload.tier import Tier
 from zhooks import memory
-from zhooks.activation import open_stash
+from zhooks.activation import open_inputs, open_stash
 from zhooks.agree import Agreement
+from zhooks.arena_plan import open_arena, planned, reserve_rest
 from zhooks.attached_state import Stateful
 from zhooks.build import (
     Ground,
@@ -53,7 +54,7 @@ from zhooks.registries import Registries
 from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime
 from zhooks.schedule import Choices
-from zhooks.tiers import change_store, check_change, kept_budget, open_stepper, open_store
+from zhooks.tiers import change_store, check_change, groups_of, kept_budget, open_stepper, open_store
 from zhooks.unit import Unit
 from zhooks.units import find_units
 
@@ -136,14 +137,17 @@ class Attachment(Stateful):
 
     def _tell(self) -> None:
         tell(self._live((), None), self.policy, self._store, optimizers_of(self.model.parameters()))
+        if self._pool.arena is not None:
+            self._pool.arena.tell()
 
     def _keep_activations(self) -> None:
         """What autograd saves stays, goes to its tier or is computed again, as the policy says."""
-        saved = self._runtime.saved
+        saved, arena = self._runtime.saved, self._pool.arena
         saved.stash = open_stash(self.policy, self._store, self._bus, saved)
         saved.residual.follow(self.policy.activation, self._comm.tp.axis.world, self.model.buffers)
-        again = self.policy.activation.checkpoint == "unit"
-        self._runtime.recompute = Recompute(recomputed(self.model, self._units), saved) if again else None
+        again = recomputed(self.model, self._units) if self.policy.activation.checkpoint == "unit" else {}
+        saved.inputs = open_inputs(self.policy, arena, self._bus, len(again))
+        self._runtime.recompute = Recompute(again, saved) if again else None
 
     def _step_over_tiers(self) -> None:
         if self._store is not None:
@@ -159,6 +163,8 @@ class Attachment(Stateful):
             self._store = open_store(self.policy, materializer.device, groups, self._table, self._comm, self._bus)
             self._ground = replace(self._ground, store=self._store)
         scratch = scratch_for(groups, self._ground, materializer.device)
+        device = materializer.device
+        self._pool.arena = open_arena(self.policy, device, self._bus, lambda: planned(self.model, groups, self._ground, device))
         try:
             with loose_references(self.model):
                 for number, group in enumerate(groups):
@@ -168,11 +174,11 @@ class Attachment(Stateful):
                         shard_states(self._units[-1], self._optimizer)
             materializer.buffers(self._comm)
             self._charted = chart(self.model, self._units, self.policy)
-            spare = kept_budget(self.policy, self._units, self._comm, materializer.device)
+            spare = kept_budget(self.policy, self._units, self._comm, device)
         except BaseException:
             self._unbuild()
             raise
-        self._size_pool()
+        self._size_pool(spare)
         return spare
 
     def _unbuild(self) -> None:
@@ -187,12 +193,13 @@ class Attachment(Stateful):
             if self._store is not None:
                 self._store.shut()
 
-    def _size_pool(self) -> None:
-        """Keep as many idle buffers as the schedule has under way at once."""
+    def _size_pool(self, spare: int | None) -> None:
+        """Keep as many idle buffers as the schedule has under way at once, or reserve memory for them."""
         flats = [flat for unit in self._units for flat in unit.flats]
         self._pool.paged = any(flat.kind.tiers.parameter is Tier.DISK for flat in flats)
         sizes = sorted((f.layout.padded * max(f.kind.compute.itemsize, f.kind.reduce.itemsize) for f in flats), reverse=True)
         sizes = [min(size, self._pool.bound) for size in sizes]
+        reserve_rest(self._pool.arena, self.policy, self._units, spare)
         self._pool.idle_nbytes = sum(sizes[: 2 + self.policy.schedule.prefetch])
 
     def _wire(self) -> None:
@@ -239,16 +246,21 @@ class Attachment(Stateful):
             self._stepper.close()
         self._step_over_tiers()
         self._ground = replace(self._ground, policy=chosen, table=self._table, store=self._store)
+        groups = groups_of(self._units)
+        self._pool.clear()
+        self._pool.arena = open_arena(chosen, device, self._bus, lambda: planned(self.model, groups, self._ground, device))
         try:
             self._lay_out(always=True)
         finally:
             self._cast_as(charted)
             self._runtime.reducer.change(most=chosen.schedule.max_reductions, unreduced=self._table.accumulates_unreduced)
             self._keep_activations()
-            self._size_pool()
+            self._size_pool(0)
             # Nothing is kept between forward and backward until the budget is known to allow it.
             self._runtime.choices = Choices(chosen.schedule.prefetch, chosen.schedule.reshard_after_forward, 0)
-        self._runtime.choices = replace(self._runtime.choices, budget=kept_budget(chosen, self._units, self._comm, device))
+        spare = kept_budget(chosen, self._units, self._comm, device)
+        self._size_pool(spare)
+        self._runtime.choices = replace(self._runtime.choices, budget=spare)
 
     def _cast_as(self, charted: Map) -> None:
         """Cast where and to what another policy says."""

@@ -64,16 +64,9 @@ def build_unit(
     Collective over all ranks when ``ground.sync``: rank 0's values are broadcast.
     """
     scratch.reset()
-    kept_wide = _normalised(model)
-    kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
-    for name, param in group.params.items():
-        kind = _kind(name, param, ground.policy, materializer.device, wide=id(param) in kept_wide)
-        kinds.setdefault(kind, []).append((name, param))
     fulls = []
-    for kind, members in pieces(kinds, ground.cut):
-        flat = _flat(unit, unit.number * FLATS + len(unit.flats), kind, members, ground)
+    for flat in flats_of(model, group, unit, ground, materializer.device):
         flat.reserve()
-        unit.flats.append(flat)
         fulls.append(_place(flat, scratch))
     materializer.unit(group)
     for flat in unit.flats:
@@ -84,6 +77,18 @@ def build_unit(
         for index, param in enumerate(flat.params):
             _swap_in(flat, index, param)
     unit.slots, unit.recurrent = find_slots(model, unit), find_recurrent(model, unit)
+
+
+def flats_of(model: nn.Module, group: Group, unit: Unit, ground: Ground, device: torch.device) -> list[Flat]:
+    """Lay a group out into ``unit``; returns its flats, without memory yet."""
+    kept_wide = _normalised(model)
+    kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in group.params.items():
+        kind = _kind(name, param, ground.policy, device, wide=id(param) in kept_wide)
+        kinds.setdefault(kind, []).append((name, param))
+    for kind, members in pieces(kinds, ground.cut):
+        unit.flats.append(_flat(unit, unit.number * FLATS + len(unit.flats), kind, members, ground))
+    return unit.flats
 
 
 def scratch_for(groups: Sequence[Group], ground: Ground, device: torch.device) -> Scratch:

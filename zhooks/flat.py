@@ -351,7 +351,7 @@ class Flat:
             assert self.store is not None
             self.rest = reserve(self.store, self.name, self.shard_numel, self.kind, copied=not self.ownership.resident)
         elif not self.aliased:
-            self._shard = torch.empty(self.shard_numel, dtype=self.kind.master, device=self.kind.device)
+            self._shard = self.pool.lasting(self.shard_numel, self.kind.master, self.kind.device)
 
     def adopt(self, full: Tensor) -> None:
         """Take the padded values of all parameters (master dtype): keep this rank's ranges, or alias them."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from offload.arena import Use
 from offload.block import Block, Part
 from offload.errors import ShardedOpError
 from offload.tier import Tier
@@ -61,7 +62,7 @@ class Gradient:
             self._fresh_block()
             return
         with torch.inference_mode(False):
-            self._shard = torch.zeros(flat.shard_numel, dtype=flat.kind.master, device=flat.kind.device)
+            self._shard = self._pool.lasting(flat.shard_numel, flat.kind.master, flat.kind.device, Use.GRADIENTS).zero_()
             self._hold(self._shard)
             self._tensors = [ShardedTensor(flat.local(i, self._shard), spec) for i, spec in enumerate(flat.specs)]
             self._parts = self._shaped(self._shard) if flat.shard_numel == flat.layout.padded else []
@@ -137,7 +138,7 @@ class Gradient:
 
     def _take(self) -> Tensor:
         flat = self.flat
-        partial = self._pool.take(flat.layout.padded, flat.kind.reduce, flat.kind.device)
+        partial = self._pool.take(flat.layout.padded, flat.kind.reduce, flat.kind.device, Use.SUMS)
         self._hold(partial)
         return partial
 

@@ -118,6 +118,8 @@ def report(
     gathered = sum(_nbytes(flat.full) for flat in flats if flat.releasable and flat.full is not None)
     held = buffers(flats, reducer, comm)
     transient = {"gathered units": gathered} | {name: buffer.now for name, buffer in held.items()}
+    if reducer.pool.arena is not None:
+        transient["arena, unused"] = reducer.pool.arena.report().unused
     bounds = {name: buffer.most for name, buffer in held.items()}
     psi, ranks = sum(flat.layout.numel for flat in flats), flats[0].layout.world
     paper = paper_bytes(psi, ranks, table)

@@ -1,7 +1,8 @@
 """Buffers for gathered parameters and partial gradients, used again from step to step.
 
 ``unit.py`` and ``grad.py`` take and give; fresh host memory costs page faults at a sixteenth of the speed of a copy, so a
-released buffer is kept for the next taker of its size.  It never hands out memory that anybody else still holds.
+released buffer is kept for the next taker of its size.  Where there is an arena that is where buffers lie, and nothing is
+kept here.  It never hands out memory that anybody else still holds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offload.arena import Arena, Use
 from offload.events import Bus
 from offload.pages import aligned
 
@@ -22,6 +24,8 @@ class Pool:
         self.idle_nbytes = 0
         # Buffers that a disk fills start on a page.
         self.paged = False
+        # Memory reserved ahead, where the policy wants it.
+        self.arena: Arena | None = None
         self._idle: dict[tuple[int, torch.device], list[Tensor]] = {}
         self._held = 0
 
@@ -30,9 +34,19 @@ class Pool:
         """Bytes that are kept idle now."""
         return self._held
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def lasting(self, numel: int, dtype: torch.dtype, device: torch.device, use: Use = Use.SHARDS) -> Tensor:
+        """An uninitialised 1-D tensor that is not given back here: a shard."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self._reserved(device):
+                return self._range(use, numel * dtype.itemsize).view(dtype)
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, use: Use = Use.GATHERED) -> Tensor:
         """An uninitialised 1-D tensor; its storage is exactly as large."""
         nbytes = numel * dtype.itemsize
+        if self._reserved(device):
+            with torch.inference_mode(False), torch.no_grad():
+                return self._range(use, nbytes).view(dtype)
         shelf = self._idle.get((nbytes, device))
         with torch.inference_mode(False), torch.no_grad():
             if shelf:
@@ -43,7 +57,12 @@ class Pool:
             return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
 
     def give(self, buffer: Tensor) -> None:
-        """Take ``buffer`` back, unless someone else holds its storage or enough lies idle already."""
+        """Take ``buffer`` back, unless someone else holds its storage or enough lies idle already.
+
+        A range of the arena goes back there by itself, when its storage dies.
+        """
+        if self._reserved(buffer.device):
+            return
         storage = buffer.untyped_storage()
         # One count for the tensor, one for the handle above; a buffer that is a view counts its base too.
         alone = torch._C._storage_Use_Count(storage._cdata) <= (3 if buffer._is_view() else 2)
@@ -57,10 +76,24 @@ class Pool:
             whole = empty.set_(storage, 0, (nbytes,), (1,))
         self._idle.setdefault((nbytes, buffer.device), []).append(whole)
 
+    def _reserved(self, device: torch.device) -> bool:
+        return self.arena is not None and self.arena.device == device
+
+    def _range(self, use: Use, nbytes: int) -> Tensor:
+        assert self.arena is not None
+        return self.arena.take(use, nbytes)
+
+    def settled(self) -> None:
+        """A backward is over."""
+        if self.arena is not None:
+            self.arena.settled()
+
     def clear(self) -> None:
         """Give all idle memory back to the system."""
         self._idle.clear()
         self._held = 0
+        if self.arena is not None:
+            self.arena.close()
 
 
 class Scratch:

@@ -175,7 +175,9 @@ class Recompute:
             return nullcontext(), Counted(around, self._saved.residual)
 
         generator = self._make(run, contexts, given)
-        next(generator)
+        inputs = self._saved.inputs
+        with nullcontext() if inputs is None else inputs.saving():
+            next(generator)
         self._open = _Open(module, generator, buffers, kept)
 
     def leave(self, module: nn.Module, failed: bool) -> None:

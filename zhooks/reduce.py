@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.arena import Use
 from offload.errors import ShardedOpError
 from offload.events import Bus
 from zhooks.agree import Agreement
@@ -192,7 +193,8 @@ class Reducer:
             plain = flat.kind.reduce == flat.kind.master and not (gradient.tiered or has_hooks(flat))
             into_shard = plain and gradient.free()
             gradient.reserved = gradient.reserved or into_shard
-            out = gradient.shard if into_shard else self.pool.take(flat.shard_numel, flat.kind.reduce, flat.kind.device)
+            device, reduce = flat.kind.device, flat.kind.reduce
+            out = gradient.shard if into_shard else self.pool.take(flat.shard_numel, reduce, device, Use.SUMS)
             if self.bus.active and not into_shard:
                 self.bus.hold("communication on device", flat.name, out.untyped_storage())
             work = self.comm.shard.reduce_scatter(call, partial, out, flat.layout)
@@ -273,6 +275,10 @@ class Reducer:
 
     def finish(self) -> None:
         """Backward is over: reduce what any rank still owes, wait for all, and set ``.grad``.  Collective when ranks > 1."""
+        self._finish_open()
+        self.pool.settled()
+
+    def _finish_open(self) -> None:
         if not self.open:
             return
         self.open = False

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.arena import Use
 from offload.block import Part
 from offload.errors import CheckpointError
 from offload.shard_file import ShardReader
@@ -144,7 +145,7 @@ class Loading:
             gradient.give_back(gradient.partial)
             gradient.partial, gradient.present, gradient.reserved = None, [False] * len(flat.params), False
         if present is not None:
-            partial = self.live.reducer.pool.take(flat.layout.padded, flat.kind.reduce, flat.kind.device)
+            partial = self.live.reducer.pool.take(flat.layout.padded, flat.kind.reduce, flat.kind.device, Use.SUMS)
             _pour(self.reader, tensor_name(number, "partial"), [(0, partial)])
             gradient.partial, gradient.present = partial, list(present)
 

@@ -23,6 +23,7 @@ from offload.policy import Policy
 from offload.store import Store
 from offload.tier import Tier
 from zhooks.agree import least
+from zhooks.arena_plan import beside
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.kind import DTYPES, PIECE_NBYTES
 from zhooks.optim import Stepper
@@ -194,6 +195,14 @@ def check_change(old: Policy, new: Policy, store: Store | None) -> None:
         )
 
 
+def groups_of(units: Sequence[Unit]) -> list[Group]:
+    """The groups that the units were built of."""
+    return [
+        Group(unit.name, unit.entries, {s.name: p for f in unit.flats for s, p in zip(f.specs, f.params, strict=True)})
+        for unit in units
+    ]
+
+
 def change_store(
     store: Store | None, policy: Policy, device: torch.device, units: Sequence[Unit], table: Table, comm: Comm, bus: Bus
 ) -> Store:
@@ -203,10 +212,7 @@ def change_store(
         BudgetError: what is to rest on a tier exceeds its budget.
         CapabilityError: the machine lacks what the policy asks for.
     """
-    groups = [
-        Group(unit.name, unit.entries, {s.name: p for f in unit.flats for s, p in zip(f.specs, f.params, strict=True)})
-        for unit in units
-    ]
+    groups = groups_of(units)
     if store is None:
         return open_store(policy, device, groups, table, comm, bus)
     check_compute(policy, device, groups)
@@ -257,7 +263,7 @@ def kept_budget(policy: Policy, units: Sequence[Unit], comm: Comm, device: torch
         seam.close()
     if limit is None:
         return None
-    floor = device_floor(policy, units)
+    floor = device_floor(policy, units) + beside(policy, units)
     if floor > limit:
         raise BudgetError(
             f"[budget] device: expected room for what rests there and the units in flight, {shown(floor)} in all, found "

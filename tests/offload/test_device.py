@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.device import INLINE_NBYTES, CpuDevice, Device, locked_nbytes, open_device
+from offload.device import INLINE_NBYTES, CpuDevice, Device, open_device
 from offload.errors import CapabilityError, TierError
-from offload.pages import ALIGN, aligned, round_up
+from offload.pages import ALIGN, aligned, locked_nbytes, round_up
 
 LARGE = INLINE_NBYTES * 4
 SMALL = 4096
