@@ -27,6 +27,9 @@ _DTYPES = {
 #: [units] max_numel below this would cut a model into crumbs, where DeepSpeed's small buckets only reduce oftener.
 _LEAST_BUCKET_NUMEL = 1 << 20
 _LEAST_BLOCK_NBYTES = 1 << 20
+_LARGEST_SCALE = 2.0**127
+#: DeepSpeed's defaults where they are not ours.
+_DYNAMIC = {"growth_interval": 1000, "hysteresis": 2}
 _AIO_DEFAULTS = {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "intra_op_parallelism": 1}
 
 
@@ -152,6 +155,13 @@ class _Reading:
         value = self._typed(place, _is_count, "a whole number, 0 or more")
         return None if value is None else int(value)
 
+    def bounded(self, low: float, high: float, *place: str) -> float | None:
+        def fits(value: object) -> bool:
+            return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+        value = self._typed(place, fits, f"a number from {low:g} to {high:g}")
+        return None if value is None else float(value)
+
     def choice(self, choices: Mapping[str, str], *place: str) -> str | None:
         fits = f"one of {', '.join(choices)}"
         value = self._typed(place, lambda value: isinstance(value, str) and value in choices, fits)
@@ -256,6 +266,8 @@ def _precision(read: _Reading) -> dict[str, Any]:
     cast = read.flag("fp16", "auto_cast")
     if fp16 and cast is not None:
         precision["cast_inputs"] = cast
+    scaled = _loss_scale(read)
+    precision |= scaled if fp16 and not bf16 else {}
     reduce = read.choice(_DTYPES, "communication_data_type")
     if reduce:
         precision["reduce"] = reduce
@@ -263,6 +275,25 @@ def _precision(read: _Reading) -> dict[str, Any]:
     if accumulated not in (None, "fp32"):
         read.ignore(("data_types", "grad_accum_dtype"), "gradients accumulate in the dtype of the masters")
     return {"precision": precision} if precision else {}
+
+
+def _loss_scale(read: _Reading) -> dict[str, Any]:
+    """DeepSpeed scales wherever fp16 is on; 0 is its word for dynamic."""
+    fixed = read.bounded(0.0, _LARGEST_SCALE, "fp16", "loss_scale")
+    if fixed:
+        return {"loss_scale": fixed}
+    scaling: dict[str, Any] = {"loss_scale": "dynamic", **_DYNAMIC}
+    power = read.bounded(0.0, 127.0, "fp16", "initial_scale_power")
+    window = read.bounded(1.0, 2.0**31 - 1, "fp16", "loss_scale_window")
+    hysteresis = read.bounded(1.0, 1024.0, "fp16", "hysteresis")
+    least = read.bounded(2.0**-126, _LARGEST_SCALE, "fp16", "min_loss_scale")
+    written = {
+        "initial_scale": None if power is None else 2.0**power,
+        "growth_interval": None if window is None else int(window),
+        "hysteresis": None if hysteresis is None else int(hysteresis),
+        "min_scale": least,
+    }
+    return scaling | {key: value for key, value in written.items() if value is not None}
 
 
 def _sizes(read: _Reading) -> dict[str, Any]:

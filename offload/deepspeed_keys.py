@@ -30,7 +30,6 @@ class Other:
 _LOOP = "the training loop's own business; write it there"
 _LOADER = "the data loader's own business; set its batch_size"
 _LOG = "nothing is printed here; observe the attachment's events"
-_SCALER = "use torch.amp.GradScaler in the loop"
 _OVERFLOW = "check torch.isfinite(norm) of clip_grad_norm_ in the loop"
 _DETAIL = "a detail of DeepSpeed's own; nothing to set here"
 _COMM = "nothing is quantised on the way here"
@@ -95,12 +94,7 @@ _OFFLOAD_OPTIMIZER = {
     "cpuadam_cores_perc": Other("threads are torch's and numba's own setting", ()),
 }
 _FP16 = {
-    "loss_scale": Other(_SCALER, ()),
-    "initial_scale_power": Other(_SCALER, ()),
-    "loss_scale_window": Other(_SCALER, ()),
-    "hysteresis": Other(_SCALER, ()),
-    "consecutive_hysteresis": Other(_SCALER),
-    "min_loss_scale": Other(_SCALER, ()),
+    "consecutive_hysteresis": Other("hysteresis counts the overflows since the scale last grew"),
     "fp16_master_weights_and_grads": Other(_MASTERS),
 }
 _BF16 = {
@@ -218,7 +212,9 @@ HONOURED: Mapping[tuple[str, ...], frozenset[str]] = {
     ),
     ("zero_optimization", "offload_param"): frozenset({"device", "nvme_path", "pin_memory"}),
     ("zero_optimization", "offload_optimizer"): frozenset({"device", "nvme_path", "pin_memory"}),
-    ("fp16",): frozenset({"enabled", "auto_cast"}),
+    ("fp16",): frozenset(
+        {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
+    ),
     ("bf16",): frozenset({"enabled"}),
     ("activation_checkpointing",): frozenset({"cpu_checkpointing"}),
     ("aio",): frozenset({"block_size", "queue_depth", "thread_count", "intra_op_parallelism"}),

@@ -13,6 +13,7 @@ __all__ = [
     "DivergenceError",
     "LayoutError",
     "PolicyError",
+    "ScaleError",
     "ShardedOpError",
     "TierError",
     "ZhooksError",
@@ -45,6 +46,10 @@ class LayoutError(ZhooksError, ValueError):
 
 class ShardedOpError(ZhooksError, RuntimeError):
     """An operation needs whole values where this rank holds only a range of them."""
+
+
+class ScaleError(ZhooksError, RuntimeError):
+    """Loss scaling cannot go on: the scale is at its minimum, or gradients go round it."""
 
 
 class DivergenceError(ZhooksError, RuntimeError):

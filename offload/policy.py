@@ -22,6 +22,7 @@ from offload.errors import PolicyError
 from offload.policy_errors import explain
 from offload.policy_load import Document, Place, member
 from offload.policy_memory import DeviceMemory, Host
+from offload.policy_precision import Precision, misscaled
 from offload.policy_rules import CELLS, Dtypes, Rule, RuleCell, RulePrecision, Tiers, dtypes_of, tiers_of
 from offload.policy_tables import (
     Activation,
@@ -32,7 +33,6 @@ from offload.policy_tables import (
     Optimizer,
     Partition,
     Placed,
-    Precision,
     Schedule,
     Table,
     TierName,
@@ -194,7 +194,7 @@ class Policy(Table):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         """Refuse cells that contradict the stage, that spell none or several of the four rows, or that cannot be placed."""
-        problems = self._rows() or self._misplaced()
+        problems = self._rows() or self._misplaced() or misscaled(self.precision, self.optimizer)
         if problems:
             raise PydanticCustomError("policy_cells", "cells contradict", {"problems": problems})
         return self
@@ -322,6 +322,7 @@ class Policy(Table):
         unset = {
             ("precision", "param"): "each parameter's own dtype",
             ("precision", "output"): "as the model computed it",
+            ("precision", "loss_scale"): "gradients are not scaled",
             ("disk", "path"): "the system's folder for temporary files",
         }
         return unset.get((section, key), "no bound") if value is None else ""

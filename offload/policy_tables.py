@@ -31,7 +31,6 @@ __all__ = [
     "Optimizer",
     "Partition",
     "Placed",
-    "Precision",
     "Schedule",
     "Size",
     "Table",
@@ -189,35 +188,6 @@ class Activation(Table):
         expected=_SIZES,
         does="The last bytes saved in a forward that stay on the device, for backward needs them at once.",
         why="0 moves everything: the most memory is free, and the transfer of the last unit is waited for.",
-    )
-
-
-class Precision(Table):
-    """[precision]: the dtypes of compute and of reduction; the masters keep the model's own (fp32)."""
-
-    param: Dtype | None = words(
-        None,
-        expected=DTYPES,
-        does="The dtype parameters are gathered and computed in; BatchNorm and InstanceNorm keep their own.",
-        why="Unset leaves each parameter's own dtype: attach alone must not change a result.",
-    )
-    reduce: Dtype | None = words(
-        None,
-        expected=DTYPES,
-        does="The dtype gradients are summed in.",
-        why="Unset is fp32 where param is set, else the gradient's own: long sums are where 16 bits lose most.",
-    )
-    output: Dtype | None = words(
-        None,
-        expected=DTYPES,
-        does="The dtype floating outputs of the outermost module are cast to.",
-        why="Unset leaves the model's output as it computed it; losses are usually taken in fp32 by the loss itself.",
-    )
-    cast_inputs: bool = words(
-        True,
-        expected=_BOOL,
-        does="Casts floating-point inputs of the outermost module to param.",
-        why="Else the first layer would refuse them.",
     )
 
 

@@ -177,11 +177,22 @@ def test_offload_that_deepspeed_itself_would_not_do_is_listed(zero: dict[str, An
     assert [line.partition(": ")[0] for line in ignored] == [listed]
 
 
+#: What DeepSpeed does wherever fp16 is on.
+DYNAMIC = {"loss_scale": "dynamic", "growth_interval": 1000, "hysteresis": 2}
+
+
 @pytest.mark.parametrize(
     ("values", "precision"),
     [
-        ({"fp16": {"enabled": True}}, {"param": "fp16"}),
-        ({"fp16": {"enabled": True, "auto_cast": False}}, {"param": "fp16", "cast_inputs": False}),
+        ({"fp16": {"enabled": True}}, {"param": "fp16", **DYNAMIC}),
+        ({"fp16": {"enabled": True, "auto_cast": False}}, {"param": "fp16", "cast_inputs": False, **DYNAMIC}),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, {"param": "fp16", "loss_scale": 128.0}),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 500, "min_loss_scale": 8}},
+            {"param": "fp16", **DYNAMIC, "initial_scale": 2.0**20, "growth_interval": 500, "min_scale": 8.0},
+        ),
+        ({"fp16": {"enabled": True, "hysteresis": 3}}, {"param": "fp16", **DYNAMIC, "hysteresis": 3}),
+        ({"fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}}, {}),
         ({"fp16": {"enabled": "auto", "auto_cast": False}, "bf16": {"enabled": "auto"}}, {}),
         ({"bfloat16": {"enabled": True}, "fp16": {"enabled": False}}, {"param": "bf16"}),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, {"param": "bf16"}),
@@ -192,11 +203,11 @@ def test_precision_is_translated(values: dict[str, Any], precision: dict[str, An
     assert read(values) == (Policy(stage=0, precision=precision), ())
 
 
-def test_loss_scaling_is_listed_only_where_fp16_is_on() -> None:
-    scaling = {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}
-    assert read({"fp16": {"enabled": "auto", **scaling}})[1] == ()
-    ignored = read({"fp16": {"enabled": True, **scaling}})[1]
-    assert ignored == tuple(f"fp16.{key} = {n}: use torch.amp.GradScaler in the loop" for key, n in scaling.items())
+@pytest.mark.parametrize("key", ["loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"])
+@pytest.mark.parametrize("value", [-1, "much", True, 1e300])
+def test_a_loss_scale_that_deepspeed_could_not_use_is_an_error(key: str, value: object) -> None:
+    with pytest.raises(PolicyError, match=rf"\[fp16\] {key}: expected a number from .* found"):
+        read({"fp16": {"enabled": True, key: value}})
 
 
 @pytest.mark.parametrize(

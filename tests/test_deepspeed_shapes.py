@@ -14,6 +14,8 @@ from offload.policy import IgnoredKeys, Policy
 from tests.test_deepspeed import read
 
 CPU = {"device": "cpu", "pin_memory": True}
+#: What it means; the rest are our defaults.
+DYNAMIC = {"loss_scale": "dynamic", "growth_interval": 1000, "hysteresis": 2}
 SCALED = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
 AUTO = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
@@ -142,7 +144,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "stage": 2,
             "gradient": {"tier": "host"},
             "optimizer": {"tier": "host", "compute": "host"},
-            "precision": {"param": "fp16"},
+            "precision": {"param": "fp16", **DYNAMIC},
             "units": {"max_numel": 7_000_000},
         },
     ),
@@ -156,7 +158,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "sparse_attention": {"mode": "fixed", "block": 16},
             "wall_clock_breakdown": False,
         },
-        {"stage": 0, "precision": {"param": "fp16"}},
+        {"stage": 0, "precision": {"param": "fp16", **DYNAMIC}},
     ),
 }
 

@@ -158,7 +158,8 @@ def test_a_tier_alone_spells_no_stage() -> None:
 def test_every_key_of_a_file_arrives(write: Write) -> None:
     policy = Policy.load(write(WHOLE))
     assert policy.stage == 2
-    assert policy.precision.model_dump() == {"param": "bf16", "reduce": "fp32", "output": "fp32", "cast_inputs": False}
+    written = {"param": "bf16", "reduce": "fp32", "output": "fp32", "cast_inputs": False}
+    assert policy.precision.model_dump(include=set(written)) == written
     assert policy.units.classes == ("Block", "Stage")
     assert policy.units.names == ("layers.*", "head")
     assert (policy.units.min_numel, policy.units.max_numel) == (0, 1_000_000)

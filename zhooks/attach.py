@@ -36,7 +36,7 @@ from zhooks.build import (
     scratch_for,
     shard_states,
 )
-from zhooks.checks import check_division, check_model, check_optimizer, check_ranks_equal, check_same_model
+from zhooks.checks import check_division, check_model, check_optimizer, check_ranks_equal, check_same_model, check_scaled
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.describe import describe
 from zhooks.held import tell
@@ -45,14 +45,16 @@ from zhooks.islands import Map, chart
 from zhooks.materialize import Materializer
 from zhooks.mesh import resolve
 from zhooks.observation import Observation
-from zhooks.optim import Stepper
+from zhooks.optim import Stepper, watch_steps
+from zhooks.overflow import Overflow
 from zhooks.placement import Table
 from zhooks.pool import Pool
 from zhooks.recompute import Recompute, recomputed
-from zhooks.reduce import Reducer, make_node
+from zhooks.reduce import Gather, Reducer, make_node
 from zhooks.registries import Registries
 from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime
+from zhooks.scaling import Scaling
 from zhooks.schedule import Choices
 from zhooks.tiers import change_store, check_change, groups_of, kept_budget, open_stepper, open_store
 from zhooks.unit import Unit
@@ -88,6 +90,7 @@ def attach(
     chosen = Policy.of(policy)
     device = check_model(model)
     check_optimizer(model, optimizer)
+    check_scaled(model, chosen)
     # What is trained later must not be made of inference tensors; the first of the two would turn gradients on.
     with torch.inference_mode(False), torch.no_grad():
         axes = resolve(mesh)
@@ -121,6 +124,9 @@ class Attachment(Stateful):
         reducer = Reducer(
             comm, self._pool, self._bus, most=policy.schedule.max_reductions, unreduced=self._table.accumulates_unreduced
         )
+        self._scaling = Scaling(comm, self._bus, policy.precision)
+        reducer.scaling, self._scaling.gather = self._scaling, Gather
+        self._scaling.held = lambda: [each.partial for each in reducer.gradients.values() if each.partial is not None]
         schedule = policy.schedule
         choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare)
         self._node = make_node(reducer)
@@ -128,10 +134,13 @@ class Attachment(Stateful):
         self._runtime = Runtime(self._units, reducer, self._bus, choices, Agreement(comm.world))
         self._runtime.relay = self._relay  # type: ignore[method-assign]
         self._keep_activations()
+        self._scaling.settle, self._scaling.inside = self._runtime.settle, lambda: not self._runtime.outermost
         self._casts = casts_of(policy.precision, self._charted.outside)
+        self._casts.scaling = self._scaling
         self._handles = install(model, self._units, self._runtime, self._casts)
         self._cast_handles = install_casts(self._charted.islands)
         self._registries.open()
+        self._scaling.open(watch_steps)
         self._step_over_tiers()
         self._bus.told_by(self._tell)
 
@@ -205,7 +214,7 @@ class Attachment(Stateful):
     def _wire(self) -> None:
         for unit in self._units:
             for flat in unit.flats:
-                flat.node = self._node if flat.kind.trainable else None
+                flat.node, flat.watch = self._node if flat.kind.trainable else None, self._scaling
 
     def _relay(self) -> None:
         """Follow parameters that were frozen or unfrozen since the last step."""
@@ -235,6 +244,7 @@ class Attachment(Stateful):
         """
         chosen = Policy.of(policy)
         check_change(self.policy, chosen, self._store)
+        check_scaled(self.model, chosen)
         charted = chart(self.model, self._units, chosen)
         self._runtime.settle()
         table, device = Table.of(chosen.table()), self._units[0].flats[0].kind.device
@@ -253,6 +263,7 @@ class Attachment(Stateful):
             self._lay_out(always=True)
         finally:
             self._cast_as(charted)
+            self._scaling.change(chosen.precision)
             self._runtime.reducer.change(most=chosen.schedule.max_reductions, unreduced=self._table.accumulates_unreduced)
             self._keep_activations()
             self._size_pool(0)
@@ -275,6 +286,7 @@ class Attachment(Stateful):
             raise AttachError("detach: expected an attached model, found one that was detached already. Attach it again first.")
         self._runtime.settle()
         self._runtime.reducer.flush()
+        self._scaling.close()
         if self._stepper is not None:
             self._stepper.close()
         for handles in (self._handles, self._cast_handles):
@@ -332,7 +344,17 @@ class Attachment(Stateful):
 
     def describe(self) -> str:
         """A table: unit, parameters, numel, padding, placement; after a step also what the plan moves."""
-        return describe(self._units, self._table, self._comm, self.payload())
+        return describe(self._units, self._table, self._comm, self.payload(), self._scaling)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What gradients are scaled by inside the model now; None where [precision] loss_scale is unset."""
+        return self._scaling.scale.value if self._scaling.on else None
+
+    @property
+    def overflows(self) -> tuple[Overflow, ...]:
+        """The latest steps (64 at most, oldest first) whose gradients were not finite, under a loss scale or a GradScaler."""
+        return self._scaling.overflows.latest
 
     def payload(self) -> int | None:
         """Bytes of gathers and reductions one training step moves by the plan (full payloads); None before a first step."""

@@ -23,6 +23,7 @@ from zhooks.flat import Flat
 from zhooks.optim import Stepper
 from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime
+from zhooks.scaling import Scaling
 from zhooks.unit import Unit
 
 
@@ -38,6 +39,7 @@ class Stateful:
     _optimizer: torch.optim.Optimizer | None
     _stepper: Stepper | None
     _rounding: Rounding
+    _scaling: Scaling
 
     @contextmanager
     def gathered(self, *parameters: Tensor, write: bool = False) -> Iterator[list[Tensor]]:
@@ -52,17 +54,21 @@ class Stateful:
             yield full
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """Full state on rank 0's CPU, {} elsewhere: {"model": {name: tensor}} and "optimizer" when one is known.
+        """Full state on rank 0's CPU, {} elsewhere: {"model": {name: tensor}}, "optimizer" when one is known, and "loss_scale"
+        under a policy that has one.
 
         Streamed unit by unit.  The plain model loads it.  Collective.
         """
         self._runtime.settle()
-        return checkpoint.full_state(self.model, self._units, self._comm, optimizer or self._optimizer)
+        state = checkpoint.full_state(self.model, self._units, self._comm, optimizer or self._optimizer)
+        return {**state, **self._scaling.saved()} if state else state
 
     def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Load what ``state_dict`` made (rank 0's is used; others may pass {}), on any number of ranks.  Collective."""
         self._runtime.settle()
+        follow = self._scaling.checked(checkpoint.share_json(self._comm, {k: v for k, v in state.items() if k == "loss_scale"}))
         checkpoint.load_full_state(self.model, self._units, self._comm, state, optimizer or self._optimizer)
+        follow()
 
     def save_full(self, path: str | Path) -> None:
         """Write full parameters and buffers as safetensors from rank 0, one parameter in memory at a time.  Collective."""
@@ -81,7 +87,7 @@ class Stateful:
 
         ``folder`` becomes the new checkpoint in one rename once every rank has written and synced its file; an earlier one
         there stays loadable until then.  Saved: parameters, gradients held, optimizer states and options, buffers, random
-        states (torch, python, numpy, stochastic rounding).  Nothing is pickled.
+        states (torch, python, numpy, stochastic rounding), the policy's loss scale.  Nothing is pickled.
 
         Args:
             folder: on a file system all hosts share; absent, empty, or an earlier checkpoint.
@@ -128,5 +134,6 @@ class Stateful:
         about = {"stage": self.policy.stage, "table": dict(self.policy.table())}
         reducer = self._runtime.reducer
         return sharded_checkpoint.Live(
-            self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, landed, self._rounding
+            self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, self._scaling, landed,
+            self._rounding,
         )

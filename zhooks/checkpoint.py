@@ -194,7 +194,7 @@ def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | 
             for key, value in entry.items():
                 sharded = known is not None and isinstance(value, Tensor) and value.dim() > 0 and value.shape == known[1].shape
                 plan.append((index, key, sharded))
-    shared = _share_json(comm, {"plan": plan, "groups": _plain_groups((packed or {}).get("param_groups", []))})
+    shared = share_json(comm, {"plan": plan, "groups": _plain_groups((packed or {}).get("param_groups", []))})
     state: dict[int, dict[str, Any]] = {}
     for flat in flats_of(units):
         keys = sorted(
@@ -236,7 +236,8 @@ def _plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _share_json(comm: Comm, value: Any) -> Any:
+def share_json(comm: Comm, value: Any) -> Any:
+    """Rank 0's plain data on every rank."""
     raw = json.dumps(value).encode() if first(comm) else b""
     size = torch.tensor([len(raw)], dtype=torch.int64)
     comm.stage.broadcast(Call(CONTROL, "load", "size"), size)
@@ -250,7 +251,7 @@ def _share_json(comm: Comm, value: Any) -> Any:
 def _share_value(comm: Comm, value: Any) -> Any:
     """A small tensor or number of rank 0 on every rank."""
     is_tensor = isinstance(value, Tensor)
-    described = _share_json(
+    described = share_json(
         comm,
         {
             "tensor": is_tensor,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import AttachError
+from offload.policy import Policy
 from zhooks.build import loose_references, optimizers_of
 from zhooks.comm import CONTROL, Call, Comm, Transport
 from zhooks.division import Division, is_divided, part_of
@@ -226,3 +227,17 @@ def _digest(tensor: Tensor) -> int:
         return 0
     raw = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
     return int.from_bytes(hashlib.blake2b(raw.tobytes(), digest_size=8).digest(), "little", signed=True)
+
+
+def check_scaled(model: nn.Module, policy: Policy) -> None:
+    """Gradients rest in the parameters' own dtype: in fp16 they would vanish where the loss scale is taken off.
+
+    Raises:
+        AttachError: the policy scales the loss of a model with fp16 parameters.
+    """
+    half = [name for name, param in model.named_parameters() if param.dtype is torch.float16 and param.requires_grad]
+    if policy.precision.loss_scale is not None and half:
+        raise AttachError(
+            f"[precision] loss_scale: expected fp32 parameters, found {half[0]} and {len(half) - 1} more in fp16. Build the "
+            'model in fp32 and set [precision] param = "fp16".'
+        )

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from offload.tier import Tier
 from zhooks.comm import Comm
 from zhooks.placement import Placement, Table
+from zhooks.scaling import Scaling
 from zhooks.unit import Unit
 
 
-def describe(units: Sequence[Unit], table: Table, comm: Comm, payload: int | None) -> str:
+def describe(units: Sequence[Unit], table: Table, comm: Comm, payload: int | None, scaling: Scaling) -> str:
     """A plain-text table: unit, parameters, elements, padding, dtypes, placement; then the totals."""
     head = ("unit", "params", "numel", "padding", "rest -> use", "parameter", "gradient", "optimizer")
     rows = [head]
@@ -45,8 +48,25 @@ def describe(units: Sequence[Unit], table: Table, comm: Comm, payload: int | Non
     )
     if payload is not None:
         lines.append(f"By the plan a training step moves {payload / 2**20:,.2f} MiB of payload.")
+    lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for unit in units for flat in unit.flats)))
     lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")
     return "\n".join(lines)
+
+
+def _scaled(scaling: Scaling, half: bool) -> list[str]:
+    """What the loss is scaled by, and the latest overflow."""
+    lines = []
+    if scaling.on:
+        kind = "dynamic" if scaling.scale.dynamic else "fixed"
+        lines.append(f"Loss scale {scaling.scale.value:g} ({kind}).")
+    elif half:
+        lines.append("fp16 without [precision] loss_scale: small gradients vanish, unless a GradScaler in the loop scales.")
+    if scaling.overflows.latest:
+        last = scaling.overflows.latest[-1]
+        unit, parameter = last.parameters[0]
+        more = f" and {len(last.parameters) - 1} more" if len(last.parameters) > 1 else ""
+        lines.append(f"Last overflow in step {last.step} at scale {last.scale:g}: {parameter} of unit {unit}{more}.")
+    return lines
 
 
 def _cell(placement: Placement, tier: Tier) -> str:

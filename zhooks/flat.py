@@ -26,6 +26,7 @@ from zhooks.comm import CONTROL, DONE, GATHER, Call, Transport, Work
 from zhooks.kind import Kind, Ownership
 from zhooks.layout import Layout, Piece
 from zhooks.mesh import SHARD
+from zhooks.overflow import Watch
 from zhooks.pieces import gather
 from zhooks.pool import Pool
 from zhooks.refusals import too_late
@@ -74,8 +75,8 @@ class Flat:
         self.beside: dict[str, Transport] = {}
         # Updated early in this step (overlap.py), and forwards whose backward is still to come.
         self.spent, self.nodes = False, 0
-        self._writes = 0
-        self._version = -1
+        self._writes, self._version = 0, -1
+        self.watch: Watch | None = None
         self._work: Work = DONE
         self.bus: Bus = Bus()
 
@@ -103,12 +104,11 @@ class Flat:
     def view(self, index: int) -> Tensor:
         self._ask("use")
         with torch.inference_mode(False):
-            return self.values()[index]
+            return self.values()[index] if self.watch is None else self.watch.outside(self.values()[index])
 
     def assemble(self, tensor: ShardedTensor) -> Tensor:
         piece = torch.zeros(self.layout.shard_numel, dtype=tensor.dtype, device=self.kind.device)
-        start = tensor._spec.pieces[0].local if tensor._spec.pieces else 0
-        local = tensor._local
+        start, local = tensor._spec.pieces[0].local if tensor._spec.pieces else 0, tensor._local
         piece[start : start + local.numel()].copy_(local)
         full = torch.empty(self.layout.padded, dtype=tensor.dtype, device=self.kind.device)
         self.transport.all_gather(Call(CONTROL, "full_tensor", tensor._spec.name, self.number), piece, full, self.layout).wait()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -234,3 +235,12 @@ def hooked(grad: ShardedTensor) -> ShardedTensor:
 def _held(tensor: ShardedTensor) -> bool:
     """Someone besides our list keeps this gradient (refcounts of the list, the loop and the call are three)."""
     return sys.getrefcount(tensor) > 4 or tensor._use_count() > 1 or sys.getrefcount(tensor._at) > 2  # type: ignore[attr-defined]
+
+
+def accumulates(node: Any) -> bool:
+    """All parameters behind ``node`` shall accumulate: backward().  Else autograd.grad or backward(inputs=...) chose some."""
+    try:
+        return all(torch._C._will_engine_execute_node(edge) for edge, _ in node.next_functions if edge is not None)
+    except RuntimeError:
+        # torch refuses to answer for a leaf that autograd.grad captures.
+        return False

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from offload.policy_tables import Precision
+from offload.policy_precision import Precision
 from zhooks.islands import Island
 from zhooks.kind import DTYPES
 from zhooks.runtime import Runtime, in_backward
+from zhooks.scaling import Scaling
 from zhooks.schedule import Scope
 from zhooks.sharded import Spec
 from zhooks.unit import Unit
@@ -29,6 +30,7 @@ class Casts:
 
     def __init__(self, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
         self.inputs, self.outputs = inputs, outputs
+        self.scaling: Scaling | None = None
 
     def change(self, other: Casts) -> None:
         """Cast as ``other`` does from now on."""
@@ -79,9 +81,14 @@ class Before:
             saved.residual.inputs = True
             recompute.enter(module, args, kwargs)
             saved.residual.inputs = False
-        if outermost and self._casts.inputs is not None:
+        scaling = self._casts.scaling
+        if not outermost or (self._casts.inputs is None and (scaling is None or not scaling.on)):
+            return None
+        if scaling is not None:
+            args, kwargs = scaling.inward(args), scaling.inward(kwargs)
+        if self._casts.inputs is not None:
             return _floats(args, self._casts.inputs), _floats(kwargs, self._casts.inputs)
-        return None
+        return args, kwargs
 
 
 class After:
@@ -102,11 +109,11 @@ class After:
         if self._runtime.recompute is not None:
             self._runtime.recompute.leave(module, failed)
         self._runtime.leave(module, failed)
-        if self._casts.outputs is None or failed or not self._runtime.outermost:
+        if failed or not self._runtime.outermost or (in_backward() and not self._before.begins):
             return None
-        if self._before.begins or not in_backward():
-            return _floats(output, self._casts.outputs)
-        return None
+        if self._casts.outputs is not None:
+            output = _floats(output, self._casts.outputs)
+        return output if self._casts.scaling is None else self._casts.scaling.outward(output)
 
 
 class Into:

@@ -35,7 +35,7 @@ from zhooks.flat import Flat, State
 from zhooks.group_numbers import numbers, same_numbers
 from zhooks.sharded import ShardedTensor
 
-__all__ = ["Job", "Kernel", "Stepper"]
+__all__ = ["Job", "Kernel", "Stepper", "watch_steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Stepper:
 
     def open(self) -> None:
         """Be called around every optimizer's step from now on."""
-        self._handles = _watch(self)
+        self._handles = watch_steps(self)
 
     def close(self) -> None:
         self.restore()
@@ -294,11 +294,19 @@ class Stepper:
             self._store.passed(block.nbytes, _MADE_NBYTES)
 
 
+class Around(Protocol):
+    """Who is called around every optimizer's step."""
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
+
+
 #: What torch was given for steppers, some of which may have gone without ``close``.
-_watching: list[tuple[weakref.ref[Stepper], list[RemovableHandle]]] = []
+_watching: list[tuple[weakref.ref[Around], list[RemovableHandle]]] = []
 
 
-def _watch(stepper: Stepper) -> list[RemovableHandle]:
+def watch_steps(stepper: Around) -> list[RemovableHandle]:
     """Have torch call a stepper as long as it lives: torch's table must not keep a model that everybody has let go."""
     for entry in [entry for entry in _watching if entry[0]() is None]:
         _watching.remove(entry)

@@ -27,10 +27,11 @@ from offload.events import Bus
 from zhooks.agree import Agreement
 from zhooks.comm import CONTROL, DONE, REDUCE, Alone, Call, Comm, Work, all_reduce_flat
 from zhooks.flat import Flat
-from zhooks.grad import Gradient, has_hooks, hooked
+from zhooks.grad import Gradient, accumulates, has_hooks, hooked
 from zhooks.kind import FLATS
 from zhooks.layout import flat_layout
 from zhooks.pool import Pool
+from zhooks.scaling import Scaling
 from zhooks.sharded import ShardedTensor
 
 
@@ -45,7 +46,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, *ctx.reducer.ready(ctx.flat, ctx.flat.views.parts(grads), _accumulates(ctx)))
+        return (None, None, *ctx.reducer.ready(ctx.flat, ctx.flat.views.parts(grads), accumulates(ctx)))
 
 
 def make_node(reducer: Reducer) -> Callable[[Flat], tuple[Tensor, ...]]:
@@ -81,6 +82,7 @@ class Reducer:
         self.opened: Callable[[], None] = lambda: None
         # Told of every whole gradient that has landed, where updates may be made in backward.
         self.early: Callable[[Gradient], None] | None = None
+        self.scaling: Scaling | None = None
         self.most, self._unreduced = most, unreduced
         self._world = comm.shard.axis.world * comm.replicate.axis.world
         self.gradients: dict[int, Gradient] = {}
@@ -106,6 +108,8 @@ class Reducer:
         }
         self._order = [flat.number for flat in reversed(flats) if flat.layout.padded]
         self._agreed = False
+        if self.scaling is not None:
+            self.scaling.watch(flats)
 
     def expect(self, used: Sequence[int]) -> None:
         """Units in the order of a forward that all ranks have agreed on: until a backward has shown better, gradients
@@ -133,6 +137,8 @@ class Reducer:
     def _ready_plain(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
         self.open = True
         self.opened()
+        if self.scaling is not None:
+            self.scaling.arrived()
         gradient = self.gradients.get(flat.number)
         if gradient is None or gradient.flat is not flat:
             raise ShardedOpError(
@@ -144,7 +150,7 @@ class Reducer:
         else:
             out = [None] * len(grads)
             in_place = self.alone and flat.kind.reduce == flat.kind.master and not gradient.tiered and self.early is None
-            if flat.layout.padded == 0 or in_place:
+            if flat.layout.padded == 0 or (in_place and not (self.scaling and self.scaling.on)):
                 gradient.direct(grads)
                 self._tell(gradient, whole=False)
             else:
@@ -225,8 +231,10 @@ class Reducer:
         finally:
             self.bus.end("wait reduce", flat.name)
         self._sum_replicas(flat, out)
-        if self._world > 1 and flat.kind.reduce is not torch.float16:
-            out.mul_(1.0 / self._world)
+        mean = self._mean(flat, out, 1 if flat.kind.reduce is torch.float16 else self._world)
+        if mean is not out and out is not landing.partial:
+            self.pool.give(out)
+        out = mean
         if self.bus.active:
             self.bus.end("reduce", flat.name, self.nbytes(flat))
         if landing.into_shard:
@@ -239,6 +247,12 @@ class Reducer:
                 self.pool.give(out)
         gradient.give_back(landing.partial)
         self._tell(gradient, whole=landing.whole and self._landed[-1:] == [(gradient, None)])
+
+    def _mean(self, flat: Flat, out: Tensor, world: int) -> Tensor:
+        """A sum over the ranks as the loop shall see it: divided by ``world`` and by the loss scale."""
+        if self.scaling and self.scaling.on:
+            return self.scaling.mean(flat, out, world)
+        return out.mul_(1.0 / world) if world > 1 else out
 
     def _tell(self, gradient: Gradient, *, whole: bool) -> None:
         """A reduction has landed; ``whole``: every parameter's gradient, and alone in the shard."""
@@ -282,12 +296,12 @@ class Reducer:
         if not self.open:
             return
         self.open = False
-        if self.alone and not self._ready and not self._under_way and not self._landed:
-            return
-        if self._holds_back():
-            return
+        held = self._holds_back()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self._finish()
+            if not held and (not self.alone or self._ready or self._under_way or self._landed):
+                self._finish()
+            if self.scaling is not None:
+                self.scaling.backward_over(landed=not held)
 
     def flush(self) -> None:
         """Reduce what ``no_sync`` still holds back, before the layout it belongs to goes away.  Collective."""
@@ -378,15 +392,6 @@ class Reducer:
         else:
             self.comm.shard.reduce_scatter(call, once.partial, out, flat.layout).wait()
         self._sum_replicas(flat, out)
-        out = out.mul_(1.0 / self._world).to(flat.kind.master)
+        out = self._mean(flat, out, self._world).to(flat.kind.master)
         made = [ShardedTensor(flat.local(index, out), spec) for index, spec in enumerate(flat.specs)]
         return [None if grad is None else hooked(tensor) for grad, tensor in zip(grads, made, strict=True)]
-
-
-def _accumulates(node: Any) -> bool:
-    """All parameters behind ``node`` shall accumulate: backward().  Else autograd.grad or backward(inputs=...) chose some."""
-    try:
-        return all(torch._C._will_engine_execute_node(edge) for edge, _ in node.next_functions if edge is not None)
-    except RuntimeError:
-        # torch refuses to answer for a leaf that autograd.grad captures.
-        return False

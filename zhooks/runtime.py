@@ -36,22 +36,20 @@ class Runtime:
         self.bus, self.reducer, self.choices, self.agree = bus, reducer, choices, agree
         self.saved = SavedParameters(self.backward_use, bus)
         self.recompute: Recompute | None = None
-        self.relaid: bool = False
+        self.relaid, self.releases = False, False
         self._paths: dict[object, Path] = {}
         self._walk: Walk | None = None
         self._back: Walk | None = None
         self._kept: frozenset[int] = frozenset()
-        self._last: str = "loose"
         self._keep: frozenset[int] = frozenset()
         self._frames: list[tuple[object, tuple[Unit, ...]]] = []
         self._out: dict[int, Unit] = {}
         self._caller: FrameType | None = None
-        self._resident, self._hooked = 0, False
+        self._resident, self._hooked, self._last = 0, False, "loose"
         self._entries: set[int] = set()
         self._tasks: set[int] = set()
         self._units: list[Unit] = []
         self._of: dict[int, Unit] = {}
-        self.releases = False
         reducer.done, reducer.opened = self.backward_done, self._backward_open
         self.take(units)
 
@@ -340,10 +338,12 @@ class Runtime:
         for unit in self._units:
             unit.trainable_left = 0
         self._release_others(frozenset())
-        self.reducer.finish()
-        self.saved.residual.backward_over()
-        if walk is not None:
-            self.bus.end("backward", walk.path.name)
+        try:
+            self.reducer.finish()
+        finally:
+            self.saved.residual.backward_over()
+            if walk is not None:
+                self.bus.end("backward", walk.path.name)
 
     def _record_backward(self, walk: Walk) -> None:
         """Backward reads no parameters of some units (an embedding): what forward used and backward did not is left out."""

@@ -28,6 +28,7 @@ from zhooks.flat import Flat
 from zhooks.reduce import Reducer
 from zhooks.rng import generators
 from zhooks.rounding import Rounding
+from zhooks.scaling import Scaling
 from zhooks.sharded import ShardedTensor
 from zhooks.state_tree import Packer
 from zhooks.unit import Unit
@@ -46,8 +47,8 @@ def _stays(flat: Flat) -> None:
 class Live:
     """The training run on this rank: what is saved, and what is loaded into.
 
-    ``landed`` is called with each flat buffer whose values, gradients and states have been loaded, so that new states can
-    go to their tier before the next flat's are made.
+    ``scaling`` keeps the loss scale, which the manifest holds.  ``landed`` is called with each flat buffer whose values,
+    gradients and states have been loaded, so that new states can go to their tier before the next flat's are made.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class Live:
     optimizers: Optimizers
     objects: Mapping[str, Any] | None
     about: Mapping[str, Any]
+    scaling: Scaling
     landed: Callable[[Flat], None] = field(default=_stays)
     rounding: Rounding | None = None
 

@@ -41,7 +41,7 @@ def save(live: Live, target: Path, extra: Mapping[str, Any]) -> None:
         record = ranks.run(lambda: _write(live, draft, extra, digests))
         nbytes = record.nbytes
         raws = ranks.collect(record.model_dump_json().encode())
-        about = {**live.about, "flats": describe(live), "torch": torch.__version__}
+        about = {**live.about, **live.scaling.saved(), "flats": describe(live), "torch": torch.__version__}
         ranks.on_first(lambda: draft.commit(about, [_record(raw) for raw in raws]))
     except BaseException:
         if ranks.first:
@@ -90,8 +90,10 @@ def load(live: Live, target: Path) -> dict[str, Any]:
         token = ranks.share(manifest.token)
         with ExitStack() as files:
             loading = ranks.run(_damaged_or(folder, lambda: _check(live, folder, manifest, token, files)))
+            follow = ranks.run(lambda: live.scaling.checked(manifest.about))
             nbytes = manifest.files[ranks.rank].nbytes
             ranks.run(lambda: _apply(loading, target))
+            follow()
         return loading.extra
     finally:
         live.bus.end("load", target.name, nbytes)

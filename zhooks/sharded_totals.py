@@ -18,6 +18,7 @@ from torch import Tensor
 from offload.block import Part
 from zhooks.mesh import PP, SHARD, TP
 from zhooks.norms import partial_norm
+from zhooks.overflow import Watch
 from zhooks.sharded import ShardedTensor, Spec
 from zhooks.sharded_ranges import localise, refuse
 
@@ -100,7 +101,12 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler's check: an overflow on any rank, of any stage, is an overflow on all."""
     grads, found, scale = args[0], args[1], args[2]
-    apart = [grad for grad in grads if isinstance(grad, ShardedTensor) and type(grad._at) is Part]
+    sharded = [grad for grad in grads if isinstance(grad, ShardedTensor)]
+    home = sharded[0]._spec.home
+    watch: Watch | None = getattr(home, "watch", None)
+    if watch is not None:
+        watch.scaler_comes()
+    apart = [grad for grad in sharded if type(grad._at) is Part]
     near = [grad for grad in grads if not any(grad is other for other in apart)]
     if near:
         func([grad._local if isinstance(grad, ShardedTensor) else grad for grad in near], *args[1:], **kwargs)
@@ -113,5 +119,6 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         grad._written()
     for here, _ in numbers.values():
         found.copy_(torch.maximum(found, here.to(found.device)))
-    lead = next(grad for grad in grads if isinstance(grad, ShardedTensor))
-    lead._spec.home.all_reduce(found, "max", (SHARD, TP, PP))
+    home.all_reduce(found, "max", (SHARD, TP, PP))
+    if watch is not None:
+        watch.unscaled(sharded, found, scale)
