@@ -44,13 +44,14 @@ from zhooks.hooks import casts_of, install, install_casts
 from zhooks.islands import Map, chart
 from zhooks.materialize import Materializer
 from zhooks.mesh import resolve
+from zhooks.node import Gather, make_node
 from zhooks.observation import Observation
 from zhooks.optim import Stepper, watch_steps
 from zhooks.overflow import Overflow
 from zhooks.placement import Table
 from zhooks.pool import Pool
 from zhooks.recompute import Recompute, recomputed
-from zhooks.reduce import Gather, Reducer, make_node
+from zhooks.reduce import Reducer
 from zhooks.registries import Registries
 from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime

@@ -18,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from offload.policy_precision import Precision
 from zhooks.islands import Island
 from zhooks.kind import DTYPES
-from zhooks.runtime import Runtime, in_backward
+from zhooks.runtime import Runtime
 from zhooks.scaling import Scaling
 from zhooks.schedule import Scope
 from zhooks.sharded import Spec
+from zhooks.stacks import in_backward
 from zhooks.unit import Unit
 
 

@@ -1,7 +1,7 @@
 """The reductions of an attachment: unit by unit, in one canonical order on every rank, a bounded number at a time.
 
-``Gather`` is the node of the graph that stands for a unit's parameters; its backward runs once all their gradients are
-complete and hands them to the ``Reducer``.  ``runtime.py`` says when backward is over.  It never decides what is gathered.
+The ``Reducer`` is handed a unit's gradients by its node of the graph (``node.py``) once all of them are complete.
+``runtime.py`` says when backward is over.  It never decides what is gathered.
 
 Note: [Canonical order]
     Reductions are launched in one order on all ranks: the reverse of the units' order at first, then the order in which
@@ -27,36 +27,12 @@ from offload.events import Bus
 from zhooks.agree import Agreement
 from zhooks.comm import CONTROL, DONE, REDUCE, Alone, Call, Comm, Work, all_reduce_flat
 from zhooks.flat import Flat
-from zhooks.grad import Gradient, accumulates, has_hooks, hooked
+from zhooks.grad import Gradient, has_hooks, hooked
 from zhooks.kind import FLATS
 from zhooks.layout import flat_layout
 from zhooks.pool import Pool
 from zhooks.scaling import Scaling
 from zhooks.sharded import ShardedTensor
-
-
-class Gather(torch.autograd.Function):
-    """Parameters in, full plain tensors out; backward reduces.  One node a unit and forward."""
-
-    @staticmethod
-    def forward(ctx: Any, reducer: Reducer, flat: Flat, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.reducer, ctx.flat = reducer, flat
-        ctx.set_materialize_grads(False)
-        return flat.graph_views()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, *ctx.reducer.ready(ctx.flat, ctx.flat.views.parts(grads), accumulates(ctx)))
-
-
-def make_node(reducer: Reducer) -> Callable[[Flat], tuple[Tensor, ...]]:
-    """What ``Flat.node`` is: the gathered values as a node of the graph."""
-
-    def node(flat: Flat) -> tuple[Tensor, ...]:
-        out: tuple[Tensor, ...] = Gather.apply(reducer, flat, *flat.params)  # type: ignore[no-untyped-call]
-        return out
-
-    return node
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ Note: [Passes]
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -26,6 +25,7 @@ from zhooks.flat import Flat
 from zhooks.recompute import Recompute
 from zhooks.reduce import Reducer
 from zhooks.schedule import Choices, Path, Scope, Step, Walk, arrange, backward_guess, keep_gathered
+from zhooks.stacks import in_backward, running
 from zhooks.unit import Unit, find_around
 
 
@@ -119,9 +119,8 @@ class Runtime:
 
     def _abandon_dead(self) -> None:
         """A pass was left without its hooks running (an interrupt): put everything back before the next."""
-        for top in sys._current_frames().values():  # on a GPU a backward inside a pass runs on a thread of its own
-            if any(frame is self._caller for frame, _ in traceback.walk_stack(top)):
-                return
+        if running(self._caller):
+            return
         if self._frames and self.recompute is not None:
             self.recompute.abandon()
         while self._frames:
@@ -393,8 +392,3 @@ class Runtime:
             self._resident -= 1
             if not self._resident:
                 self._release_others(frozenset())
-
-
-def in_backward() -> bool:
-    """This thread is inside autograd's engine."""
-    return bool(torch._C._current_graph_task_id() >= 0)
