@@ -48,6 +48,7 @@ from zhooks.node import Gather, make_node
 from zhooks.observation import Observation
 from zhooks.optim import Stepper, watch_steps
 from zhooks.overflow import Overflow
+from zhooks.paths import Paths
 from zhooks.placement import Table
 from zhooks.pool import Pool
 from zhooks.recompute import Recompute, recomputed
@@ -132,7 +133,7 @@ class Attachment(Stateful):
         choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare)
         self._node = make_node(reducer)
         self._wire()
-        self._runtime = Runtime(self._units, reducer, self._bus, choices, Agreement(comm.world))
+        self._runtime = Runtime(self._units, reducer, self._bus, Paths(choices, Agreement(comm.world)))
         self._runtime.relay = self._relay  # type: ignore[method-assign]
         self._keep_activations()
         self._scaling.settle, self._scaling.inside = self._runtime.settle, lambda: not self._runtime.outermost
@@ -269,10 +270,10 @@ class Attachment(Stateful):
             self._keep_activations()
             self._size_pool(0)
             # Nothing is kept between forward and backward until the budget is known to allow it.
-            self._runtime.choices = Choices(chosen.schedule.prefetch, chosen.schedule.reshard_after_forward, 0)
+            self._runtime.paths.choices = Choices(chosen.schedule.prefetch, chosen.schedule.reshard_after_forward, 0)
         spare = kept_budget(chosen, self._units, self._comm, device)
         self._size_pool(spare)
-        self._runtime.choices = replace(self._runtime.choices, budget=spare)
+        self._runtime.paths.choices = replace(self._runtime.paths.choices, budget=spare)
 
     def _cast_as(self, charted: Map) -> None:
         """Cast where and to what another policy says."""
@@ -359,7 +360,7 @@ class Attachment(Stateful):
 
     def payload(self) -> int | None:
         """Bytes of gathers and reductions one training step moves by the plan (full payloads); None before a first step."""
-        gathers = self._runtime.gathers()
+        gathers = self._runtime.paths.gathers()
         if gathers is None:
             return None
         moved = sum(flat.moved_nbytes for number in gathers for flat in self._units[number].flats)

@@ -20,11 +20,11 @@ import torch
 
 from offload.events import Bus
 from zhooks.activation import SavedParameters
-from zhooks.agree import Agreement
 from zhooks.flat import Flat
+from zhooks.paths import Paths
 from zhooks.recompute import Recompute
 from zhooks.reduce import Reducer
-from zhooks.schedule import Choices, Path, Scope, Step, Walk, arrange, backward_guess, keep_gathered
+from zhooks.schedule import Scope, Step, Walk
 from zhooks.stacks import in_backward, running
 from zhooks.unit import Unit, find_around
 
@@ -32,12 +32,11 @@ from zhooks.unit import Unit, find_around
 class Runtime:
     """The state machine between the hooks and the units of one attachment."""
 
-    def __init__(self, units: Sequence[Unit], reducer: Reducer, bus: Bus, choices: Choices, agree: Agreement) -> None:
-        self.bus, self.reducer, self.choices, self.agree = bus, reducer, choices, agree
+    def __init__(self, units: Sequence[Unit], reducer: Reducer, bus: Bus, paths: Paths) -> None:
+        self.bus, self.reducer, self.paths = bus, reducer, paths
         self.saved = SavedParameters(self.backward_use, bus)
         self.recompute: Recompute | None = None
         self.relaid, self.releases = False, False
-        self._paths: dict[object, Path] = {}
         self._walk: Walk | None = None
         self._back: Walk | None = None
         self._kept: frozenset[int] = frozenset()
@@ -58,8 +57,8 @@ class Runtime:
         self._units = list(units)
         find_around(self._units)
         self._of = {id(flat): unit for unit in units for flat in unit.flats}
-        self.releases = any(unit.releasable for unit in units)
-        self._paths.clear()
+        self.paths.take(units)
+        self.releases = self.paths.releases
         self._out.clear()
         self.saved.watch([flat for unit in units for flat in unit.flats])
         for unit in units:
@@ -143,16 +142,9 @@ class Runtime:
 
     def _begin_pass(self, scope: Scope, training: bool, grad: bool) -> None:
         self.settle()
-        label = f"{scope.name} {'train' if training else 'eval'}{'' if grad else ' no_grad'}"
-        path = self._paths.get(label)
-        if path is None:
-            path = self._paths[label] = Path(label, list(scope.numbers))
-        self._walk = Walk(path, self.choices.prefetch)
-        self._keep = frozenset()
-        if grad:
-            self._last = label
-            self._keep = self._plan_keep(self._walk.path)
-        self.bus.begin("forward", label)
+        self._walk = self.paths.forward(scope, training, grad)
+        self._keep = self.paths.keep(self._walk.path) if grad else frozenset()
+        self.bus.begin("forward", self._walk.path.name)
 
     def _end_pass(self, failed: bool) -> None:
         walk, self._walk = self._walk, None
@@ -161,9 +153,9 @@ class Runtime:
         if not failed:
             self._catch_up(walk)
             if not walk.path.recorded:
-                self._record(walk, walk.path.order)
+                self.paths.record(walk, walk.path.order)
                 self.reducer.expect(walk.path.order)
-            keep = self._plan_keep(walk.path) if torch.is_grad_enabled() else keep
+            keep = self.paths.keep(walk.path) if torch.is_grad_enabled() else keep
         self.bus.end("forward", walk.path.name)
         self._kept = keep
         if failed:
@@ -177,32 +169,6 @@ class Runtime:
             for flat in unit.flats:
                 flat.abandon()
         self._out.clear()
-
-    def _record(self, walk: Walk, open_: Sequence[int]) -> None:
-        """After a path's first pass all ranks take over one order."""
-        path, count = walk.path, len(self._units)
-        path.used = self.agree.anywhere(path.name, walk.used, count)
-        path.order = arrange(path.order, self.agree.sequence(path.name, walk.used), path.used | set(open_))
-        path.recorded = True
-
-    def gathers(self) -> list[int] | None:
-        """The units one training step gathers, in order, by the plan; None before a first step."""
-        forward = self._paths.get(self._last)
-        backward = self._paths.get(f"backward of {self._last}")
-        if forward is None or not forward.recorded:
-            return None
-        if not self.releases:
-            return [unit.number for unit in self._units]
-        kept = self._plan_keep(forward)
-        return [*forward.order, *(number for number in (backward.order if backward else ()) if number not in kept)]
-
-    def _plan_keep(self, path: Path) -> frozenset[int]:
-        """The units that path keeps gathered for backward."""
-        if not self.releases or not path.recorded:
-            return frozenset(range(len(self._units))) if self.choices.reshard is False else frozenset()
-        order = [number for number in path.order if self._units[number].releasable and self._units[number].trainable]
-        nbytes = {number: self._units[number].full_nbytes for number in order}
-        return keep_gathered(order, nbytes, reshard=self.choices.reshard, budget=self.choices.budget)
 
     def _catch_up(self, walk: Walk) -> None:
         for number in walk.finish():
@@ -265,21 +231,12 @@ class Runtime:
     def _backward_open(self) -> None:
         """Something of this attachment runs inside a backward: be told when it ends."""
         if self._back is None and self._walk is None:
-            label = f"backward of {self._last}"
-            path = self._paths.get(label)
-            if path is None:
-                path = self._paths[label] = Path(label, self._guess_backward())
-            self._back = Walk(path, self.choices.prefetch)
-            self.bus.begin("backward", label)
+            self._back = self.paths.backward()
+            self.bus.begin("backward", self._back.path.name)
         task = torch._C._current_graph_task_id()
         if task >= 0 and task not in self._tasks:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
-
-    def _guess_backward(self) -> list[int]:
-        forward = self._paths.get(self._last)
-        order = backward_guess(forward.order if forward is not None else [], {unit.number: unit.around for unit in self._units})
-        return [number for number in order if self._units[number].releasable]
 
     def _backward_over(self) -> None:
         """Autograd finished a backward; one inside a node of another (reentrant checkpointing) does not count."""
@@ -333,7 +290,7 @@ class Runtime:
                 if number not in kept:
                     self._start(self._units[number])
             if not walk.path.recorded:
-                self._record_backward(walk)
+                self.paths.record_backward(walk)
         for unit in self._units:
             unit.trainable_left = 0
         self._release_others(frozenset())
@@ -343,12 +300,6 @@ class Runtime:
             self.saved.residual.backward_over()
             if walk is not None:
                 self.bus.end("backward", walk.path.name)
-
-    def _record_backward(self, walk: Walk) -> None:
-        """Backward reads no parameters of some units (an embedding): what forward used and backward did not is left out."""
-        forward = self._paths.get(self._last)
-        used = forward.used if forward is not None else frozenset()
-        self._record(walk, [number for number in walk.path.order if number not in used])
 
     def relay(self) -> None:
         """Lay parameters out anew after a freeze; set by the composition root."""
