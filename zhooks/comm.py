@@ -26,6 +26,7 @@ from torch import Tensor
 
 from offload.errors import CapabilityError, DivergenceError
 from offload.policy import Policy
+from zhooks.comm_meet import meet
 from zhooks.layout import Layout
 from zhooks.mesh import Axis, Mesh
 
@@ -127,7 +128,10 @@ def open_comm(mesh: Mesh, policy: Policy, device: torch.device) -> Comm:
 
     Raises:
         CapabilityError: the policy names a transport this machine or backend cannot give.
+        DivergenceError: a rank does not come in time: it attaches fewer models.
     """
+    if dist.is_initialized():
+        meet(policy.comm.timeout_s)
     opened: dict[tuple[int, ...], Transport] = {}
 
     def over(axis: Axis) -> Transport:
