@@ -136,7 +136,7 @@ class Attachment(Stateful):
         self._runtime = Runtime(self._units, reducer, self._bus, Paths(choices, Agreement(comm.world)))
         self._runtime.relay = self._relay  # type: ignore[method-assign]
         self._keep_activations()
-        self._scaling.settle, self._scaling.inside = self._runtime.settle, lambda: not self._runtime.outermost
+        self._scaling.settle, self._scaling.inside = self._runtime.due, lambda: not self._runtime.outermost
         self._casts = casts_of(policy.precision, self._charted.outside)
         self._casts.scaling = self._scaling
         self._handles = install(model, self._units, self._runtime, self._casts)
@@ -318,7 +318,8 @@ class Attachment(Stateful):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate.  Stages 0 and 1 defer the reduction to the first backward outside; where the
-        policy partitions gradients (stages 2 and 3) each backward still reduces into the shards, as memory demands."""
+        policy partitions gradients (stages 2 and 3) each backward still reduces into the shards, as memory demands;
+        ``accumulate`` never does."""
         reducer = self._runtime.reducer
         self._runtime.settle()
         before, reducer.sync = reducer.sync, False
@@ -327,6 +328,19 @@ class Attachment(Stateful):
         finally:
             self._runtime.settle()
             reducer.sync = before
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes inside add up unreduced on this rank, at every stage; one reduction follows.
+
+        It comes with the first read of a ``.grad`` outside a backward, the step, or the end of the block: every data rank
+        must come to the same one.  A block left by an exception reduces nothing until then.  In a ``schedule.step`` of
+        ``torch.distributed.pipelining`` this happens by itself.  Holds the whole gradient of the model in the reduce dtype.
+        Raises:
+            PolicyError: the policy updates in backward (``[optimizer] overlap``).
+        """
+        with self._runtime.accumulating():
+            yield
 
     def memory(self, *, heads: int | None = None) -> memory.MemoryReport:
         """Bytes this rank holds, what x tier, from the storages that exist, beside the formula.

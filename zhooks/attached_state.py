@@ -97,7 +97,7 @@ class Stateful:
         Raises:
             CheckpointError: on every rank, naming the first that failed; nothing was committed.
         """
-        self._runtime.settle()
+        self._runtime.due()
         sharded_checkpoint.save(self._live(optimizer, objects), Path(folder), extra or {})
 
     def load(
@@ -117,7 +117,7 @@ class Stateful:
         Raises:
             CheckpointError: on every rank; the run is as it was, unless the message says that it is partly loaded.
         """
-        self._runtime.settle()
+        self._runtime.due()
         return sharded_checkpoint.load(self._live(optimizer, objects), Path(folder))
 
     def _live(self, optimizer: Any, objects: Mapping[str, Any] | None) -> sharded_checkpoint.Live:

@@ -24,6 +24,7 @@ from torch import Tensor
 from offload.arena import Use
 from offload.errors import ShardedOpError
 from offload.events import Bus
+from zhooks.accumulation import Accumulation
 from zhooks.agree import Agreement
 from zhooks.comm import CONTROL, DONE, REDUCE, Alone, Call, Comm, Work, all_reduce_flat
 from zhooks.flat import Flat
@@ -53,6 +54,7 @@ class Reducer:
     def __init__(self, comm: Comm, pool: Pool, bus: Bus, *, most: int, unreduced: bool) -> None:
         self.comm, self.pool, self.bus = comm, pool, bus
         self.sync = True
+        self.accumulation = Accumulation(comm.world.axis.ranks)
         self.open = False
         self.done: Callable[[Flat], None] = lambda flat: None
         self.opened: Callable[[], None] = lambda: None
@@ -137,16 +139,16 @@ class Reducer:
         return out
 
     def _advance(self, number: int) -> None:
+        self._completed.append(number)
         if self._holds_back():
             return
-        self._completed.append(number)
         self._ready.add(number)
         while self._next < len(self._order) and self._order[self._next] in self._ready:
             self._launch(self.gradients[self._order[self._next]])
             self._next += 1
 
     def _holds_back(self) -> bool:
-        return self._unreduced and not self.sync
+        return self.accumulation.on or (self._unreduced and not self.sync)
 
     def _launch(self, gradient: Gradient) -> None:
         flat = gradient.flat
@@ -271,23 +273,30 @@ class Reducer:
     def _finish_open(self) -> None:
         if not self.open:
             return
-        self.open = False
         held = self._holds_back()
+        if held:
+            self.accumulation.owed |= self.accumulation.on
+        self._complete(held=held)
+
+    def _complete(self, *, held: bool) -> None:
+        self.open = False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if not held and (not self.alone or self._ready or self._under_way or self._landed):
-                self._finish()
+            if not held:
+                self.accumulation.owed = False
+                if not (self.alone and self._idle()):
+                    self._finish()
             if self.scaling is not None:
                 self.scaling.backward_over(landed=not held)
 
+    def _idle(self) -> bool:
+        """Nothing waits for a reduction."""
+        waits = self._ready or self._under_way or self._landed
+        return not waits and all(gradient.partial is None for gradient in self.gradients.values())
+
     def flush(self) -> None:
-        """Reduce what ``no_sync`` still holds back, before the layout it belongs to goes away.  Collective."""
-        if all(gradient.partial is None for gradient in self.gradients.values()):
-            return
-        before, self.sync, self.open = self.sync, True, True
-        try:
-            self.finish()
-        finally:
-            self.sync = before
+        """Reduce what is still held back: somebody needs it, or the layout it belongs to goes away.  Collective."""
+        if self.accumulation.owed or not self._idle():
+            self._complete(held=False)
 
     def _finish(self) -> None:
         try:

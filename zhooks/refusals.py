@@ -5,9 +5,9 @@ It formats messages and decides nothing.
 
 from __future__ import annotations
 
-from offload.errors import ShardedOpError
+from offload.errors import PolicyError, ShardedOpError
 
-__all__ = ["too_late"]
+__all__ = ["no_accumulation", "too_late"]
 
 
 def too_late(what: str, found: str) -> ShardedOpError:
@@ -15,4 +15,12 @@ def too_late(what: str, found: str) -> ShardedOpError:
     return ShardedOpError(
         f"{what}: expected nothing between backward and step, for [optimizer] overlap = true updates in backward, found "
         f"{found}. This step's early updates were made without it; set overlap = false."
+    )
+
+
+def no_accumulation() -> PolicyError:
+    """Several backward passes shall make one gradient, and the first of them would be stepped with."""
+    return PolicyError(
+        "[optimizer] overlap = true: expected one backward a step, found accumulate() or a pipeline's microbatches, whose "
+        "gradients are complete after the last. Set overlap = false."
     )

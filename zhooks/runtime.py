@@ -24,6 +24,7 @@ from zhooks.flat import Flat
 from zhooks.paths import Paths
 from zhooks.recompute import Recompute
 from zhooks.reduce import Reducer
+from zhooks.refusals import no_accumulation
 from zhooks.schedule import Scope, Step, Walk
 from zhooks.stacks import in_backward, running
 from zhooks.unit import Unit, find_around
@@ -78,6 +79,8 @@ class Runtime:
         """A module that ``units`` are entered through is about to run; the outermost one begins a pass."""
         if self._frames and self._frames[0][0] is module:
             self._abandon_dead()
+        if torch.is_grad_enabled() and not in_backward():
+            (self._entries.discard if self._frames else self._entries.add)(id(module))
         if not self._frames:
             self._caller = sys._getframe(2)  # the module's own call: on the stack as long as the pass lasts
             self._begin(module, scope, training)
@@ -134,14 +137,15 @@ class Runtime:
         grad = torch.is_grad_enabled()
         if not in_backward():
             self._begin_pass(scope, training, grad)
-            if grad:
-                self._entries.add(id(module))
         if grad and (self.releases or self.saved.kept) and id(module) in self._entries:
             self._hooked = True
             self.saved.enter()
 
     def _begin_pass(self, scope: Scope, training: bool, grad: bool) -> None:
         self.settle()
+        if grad:
+            self.reducer.accumulation.begin(self._caller)
+            self.check_overlap()
         self._walk = self.paths.forward(scope, training, grad)
         self._keep = self.paths.keep(self._walk.path) if grad else frozenset()
         self.bus.begin("forward", self._walk.path.name)
@@ -262,7 +266,8 @@ class Runtime:
         if unit is None or not unit.releasable:
             return
         unit.trainable_left = max(0, unit.trainable_left - 1)
-        if unit.trainable_left == 0 and not unit.depth and unit.number in self._out:
+        stays = self._more_to_come and unit.number in self._kept
+        if unit.trainable_left == 0 and not unit.depth and unit.number in self._out and not stays:
             self._release(unit)
 
     def settle(self, *, force: bool = False) -> None:
@@ -280,11 +285,40 @@ class Runtime:
                 self.relaid = False
                 self.relay()
 
+    def due(self) -> None:
+        """Somebody needs the gradients: be at rest, and reduce what adds up; see Note [Until somebody needs it]."""
+        self.settle()
+        if self.reducer.accumulation.owed and not in_backward():
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept = frozenset()
+                self._release_others(self._kept)
+                self.reducer.flush()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes inside add up; where all went well the end of the block needs the sum."""
+        self.settle()
+        with self.reducer.accumulation.block():
+            self.check_overlap()
+            yield
+            self.settle()
+        if not self.reducer.accumulation.on:
+            self.due()
+
+    @property
+    def _more_to_come(self) -> bool:
+        """Units that the policy keeps gathered until backward are kept until the last backward of a sum."""
+        return self.reducer.accumulation.on and self.paths.choices.reshard is False
+
+    def check_overlap(self) -> None:
+        if self.reducer.accumulation.on and self.reducer.early is not None:
+            raise no_accumulation()
+
     def _end_backward(self) -> None:
         walk, self._back = self._back, None
         self._tasks.clear()
-        kept, self._kept = self._kept, frozenset()
-        self._entries.clear()
+        kept = self._kept
+        self._kept = kept if self._more_to_come else frozenset()
         if walk is not None and self.releases:
             for number in walk.finish():
                 if number not in kept:
@@ -293,7 +327,7 @@ class Runtime:
                 self.paths.record_backward(walk)
         for unit in self._units:
             unit.trainable_left = 0
-        self._release_others(frozenset())
+        self._release_others(self._kept)
         try:
             self.reducer.finish()
         finally:
@@ -308,7 +342,7 @@ class Runtime:
 
     def asked(self, flat: Flat, what: str) -> None:
         if what == "settle":
-            self.settle()
+            self.due()
         elif what == "relay":
             self.relaid = True
         else:

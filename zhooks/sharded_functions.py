@@ -64,9 +64,11 @@ class HookHandle:
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out ``func``, one of whose arguments is a sharded tensor."""
-    handler = _HANDLERS.get(func)
-    if handler is not None:
-        return handler(func, args, kwargs)
+    handler = _HANDLERS.get(func, _with_values)
+    return handler(func, args, kwargs)
+
+
+def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.is_grad_enabled() and _uses_values(func):
         args, kwargs, found = _gathered(args, kwargs)
         if found:
@@ -108,6 +110,12 @@ def _plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return func(*args, **kwargs)
 
 
+def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``p.view_as(p)`` asks for the node that accumulates a parameter's gradient: torch's zero-bubble schedules do."""
+    itself = len(args) == 2 and args[0] is args[1]
+    return (_plain if itself else _with_values)(func, args, kwargs)
+
+
 def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if tensor._bound:
@@ -115,6 +123,13 @@ def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         tensor._spec.home.look(tensor._spec.name)
     with torch._C.DisableTorchFunctionSubclass():
         return func(tensor)
+
+
+def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What earlier backward passes still owe belongs to the gradient that goes."""
+    if isinstance(args[0], ShardedTensor) and args[0]._bound:
+        args[0]._spec.home.settle()
+    return _plain(func, args, kwargs)
 
 
 def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,6 +207,10 @@ def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
     _PROPERTIES.grad.__get__: _grad,
+    _PROPERTIES.grad.__set__: _set_grad,
+    _PROPERTIES.grad.__delete__: _set_grad,
+    Tensor.view_as: _like,
+    Tensor.expand_as: _like,
     _PROPERTIES.requires_grad.__set__: _requires_grad,
     Tensor.requires_grad_: _requires_grad,
     Tensor.register_hook: _register_hook,

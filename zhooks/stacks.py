@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["in_backward", "running"]
+__all__ = ["Microbatch", "in_backward", "microbatch", "running"]
 
 
 def in_backward() -> bool:
@@ -22,3 +25,34 @@ def in_backward() -> bool:
 def running(frame: FrameType | None) -> bool:
     """That call has not returned, on any thread: on a GPU a backward inside a pass runs on a thread of its own."""
     return any(other is frame for top in sys._current_frames().values() for other, _ in traceback.walk_stack(top))
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A forward that a stage of torch's pipelining runs; ``real``: one of a step, not the look at shapes before the first.
+
+    ``ranks``: those of the pipeline, a stage or more each.
+    """
+
+    stage: object
+    index: int
+    ranks: tuple[int, ...]
+    real: bool
+
+
+def microbatch(caller: FrameType | None) -> Microbatch | None:
+    """What torch's pipelining calls for in the frames from ``caller`` outward; None where it does not."""
+    room: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    if room is None:
+        return None
+    real = room._PipelineStageBase.forward_one_chunk.__code__
+    shapes = getattr(room.PipelineStage, "_forward_metadata_inference", None)
+    codes = (real, getattr(shapes, "__code__", None))
+    while caller is not None:
+        if caller.f_code in codes:
+            stage = caller.f_locals["self"]
+            group = dist.group.WORLD if stage.group is None else stage.group
+            ranks = tuple(dist.get_process_group_ranks(group))
+            return Microbatch(stage, stage.stage_index, ranks, caller.f_code is real)
+        caller = caller.f_back
+    return None

@@ -233,7 +233,7 @@ def open_stepper(
         store,
         bus,
         lambda: [flat for unit in units for flat in unit.flats],
-        runtime.settle,
+        runtime.due,
         place,
         min(policy.schedule.prefetch, 1),
     )
