@@ -19,7 +19,7 @@ from torch import Tensor
 import zhooks
 from offload.events import Recorder
 from tests.on_ranks import on_ranks
-from tests.pipelines import Pipeline, Plain, batch_of, mean_over, mesh_of, mine_of, parts, pipeline, share
+from tests.pipelines import Pipeline, Plain, batch_of, loss_of, mean_over, mesh_of, mine_of, parts, pipeline, share
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 10
@@ -182,6 +182,25 @@ def test_evaluation_between_steps_changes_nothing() -> None:
 @on_ranks(2)
 def test_one_optimizer_steps_the_stages_of_two_attachments_over_tiers() -> None:
     trained(2, "interleaved", {"stage": 3, "optimizer": {"tier": "host", "kernel": "numba"}}, steps=3)
+
+
+@on_ranks(4, schedule=("1f1b", "interleaved"))
+def test_a_clip_is_by_the_norm_of_the_whole_model(schedule: str) -> None:
+    run = Run(2, schedule, {"stage": 3})
+    params = [param for part in run.mine.values() for param in part.parameters()]
+    for number in range(3):
+        run.pipe.step(number)
+        found = torch.nn.utils.clip_grad_norm_(params, 0.5)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        inputs, targets = batch_of(number)
+        loss_of(run.plain.model(inputs), targets).backward()
+        expected = torch.nn.utils.clip_grad_norm_(run.plain.model.parameters(), 0.5)
+        run.plain.optimizer.step()
+        run.plain.optimizer.zero_grad()
+        assert expected > 0.5
+        assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    run.close()
 
 
 @on_ranks(4)

@@ -297,6 +297,7 @@ class Reducer:
         """Reduce what is still held back: somebody needs it, or the layout it belongs to goes away.  Collective."""
         if self.accumulation.owed or not self._idle():
             self._complete(held=False)
+            self.pool.settled()
 
     def _finish(self) -> None:
         try:
