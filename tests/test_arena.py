@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.arena import Arena, Use, grain, rounded
+from offload.errors import BudgetError
 from offload.events import Bus, Recorder
 from tests.on_ranks import on_ranks, place
 
@@ -291,3 +292,35 @@ def test_training_is_bit_equal_with_and_without_it_at_every_stage(case: tuple[in
 def test_training_is_bit_equal_in_every_product(precision: str, arena: str) -> None:
     for stage in (0, 1, 2, 3):
         compared(stage, precision, arena).detach()
+
+
+@on_ranks(1, 2, limit_s=180.0)
+def test_apply_plans_anew_and_training_goes_on_as_without() -> None:
+    more: dict[str, Any] = {"activation": {"checkpoint": "unit"}}
+    rank, _ = place()
+    losses = []
+    for changes in ([], ["all", "none"]):
+        model = net()
+        attachment = zhooks.attach(model, policy=policy("none", **more))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        seen = run(model, optimizer, range(2), rank)
+        for step in (2, 3):
+            if changes:
+                arena = changes[step - 2]
+                attachment.apply(policy(arena, **more))
+                assert (attachment._pool.arena is not None) == (arena == "all")
+                assert ("arena, unused" in attachment.memory().transient) == (arena == "all")
+            seen += run(model, optimizer, range(step, step + 1), rank)
+        attachment.detach()
+        losses.append(seen)
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2, limit_s=180.0)
+def test_a_budget_without_room_for_it_is_refused_and_the_model_is_as_it_was() -> None:
+    model = net()
+    before = [value.clone() for value in model.parameters()]
+    with pytest.raises(BudgetError, match=r"\[budget\] device"):
+        zhooks.attach(model, policy=policy("states", budget={"device": "4 KiB"}))
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
