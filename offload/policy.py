@@ -194,7 +194,7 @@ class Policy(Table):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         """Refuse cells that contradict the stage, that spell none or several of the four rows, or that cannot be placed."""
-        problems = self._rows() or self._misplaced() or misscaled(self.precision, self.optimizer)
+        problems = self._rows() or self._misplaced() or self._unkept() or misscaled(self.precision, self.optimizer)
         if problems:
             raise PydanticCustomError("policy_cells", "cells contradict", {"problems": problems})
         return self
@@ -227,6 +227,14 @@ class Policy(Table):
             for place, tier in tiers.items()
             if tier not in (None, "device")
         ]
+
+    def _unkept(self) -> list[tuple[Place, str]]:
+        """Only the inputs of recomputed units are the same on all ranks of an axis."""
+        chosen = self.activation
+        if chosen.partition == "none" or chosen.checkpoint == "unit":
+            return []
+        found = f'found "{chosen.partition}" and checkpoint = "{chosen.checkpoint}"'
+        return [(("activation", "partition"), f'{found}: unit inputs are what is partitioned; write checkpoint = "unit" too')]
 
     def partition(self, cell: str) -> Partition:
         """The effective partition of "parameter", "gradient" or "optimizer"."""

@@ -177,10 +177,22 @@ class Activation(Table):
         does="unit keeps the inputs of each unit alone, and computes the rest again in backward.",
         why="Computing forward twice costs time.",
     )
+    partition: Literal["none", "tp"] = words(
+        "none",
+        expected='"none" or "tp"',
+        does="tp keeps 1/t of each unit input that the t ranks of that axis hold alike, and gathers it for backward.",
+        why="Only a mesh with a tp axis holds inputs more than once.",
+    )
+    sharded_inputs: Names = words(
+        (),
+        expected=_NAMES,
+        does="Globs over units whose plain inputs differ from rank to rank (sequence parallelism), left alone by partition.",
+        why="DTensors say so themselves; of plain tensors it would be an error.",
+    )
     min_bytes: Size = words(
         1 << 20,
         expected=_SIZES,
-        does="Smaller tensors stay on the device.",
+        does="Smaller tensors stay on the device, and whole; of one that is partitioned the whole counts.",
         why="Below this latency outweighs transfer.",
     )
     keep: Size = words(

@@ -106,22 +106,22 @@ class Stash:
 
     # Putting away.
 
-    def put(self, tensor: Tensor) -> Saved | None:
-        """Put a plain strided tensor on the device away; None where it is too small to be worth it.
+    def put(self, tensor: Tensor, least: int | None = None) -> Saved | None:
+        """Put a plain strided tensor on the device away; None where it has less than ``least`` bytes (the limits').
 
         Raises:
             BudgetError: the tier is full.  TierError: an earlier transfer of a value still needed has failed.
         """
         span = extent_of(tensor)
         known = self._storages.get(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
-        nbytes = span[1] - span[0]
-        if nbytes == 0 or (known is None and nbytes < self.limits.min_nbytes):
+        nbytes, least = span[1] - span[0], self.limits.min_nbytes if least is None else least
+        if nbytes == 0 or (known is None and nbytes < least):
             return None
         with self._lock:
             self._sweep()
             copy = self._find(known, tensor, span)
             if copy is None:
-                if nbytes < self.limits.min_nbytes:
+                if nbytes < least:
                     return None
                 self._raise_failures()
                 copy = self._new(tensor, span)

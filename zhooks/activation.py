@@ -7,7 +7,7 @@ buffer alive.
 Note: [Hook pairs nest]
     torch calls only the innermost pair of saved-tensor hooks, so ours hands what is not a parameter to the pair outside
     it (the user's ``save_on_cpu``, a checkpoint around the model) and takes the version check over from torch, which
-    skips it for hooked tensors.  Where there is such a pair, activations are its business and the stash stays out.
+    skips it for hooked tensors.  Where there is such a pair, activations are its business and stash and partition stay out.
 
 Note: [What is stashed]
     Plain strided tensors on the device of compute that the forward made: no parameters (whatever buffer they lie in), no
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from offload.arena import Arena
+from offload.errors import AttachError
 from offload.events import Bus
 from offload.policy import Policy
 from offload.rooms import Places
@@ -35,6 +36,7 @@ from offload.tier import Tier
 from zhooks.division import is_divided, part_of, rewrap
 from zhooks.flat import Flat
 from zhooks.inputs import Input, Inputs
+from zhooks.partition import Part, Partition
 from zhooks.residual import Residual
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -72,13 +74,39 @@ class SavedParameters:
         self.stash: Stash | None = None
         #: Where inputs of recomputed units are kept, if not where the model made them.
         self.inputs: Inputs | None = None
+        self.partition: Partition | None = None
+        #: The ranks cannot communicate any more.
+        self.parted: bool = False
         #: The module entered last, for the names of what is stashed.
         self.where: str = "model"
 
     @property
     def kept(self) -> bool:
         """Whether activations are kept elsewhere than autograd would, or are counted."""
-        return self.stash is not None or self.inputs is not None or self.residual.asked
+        return self.stash is not None or self.partition is not None or self.inputs is not None or self.residual.asked
+
+    def begin(self, path: str) -> None:
+        """A forward begins; its hooks are in place, if any."""
+        if self.partition is not None:
+            self.partition.begin(path)
+
+    def end(self, failed: bool) -> None:
+        """It is over, or raised.
+
+        Raises:
+            DivergenceError: what ranks should hold alike they do not.
+        """
+        if self.partition is None:
+            return
+        if failed:
+            self.partition.abandon()
+        else:
+            self.partition.end()
+
+    def backward_over(self) -> None:
+        """What was gathered ahead of it and never asked for goes."""
+        if self.partition is not None:
+            self.partition.rest()
 
     def watch(self, flats: list[Flat]) -> None:
         """Take over these flats (all of the attachment)."""
@@ -95,6 +123,10 @@ class SavedParameters:
         else:
             self._passing.add(address)
 
+    def holds(self, address: int) -> bool:
+        """The storage there is that of gathered parameters."""
+        return address in self._live or address in self._passing
+
     def forget(self) -> None:
         """All buffers are laid out anew."""
         self._live.clear()
@@ -107,24 +139,33 @@ class SavedParameters:
     def enter(self) -> None:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._outer = cast("Pair | None", tuple(outer)) if outer is not None else None
-        stash = self.stash if self._outer is None else None
+        stash, partition = (self.stash, self.partition) if self._outer is None else (None, None)
         counts = self.residual.counts and self._outer is None
-        if stash is not None or counts:
+        if partition is not None:
+            partition.active = True
+        if stash is not None or partition is not None or counts:
             self._passing.clear()
             for flat in self._staying:
                 self.live(flat)
         count = self.residual.begin(stash, self._passing, self._live) if counts else None
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._pair(self._outer, stash, count))
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._pair(self._outer, stash, partition, count))
 
     def exit(self, failed: bool) -> None:
+        if self.partition is not None:
+            self.partition.active = False
         torch._C._autograd._pop_saved_tensors_default_hooks()
         self.residual.end(failed=failed)
 
-    def _pair(self, outer: Pair | None, stash: Stash | None, count: Residual | None) -> Pair:
+    def _pair(
+        self, outer: Pair | None, stash: Stash | None, partition: Partition | None, count: Residual | None
+    ) -> Pair:
         live, address = self._live, torch._C._storage_address  # type: ignore[attr-defined]
         inputs = self.inputs if outer is None else None
 
         def pack(tensor: Tensor) -> Any:
+            cut = partition.take(tensor) if partition is not None else None
+            if cut is not None:
+                return self._counted(cut, stash, count)
             if is_divided(tensor):
                 part = part_of(tensor)
                 # Its owner's pair of hooks shall see what autograd saved, but for parameters.
@@ -159,6 +200,8 @@ class SavedParameters:
                 return rewrap(unpack(packed.part), packed.spec)
             if outer is not None:
                 return outer[1](packed)
+            if kind is Part:
+                return self._whole(packed)
             if kind is Saved or kind is Input:
                 if packed.probe._version != packed.version:
                     raise modified(f"tensor of shape {list(packed.shape)}", packed.probe._version, packed.version)
@@ -172,6 +215,23 @@ class SavedParameters:
             return cast(Tensor, tensor)
 
         return pack, unpack
+
+    def _whole(self, part: Part) -> Tensor:
+        if part.probe._version != part.version:
+            raise modified(f"tensor of shape {list(part.form.shape)}", part.probe._version, part.version)
+        if self.parted:
+            raise AttachError(
+                f"{part.slot.key}: expected backward before detach, found its inputs on ranks that have parted. "
+                "Run backward() first, or the forward again."
+            )
+        return part.owner.open(part)
+
+    def _counted(self, part: Part, stash: Stash | None, count: Residual | None) -> Part:
+        if count is not None and part.cut.shard is not None:
+            part.cut.counted = count.keep(part.cut.shard)
+        elif count is not None and stash is not None:
+            count.stashed(stash)
+        return part
 
     def _stashes(self, stash: Stash, tensor: Tensor) -> bool:
         """See Note [What is stashed]."""

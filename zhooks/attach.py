@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from zhooks.observation import Observation
 from zhooks.optim import Stepper, watch_steps
 from zhooks.overflow import Overflow
 from zhooks.paths import Paths
+from zhooks.partition import Owners, buffers_of, check_axis, open_partition
 from zhooks.placement import Table
 from zhooks.pool import Pool
 from zhooks.recompute import Recompute, recomputed
@@ -99,6 +101,7 @@ def attach(
         check_division(model, axes.tp)
         comm = open_comm(axes, chosen, device)
         try:
+            check_axis(chosen, comm)
             return Attachment(model, optimizer, chosen, comm, Materializer(model, device, init, sync))
         except BaseException:
             comm.close()
@@ -147,6 +150,8 @@ class Attachment(Stateful):
         self._bus.told_by(self._tell)
 
     def _tell(self) -> None:
+        if self._runtime.saved.partition is not None:
+            self._runtime.saved.partition.tell()
         tell(self._live((), None), self.policy, self._store, optimizers_of(self.model.parameters()))
         if self._pool.arena is not None:
             self._pool.arena.tell()
@@ -156,6 +161,8 @@ class Attachment(Stateful):
         saved, arena = self._runtime.saved, self._pool.arena
         saved.stash = open_stash(self.policy, self._store, self._bus, saved)
         saved.residual.follow(self.policy.activation, self._comm.tp.axis.world, self.model.buffers)
+        owners = Owners(partial(buffers_of, self.model), saved.holds)
+        saved.partition = open_partition(self.policy, self._comm, saved.stash, self._bus, owners)
         again = recomputed(self.model, self._units) if self.policy.activation.checkpoint == "unit" else {}
         saved.inputs = open_inputs(self.policy, arena, self._bus, len(again))
         self._runtime.recompute = Recompute(again, saved) if again else None
@@ -247,6 +254,7 @@ class Attachment(Stateful):
         chosen = Policy.of(policy)
         check_change(self.policy, chosen, self._store)
         check_scaled(self.model, chosen)
+        check_axis(chosen, self._comm)
         charted = chart(self.model, self._units, chosen)
         self._runtime.settle()
         table, device = Table.of(chosen.table()), self._units[0].flats[0].kind.device
@@ -306,6 +314,7 @@ class Attachment(Stateful):
             self._store.shut()
         self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
         self._comm.close()
+        self._runtime.saved.parted = True
         self._bus.counter("communication on host", "message rings", 0)
         return self.model
 
@@ -378,7 +387,8 @@ class Attachment(Stateful):
         if gathers is None:
             return None
         moved = sum(flat.moved_nbytes for number in gathers for flat in self._units[number].flats)
-        return moved + self._runtime.reducer.payload()
+        cut = self._runtime.saved.partition
+        return moved + self._runtime.reducer.payload() + (cut.payload if cut is not None else 0)
 
     @property
     def rank(self) -> int:

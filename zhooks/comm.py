@@ -99,6 +99,7 @@ class Comm:
         tp: the ranks that hold the other parts of the same layers.
         pp: the ranks that hold other stages, for the few numbers that are the whole model's.
         stage: all ranks of the attached model: world and tp together.
+        names: the axes that the mesh has.
     """
 
     shard: Transport
@@ -107,6 +108,7 @@ class Comm:
     tp: Transport
     pp: Transport
     stage: Transport
+    names: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -130,6 +132,8 @@ def open_comm(mesh: Mesh, policy: Policy, device: torch.device) -> Comm:
         CapabilityError: the policy names a transport this machine or backend cannot give.
         DivergenceError: a rank does not come in time: it attaches fewer models.
     """
+    from zhooks.comm_shm import serve_together
+
     if dist.is_initialized():
         meet(policy.comm.timeout_s)
     opened: dict[tuple[int, ...], Transport] = {}
@@ -141,7 +145,10 @@ def open_comm(mesh: Mesh, policy: Policy, device: torch.device) -> Comm:
         return opened[axis.ranks]
 
     axes = (mesh.shard, mesh.replicate, mesh.data, mesh.tp, mesh.pp, mesh.stage)
-    return Comm(*(Alone(axis) if axis.world == 1 else over(axis) for axis in axes))
+    shard, replicate, world, tp, pp, stage = (Alone(axis) if axis.world == 1 else over(axis) for axis in axes)
+    comm = Comm(shard, replicate, world, tp, pp, stage, mesh.names)
+    serve_together(opened.values())
+    return comm
 
 
 def _open_axis(axis: Axis, policy: Policy, device: torch.device) -> Transport:

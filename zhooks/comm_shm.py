@@ -11,6 +11,7 @@ import os
 import secrets
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zhooks.comm import CHANNELS, CONTROL, Call, Work, stuck
+from zhooks.comm import CHANNELS, CONTROL, Call, Transport, Work, stuck
 from zhooks.comm_ring import SLOT, SMALL_SLOT, Message, Ring
 from zhooks.layout import Layout
 from zhooks.mesh import Axis
@@ -36,6 +37,8 @@ class SharedMemory:
         self._group = group
         self._timeout_s = timeout_s
         self._rings = rings
+        #: What is served while this rank waits: a rank that waits here may owe a message to one that waits elsewhere.
+        self.served = rings
         self.nbytes = sum(ring.total for ring in rings)
 
     @classmethod
@@ -145,7 +148,7 @@ class SharedMemory:
             tensor.copy_(flat)
 
     def close(self) -> None:
-        self._rings = []
+        self._rings = self.served = []
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
@@ -154,12 +157,12 @@ class SharedMemory:
         return _Waiting(self, ring, message)
 
     def finish(self, ring: Ring, message: Message) -> None:
-        """Make progress until ``message`` is complete; all rings are served, so no rank starves another."""
+        """Make progress until ``message`` is complete; the rings of all axes are served, so no rank starves another."""
         started = time.monotonic()
         pause = 0.0
         while not message.done:
             moved = False
-            for other in self._rings:
+            for other in self.served:
                 moved = other.progress() or moved
             if moved:
                 started, pause = time.monotonic(), 0.0
@@ -180,6 +183,14 @@ class _Waiting:
     def wait(self) -> None:
         if not self._message.done:
             self._transport.finish(self._ring, self._message)
+
+
+def serve_together(transports: Iterable[Transport]) -> None:
+    """While a rank waits in one of these it goes on writing and reading for all of them."""
+    shared = [transport for transport in transports if isinstance(transport, SharedMemory)]
+    rings = [ring for transport in shared for ring in transport._rings]
+    for transport in shared:
+        transport.served = rings
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -72,10 +72,13 @@ class Before:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not in_backward():
             self.begins = self._runtime.outermost
+        begins = self._runtime.outermost and not in_backward()
         outermost = self._runtime.outermost and (self.begins or not in_backward())
         self._runtime.enter(module, self._units, self._scope, module.training)
         saved, recompute = self._runtime.saved, self._runtime.recompute
         saved.where = self._scope.name
+        if begins:
+            saved.begin(f"{self._scope.name} {'train' if module.training else 'eval'}")
         if self._units and saved.residual.counts and not in_backward():
             saved.residual.entering(module, args, kwargs)
         if recompute is not None:
@@ -110,6 +113,8 @@ class After:
         if self._runtime.recompute is not None:
             self._runtime.recompute.leave(module, failed)
         self._runtime.leave(module, failed)
+        if self._runtime.outermost and not in_backward():
+            self._runtime.saved.end(failed)
         if failed or not self._runtime.outermost or (in_backward() and not self._before.begins):
             return None
         if self._casts.outputs is not None:

@@ -46,6 +46,7 @@ class Mesh:
     Attributes:
         data: shard and replicate together: the ranks that hold this part of the model.
         stage: data and tp together: the ranks of one attached model.
+        names: the axes that were given, by the names used here.
     """
 
     shard: Axis
@@ -54,6 +55,7 @@ class Mesh:
     pp: Axis
     data: Axis
     stage: Axis
+    names: tuple[str, ...] = (SHARD,)
 
 
 def resolve(mesh: DeviceMesh | None) -> Mesh:
@@ -91,4 +93,4 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
         return Axis(name, tuple(ranks), ranks.index(dist.get_rank()))
 
     shard, replicate, tp, pp = (axis(name, name) for name in (SHARD, REPLICATE, TP, PP))
-    return Mesh(shard, replicate, tp, pp, axis(DATA, SHARD, REPLICATE), axis(STAGE, SHARD, REPLICATE, TP))
+    return Mesh(shard, replicate, tp, pp, axis(DATA, SHARD, REPLICATE), axis(STAGE, SHARD, REPLICATE, TP), names)

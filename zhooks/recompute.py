@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from offload.errors import CapabilityError
 from zhooks.activation import Counted, SavedParameters, modified
@@ -176,9 +176,17 @@ class Recompute:
 
         generator = self._make(run, contexts, given)
         inputs = self._saved.inputs
-        with nullcontext() if inputs is None else inputs.saving():
+        named = self._passing(unit, given, lambda number: _words((args, kwargs), places[number]))
+        with named, nullcontext() if inputs is None else inputs.saving():
             next(generator)
         self._open = _Open(module, generator, buffers, kept)
+
+    def _passing(
+        self, unit: Unit, given: list[Tensor], name: Callable[[int], str]
+    ) -> AbstractContextManager[None]:
+        """What is saved inside are inputs of ``unit``."""
+        partition = self._saved.partition
+        return nullcontext() if partition is None else partition.inputs(unit.name, self._saved.where, given, name)
 
     def leave(self, module: nn.Module, failed: bool) -> None:
         """``module`` has run, or raised."""
@@ -201,6 +209,13 @@ class Recompute:
         open_, self._open, self._again = self._open, None, False
         if open_ is not None:
             open_.checkpoint.close()
+
+
+def _words(tree: Any, place: int) -> str:
+    """An input by its place among the leaves: "input 0", "input mask"."""
+    path = tree_flatten_with_path(tree)[0][place][0][1:]
+    first = getattr(path[0], "idx", getattr(path[0], "key", "?"))
+    return f"input {first}{keystr(path[1:])}"
 
 
 def _in_checkpoint() -> bool:

@@ -114,7 +114,7 @@ class Residual:
     def follow(self, policy: Activation, tp: int, own: Callable[[], Iterable[Tensor]]) -> None:
         """Under this policy from now on, with layers divided over ``tp`` ranks; ``own`` are the model's buffers."""
         self._own = own
-        self.terms = replace(self.terms, tp=tp, checkpoint=policy.checkpoint, tier=policy.tier)
+        self.terms = replace(self.terms, tp=tp, checkpoint=policy.checkpoint, tier=policy.tier, partition=policy.partition)
 
     def ask(self, heads: int | None = None) -> Residual:
         """Count from the next forward on; ``heads`` of the attention, where the modules do not say.

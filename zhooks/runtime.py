@@ -319,6 +319,7 @@ class Runtime:
         self._tasks.clear()
         kept = self._kept
         self._kept = kept if self._more_to_come else frozenset()
+        self.saved.backward_over()
         if walk is not None and self.releases:
             for number in walk.finish():
                 if number not in kept:
