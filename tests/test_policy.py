@@ -43,6 +43,8 @@ seed = 11
 [activation]
 tier = "host"
 checkpoint = "unit"
+partition = "tp"
+sharded_inputs = ["layers.[0-3]"]
 min_bytes = "64 KiB"
 keep = "1 GiB"
 
@@ -169,7 +171,8 @@ def test_every_key_of_a_file_arrives(write: Write) -> None:
         "rounding": "stochastic", "seed": 11,
     }  # fmt: skip
     assert policy.activation.model_dump() == {
-        "tier": "host", "checkpoint": "unit", "min_bytes": 64 << 10, "keep": 1 << 30,
+        "tier": "host", "checkpoint": "unit", "partition": "tp", "sharded_inputs": ("layers.[0-3]",), "min_bytes": 64 << 10,
+        "keep": 1 << 30,
     }  # fmt: skip
     assert (policy.budget.device, policy.budget.host, policy.budget.disk) == (20 << 30, Share(0.8), 12345)
     assert policy.device.model_dump() == {"arena": "all"}
@@ -347,7 +350,10 @@ VALUES = some(
         rounding=st.sampled_from(["nearest", "stochastic"]),
         seed=st.integers(0, 2**63 - 1),
     ),
-    activation=some(tier=TIERS, checkpoint=st.sampled_from(["none", "unit"]), min_bytes=SIZES, keep=SIZES),
+    activation=st.one_of(
+        some(tier=TIERS, checkpoint=st.sampled_from(["none", "unit"]), min_bytes=SIZES, keep=SIZES),
+        st.just({"checkpoint": "unit", "partition": "tp", "sharded_inputs": ["layers.*"]}),
+    ),
     device=some(arena=st.sampled_from(["none", "states", "all"])),
     host=some(pin=TOGGLES, slab=st.integers(4096, 2**62)),
     disk=some(path=NAMES, block=st.integers(256, 2**40).map(lambda n: n * 4096), threads=st.integers(1, 64), direct=TOGGLES),
