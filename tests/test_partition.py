@@ -74,7 +74,7 @@ def test_a_rank_keeps_its_share_of_every_unit_input() -> None:
     assert held == 0 and whole - away >= 0.98 * BLOCKS * INPUT
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_each_input_is_gathered_once_and_one_unit_ahead() -> None:
     model, attachment = attached(policy_of())
     recorder = Recorder()
@@ -94,8 +94,23 @@ def test_each_input_is_gathered_once_and_one_unit_ahead() -> None:
     attachment.detach()
 
 
-@on_ranks(2, 4, stage=(0, 3))
-def test_the_bits_are_those_of_plain_pytorch_on_every_tier_and_at_every_depth(stage: int) -> None:
+@on_ranks(2)
+def test_memory_shows_the_share_beside_the_formula() -> None:
+    model, attachment = attached(policy_of())
+    attachment.memory()
+    step_of(model)
+    loss = model(batch()).square().mean()
+    levels = attachment._runtime.saved.residual.now()
+    assert levels.inputs == pytest.approx(BLOCKS * INPUT / 2, rel=0.02)
+    assert attachment._runtime.saved.residual.terms.partition == "tp"
+    loss.backward()
+    assert attachment._runtime.saved.residual.now().inputs == 0
+    attachment.detach()
+
+
+@on_ranks(2, 4)
+def test_the_bits_are_those_of_plain_pytorch_on_every_tier_and_at_every_depth() -> None:
+    stage = 3 if dist.get_world_size() == 2 else 0
     net, mask = plain(), torch.rand(ROWS, 1, generator=torch.Generator().manual_seed(3)) > 0.3
     with tempfile.TemporaryDirectory() as folder:
         for tier, prefetch in (("device", 0), ("device", 3), ("host", 1), ("disk", 1)):
