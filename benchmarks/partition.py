@@ -2,9 +2,10 @@
 
     python benchmarks/partition.py [--ranks 2] [--shape small] [--batch 4] [--length 256] [--rounds 5] [--json out.json]
 
-The blocks are divided over the ranks as in Megatron-LM (arXiv:1909.08053): each rank has its heads and its part of the widened
-layer, two all-reduces a block in forward and two in backward, by the backend. Every choice recomputes its blocks. A round runs
-each for a few steps, in an order that turns by one place; ratios are to `whole` of the same round. It never compares two runs.
+The blocks are divided by `parallelize_module` as in Megatron-LM (arXiv:1909.08053): each rank has its heads and its part of the
+widened layer, two all-reduces a block in forward and two in backward, over Gloo. Every choice recomputes its blocks. A round
+runs each for a few steps, in an order that turns by one place; ratios are to `whole` of the same round. It never compares two
+runs.
 
     whole        [activation] checkpoint = "unit": every rank keeps all of each block's input
     tp           the same and partition = "tp"
@@ -31,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zhooks
 from launch import RECORD_PREFIX, report_failure, torchrun
@@ -50,75 +52,29 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-class Enter(torch.autograd.Function):
-    """What every rank has alike goes into divided layers: gradients are summed on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        grad = grad.contiguous()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Leave(torch.autograd.Function):
-    """What divided layers made is summed: every rank has the whole."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 class Half(nn.Module):
-    """This rank's part of a block of `workload.py`: its heads, its columns and rows."""
+    """A block of `workload.py` whose layers `parallelize_module` divides: this rank's heads, columns and rows.
 
-    def __init__(self, block: Block, rank: int, world: int) -> None:
+    What q, k and v are made of is each rank's third of its own columns: another order of the same weights.
+    """
+
+    def __init__(self, block: Block, world: int) -> None:
         super().__init__()
         self.heads, self.ln1, self.ln2 = block.heads // world, block.ln1, block.ln2
-        self.qkv, self.fc = columns(block.qkv, rank, world, 3), columns(block.fc, rank, world, 1)
-        self.proj, self.out = rows(block.proj, rank, world), rows(block.out, rank, world)
+        self.qkv, self.proj, self.fc, self.out = block.qkv, block.proj, block.fc, block.out
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + Leave.apply(self._attend(Enter.apply(self.ln1(x))))
-        widened = self.out(F.gelu(self.fc(Enter.apply(self.ln2(x))), approximate="tanh"))
-        out: Tensor = x + Leave.apply(widened)
-        return out
-
-    def _attend(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
-            part.reshape(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2)
+            part.reshape(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(self.ln1(x)).chunk(3, dim=2)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        projected: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
-        return projected
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.out(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
+        return out
 
 
-def columns(linear: nn.Linear, rank: int, world: int, groups: int) -> nn.Linear:
-    """This rank's outputs of each of `groups` layers that are one."""
-    made = nn.Linear(linear.in_features, linear.out_features // world)
-    with torch.no_grad():
-        for mine, whole in ((made.weight, linear.weight), (made.bias, linear.bias)):
-            mine.copy_(torch.cat([group.chunk(world)[rank] for group in whole.chunk(groups)]))
-    return made
-
-
-def rows(linear: nn.Linear, rank: int, world: int) -> nn.Linear:
-    """This rank's inputs; the bias on one rank, for outputs are summed."""
-    made = nn.Linear(linear.in_features // world, linear.out_features)
-    with torch.no_grad():
-        made.weight.copy_(linear.weight.chunk(world, dim=1)[rank])
-        made.bias.copy_(linear.bias if rank == 0 else torch.zeros_like(linear.bias))
-    return made
+DIVIDED = {"qkv": ColwiseParallel(), "proj": RowwiseParallel(), "fc": ColwiseParallel(), "out": RowwiseParallel()}
 
 
 @dataclass(slots=True)
@@ -140,7 +96,7 @@ class Runner:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         return time.perf_counter() - begin
 
     def measure_memory(self, batch: tuple[Tensor, Tensor]) -> None:
@@ -156,10 +112,12 @@ class Runner:
 
 
 def make(name: str, shape: Shape) -> Runner:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     model = build(shape)
-    model.blocks = nn.ModuleList(Half(block, rank, world) for block in model.blocks)
+    model.blocks = nn.ModuleList(Half(block, world) for block in model.blocks)
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], DIVIDED)
     attachment = zhooks.attach(model, policy={**PLAIN, **CHOICES[name]}, mesh=mesh)
     return Runner(name, model, attachment, torch.optim.SGD(model.parameters(), lr=1e-3), [])
 
