@@ -49,8 +49,8 @@ from zhooks.node import Gather, make_node
 from zhooks.observation import Observation
 from zhooks.optim import Stepper, watch_steps
 from zhooks.overflow import Overflow
-from zhooks.paths import Paths
 from zhooks.partition import Owners, buffers_of, check_axis, open_partition
+from zhooks.paths import Paths
 from zhooks.placement import Table
 from zhooks.pool import Pool
 from zhooks.recompute import Recompute, recomputed
