@@ -25,7 +25,7 @@ from offload.tier import Tier
 from zhooks.comm import CONTROL, DONE, GATHER, Call, Transport, Work
 from zhooks.kind import Kind, Ownership
 from zhooks.layout import Layout, Piece
-from zhooks.mesh import SHARD
+from zhooks.mesh import PP, SHARD
 from zhooks.overflow import Watch
 from zhooks.pieces import gather
 from zhooks.pool import Pool
@@ -118,6 +118,9 @@ class Flat:
     def all_reduce(self, tensor: Tensor, op: str, axes: tuple[str, ...] = (SHARD,)) -> None:
         call = Call(CONTROL, f"all-reduce {op}", self.name, self.number)
         for axis in axes:
+            if axis == PP:
+                # Units of other stages have other names.
+                call = Call(CONTROL, f"all-reduce {op}", "all stages")
             if axis != SHARD and axis in self.beside:
                 self.beside[axis].all_reduce(call, tensor, op)
             elif axis == SHARD and self.sharded:
