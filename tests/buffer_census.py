@@ -12,7 +12,6 @@ Note: [Whose]
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,13 +32,15 @@ class Census(TorchDispatchMode):
     """Follows storages from the operation that made them until they die.
 
     Args:
-        apart: the storages (by ``_cdata``) that are no buffers now: states, gathered units, results handed to the user.
+        apart: the storages (by ``_cdata``) that are no buffers now: states, gathered units.
+        results: functions ("file:name") whose allocations are what the user asked for.
     """
 
-    def __init__(self, apart: Callable[[], set[int]]) -> None:
+    def __init__(self, apart: Callable[[], set[int]], *results: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._apart = apart
-        self._live: dict[int, tuple[weakref.ref[Any], int, str]] = {}
+        self._apart, self._results = apart, results
+        self._live: dict[int, tuple[_Alive, int, str]] = {}
+        self._more = False
         self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self.largest: Counter[str] = Counter()
@@ -49,36 +50,38 @@ class Census(TorchDispatchMode):
     ) -> Any:
         if any(seen.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for seen in types):
             return NotImplemented
-        out = func(*args, **(kwargs or {}))
         where = _whose(sys._getframe(1))
+        # Not before the pool has handed it out is what it made in its place: a full buffer its unit's.
+        if self._more and where != "zhooks/pool.py:Pool.take":
+            self.weigh()
+        out = func(*args, **(kwargs or {}))
         if where is not None:
-            fresh = [self._take(tensor, where) for tensor in _tensors(out)]
-            if any(fresh):
-                self._weigh()
+            given = {tensor.untyped_storage()._cdata for tensor in _tensors([args, list((kwargs or {}).values())])}
+            for tensor in _tensors(out):
+                if tensor.untyped_storage()._cdata not in given:
+                    self._take(tensor, where)
         return out
 
-    def _take(self, tensor: Tensor, where: str) -> bool:
-        if tensor.device.type == "meta":
-            return False
+    def _take(self, tensor: Tensor, where: str) -> None:
         storage = tensor.untyped_storage()
-        known = self._live.get(storage._cdata)
-        if storage.nbytes() == 0 or (known is not None and known[0]() is not None):
-            return False
-        key = storage._cdata
-        self._live[key] = (_Alive(storage), storage.nbytes(), where)  # type: ignore[assignment]
-        return True
+        if tensor.device.type == "meta" or not storage.resizable():
+            return  # memory that torch did not allocate: rings and slabs, which have accounts of their own
+        if storage.nbytes():
+            self._live[storage._cdata] = (_Alive(storage), storage.nbytes(), where)
+            self._more = True
 
-    def _weigh(self) -> None:
-        dead = [key for key, (alive, _, _) in self._live.items() if alive() is None]
+    def weigh(self) -> None:
+        """Sum up what is alive now."""
+        self._more = False
+        dead = [key for key, (alive, _, _) in self._live.items() if not alive()]
         for key in dead:
             del self._live[key]
-        total = sum(nbytes for _, nbytes, _ in self._live.values())
-        if total <= self.peak:
+        if sum(nbytes for _, nbytes, _ in self._live.values()) <= self.peak:
             return
         apart = self._apart()
         here: Counter[str] = Counter()
         for key, (_, nbytes, where) in self._live.items():
-            if key not in apart:
+            if key not in apart and not where.startswith(self._results):
                 here[where] += nbytes
                 self.largest[where] = max(self.largest[where], nbytes)
         if sum(here.values()) > self.peak:
@@ -91,8 +94,8 @@ class _Alive:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._weak = storage._weak_ref()
 
-    def __call__(self) -> Any:
-        return None if torch.UntypedStorage._expired(self._weak) else self
+    def __call__(self) -> bool:
+        return not torch.UntypedStorage._expired(self._weak)
 
     def __del__(self) -> None:
         torch.UntypedStorage._free_weak_ref(self._weak)
@@ -102,7 +105,7 @@ def _whose(frame: FrameType | None) -> str | None:
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(TORCH) and file != __file__:
-            return f"{file[len(str(ROOT)) + 1 :]}:{frame.f_code.co_name}" if file.startswith(OURS) else None
+            return f"{file[len(str(ROOT)) + 1 :]}:{frame.f_code.co_qualname}" if file.startswith(OURS) else None
         frame = frame.f_back
     return None
 
@@ -125,24 +128,33 @@ def storages(*tensors: Any) -> set[int]:
     return found
 
 
-def states(attachment: Any, *optimizers: torch.optim.Optimizer) -> set[int]:
-    """What rests, and what is gathered: parameters, gradients, optimizer states, full buffers in use."""
+def resting(attachment: Any, *optimizers: torch.optim.Optimizer) -> set[int]:
+    """Parameters, gradients and optimizer states that exist already."""
     with torch._C.DisableTorchFunctionSubclass():
-        flats = [flat for unit in attachment._units for flat in unit.flats]
-        found = storages(*(flat.full for flat in flats), *(flat._shard for flat in flats))
-        for flat in flats:
-            found |= storages(*flat.params, *(param.grad for param in flat.params))
-            gradient = attachment._runtime.reducer.gradients.get(flat.number)
-            found |= storages(None if gradient is None else gradient._shard)
+        found = set()
+        for flat in flats(attachment):
+            found |= storages(flat._shard, *flat.params, *(param.grad for param in flat.params))
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 found |= storages(*(value for value in state.values() if isinstance(value, Tensor)))
     return found
 
 
+def in_use(attachment: Any) -> set[int]:
+    """What is gathered now, and the gradients' shards."""
+    gradients = attachment._runtime.reducer.gradients.values()
+    return storages(*(flat.full for flat in flats(attachment)), *(gradient._shard for gradient in gradients))
+
+
+def flats(attachment: Any) -> list[Any]:
+    return [flat for unit in attachment._units for flat in unit.flats]
+
+
 @contextmanager
-def counted(attachment: Any, *optimizers: torch.optim.Optimizer) -> Iterator[Census]:
+def counted(attachment: Any, *optimizers: torch.optim.Optimizer, results: tuple[str, ...] = ()) -> Iterator[Census]:
     """Count the buffers of what runs inside."""
-    census = Census(lambda: states(attachment, *optimizers))
+    known = resting(attachment, *optimizers)
+    census = Census(lambda: known | in_use(attachment), *results)
     with census:
         yield census
+    census.weigh()

@@ -20,6 +20,7 @@ from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
 from zhooks.sharded import ShardedTensor
+from zhooks.tiling import TiledLinear
 
 __all__ = [
     "AttachError",
@@ -36,6 +37,7 @@ __all__ = [
     "ShardedOpError",
     "ShardedTensor",
     "TierError",
+    "TiledLinear",
     "ZhooksError",
     "attach",
 ]

@@ -31,6 +31,7 @@ from zhooks.kind import DTYPES, FLATS, Cut, Kind, Ownership, pieces
 from zhooks.layout import flat_layout
 from zhooks.materialize import Materializer, swap_memory
 from zhooks.mesh import PP, TP
+from zhooks.passing import Ranges, all_copies, spread
 from zhooks.placement import Table
 from zhooks.pool import Pool, Scratch
 from zhooks.sharded import ShardedOverTp, ShardedTensor, Spec, part_numel
@@ -64,16 +65,22 @@ def build_unit(
     Collective over all ranks when ``ground.sync``: rank 0's values are broadcast.
     """
     scratch.reset()
-    fulls = []
     for flat in flats_of(model, group, unit, ground, materializer.device):
         flat.reserve()
-        fulls.append(_place(flat, scratch))
+    # A module of a meta model fills itself whole: its unit lies in the scratch buffer at once, others flat by flat.
+    meta = on_meta(group)
+    fulls = [_place(flat, scratch) for flat in unit.flats] if meta else []
     materializer.unit(group)
     for flat in unit.flats:
-        full = fulls.pop(0)
-        _fill(flat, full, ground)
-        flat.adopt(full)
-        del full
+        if not meta:
+            scratch.reset()
+        if flat.long and not (flat.aliased or meta or ground.comm.tp.axis.world > 1):
+            _pass(flat, ground)
+        else:
+            full = fulls.pop(0) if meta else _place(flat, scratch)
+            _fill(flat, full, ground)
+            flat.adopt(full)
+            del full
         for index, param in enumerate(flat.params):
             _swap_in(flat, index, param)
     unit.slots, unit.recurrent = find_slots(model, unit), find_recurrent(model, unit)
@@ -91,10 +98,16 @@ def flats_of(model: nn.Module, group: Group, unit: Unit, ground: Ground, device:
     return unit.flats
 
 
+def on_meta(group: Group) -> bool:
+    """The group's parameters are still to be made."""
+    return any(param.device.type == "meta" for param in group.params.values())
+
+
 def scratch_for(groups: Sequence[Group], ground: Ground, device: torch.device) -> Scratch:
-    """Room for the largest group with its padding; none where full buffers stay anyway."""
+    """Room for the largest group with its padding, or for one flat buffer of it; none where full buffers stay anyway."""
     world = ground.comm.world.axis.world
     room = [sum(part_numel(p) * p.element_size() + 256 for p in group.params.values()) + 256 * world for group in groups]
+    room = [size if on_meta(group) else min(size, ground.pool.bound) for size, group in zip(room, groups, strict=True)]
     moves = ground.store is not None or (ground.table.gathers_at_use and ground.comm.shard.axis.world > 1)
     return Scratch(max(room) if moves else 0, device)
 
@@ -173,6 +186,12 @@ def _fill(flat: Flat, full: Tensor, ground: Ground) -> None:
                     ground.comm.tp.broadcast(call, full[start : start + numel])
 
 
+def _pass(flat: Flat, ground: Ground) -> None:
+    """Shard a parameter that is larger than any buffer may be, piece by piece."""
+    world = ground.comm.world
+    spread(flat, [part_of(param) for param in flat.params], flat.overwritten(), world.broadcast if ground.sync else None)
+
+
 def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     """Make ``param`` the sharded tensor, keeping identity, gradient, hooks and the user's attributes."""
     spec = flat.specs[index]
@@ -223,39 +242,17 @@ def _drop_hooks(param: Any) -> None:
 
 
 @torch.no_grad()
-def full_values(flat: Flat, shard: Tensor) -> list[Tensor]:
-    """Gather a shard-sized tensor of any dtype; plain tensors of the parts, one a parameter.  Collective."""
-    shard = shard.to(flat.kind.device)
-    if flat.ownership.whole or flat.layout.world == 1:
-        full = shard
-    else:
-        full = torch.empty(flat.layout.padded, dtype=shard.dtype, device=shard.device)
-        call = Call(CONTROL, "gather values", flat.name, flat.number)
-        flat.transport.all_gather(call, shard.clone(), full, flat.layout).wait()
-    starts = flat.layout.starts
-    return [spec.within(full, start) for spec, start in zip(flat.specs, starts, strict=True)]
-
-
-def state_shard(flat: Flat, tensors: Sequence[Tensor | None]) -> Tensor:
-    """The ranges of one kind of tensor of all parameters (gradients, a moment) as one shard-sized tensor."""
-    known = next(tensor for tensor in tensors if tensor is not None)
-    shard = torch.zeros(flat.shard_numel, dtype=known.dtype, device=flat.kind.device)
-    for index, tensor in enumerate(tensors):
-        if isinstance(tensor, ShardedTensor):
-            flat.local(index, shard).copy_(tensor._local)
-    return shard
-
-
-@torch.no_grad()
 def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Make the parameters of ``unit``, their gradients and optimizer states plain and full again.  Collective."""
     optimizers = list(optimizers)
     for flat in unit.flats:
+        if not any(isinstance(param, ShardedTensor) for param in flat.params):
+            continue  # attach raised before this one held anything
         for optimizer in optimizers:
             _plain_states(flat, optimizer)
         grads = [param.grad for param in flat.params]
         held = [isinstance(grad, ShardedTensor) for grad in grads]
-        full_grads = _as_before(flat, state_shard(flat, grads)) if any(held) else []
+        full_grads = _as_before(flat, grads) if any(held) else []
         values = _as_before(flat, flat.shard)
         for index, param in enumerate(flat.params):
             if not isinstance(param, ShardedTensor):
@@ -269,9 +266,9 @@ def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         flat.end_graph()
 
 
-def _as_before(flat: Flat, shard: Tensor) -> list[Tensor]:
+def _as_before(flat: Flat, ranges: Ranges) -> list[Tensor]:
     """Full values as the model had them: what was a DTensor is one.  Collective."""
-    return [spec.wrap(part.clone()) for spec, part in zip(flat.specs, full_values(flat, shard), strict=True)]
+    return [spec.wrap(part) for spec, part in zip(flat.specs, all_copies(flat, ranges), strict=True)]
 
 
 def _swap_out(spec: Spec, param: nn.Parameter, plain: nn.Parameter) -> None:
@@ -296,7 +293,7 @@ def state_keys(flat: Flat, optimizer: torch.optim.Optimizer) -> list[str]:
 def _plain_states(flat: Flat, optimizer: torch.optim.Optimizer) -> None:
     for key in state_keys(flat, optimizer):
         states = [optimizer.state.get(param, {}).get(key) for param in flat.params]
-        values = _as_before(flat, state_shard(flat, states))
+        values = _as_before(flat, states)
         for param, state, value in zip(flat.params, states, values, strict=True):
             if isinstance(state, ShardedTensor):
                 optimizer.state[param][key] = value
@@ -344,9 +341,9 @@ def relay_unit(
     kinds: dict[Kind, list[tuple[str, nn.Parameter, Tensor]]] = {}
     carried: list[tuple[nn.Parameter, Any, str, Tensor]] = []
     for flat in unit.flats:
-        for value, param, spec in zip(full_values(flat, flat.shard), flat.params, flat.specs, strict=True):
+        for value, param, spec in zip(all_copies(flat, flat.shard), flat.params, flat.specs, strict=True):
             kind = _kind(spec.name, param, ground.policy, flat.kind.device, wide=id(param) in wide)
-            kinds.setdefault(kind, []).append((spec.name, param, value.clone()))
+            kinds.setdefault(kind, []).append((spec.name, param, value))
         carried.extend(_carried(flat, optimizers))
         flat.release()
         flat.end_graph()
@@ -387,8 +384,7 @@ def _carried(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> list[tu
     for owner, key, tensors in jobs:
         if not any(isinstance(tensor, ShardedTensor) for tensor in tensors):
             continue
-        values = full_values(flat, state_shard(flat, tensors))
-        for param, tensor, value in zip(flat.params, tensors, values, strict=True):
+        for param, tensor, value in zip(flat.params, tensors, all_copies(flat, tensors), strict=True):
             if isinstance(tensor, ShardedTensor):
-                out.append((param, owner, key, value.clone()))
+                out.append((param, owner, key, value))
     return out

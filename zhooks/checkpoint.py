@@ -7,7 +7,7 @@ than its shards and one unit.  It never decides what a checkpoint on tiers looks
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import CheckpointError
-from zhooks.build import full_values, state_keys, state_shard
+from zhooks.build import state_keys
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.division import Division, is_divided, part_of, whole_of
 from zhooks.flat import Flat
+from zhooks.passing import Ranges, full_copies, spread
 from zhooks.runtime import Runtime
 from zhooks.sharded import ShardedTensor
 from zhooks.unit import Unit
@@ -29,14 +30,25 @@ SAFETENSORS = {
 }  # fmt: skip
 
 
+_CPU = torch.device("cpu")
+
+
 def first(comm: Comm) -> bool:
     """This rank gives and gets full state: the first of all that attached the model."""
     return comm.stage.axis.rank == 0
 
 
-def whole_values(flat: Flat, shard: Tensor) -> list[Tensor]:
-    """Gather a shard-sized tensor of any dtype; global plain tensors, one a parameter.  Collective."""
-    return [spec.whole(part) for spec, part in zip(flat.specs, full_values(flat, shard), strict=True)]
+def whole_values(flat: Flat, ranges: Ranges, wanted: Collection[int], device: torch.device) -> list[Tensor | None]:
+    """New global plain tensors, one a parameter, of those ``wanted`` on this rank, on ``device``.  Collective.
+
+    A parameter that is divided over tp is put together on every rank of that axis first.
+    """
+    divided = [index for index, spec in enumerate(flat.specs) if spec.place is not None]
+    if not divided:
+        return full_copies(flat, ranges, wanted=wanted, device=device)
+    copies = full_copies(flat, ranges, wanted={*divided, *wanted})
+    whole = [None if copy is None else spec.whole(copy) for spec, copy in zip(flat.specs, copies, strict=True)]
+    return [None if value is None or index not in wanted else value.to(device) for index, value in enumerate(whole)]
 
 
 @torch.no_grad()
@@ -46,14 +58,15 @@ def full_state(model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: t
     values: dict[int, Tensor] = {}
     states: dict[int, dict[str, Tensor]] = {}
     for flat in flats_of(units):
-        for param, value in zip(flat.params, whole_values(flat, flat.shard), strict=True):
-            if wanted:
-                values[id(param)] = value.to("cpu", copy=True)
+        every = range(len(flat.params) if wanted else 0)
+        for param, value in zip(flat.params, whole_values(flat, flat.shard, every, _CPU), strict=True):
+            if value is not None:
+                values[id(param)] = value
         for key in [] if optimizer is None else state_keys(flat, optimizer):
             shards = [optimizer.state.get(param, {}).get(key) for param in flat.params]  # type: ignore[union-attr]
-            for param, value, held in zip(flat.params, whole_values(flat, state_shard(flat, shards)), shards, strict=True):
-                if wanted and held is not None:
-                    states.setdefault(id(param), {})[key] = value.to("cpu", copy=True)
+            for param, value, held in zip(flat.params, whole_values(flat, shards, every, _CPU), shards, strict=True):
+                if value is not None and held is not None:
+                    states.setdefault(id(param), {})[key] = value
     for buffer in model.buffers():
         if is_divided(buffer):
             values[id(buffer)] = whole_of(buffer).to("cpu", copy=True)
@@ -107,8 +120,7 @@ def load_full_state(
     names = {id(param): name for name, param in model.named_parameters()}
     for flat in flats_of(units):
         tensors = [values.get(names[id(param)]) for param in flat.params]
-        shard = _spread(flat, comm, tensors, flat.kind.master)
-        flat.overwritten().copy_(shard)
+        _spread(flat, comm, tensors, flat.overwritten())
         flat.written()
     for name, buffer in buffers.items():
         division, part = Division.of(buffer), part_of(buffer)
@@ -167,18 +179,20 @@ def _from_first(comm: Comm, name: str, given: Any, whole: Tensor) -> Tensor:
     return whole
 
 
-def _spread(flat: Flat, comm: Comm, tensors: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """Rank 0's full tensors as every rank's range, one parameter in memory at a time."""
-    shard = torch.zeros(flat.shard_numel, dtype=dtype, device=flat.kind.device)
+def _spread(flat: Flat, comm: Comm, tensors: Sequence[Any], shard: Tensor) -> None:
+    """Rank 0's full tensors as every rank's range, in pieces, or over tp one parameter in memory at a time."""
+    if comm.tp.axis.world == 1:
+        spread(flat, tensors if first(comm) else None, shard, comm.world.broadcast)
+        return
+    shard.zero_()
     for index, (spec, tensor) in enumerate(zip(flat.specs, tensors, strict=True)):
         if spec.numel:
-            order = torch.zeros(spec.numel, dtype=dtype, device=flat.kind.device)
+            order = torch.zeros(spec.numel, dtype=shard.dtype, device=flat.kind.device)
             whole = order.as_strided(spec.shape, spec.stride)
             if tensor is not None:
                 whole.copy_(tensor)
             _from_first(comm, spec.name, None, order)
             flat.local(index, shard).copy_(spec.take(whole))
-    return shard
 
 
 def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | None, optimizer: torch.optim.Optimizer) -> None:
@@ -202,7 +216,8 @@ def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | 
         )
         for key in keys:
             tensors = [source.get(place.get(id(param)), {}).get(key) for param in flat.params]
-            shard = _spread(flat, comm, tensors, _dtype_of(comm, tensors, flat))
+            shard = torch.empty(flat.shard_numel, dtype=_dtype_of(comm, tensors, flat), device=flat.kind.device)
+            _spread(flat, comm, tensors, shard)
             for index, (param, spec) in enumerate(zip(flat.params, flat.specs, strict=True)):
                 if [place.get(id(param)), key, True] in shared["plan"]:
                     state.setdefault(place[id(param)], {})[key] = ShardedTensor(flat.local(index, shard).clone(), spec)
@@ -281,9 +296,10 @@ def gathered(
     values: dict[int, Tensor] = {}
     for unit in touched:
         for flat in unit.flats:
-            for param, value in zip(flat.params, whole_values(flat, flat.shard), strict=True):
-                if id(param) in wanted:
-                    values[id(param)] = value.clone()
+            mine = [index for index, param in enumerate(flat.params) if id(param) in wanted]
+            for param, value in zip(flat.params, whole_values(flat, flat.shard, mine, flat.kind.device), strict=True):
+                if value is not None:
+                    values[id(param)] = value
     missing = [param for param in parameters if id(param) not in values]
     if missing:
         raise CheckpointError(

@@ -226,7 +226,7 @@ def _digest(tensor: Tensor) -> int:
     if tensor.device.type == "meta":
         return 0
     raw = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.blake2b(raw.tobytes(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(raw.data, digest_size=8).digest(), "little", signed=True)
 
 
 def check_scaled(model: nn.Module, policy: Policy) -> None:

@@ -23,6 +23,9 @@ from offload.errors import CheckpointError
 from zhooks.checkpoint import SAFETENSORS, agree_problem, first, flats_of, whole_values
 from zhooks.comm import Comm
 from zhooks.division import whole_of
+from zhooks.flat import Flat
+from zhooks.passing import passing
+from zhooks.sharded import Spec
 from zhooks.together import one_stage_a_path
 from zhooks.unit import Unit
 
@@ -81,14 +84,10 @@ def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, path: Path) -
     one_stage_a_path(comm, "save_full", str(path.absolute()))
     file = _File(path, header) if first(comm) else None
     agree_problem(comm, file.problem if file is not None else "")
-    sharded = set()
+    sharded: set[int] = set()
     for flat in flats_of(units):
-        for param, value in zip(flat.params, whole_values(flat, flat.shard), strict=True):
-            sharded.add(id(param))
-            if file is None:
-                continue
-            for offset in places.get(id(param), ()):
-                file.write(offset, value)
+        sharded.update(id(param) for param in flat.params)
+        _write(flat, file, places)
     for tensor in [tensor for _, tensor in named if id(tensor) not in sharded]:
         whole = whole_of(tensor)
         if file is not None:
@@ -97,6 +96,28 @@ def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, path: Path) -
     if file is not None:
         file.commit()
     agree_problem(comm, file.problem if file is not None else "")
+
+
+def _write(flat: Flat, file: _File | None, places: dict[int, list[int]]) -> None:
+    """The parameters of one flat buffer; one that is larger than any buffer may be goes to the file as it arrives."""
+    if not (flat.long and _row_major(flat.specs[0])):
+        every = range(len(flat.params) if file is not None else 0)
+        for param, value in zip(flat.params, whole_values(flat, flat.shard, every, flat.kind.device), strict=True):
+            if file is not None and value is not None:
+                for offset in places.get(id(param), ()):
+                    file.write(offset, value)
+        return
+    numel = flat.layout.numels[0]
+    for start, values in passing(flat, flat.shard):
+        known = values[: max(0, numel - start)]
+        if file is not None and known.numel():
+            for offset in places.get(id(flat.params[0]), ()):
+                file.write(offset + start * known.element_size(), known)
+
+
+def _row_major(spec: Spec) -> bool:
+    """The flat buffer holds all of the parameter, in the order that a file has it."""
+    return spec.place is None and torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous()
 
 
 def _header(named: Sequence[tuple[str, Tensor]]) -> tuple[bytes, dict[int, list[int]]]:

@@ -58,9 +58,9 @@ class Flat:
         self, name: str, number: int, kind: Kind, layout: Layout, ownership: Ownership, transport: Transport, pool: Pool
     ) -> None:
         self.name, self.number, self.kind, self.layout = name, number, kind, layout
-        self.ownership, self.transport, self.pool = ownership, transport, pool
+        self.ownership, self.transport, self.pool, self.buffer_nbytes = ownership, transport, pool, pool.bound
         # One parameter larger than any buffer may be: what is not gathered of it passes through in pieces (pieces.py).
-        self.long = len(layout.numels) == 1 and layout.padded * kind.wide > pool.bound
+        self.long = len(layout.numels) == 1 and layout.padded * kind.wide > self.buffer_nbytes
         self.params: list[nn.Parameter] = []
         self.specs: list[Spec] = []
         self._shard: Tensor = torch.empty(0)

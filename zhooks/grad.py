@@ -28,6 +28,8 @@ class Gradient:
         self.flat, self._pool = flat, pool
         self.present = [False] * len(flat.params)
         self.partial: Tensor | None = None
+        # Of a long flat: what autograd handed over, until its pieces are sent.
+        self._handed: list[Tensor] = []
         # The shard holds, or is about to receive, values that no parameter claims yet.
         self.reserved = False
         self._shard: Tensor | None = None
@@ -126,6 +128,17 @@ class Gradient:
             else:
                 parts[index].copy_(grad)
                 self.present[index] = True
+
+    def hand(self, grads: Sequence[Tensor | None]) -> None:
+        """A long flat has one parameter: its gradient stays autograd's own until it is sent in pieces."""
+        self._handed.extend(grad for grad in grads if grad is not None)
+        self.present[0] = self.present[0] or bool(self._handed)
+
+    def take_parts(self) -> list[Tensor]:
+        """What ``hand`` and ``add`` were given since the last reduction, to be summed up in this order."""
+        parts = [*([] if self.partial is None else [self.partial]), *self._handed] if self.present[0] else []
+        self._handed, self.partial, self.present = [], None, [False]
+        return parts
 
     def complete(self) -> Tensor:
         """The partial sum with zeros where this rank had no gradient."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from offload.errors import PolicyError
 from offload.tier import Tier, Tiers
 from zhooks.layout import ALIGN_BYTES
 from zhooks.sharded import part_numel
@@ -98,8 +99,17 @@ class Cut:
 
 def pieces(kinds: Mapping[Kind, Sequence[Member]], cut: Cut) -> Iterator[tuple[Kind, list[Member]]]:
     """The flats of a unit: one a kind; several where ``cut`` demands it, or something rests on a tier, whose staging buffers
-    stay small.  A parameter above the bound is a flat of its own, and the small ones beside it stay together."""
+    stay small.  A parameter above the bound is a flat of its own, and the small ones beside it stay together.
+
+    Raises:
+        PolicyError: the bound does not hold one aligned row.
+    """
     for kind, members in kinds.items():
+        if not cut.admits(kind, 1):
+            raise PolicyError(
+                f"[comm] buffer: expected room for one aligned row over {cut.ranks * cut.replicas} ranks, "
+                f"{cut.row(kind) * kind.wide} B for parameters such as {members[0][0]}, found {cut.nbytes} B. Raise it."
+            )
         piece: list[Member] = []
         size = 0
         for member in members:

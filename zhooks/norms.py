@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from zhooks.mesh import PP, SHARD, TP
+from zhooks.pieces import norms_of_runs
 from zhooks.sharded import Home, Spec
 
 aten = torch.ops.aten
@@ -69,13 +70,15 @@ class PartialNorm(torch.Tensor):
 def partial_norm(local: Tensor, ord: float, spec: Spec, dtype: torch.dtype, device: torch.device) -> PartialNorm:
     """The norm of ``local`` as this rank's part of the whole, on ``device``; an empty range counts for nothing."""
     home = spec.home
-    values = local.to(torch.float32) if local.dtype in (torch.float16, torch.bfloat16) else local
+    half = local.dtype in (torch.float16, torch.bfloat16)
     again = spec.place is None and not home.first(TP) and _combination(ord) == "sum"
     if local.numel() == 0 or again:
         empty = math.inf if ord == -math.inf else 0.0
-        return PartialNorm(torch.full((), empty, dtype=values.dtype, device=device), ord, home, dtype)
-    norm = torch.linalg.vector_norm(values, ord)
-    return PartialNorm(_power(norm, ord).to(device), ord, home, dtype)
+        return PartialNorm(torch.full((), empty, dtype=torch.float32 if half else local.dtype, device=device), ord, home, dtype)
+    # 16 bits are summed in fp32, whose copy of the values is a buffer like others: bounded.
+    norms = norms_of_runs(local, ord, home.buffer_nbytes) if half else [torch.linalg.vector_norm(local, ord)]
+    power = _power(norms[0], ord) if len(norms) == 1 else _combine(_power(torch.stack(norms), ord), ord)
+    return PartialNorm(power.to(device), ord, home, dtype)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

@@ -116,17 +116,6 @@ def read(source: Tensor, start: int, out: Tensor, *, add: bool = False) -> None:
         read(source[row + rows], 0, out[rows * inner :], add=add)
 
 
-def padded(values: Tensor, start: int, numel: int, scratch: Tensor) -> Tensor:
-    """Elements ``start`` to ``start + numel`` of ``values`` [1-D]; where it ends, zeros follow, in ``scratch``."""
-    if start + numel <= values.numel():
-        return values[start : start + numel]
-    known = max(0, values.numel() - start)
-    part = scratch[:numel]
-    part[:known].copy_(values[start : start + known])
-    part[known:].zero_()
-    return part
-
-
 def own_parts(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """What ``rank`` owns of the flat buffer between ``start`` and ``stop``: (from, to, place in its shard)."""
     local = 0
@@ -137,7 +126,7 @@ def own_parts(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tupl
         local += high - low
 
 
-def norm_in_pieces(values: Tensor, ord: float, nbytes: int) -> list[Tensor]:
+def norms_of_runs(values: Tensor, ord: float, nbytes: int) -> list[Tensor]:
     """The fp32 norms of consecutive runs of 16-bit ``values`` [1-D], none of which takes more than ``nbytes`` as fp32."""
     step = max(1, nbytes // 4)
     return [torch.linalg.vector_norm(run.to(torch.float32), ord) for run in values.split(step)]

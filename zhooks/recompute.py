@@ -59,7 +59,7 @@ def recomputed(model: nn.Module, units: Iterable[Unit]) -> dict[int, tuple[Unit,
 
 def _keeps_only_inputs(module: nn.Module) -> bool:
     leaf = next(module.children(), None) is None
-    return leaf and type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.RNNBase)
+    return leaf and type(module).__module__.startswith(("torch.nn.", "zhooks.tiling")) and not isinstance(module, nn.RNNBase)
 
 
 @dataclass(slots=True, eq=False)

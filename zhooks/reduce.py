@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,26 +25,15 @@ from offload.errors import ShardedOpError
 from offload.events import Bus
 from zhooks.accumulation import Accumulation
 from zhooks.agree import Agreement
-from zhooks.comm import CONTROL, DONE, REDUCE, Alone, Call, Comm, Work, all_reduce_flat
+from zhooks.comm import CONTROL, DONE, REDUCE, Call, Comm, all_reduce_flat
 from zhooks.flat import Flat
-from zhooks.grad import Gradient, has_hooks, hooked
+from zhooks.grad import Gradient, has_hooks
 from zhooks.kind import FLATS
-from zhooks.layout import flat_layout
 from zhooks.pool import Pool
+from zhooks.reduce_now import selected, sum_replicas
+from zhooks.reduce_pieces import Landing, Long
 from zhooks.scaling import Scaling
 from zhooks.sharded import ShardedTensor
-
-
-@dataclass(slots=True)
-class Landing:
-    """A reduction under way."""
-
-    gradient: Gradient
-    work: Work
-    partial: Tensor
-    out: Tensor
-    into_shard: bool
-    whole: bool
 
 
 class Reducer:
@@ -124,7 +112,7 @@ class Reducer:
                 "unfrozen, or apply() was called, in between. Change requires_grad and the policy between steps."
             )
         if not accumulates:
-            out = self._selected(gradient, grads)
+            out = list(selected(self.comm, flat, grads, lambda out: self._mean(flat, out, self._world)))
         else:
             out = [None] * len(grads)
             in_place = self.alone and flat.kind.reduce == flat.kind.master and not gradient.tiered and self.early is None
@@ -132,7 +120,7 @@ class Reducer:
                 gradient.direct(grads)
                 self._tell(gradient, whole=False)
             else:
-                gradient.add(grads)
+                gradient.hand(grads) if flat.long and not self._holds_back() else gradient.add(grads)
                 self._advance(flat.number)
         self.bus.instant("ready", flat.name)
         self.done(flat)
@@ -153,17 +141,19 @@ class Reducer:
     def _launch(self, gradient: Gradient) -> None:
         flat = gradient.flat
         self._ready.discard(flat.number)
-        while len(self._under_way) >= self.most:
-            self._land_oldest()
+        self._make_way()
         self._seen[flat.number] = [
             a or b for a, b in zip(gradient.present, self._seen.get(flat.number, gradient.present), strict=True)
         ]
         whole = all(gradient.present)
-        partial = gradient.take_partial()
-        if flat.kind.reduce is torch.float16:
-            partial.mul_(1.0 / self._world)
         if self.bus.active:
             self.bus.begin("reduce", flat.name, self.nbytes(flat))
+        if flat.long:
+            self._launch_long(Long(gradient, self._prescale(flat)), whole)
+            return
+        partial = gradient.take_partial()
+        if self._prescale(flat) != 1.0:
+            partial.mul_(self._prescale(flat))
         call = Call(REDUCE, "reduce", flat.name, flat.number)
         if self.alone:
             # What this rank has is the sum: it lands as it is, at once.
@@ -183,6 +173,27 @@ class Reducer:
                 self.bus.hold("communication on device", flat.name, out.untyped_storage())
             work = self.comm.shard.reduce_scatter(call, partial, out, flat.layout)
         self._under_way.append(Landing(gradient, work, partial, out, into_shard, whole))
+
+    def _launch_long(self, long: Long, whole: bool) -> None:
+        """Its pieces one after the other: the first waits for the last of the gradient before, and so on."""
+        flat = long.flat
+        call = Call(REDUCE, "reduce", flat.name, flat.number)
+        for piece in long.pieces():
+            self._make_way()
+            partial, out = long.fill(piece)
+            work = long.start(self.comm.shard, call, piece, partial, out)
+            self._under_way.append(Landing(long.gradient, work, partial, out, long.direct, whole, long, piece))
+        if self.alone:
+            self._make_way(0)
+
+    def _make_way(self, most: int | None = None) -> None:
+        """Wait for the oldest reductions until one more may be under way."""
+        while len(self._under_way) > (self.most - 1 if most is None else most):
+            self._land_oldest()
+
+    def _prescale(self, flat: Flat) -> float:
+        """fp16 sums would overflow: each rank's part is divided before."""
+        return 1.0 / self._world if flat.kind.reduce is torch.float16 else 1.0
 
     def nbytes(self, flat: Flat) -> int:
         """Payload of one reduction of ``flat``; a replicated gradient is gathered again after it."""
@@ -208,14 +219,21 @@ class Reducer:
             landing.work.wait()
         finally:
             self.bus.end("wait reduce", flat.name)
-        self._sum_replicas(flat, out)
+            landing.work = DONE  # what it keeps of the buffers would keep them from the pool
+        sum_replicas(self.comm, flat, out)
         mean = self._mean(flat, out, 1 if flat.kind.reduce is torch.float16 else self._world)
         if mean is not out and out is not landing.partial:
             self.pool.give(out)
         out = mean
+        long, piece = landing.long, landing.piece
+        if long is not None and piece is not None and not long.land(piece, landing.partial, out):
+            return
         if self.bus.active:
             self.bus.end("reduce", flat.name, self.nbytes(flat))
-        if landing.into_shard:
+        if long is not None:
+            if long.claims or long.apart is not None:
+                self._landed.append((gradient, long.apart))
+        elif landing.into_shard:
             self._landed.append((gradient, None))
         elif has_hooks(flat):
             self._landed.append((gradient, out.clone() if out is landing.partial else out))
@@ -223,7 +241,8 @@ class Reducer:
             self._spread(gradient, out)
             if out is not landing.partial:
                 self.pool.give(out)
-        gradient.give_back(landing.partial)
+        if long is None:
+            gradient.give_back(landing.partial)
         self._tell(gradient, whole=landing.whole and self._landed[-1:] == [(gradient, None)])
 
     def _mean(self, flat: Flat, out: Tensor, world: int) -> Tensor:
@@ -239,14 +258,6 @@ class Reducer:
             gradient.flat.nodes += 1
             self.early(gradient)
             gradient.flat.nodes -= 1
-
-    def _sum_replicas(self, flat: Flat, out: Tensor) -> None:
-        """Sum a reduced range over the replicate axis, in place."""
-        replicate = self.comm.replicate
-        if isinstance(replicate, Alone):
-            return
-        layout = flat_layout([out.numel()], world=replicate.axis.world, itemsize=out.element_size())
-        all_reduce_flat(replicate, Call(REDUCE, "reduce replicas", flat.name, flat.number), out, layout).wait()
 
     def _spread(self, gradient: Gradient, out: Tensor) -> None:
         """Add what arrived to gradients that exist; the rest goes to the shard, claimed when all ranks are known."""
@@ -306,8 +317,7 @@ class Reducer:
             used, again = self._agree_used()
             for number in again:
                 self._launch(self.gradients[number])
-            while self._under_way:
-                self._land_oldest()
+            self._make_way(0)
             self._claim(used)
             self._agree_order()
         finally:
@@ -363,21 +373,3 @@ class Reducer:
         order = done + [number for number in self._order if number not in done]
         self._order = Agreement(self.comm.world).sequence("all units", order)
         self._agreed = True
-
-    def _selected(self, gradient: Gradient, grads: Sequence[Tensor | None]) -> list[ShardedTensor | None]:
-        """autograd.grad or backward(inputs=...): reduce now, and hand the ranges to autograd."""
-        flat = gradient.flat
-        once = Gradient(flat, self.pool)
-        once.partial = torch.zeros(flat.layout.padded, dtype=flat.kind.reduce, device=flat.kind.device)
-        once.add(grads)
-        out = torch.empty(flat.shard_numel, dtype=flat.kind.reduce, device=flat.kind.device)
-        call = Call(REDUCE, "reduce for autograd.grad", flat.name, flat.number)
-        if flat.ownership.whole:
-            all_reduce_flat(self.comm.shard, call, once.partial, flat.layout).wait()
-            out = once.partial
-        else:
-            self.comm.shard.reduce_scatter(call, once.partial, out, flat.layout).wait()
-        self._sum_replicas(flat, out)
-        out = self._mean(flat, out, self._world).to(flat.kind.master)
-        made = [ShardedTensor(flat.local(index, out), spec) for index, spec in enumerate(flat.specs)]
-        return [None if grad is None else hooked(tensor) for grad, tensor in zip(grads, made, strict=True)]

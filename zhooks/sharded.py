@@ -32,6 +32,9 @@ class Home(Protocol):
     def sharded(self) -> bool:
         """More than one rank shares the buffer."""
 
+    buffer_nbytes: int
+    """Bytes that no buffer may exceed."""
+
     def written(self) -> None:
         """The shard's values changed: whatever is gathered is stale."""
 
@@ -305,7 +308,7 @@ def _read_only(out: Any, source: Any) -> Any:
 class Saved:
     """The home of a tensor read from a file: it can be copied into a bound one of the same range, and nothing else."""
 
-    sharded = True
+    sharded, buffer_nbytes = True, 1 << 28
 
     def written(self) -> None:
         return None

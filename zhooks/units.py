@@ -21,6 +21,7 @@ from torch import nn
 
 from offload.errors import AttachError
 from offload.policy import Policy
+from zhooks.tiling import Tile
 
 HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
@@ -46,7 +47,8 @@ def find_units(model: nn.Module, policy: Policy) -> list[Group]:
         AttachError: a pattern of the policy matches no module.
     """
     chosen = _by_pattern(model, policy) if policy.units.classes or policy.units.names else _by_structure(model, policy)
-    groups, taken = [], set()
+    tiles = [Group(name, [module], dict(module.named_parameters(name))) for name, module in tiles_of(model)]
+    groups, taken = [], {id(param) for tile in tiles for param in tile.params.values()}
     for name, module in chosen:
         group = Group(name, _callable(module))
         for inner, param in module.named_parameters(prefix=name, remove_duplicate=True):
@@ -55,13 +57,18 @@ def find_units(model: nn.Module, policy: Policy) -> list[Group]:
                 group.params[inner] = param
         if group.params:
             groups.append(group)
-    groups = _join_small(groups, policy.units.min_numel)
+    groups = [*_join_small(groups, policy.units.min_numel), *tiles]
     rest = {name: param for name, param in model.named_parameters() if id(param) not in taken}
     if rest:
         groups.append(_rest(model, rest))
     _enter_aliases(model, groups)
     order = {id(param): place for place, param in enumerate(model.parameters())}
     return sorted(groups, key=lambda group: min(order[id(param)] for param in group.params.values()))
+
+
+def tiles_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Blocks of weights that are too large to be gathered whole: units wherever they lie, for they are never needed at once."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:

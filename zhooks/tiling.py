@@ -1,0 +1,146 @@
+"""A Linear whose weight is too large to be gathered whole: tiles of it, each gathered, used and released by itself.
+
+``units.py`` makes every tile a unit of its own, wherever it lies; models hold a ``TiledLinear`` where they held the Linear.  It
+never knows of ranks or policies: without ``attach`` it is an ordinary module.
+
+Source: DeepSpeed's memory-centric tiling, ZeRO-Infinity, arXiv:2104.07857, section 5.1.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Tile(nn.Linear):
+    """A block of a large weight; a unit of its own in every model.
+
+    Args:
+        fan_in: inputs of the whole weight, which say how its values are drawn.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, *, fan_in: int, device: Any, dtype: Any) -> None:
+        self.fan_in = fan_in
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw values as ``nn.Linear`` draws those of the whole."""
+        bound = self.fan_in**-0.5
+        for param in self.parameters():
+            param.uniform_(-bound, bound)
+
+
+class TiledLinear(nn.Module):
+    """``nn.Linear(in_features, out_features)`` as ``tiles[0] x tiles[1]`` smaller ones, over outputs and over inputs.
+
+    Only one tile (and what ``[schedule] prefetch`` brings ahead) is gathered at a time, in forward and in backward.  Cut over
+    outputs, each output is the sum it was; cut over inputs, it is a sum of partial sums, so the last bits may differ.
+
+    Args:
+        tiles: into how many parts outputs and inputs are cut, each at least 1 and at most the number of features.
+    Raises:
+        ValueError: ``tiles`` asks for parts without a feature.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        tiles: tuple[int, int],
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.shape = in_features, out_features, tiles
+        self._outs, self._ins = _parts(out_features, tiles[0]), _parts(in_features, tiles[1])
+        # The first tile of a row of them has the bias: it is added once.
+        self.tiles = nn.ModuleList(
+            Tile(cols, rows, bias=bias and number == 0, fan_in=in_features, device=device, dtype=dtype)
+            for rows in self._outs
+            for number, cols in enumerate(self._ins)
+        )
+
+    @classmethod
+    def of(cls, linear: nn.Linear, *, tiles: tuple[int, int]) -> TiledLinear:
+        """The same values as ``linear``, cut."""
+        weight = linear.weight
+        made = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            tiles=tiles,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        if weight.device.type != "meta":
+            made.load_state_dict(made.cut_state(linear.state_dict()))
+        for tile in made.tiles:
+            tile.requires_grad_(weight.requires_grad)
+        return made.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """A plain Linear with these values; of a model that is not attached."""
+        first = self.tiles[0]
+        assert isinstance(first, Tile)
+        made = nn.Linear(
+            self.in_features, self.out_features, first.bias is not None, device=first.weight.device, dtype=first.weight.dtype
+        )
+        made.load_state_dict(self.whole_state(self.state_dict()))
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        parts, rows = x.split(self._ins, dim=-1) if len(self._ins) > 1 else (x,), []
+        tiles = iter(self.tiles)
+        for _ in self._outs:
+            total: Tensor | None = None
+            for part in parts:
+                product = next(tiles)(part)
+                total = product if total is None else total + product
+            assert total is not None
+            rows.append(total)
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
+
+    def cut_state(self, state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+        """A state dict with the plain Linear's ``prefix + "weight"`` and ``"bias"`` as this module's; other keys are kept."""
+        out = {key: value for key, value in state.items() if key not in (f"{prefix}weight", f"{prefix}bias")}
+        rows = state[f"{prefix}weight"].split(self._outs)
+        biases = state[f"{prefix}bias"].split(self._outs) if f"{prefix}bias" in state else None
+        for row, block in enumerate(rows):
+            for col, tile in enumerate(block.split(self._ins, dim=1)):
+                name = f"{prefix}tiles.{row * len(self._ins) + col}"
+                out[f"{name}.weight"] = tile.clone()
+                if biases is not None and col == 0:
+                    out[f"{name}.bias"] = biases[row].clone()
+        return out
+
+    def whole_state(self, state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+        """A state dict with this module's tiles as the plain Linear's weight and bias; other keys are kept."""
+        out = {key: value for key, value in state.items() if not key.startswith(f"{prefix}tiles.")}
+        cols = len(self._ins)
+
+        def tile(row: int, col: int, what: str) -> Tensor:
+            return state[f"{prefix}tiles.{row * cols + col}.{what}"]
+
+        rows = range(len(self._outs))
+        out[f"{prefix}weight"] = torch.cat([torch.cat([tile(r, c, "weight") for c in range(cols)], 1) for r in rows])
+        if f"{prefix}tiles.0.bias" in state:
+            out[f"{prefix}bias"] = torch.cat([tile(r, 0, "bias") for r in rows])
+        return out
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, tiles={self.shape}"
+
+
+def _parts(features: int, count: int) -> Sequence[int]:
+    """``features`` in ``count`` parts as even as can be."""
+    if not 1 <= count <= features:
+        raise ValueError(f"TiledLinear: expected from 1 to {features} tiles over {features} features, found {count}.")
+    small, more = divmod(features, count)
+    return [small + 1] * more + [small] * (count - more)
