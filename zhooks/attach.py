@@ -37,6 +37,7 @@ from zhooks.build import (
     scratch_for,
     shard_states,
 )
+from zhooks.calibrate import Calibrated
 from zhooks.checks import check_division, check_model, check_optimizer, check_ranks_equal, check_same_model, check_scaled
 from zhooks.comm import CONTROL, Call, open_comm
 from zhooks.describe import describe
@@ -108,7 +109,7 @@ def attach(
             raise
 
 
-class Attachment(Stateful):
+class Attachment(Stateful, Calibrated):
     """A model under ZeRO.  Made by ``attach``; the model knows it until ``detach``."""
 
     def __init__(self, model: nn.Module, optimizer: Any, policy: Policy, comm: Any, materializer: Materializer) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from offload.policy_precision import Precision
@@ -120,6 +120,55 @@ class After:
         if self._casts.outputs is not None:
             output = _floats(output, self._casts.outputs)
         return output if self._casts.scaling is None else self._casts.scaling.outward(output)
+
+
+class Watcher(Protocol):
+    """Who is shown what units make (``calibrate.Meter``)."""
+
+    def output(self, number: int, value: Tensor, whole: bool) -> None:
+        """A module of unit ``number`` has made ``value``; ``whole``: the unit itself has."""
+
+    def gradient(self, number: int, value: Tensor) -> None:
+        """The gradient of what unit ``number`` has handed on."""
+
+
+class Watch:
+    """Forward hook that shows what a module of a unit makes, and its gradient where the unit hands it on."""
+
+    def __init__(self, meter: Watcher, number: int, *, whole: bool) -> None:
+        self._meter, self._number, self._whole = meter, number, whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+                self._meter.output(self._number, leaf, self._whole)
+                if self._whole and leaf.requires_grad and not in_backward():
+                    leaf.register_hook(lambda grad: self._meter.gradient(self._number, grad))
+
+
+def watch(model: nn.Module, units: Sequence[Unit], meter: Watcher) -> list[RemovableHandle]:
+    """Show ``meter`` what the units' modules without children make, and what the units themselves do."""
+    entries = {id(entry): unit.number for unit in units for entry in reversed(unit.entries)}
+    handles: list[RemovableHandle] = []
+    waiting: list[tuple[nn.Module, int | None]] = [(model, None)]
+    seen: set[int] = set()
+    while waiting:
+        module, around = waiting.pop()
+        number = entries.get(id(module), around)
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        whole = id(module) in entries
+        if number is not None and (whole or next(module.children(), None) is None):
+            handles.append(module.register_forward_hook(Watch(meter, number, whole=whole)))
+        waiting.extend((child, number) for child in module.children())
+    return handles
 
 
 class Into:

@@ -49,6 +49,7 @@ class Reducer:
         # Told of every whole gradient that has landed, where updates may be made in backward.
         self.early: Callable[[Gradient], None] | None = None
         self.scaling: Scaling | None = None
+        self.finished: Callable[[], None] | None = None  # gradients are in place: calibrate.py measures them
         self.most, self._unreduced = most, unreduced
         self._world = comm.shard.axis.world * comm.replicate.axis.world
         self.gradients: dict[int, Gradient] = {}
@@ -298,6 +299,8 @@ class Reducer:
                     self._finish()
             if self.scaling is not None:
                 self.scaling.backward_over(landed=not held)
+        if self.finished is not None:
+            self.finished()
 
     def _idle(self) -> bool:
         """Nothing waits for a reduction."""
