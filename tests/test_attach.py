@@ -318,12 +318,12 @@ def test_hybrid_sharding_trains_like_plain_replicas(case: tuple[int, int]) -> No
     for number in range(3):
         model(batch(number, rank)).square().mean().backward()
         optimizer.step()
+        held = attachment.memory()
+        assert held.nbytes == held.formula
         optimizer.zero_grad()
         plain.step(number, world)
     for ours, theirs in zip(model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-6)
-    held = attachment.memory()
-    assert held.nbytes == held.formula
     everybody: list[Any] = [None] * world
     dist.all_gather_object(everybody, [param.full_tensor() for param in model.parameters()])
     assert all(torch.equal(a, b) for other in everybody for a, b in zip(other, everybody[0], strict=True))
