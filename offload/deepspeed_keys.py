@@ -105,9 +105,9 @@ _BF16 = {
     "bf16_optimizer_states": Other(_MASTERS),
 }
 _ACTIVATIONS = {
-    "contiguous_memory_optimization": Other("one copy a storage; nothing to set"),
+    "contiguous_memory_optimization": Other('set [device] arena = "all"'),
     "synchronize_checkpoint_boundary": Other(_DETAIL),
-    "partition_activations": Other('saved tensors are not partitioned; set [activation] checkpoint = "unit" or tier = "host"'),
+    "partition_activations": Other('on a mesh with a tp axis set [activation] checkpoint = "unit" and partition = "tp"'),
     "number_checkpoints": Other('set [activation] checkpoint = "unit": one a unit', (False, 0)),
     "profile": Other(_LOG),
 }

@@ -96,8 +96,8 @@ def test_what_has_no_counterpart_is_listed_with_what_to_do_instead() -> None:
         "gradient_clipping = 1: call torch.nn.utils.clip_grad_norm_ in the loop",
         "zero_optimization.offload_param.buffer_count = 5: buffers are counted from the plan; set [schedule] prefetch",
         "zero_optimization.sub_group_size = 1e+09: the step goes unit by unit, with a fixed number of buffers",
-        "activation_checkpointing.partition_activations = true: saved tensors are not partitioned; set [activation] "
-        'checkpoint = "unit" or tier = "host"',
+        "activation_checkpointing.partition_activations = true: on a mesh with a tp axis set [activation] "
+        'checkpoint = "unit" and partition = "tp"',
     )
 
 
