@@ -33,7 +33,7 @@ from offload.rooms import Places
 from offload.saved import Saved
 from offload.stash import Limits, Stash
 from offload.tier import Tier
-from zhooks.division import is_divided, part_of, rewrap
+from zhooks.division import hollow, is_divided, part_of, rewrap
 from zhooks.flat import Flat
 from zhooks.inputs import Input, Inputs
 from zhooks.partition import Part, Partition
@@ -56,10 +56,12 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A DTensor that autograd saved: what became of its part, and its DTensorSpec."""
+    """A DTensor that autograd saved: what became of its part, its DTensorSpec, and what tells of later writes through it."""
 
     part: Any
     spec: Any
+    probe: Tensor | None
+    version: int
 
 
 class SavedParameters:
@@ -167,10 +169,11 @@ class SavedParameters:
             if cut is not None:
                 return self._counted(cut, stash, count)
             if is_divided(tensor):
-                part = part_of(tensor)
-                # Its owner's pair of hooks shall see what autograd saved, but for parameters.
-                if outer is None or live.get(address(part)) is not None:
-                    return Wrapped(pack(part), cast(Any, tensor)._spec)
+                part, spec, version = part_of(tensor), cast(Any, tensor)._spec, int(tensor._version)
+                if live.get(address(part)) is not None:
+                    return Wrapped(pack(part), spec, None, version)
+                # The pair of hooks outside ours shall see what autograd saved.
+                return outer[0](tensor) if outer is not None else Wrapped(pack(part), spec, hollow(tensor), version)
             flat = live.get(address(tensor)) if type(tensor) is Tensor else None
             # A buffer that a failed gather gave up may have left its address to somebody else.
             if flat is not None and flat.full is not None and address(flat.full) == address(tensor):
@@ -197,6 +200,8 @@ class SavedParameters:
             if kind is Reference:
                 return self._restore(packed)
             if kind is Wrapped:
+                if packed.probe is not None and packed.probe._version != packed.version:
+                    raise modified(f"tensor of shape {list(packed.spec.shape)}", packed.probe._version, packed.version)
                 return rewrap(unpack(packed.part), packed.spec)
             if outer is not None:
                 return outer[1](packed)

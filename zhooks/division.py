@@ -48,6 +48,19 @@ def rewrap(part: Tensor, spec: Any) -> Tensor:
     return made
 
 
+def version_of(tensor: Tensor) -> int:
+    """Counts writes: of a DTensor those through the wrapper, which its part's counter does not see, and those to the part."""
+    part = part_of(tensor)
+    return tensor._version if part is tensor else tensor._version + part._version
+
+
+def hollow(tensor: Tensor) -> Tensor:
+    """A DTensor without values that shares the version counter of ``tensor``."""
+    made: Any = tensor.detach()
+    made._local_tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return cast(Tensor, made)
+
+
 class Division:
     """What a DTensor over one mesh axis is beside its values.
 

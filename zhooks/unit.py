@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from offload.errors import AttachError, ShardedOpError
-from zhooks.division import part_of
+from zhooks.division import part_of, version_of
 from zhooks.flat import Flat
 
 
@@ -108,7 +108,7 @@ class Unit:
                     "(model.to(), half() or an assignment; undone now). Call detach(), change the model, attach again."
                 )
             slot.table[slot.key] = values[slot.flat][slot.index]
-        self._shown = [(view, view._version, view.data_ptr()) for group in values for view in map(part_of, group)]
+        self._shown = [(view, version_of(view), part_of(view).data_ptr()) for group in values for view in group]
 
     def end_show(self, *, failed: bool) -> None:
         """Let go of what was shown, and refuse a write into it: where it is a copy, it would be lost.
@@ -123,7 +123,7 @@ class Unit:
             return
         names = [(flat, spec.name) for flat in self.flats for spec in flat.specs]
         for (view, version, address), (flat, name) in zip(shown, names, strict=True):
-            if view.data_ptr() != address or (view._version != version and not flat.aliased):
+            if part_of(view).data_ptr() != address or (version_of(view) != version and not flat.aliased):
                 raise ShardedOpError(
                     f"parameter {name}: expected its forward to read it, found a write that would be lost. Write outside the "
                     "forward under no_grad (weight.clamp_(...)), or use `with attachment.gathered(parameter, write=True):`."
