@@ -306,6 +306,11 @@ def _leave(world: int) -> bytes:
         if world > 1:
             dist.barrier()
             dist.destroy_process_group()
+        if "torch.distributed.tensor" in sys.modules:
+            # DTensor remembers what operations gave, meshes of this group included, and would hand them to the next job.
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
         return pickle.dumps((End.RETURNED, None))
     except BaseException:
         return pickle.dumps((End.RAISED, f"while leaving the group, after the job returned\n{traceback.format_exc()}"))

@@ -63,6 +63,12 @@ class Wrapped:
     probe: Tensor | None
     version: int
 
+    def again(self, part: Tensor) -> Tensor:
+        """The DTensor, around the part that was read back; an error where it was written since."""
+        if self.probe is not None and self.probe._version != self.version:
+            raise modified(f"tensor of shape {list(self.spec.shape)}", self.probe._version, self.version)
+        return rewrap(part, self.spec)
+
 
 class SavedParameters:
     """The saved-tensor hooks of one attachment."""
@@ -200,9 +206,7 @@ class SavedParameters:
             if kind is Reference:
                 return self._restore(packed)
             if kind is Wrapped:
-                if packed.probe is not None and packed.probe._version != packed.version:
-                    raise modified(f"tensor of shape {list(packed.spec.shape)}", packed.probe._version, packed.version)
-                return rewrap(unpack(packed.part), packed.spec)
+                return cast(Tensor, packed.again(unpack(packed.part)))
             if outer is not None:
                 return outer[1](packed)
             if kind is Part:
