@@ -1,0 +1,73 @@
+"""The policy's loss scale where models are divided, staged, or reduced once: every rank skips what one rank overflowed.
+
+pytest runs it on ranks over Gloo; tests/test_scaling.py holds the arithmetic to plain PyTorch's.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.on_ranks import on_ranks, place
+from tests.test_pipeline import Run
+from tests.test_scaling import HOT, adamw, attached, full, loss_of, same
+from tests.tp_runs import attached as divided
+from tests.tp_runs import data_place, mesh_of, train
+
+COOL = {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 2.0**10}
+
+
+@on_ranks(4)
+def test_a_divided_model_in_fp16_follows_fp32_and_skips_together() -> None:
+    mesh = mesh_of(2)
+    at, losses = data_place(mesh), {}
+    for name, precision in (("fp32", {}), ("fp16", COOL)):
+        model, attachment = divided(mesh, 3, policy={"precision": precision})
+        losses[name] = train(model, adamw(model), at, 4)
+        if name == "fp16":
+            before, scale = full(model), attachment.loss_scale
+            optimizer = adamw(model)
+            # One tp rank of one data rank alone: what it holds of a weight overflows, and nobody else's does.
+            handle = model.blocks[0].register_full_backward_hook(
+                lambda module, grads, _: tuple(g if g is None else g * torch.inf for g in grads) if dist.get_rank() == 1 else None
+            )
+            train(model, optimizer, at, 1, clip=0.0, first=4)
+            handle.remove()
+            assert same(before, full(model)) and attachment.loss_scale == scale / 2
+            assert [overflow.step for overflow in attachment.overflows] == [4]
+        attachment.detach()
+    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=2e-2)
+
+
+@on_ranks(2)
+def test_what_accumulates_unreduced_is_unscaled_once() -> None:
+    rank, _ = place()
+    found = []
+    for together in (False, True):
+        model, attachment = attached(HOT | {"initial_scale": 2.0**12}, stage=2)
+        optimizer = adamw(model)
+        for step in range(3):
+            if together:
+                with attachment.accumulate():
+                    for part in range(2):
+                        loss_of(model, 2 * step + part, rank).backward()
+            else:
+                for part in range(2):
+                    loss_of(model, 2 * step + part, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((full(model), attachment.loss_scale, len(attachment.overflows)))
+        attachment.detach()
+    for one, two in zip(found[0][0], found[1][0], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+    assert found[0][1:] == found[1][1:]
+
+
+@on_ranks(2)
+def test_stages_of_a_pipeline_scale_and_unscale_each_for_itself() -> None:
+    run = Run(2, "1f1b", {"stage": 2, "precision": COOL})
+    for number in range(4):
+        run.step(number, tolerance=2e-2)
+    assert all(attachment.loss_scale == 2.0**10 and not attachment.overflows for attachment in run.attachments)
+    run.close(tolerance=2e-2)
