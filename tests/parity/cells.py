@@ -35,6 +35,11 @@ FACTORS: dict[str, tuple[Choice, ...]] = {
     # ruled: by parameter name.
     "tier": ("device", "host", "disk", "states", "mixed", "ruled"),
     "prefetch": ("ahead1", "ahead0", "ahead4"),
+    # pieces: [comm] buffer so small that units are several flats and large parameters pass in pieces.
+    "buffers": ("whole", "pieces"),
+    # reserved: [device] arena for all that lives long.
+    "arena": ("loose", "reserved"),
+    "activation": ("kept", "recomputed"),
 }
 
 # Parameter, gradient, optimizer.
@@ -46,6 +51,7 @@ TIERS = {
 }
 
 CUT_NUMEL = 256
+PIECES_NBYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,9 @@ class Cell:
     units: str = "each"
     tier: str = "device"
     prefetch: str = "ahead1"
+    buffers: str = "whole"
+    arena: str = "loose"
+    activation: str = "kept"
 
     @property
     def name(self) -> str:
@@ -112,6 +121,12 @@ class Cell:
         if self.precision == "bf16reduce":
             policy["precision"]["reduce"] = "bf16"
         policy.setdefault("schedule", {})["prefetch"] = int(self.prefetch.removeprefix("ahead"))
+        if self.buffers == "pieces":
+            policy["comm"]["buffer"] = PIECES_NBYTES
+        if self.arena == "reserved":
+            policy["device"] = {"arena": "all"}
+        if self.activation == "recomputed":
+            policy["activation"] = {"checkpoint": "unit"}
         return policy | self._placed()
 
     def _placed(self) -> dict[str, Any]:
