@@ -231,3 +231,17 @@ def test_a_model_it_is_not_for_is_refused_and_stays_usable(dtype: str) -> None:
 def test_the_cost_of_a_policy_knows_that_there_are_no_masters() -> None:
     spent = cost(Policy.of({"optimizer": {"rounding": "stochastic"}}), 1000, 1)
     assert [(cell.what, cell.per_numel) for cell in spent.cells] == [("parameter", 2), ("gradient", 2), ("optimizer", 8)]
+
+
+@on_ranks(1)
+def test_detach_gives_the_optimizer_back_as_the_plain_model_can_use_it() -> None:
+    model = nn.Linear(8, 8).bfloat16()
+    optimizer = torch.optim.Adam(model.parameters())
+    inputs = torch.ones(2, 8, dtype=torch.bfloat16)
+    attachment = zhooks.attach(model, policy={"optimizer": {"rounding": "stochastic"}})
+    model(inputs).float().sum().backward()
+    optimizer.step()
+    attachment.detach()
+    model(inputs).float().sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg"].dtype is torch.bfloat16

@@ -5,6 +5,8 @@ pytest runs it on ranks over Gloo; tests/test_scaling.py holds the arithmetic to
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,11 @@ from tests.tp_runs import data_place, mesh_of, train
 COOL = {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 2.0**10}
 
 
+def blown_up(module: object, grads: tuple[Any, ...], _: object) -> tuple[Any, ...]:
+    """A backward hook that overflows on one rank."""
+    return tuple(grad * torch.inf if grad is not None and dist.get_rank() == 1 else grad for grad in grads)
+
+
 @on_ranks(4)
 def test_a_divided_model_in_fp16_follows_fp32_and_skips_together() -> None:
     mesh = mesh_of(2)
@@ -29,9 +36,7 @@ def test_a_divided_model_in_fp16_follows_fp32_and_skips_together() -> None:
             before, scale = full(model), attachment.loss_scale
             optimizer = adamw(model)
             # One tp rank of one data rank alone: what it holds of a weight overflows, and nobody else's does.
-            handle = model.blocks[0].register_full_backward_hook(
-                lambda module, grads, _: tuple(g if g is None else g * torch.inf for g in grads) if dist.get_rank() == 1 else None
-            )
+            handle = model.blocks[0].register_full_backward_hook(blown_up)
             train(model, optimizer, at, 1, clip=0.0, first=4)
             handle.remove()
             assert same(before, full(model)) and attachment.loss_scale == scale / 2

@@ -308,7 +308,7 @@ class Attachment(Stateful, Calibrated):
             self._store.unwind()
         with loose_references(self.model):
             for unit in self._units:
-                plain_unit(unit, optimizers)
+                plain_unit(unit, optimizers, narrow=self.policy.optimizer.rounding == "stochastic")
         self._registries.close()
         self._pool.clear()
         if self._store is not None:

@@ -242,14 +242,17 @@ def _drop_hooks(param: Any) -> None:
 
 
 @torch.no_grad()
-def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Make the parameters of ``unit``, their gradients and optimizer states plain and full again.  Collective."""
+def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer], *, narrow: bool = False) -> None:
+    """Make the parameters of ``unit``, their gradients and optimizer states plain and full again.  Collective.
+
+    ``narrow``: states were kept wider than the parameters, which a plain optimizer could not use; they take their dtype.
+    """
     optimizers = list(optimizers)
     for flat in unit.flats:
         if not any(isinstance(param, ShardedTensor) for param in flat.params):
             continue  # attach raised before this one held anything
         for optimizer in optimizers:
-            _plain_states(flat, optimizer)
+            _plain_states(flat, optimizer, narrow)
         grads = [param.grad for param in flat.params]
         held = [isinstance(grad, ShardedTensor) for grad in grads]
         full_grads = _as_before(flat, grads) if any(held) else []
@@ -290,13 +293,14 @@ def state_keys(flat: Flat, optimizer: torch.optim.Optimizer) -> list[str]:
     return sorted(keys)
 
 
-def _plain_states(flat: Flat, optimizer: torch.optim.Optimizer) -> None:
+def _plain_states(flat: Flat, optimizer: torch.optim.Optimizer, narrow: bool) -> None:
     for key in state_keys(flat, optimizer):
         states = [optimizer.state.get(param, {}).get(key) for param in flat.params]
         values = _as_before(flat, states)
         for param, state, value in zip(flat.params, states, values, strict=True):
             if isinstance(state, ShardedTensor):
-                optimizer.state[param][key] = value
+                wide = narrow and value.is_floating_point()
+                optimizer.state[param][key] = value.to(flat.kind.master) if wide else value
 
 
 def shard_states(unit: Unit, optimizer: torch.optim.Optimizer) -> None:

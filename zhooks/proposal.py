@@ -101,14 +101,19 @@ class Proposal:
     def values(self) -> dict[str, Any]:
         """The proposal as keys of a policy: ``zhooks.attach(model, policy={"stage": 2, **proposal.values()})``."""
         rules = [{"match": match, "precision.param": "fp32"} for _, matches in self._rules() for match in matches]
-        return {"precision": {"param": self.base, "output": "fp32"}, "rule": rules}
+        return {"precision": {"param": self.base, "output": "fp32", **self._scaling()}, "rule": rules}
+
+    def _scaling(self) -> dict[str, Any]:
+        """What fp16 was judged with, it is trained with."""
+        return {"loss_scale": "dynamic", "initial_scale": self.loss_scale} if self.base == "fp16" else {}
 
     def toml(self) -> str:
         """The same as a policy file, or the end of one, with the reasons."""
         lines = [f"# Proposed by a calibration over {self.backwards} backward passes."]
         if self.base == "fp16":
-            lines.append(f"# fp16 wants loss scaling; it was judged at a scale of {self.loss_scale:g}.")
+            lines.append("# fp16 was judged at this scale; a loop with a GradScaler of its own leaves these two lines out.")
         lines += ["[precision]", f"param = {toml_value(self.base)}", 'output = "fp32"']
+        lines += [f"{key} = {toml_value(value)}" for key, value in self._scaling().items()]
         for advice, matches in self._rules():
             for match in matches:
                 lines += ["", f"# {advice.unit}: {advice.reason}", "[[rule]]", f"match = {toml_value(match)}"]

@@ -33,6 +33,7 @@ from offload.events import Bus
 from offload.formulas import Layers
 from offload.policy_tables import Activation
 from offload.stash import Stash
+from zhooks.tiling import Tile
 
 _address = torch._C._storage_address  # type: ignore[attr-defined]
 _REFUSED = "saved tensor hooks"
@@ -253,7 +254,9 @@ class Residual:
 
     def layers(self) -> Layers | None:
         """What repeats in the last forward that was counted: modules of one class entered with [batch, seq, hidden]."""
-        alike = Counter((type(call.module), call.shape, call.itemsize) for call in self._calls)
+        # Tiles are parts of one layer.
+        calls = [call for call in self._calls if not isinstance(call.module, Tile)]
+        alike = Counter((type(call.module), call.shape, call.itemsize) for call in calls)
         often = [key for key, count in alike.items() if count > 1]
         if not often:
             return None

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.errors import LayoutError
+
 
 class Tile(nn.Linear):
     """A block of a large weight; a unit of its own in every model.
@@ -43,7 +45,7 @@ class TiledLinear(nn.Module):
     Args:
         tiles: into how many parts outputs and inputs are cut, each at least 1 and at most the number of features.
     Raises:
-        ValueError: ``tiles`` asks for parts without a feature.
+        LayoutError: ``tiles`` is no pair, or asks for parts without a feature.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class TiledLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not (isinstance(tiles, (tuple, list)) and len(tiles) == 2 and all(isinstance(count, int) for count in tiles)):
+            raise LayoutError(f"TiledLinear: expected tiles=(parts of the outputs, parts of the inputs), found {tiles!r}.")
         self.in_features, self.out_features, self.shape = in_features, out_features, tiles
         self._outs, self._ins = _parts(out_features, tiles[0]), _parts(in_features, tiles[1])
         # The first tile of a row of them has the bias: it is added once.
@@ -68,7 +72,13 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, *, tiles: tuple[int, int]) -> TiledLinear:
-        """The same values as ``linear``, cut."""
+        """The same values as ``linear``, cut.
+
+        Raises:
+            LayoutError: ``linear`` is another module.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise LayoutError(f"TiledLinear.of: expected an nn.Linear, found {type(linear).__name__}. Only a Linear is cut.")
         weight = linear.weight
         made = cls(
             linear.in_features,
@@ -141,6 +151,8 @@ class TiledLinear(nn.Module):
 def _parts(features: int, count: int) -> Sequence[int]:
     """``features`` in ``count`` parts as even as can be."""
     if not 1 <= count <= features:
-        raise ValueError(f"TiledLinear: expected from 1 to {features} tiles over {features} features, found {count}.")
+        raise LayoutError(
+            f"TiledLinear: expected from 1 to {features} tiles over {features} features, found {count}. Choose fewer tiles."
+        )
     small, more = divmod(features, count)
     return [small + 1] * more + [small] * (count - more)
