@@ -49,7 +49,9 @@ def test_the_text_is_plain_and_gives_the_mend_below_its_line(tmp_path: Path) -> 
 
 def test_a_folder_that_cannot_be_written_is_told_and_left_alone(tmp_path: Path) -> None:
     found = findings("--path", str(tmp_path / "to" / "be" / "made"))
-    assert found[f"direct I/O in {tmp_path}/to/be/made"]["status"] == "ok" or "tmpfs" in str(found)
+    # Long paths are shortened.
+    (entry,) = (entry for name, entry in found.items() if name.startswith("direct I/O in"))
+    assert entry["status"] == "ok" or "tmpfs" in str(found)
     assert list(tmp_path.iterdir()) == []
     found = findings("--path", "/proc")
     assert found["direct I/O in /proc"]["status"] == "warn"
