@@ -1,11 +1,12 @@
 """What all ranks agree on off the hot path: the order of a path after its first pass.
 
 ``runtime.py`` asks after a first pass; the answer is the same on every rank.  It never decides an order: ``schedule.py``
-does, from what is exchanged here.
+does, from what is exchanged here.  Also the number that stands for a text in such an exchange.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -50,3 +51,8 @@ def least(world: Transport, budget: int | None) -> int | None:
     world.all_reduce(Call(CONTROL, "agree on budget", "device"), value, "min")
     found = int(value.item())
     return None if found == unbounded else found
+
+
+def text_digest(text: str) -> int:
+    """A number that stands for ``text`` in an exchange of int64."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from zhooks.comm import Comm
 from zhooks.flat import Flat
 from zhooks.reduce import Reducer
@@ -59,9 +57,5 @@ def _filling(flats: Sequence[Flat], reducer: Reducer) -> int:
     for flat in flats:
         gradient = reducer.gradients.get(flat.number)
         if gradient is not None and gradient.partial is not None and gradient.partial is not gradient._shard:
-            total += _nbytes(gradient.partial)
+            total += gradient.partial.nbytes
     return total
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

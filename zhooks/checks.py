@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from offload.errors import AttachError
 from offload.policy import Policy
+from zhooks.agree import text_digest
 from zhooks.build import loose_references, optimizers_of
 from zhooks.comm import CONTROL, Call, Comm, Transport
 from zhooks.division import Division, is_divided, part_of
@@ -172,8 +173,7 @@ def check_same_model(groups: Sequence[Group], world: Transport) -> None:
         for number, group in enumerate(groups)
         for name, param in group.params.items()
     ]
-    whole = hashlib.blake2b("\n".join(fact for _, fact in facts).encode(), digest_size=7)
-    numbers = torch.tensor([len(facts), int.from_bytes(whole.digest(), "little")], dtype=torch.int64)
+    numbers = torch.tensor([len(facts), text_digest("\n".join(fact for _, fact in facts))], dtype=torch.int64)
     low, high = numbers.clone(), numbers.clone()
     world.all_reduce(Call(CONTROL, "compare models", "all parameters"), low, "min")
     world.all_reduce(Call(CONTROL, "compare models", "all parameters"), high, "max")
@@ -183,17 +183,13 @@ def check_same_model(groups: Sequence[Group], world: Transport) -> None:
     if low[0] != high[0]:
         found = f"{low[0]} to {high[0]} parameters ({len(facts)} on rank {rank})"
     else:
-        each = torch.tensor([_text_digest(fact) for _, fact in facts], dtype=torch.int64)
+        each = torch.tensor([text_digest(fact) for _, fact in facts], dtype=torch.int64)
         least, most = each.clone(), each.clone()
         world.all_reduce(Call(CONTROL, "compare models", "each parameter"), least, "min")
         world.all_reduce(Call(CONTROL, "compare models", "each parameter"), most, "max")
         differ = [fact for (_, fact), same in zip(facts, (least == most).tolist(), strict=True) if not same]
         found = f"that {', '.join(differ[:3])} (as rank {rank} has them) differ"
     raise AttachError(f"attach: expected the same model and policy on every rank, found {found}. Build it alike on all ranks.")
-
-
-def _text_digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def check_ranks_equal(model: nn.Module, comm: Comm) -> None:

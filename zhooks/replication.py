@@ -11,13 +11,13 @@ Note: [Hashes]
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from offload.errors import DivergenceError
+from zhooks.agree import text_digest
 from zhooks.comm import CONTROL, Call, Transport
 
 __all__ = ["Replication", "hash_of"]
@@ -55,7 +55,7 @@ class Replication:
         if seen is not None and not new:
             return set()
         facts = [(number, tuple(tensor.shape), tensor.dtype) for number, tensor in new.items()]
-        shapes = self._exchange(unit, [_digest(repr(facts))])
+        shapes = self._exchange(unit, [text_digest(repr(facts))])
         if self._others(shapes, 0):
             self._tell(unit, "its inputs", f"number, shapes or dtypes that are {facts} here", self._others(shapes, 0))
             return set(tensors)
@@ -118,10 +118,6 @@ class Replication:
                 f"{path}: expected the inputs of units to be the same on all ranks of axis {self._axis.axis.name}, found some "
                 "that differ on ranks that share these units. Their message names them and the mend."
             )
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def hash_of(tensor: Tensor) -> int:

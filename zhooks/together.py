@@ -6,7 +6,6 @@ raised.  It communicates through the transport it is given and never decides wha
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload.errors import CheckpointError, ZhooksError
+from zhooks.agree import text_digest
 from zhooks.comm import CONTROL, Call, Comm, Transport
 
 __all__ = ["Together", "one_stage_a_path"]
@@ -121,7 +121,7 @@ def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
     if axis.world == 1:
         return
     paths = torch.zeros(axis.world, dtype=torch.int64)
-    paths[axis.rank] = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "little")
+    paths[axis.rank] = text_digest(path)
     comm.pp.all_reduce(Call(CONTROL, f"{verb}: compare paths", "all stages"), paths, "sum")
     if len(set(paths.tolist())) < axis.world:
         raise CheckpointError(
