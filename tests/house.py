@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +48,7 @@ def source(path: str, text: str) -> Source:
     return Source(module, path, text, ast.parse(text, filename=path))
 
 
+@cache
 def house() -> list[Source]:
     found = [
         source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))

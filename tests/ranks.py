@@ -29,12 +29,16 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+PRELOADED = [
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel", "torch.nn.parallel", "hypothesis", "numba", "pytest", "zhooks",
+]  # fmt: skip
 LIMIT_S = 60.0
 START_LIMIT_S = 120.0
 # Other ranks often raise the same error a moment later; their tracebacks are worth a short wait.
@@ -159,9 +163,11 @@ class Pool:
             self._folder = None
 
     def _start(self) -> None:
-        # A fork server imports torch once and has no threads of its own, so a fork of it is cheap and safe.
+        # A fork server imports these once and has no threads of its own, so a fork of it is cheap and safe.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        whole = ["tests.preload"] if "PYTEST_XDIST_WORKER" in os.environ else []
+        context.set_forkserver_preload([*PRELOADED, *whole])
+        _serve_forks_of_this_checkout()
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(self.world):
             ours, theirs = context.Pipe()
@@ -207,6 +213,18 @@ class Pool:
             text = f"no answer within {limit_s:g} s, or within {GRACE_S:g} s of another rank's failure\n"
             outcomes[worker.rank] = Outcome(worker.rank, End.SILENT, text=text + worker.stack() + worker.log())
         return [outcomes[worker.rank] for worker in self._workers]
+
+
+def _serve_forks_of_this_checkout() -> None:
+    """Start the fork server with this process' path, which it would learn only after it has imported what it preloads."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(folder).resolve()) for folder in sys.path if Path(folder).is_dir())
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def _receive(worker: Worker) -> Outcome:
