@@ -14,6 +14,7 @@ __all__ = [
     "LayoutError",
     "PolicyError",
     "ScaleError",
+    "ScheduleError",
     "ShardedOpError",
     "TierError",
     "ZhooksError",
@@ -50,6 +51,10 @@ class ShardedOpError(ZhooksError, RuntimeError):
 
 class ScaleError(ZhooksError, RuntimeError):
     """Loss scaling cannot go on: the scale is at its minimum, or gradients go round it."""
+
+
+class ScheduleError(ZhooksError, RuntimeError):
+    """A pipeline runs a backward whose forward has not been, or a second time; nothing has been computed."""
 
 
 class DivergenceError(ZhooksError, RuntimeError):

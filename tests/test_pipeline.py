@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zhooks
 from offload.events import Recorder
 from tests.on_ranks import on_ranks
 from tests.pipelines import Pipeline, Plain, batch_of, loss_of, mean_over, mesh_of, mine_of, parts, pipeline, share
+from zhooks.tiers import device_floor
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 10
@@ -210,3 +211,16 @@ def test_a_slice_of_the_mesh_stands_for_the_mesh() -> None:
     attachment = zhooks.attach(part, mesh=mesh["dp"], policy={"stage": 3})
     assert attachment._comm.world.axis.ranks == ((0, 1) if dist.get_rank() < 2 else (2, 3))
     attachment.detach()
+
+
+@on_ranks(4)
+def test_a_budget_of_the_device_counts_the_sum_that_microbatches_leave() -> None:
+    mesh, model = mesh_of(2, 2), nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    policy: dict[str, Any] = {"stage": 3, "units": {"min_numel": 0}}
+    attachment = zhooks.attach(model, mesh=mesh, policy=policy)
+    few, all_of_them = (device_floor(attachment.policy, attachment._units, whole_sums=whole) for whole in (False, True))
+    attachment.detach()
+    assert all_of_them >= few + 4 * 64 * 64 * 4
+    with pytest.raises(zhooks.BudgetError, match=r"\[budget\] device: expected room for what rests there"):
+        zhooks.attach(model, mesh=mesh, policy=policy | {"budget": {"device": f"{(few + all_of_them) // 2} B"}})
+    zhooks.attach(model, mesh=mesh, policy=policy | {"budget": {"device": f"{2 * all_of_them} B"}}).detach()

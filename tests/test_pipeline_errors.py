@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zhooks
-from offload.errors import AttachError, DivergenceError, PolicyError
+from offload.errors import AttachError, DivergenceError, PolicyError, ScheduleError
 from tests.on_ranks import on_ranks
 from tests.pipelines import Pipeline, batch_of, loss_of, mesh_of, mine_of, parts, pipeline, share
 from tests.test_pipeline import Run
@@ -78,12 +78,12 @@ def test_a_backward_out_of_order_is_refused_and_the_next_step_is_right() -> None
     stage = run.pipe.schedule._stage  # type: ignore[union-attr]
     inputs, targets = (half.chunk(4)[0] for half in share(run.mesh, batch_of(1)))
     stage.clear_runtime_states()
-    with pytest.raises(KeyError):
+    with pytest.raises(ScheduleError, match=r"stage \d: expected one backward of microbatch 2 after its forward, .* of none\."):
         stage.backward_one_chunk(2)  # its forward has not been
     out = stage.forward_one_chunk(0, (inputs,) if run.pipe.first else ())
     loss = loss_of(out, targets) if run.pipe.last else None
     stage.backward_one_chunk(0, loss=loss)
-    with pytest.raises(KeyError):
+    with pytest.raises(ScheduleError, match="expected one backward of microbatch 0"):
         stage.backward_one_chunk(0, loss=loss)
     with pytest.raises(RuntimeError, match=r"second time|does not require grad"):
         (out.sum() if loss is None else loss).backward()

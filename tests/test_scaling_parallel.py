@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import zhooks
 from tests.on_ranks import on_ranks, place
 from tests.test_pipeline import Run
 from tests.test_scaling import HOT, adamw, attached, full, loss_of, same
@@ -76,3 +79,33 @@ def test_stages_of_a_pipeline_scale_and_unscale_each_for_itself() -> None:
         run.step(number, tolerance=2e-2)
     assert all(attachment.loss_scale == 2.0**10 and not attachment.overflows for attachment in run.attachments)
     run.close(tolerance=2e-2)
+
+
+@on_ranks(2)
+def test_stages_whose_scalers_unscale_another_number_of_times_agree_on_an_overflow() -> None:
+    rank, world = place()
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))
+    # Two dtypes and two optimizers on the last stage, one of each on the first.
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double() if rank else nn.Linear(4, 4), nn.Linear(4, 4))
+    attachment = zhooks.attach(model, mesh=mesh, policy={"units": {"min_numel": 0}, "comm": {"timeout_s": 20}})
+    parts = [model[:2], model[2]] if rank else [model]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step, sick in enumerate((None, 0, 1, None)):
+        before = full(model)
+        x = torch.ones(2, 4)
+        for layer in model:
+            x = layer(x.to(layer.weight.dtype))
+        scaler.scale(x.float().sum()).backward()
+        if rank == sick:
+            model[2].bias.grad.to_local().fill_(torch.inf)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        assert same(before, full(model)) is (sick is not None), (step, rank)
+        assert scaler.get_scale() == 8.0 / 2 ** min(step, 2), (step, rank)
+        named = [name for overflow in attachment.overflows if overflow.step == step for _, name in overflow.parameters]
+        assert named == (["2.bias"] if rank == sick else []), (step, rank)
+    attachment.detach()

@@ -50,6 +50,9 @@ class Watch(Protocol):
     def scaler_comes(self) -> None:
         """A GradScaler is about to unscale."""
 
+    def ask_stages(self, found: Tensor) -> None:
+        """A GradScaler has unscaled: ``found`` becomes 1 where any pipeline stage's gradients overflowed."""
+
     def unscaled(self, grads: Sequence[ShardedTensor], found: Tensor, inv_scale: Tensor) -> None:
         """A GradScaler has unscaled these; ``found`` is 1 where any rank's overflowed."""
 

@@ -79,7 +79,7 @@ class Runtime:
         """A module that ``units`` are entered through is about to run; the outermost one begins a pass."""
         if self._frames and self._frames[0][0] is module:
             self._abandon_dead()
-        if torch.is_grad_enabled() and not in_backward():
+        if (not self._frames or id(module) in self._entries) and torch.is_grad_enabled() and not in_backward():
             (self._entries.discard if self._frames else self._entries.add)(id(module))
         if not self._frames:
             self._caller = sys._getframe(2)  # the module's own call: on the stack as long as the pass lasts

@@ -61,11 +61,14 @@ class Scaling:
         self._proved: set[int] = set()
         # Since the last step: gradients have landed, some overflowed, the other stages have been asked.
         self._fresh, self._lost, self._asked = False, False, False
+        # What the stages have told each other's GradScalers.
+        self._elsewhere = False
         self._undo: Callable[[], None] | None = None
         self._handles: list[RemovableHandle] = []
 
     @property
     def on(self) -> bool:
+        """The policy sets a loss scale."""
         return self.scale.rules.loss_scale is not None
 
     def open(self, watch_steps: Callable[[Scaling], list[RemovableHandle]]) -> None:
@@ -119,8 +122,8 @@ class Scaling:
         return self.scale.value if inward else 1.0 / self.scale.value
 
     def arrived(self) -> None:
-        """Gradients have reached parameters: not before a boundary was crossed."""
-        if self.on and not self._proved:
+        """Gradients, scaled, have reached parameters: not before a boundary was crossed."""
+        if not self._proved:
             prove(self, self.gather)
 
     # What has been reduced.
@@ -150,11 +153,12 @@ class Scaling:
         if not landed:
             return
         self.overflows.landed()
+        self._asked = False
         if not self.on:
             return
         if not self._fresh:
             self._lost = False
-        self._fresh, self._asked = True, False
+        self._fresh = True
         flagged = self._flagged()
         self._bad = self._named(flagged) if flagged else {}
         if self._bad:
@@ -263,9 +267,13 @@ class Scaling:
             return
         self._asked = True
         flag = torch.tensor([float(self._lost)], device=self._flats[0].kind.device if self._flats else "cpu")
-        self.comm.pp.all_reduce(Call(CONTROL, "loss scale", "all stages"), flag, "max")
-        if flag.item():
+        if self._any_stage("loss scale", flag):
             self._lose()
+
+    def _any_stage(self, what: str, flag: Tensor) -> bool:
+        """Whether ``flag`` [1] is set on any stage.  Collective over them."""
+        self.comm.pp.all_reduce(Call(CONTROL, what, "all stages"), flag, "max")
+        return bool(flag.item())
 
     # torch.amp.GradScaler.
 
@@ -276,6 +284,24 @@ class Scaling:
                 "torch.amp.GradScaler: expected one who scales the loss, found it beside [precision] loss_scale, whose "
                 "gradients are unscaled already. Unset loss_scale, or train without the scaler."
             )
+
+    def ask_stages(self, found: Tensor) -> None:
+        """See ``overflow.Watch``.  Collective over the stages, once after each backward.
+
+        They differ in how often a scaler unscales: once for each device and dtype of gradients, and for each optimizer.
+        So the first time all gradients of this stage are looked at, and later ones are told what the stages said then.
+        """
+        if isinstance(self.comm.pp, Alone):
+            return
+        if not self._asked:
+            self._asked = True
+            grads = [param.grad for flat in self._flats for param in flat.params]
+            with torch._C.DisableTorchFunctionSubclass():
+                flag = torch.tensor([float(not all(map(finite, grads)))], device=found.device)
+            self._all_reduce("all units", flag)
+            self._elsewhere = self._any_stage("GradScaler", flag)
+        if self._elsewhere:
+            found.fill_(1.0)
 
     def unscaled(self, grads: Sequence[ShardedTensor], found: Tensor, inv_scale: Tensor) -> None:
         """See ``overflow.Watch``.  The number is read here, where the scaler would read it next."""

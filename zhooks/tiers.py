@@ -263,7 +263,7 @@ def kept_budget(policy: Policy, units: Sequence[Unit], comm: Comm, device: torch
         seam.close()
     if limit is None:
         return None
-    floor = device_floor(policy, units) + beside(policy, units)
+    floor = device_floor(policy, units, whole_sums=comm.pp.axis.world > 1) + beside(policy, units)
     if floor > limit:
         raise BudgetError(
             f"[budget] device: expected room for what rests there and the units in flight, {shown(floor)} in all, found "
@@ -272,10 +272,13 @@ def kept_budget(policy: Policy, units: Sequence[Unit], comm: Comm, device: torch
     return limit - floor
 
 
-def device_floor(policy: Policy, units: Sequence[Unit]) -> int:
+def device_floor(policy: Policy, units: Sequence[Unit], *, whole_sums: bool = False) -> int:
     """Bytes on the device whatever is kept: parameters and gradients that rest there, gathered units and sums in flight.
 
     The optimizer's states on the device are not known before its first step and not counted.
+
+    Args:
+        whole_sums: microbatches of a pipeline add up unreduced: every sum is held until the last.
     """
     flats = [flat for unit in units for flat in unit.flats]
     resting = 0
@@ -291,7 +294,7 @@ def device_floor(policy: Policy, units: Sequence[Unit]) -> int:
     sums = sorted((flat.layout.padded * flat.kind.reduce.itemsize for flat in flats if flat.kind.trainable), reverse=True)
     alone = flats[0].layout.world == 1 and not any(flat.kind.tiers.gradient is not Tier.DEVICE for flat in flats)
     flying = 1 if flats[0].layout.world == 1 else 1 + policy.schedule.max_reductions
-    under_way = 0 if alone else sum(sums[:flying])
+    under_way = 0 if alone else sum(sums if whole_sums else sums[:flying])
     return resting + sum(gathered[: 1 + policy.schedule.prefetch]) + under_way
 
 
