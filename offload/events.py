@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Literal, Protocol
 
 __all__ = ["Bus", "Event", "Kind", "Observer", "Recorder", "leave", "listen", "tell_all"]
@@ -69,7 +70,7 @@ class Bus:
         # A tuple replaced whole: emitting threads iterate over the one they saw, without a lock.
         self._observers: tuple[Observer, ...] = ()
         self._change = threading.Lock()
-        self._tell: Callable[[], None] | None = None
+        self._tell: Callable[[], Callable[[], None] | None] | None = None
         with _known:
             _buses.add(self)
             for observer in _everywhere:
@@ -88,15 +89,16 @@ class Bus:
     def told_by(self, tell: Callable[[], None]) -> None:
         """``tell`` states everything that is held, as holds and counters: now if anybody listens, and to whoever comes.
 
-        Stating it again must change nothing for those who have heard it.
+        Stating it again must change nothing for those who have heard it. A method does not keep its object alive.
         """
-        self._tell = tell
+        self._tell = weakref.WeakMethod(tell) if isinstance(tell, MethodType) else lambda: tell
         self.tell()
 
     def tell(self) -> None:
         """What is held has changed in many places at once: state all of it, if anybody listens."""
-        if self.active and self._tell is not None:
-            self._tell()
+        tell = self._tell() if self.active and self._tell is not None else None
+        if tell is not None:
+            tell()
 
     def detach(self, observer: Observer) -> None:
         """Stop sending events to ``observer``; if it is not attached, say because it raised, this changes nothing."""

@@ -47,6 +47,18 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
+def test_describe_names_globs_that_match_nothing_here() -> None:
+    rules = [{"match": "0.*", "parameter": {"tier": "host"}}, {"match": "decoder.*", "parameter": {"tier": "host"}}]
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    policy = {"units": {"min_numel": 0}, "rule": rules, "activation": {"sharded_inputs": ["1", "encoder.*"]}}
+    attachment = zhooks.attach(model, policy=policy)
+    told = [line for line in attachment.describe().splitlines() if line.startswith("Matches nothing here")]
+    assert told == [
+        'Matches nothing here: [[rule]] match = "decoder.*".',
+        'Matches nothing here: [activation] sharded_inputs "encoder.*".',
+    ]
+
+
 # ---- detach
 
 

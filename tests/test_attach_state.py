@@ -362,3 +362,86 @@ def test_nothing_of_an_attachment_outlives_detach_and_its_model() -> None:
     del attachment, optimizer, model
     gc.collect()
     assert [flat() for flat in flats] == [None] * len(flats)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("ended", ["backward", "step", "zero_grad"])
+def test_nothing_of_an_attachment_outlives_a_model_that_is_dropped_without_detach(ended: str, tier: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    cells = {cell: {"tier": tier} for cell in ("parameter", "gradient", "optimizer")}
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, **cells})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        if ended != "backward":
+            optimizer.step()
+        if ended == "zero_grad":
+            optimizer.zero_grad()
+    flats = [weakref.ref(flat) for unit in attachment._units for flat in unit.flats]
+    kept = model[0].weight.detach()
+    del attachment, optimizer, model
+    gc.collect()
+    # An alias of a parameter keeps its unit.
+    assert kept.full_tensor().shape == (4, 4) and flats[0]() is not None
+    del kept
+    gc.collect()
+    assert [flat() for flat in flats] == [None] * len(flats)
+
+
+@on_ranks(1, 2)
+def test_what_the_user_keeps_of_a_model_stays_whole() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}})
+
+    model(torch.ones(2, 4)).sum().backward()
+    average = [param.detach().clone() for param in model.parameters()]
+    grad: Any = model[0].weight.grad.clone()
+    copied = copy.deepcopy(average)
+    wanted = [value.full_tensor() for value in (*average, grad)]
+    # Other layouts, whose flat buffers are not those of what was kept.
+    for change in ("freeze", "apply"):
+        if change == "freeze":
+            model[0].bias.requires_grad_(False)
+        else:
+            attachment.apply({"units": {"min_numel": 0}, "schedule": {"prefetch": 2}})
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        gc.collect()
+        for kept in (average, copied):
+            assert all(torch.equal(value.full_tensor(), full) for value, full in zip((*kept, grad), wanted, strict=True))
+            assert torch.nn.utils.get_total_norm(kept) > 0
+    del attachment, model
+    gc.collect()
+    assert torch.equal(grad.full_tensor(), wanted[-1])
+
+
+@on_ranks(2)
+def test_gradients_of_a_copied_parameter_are_nobodys_business() -> None:
+    model = nn.Linear(4, 4)
+    attachment = zhooks.attach(model, policy={"comm": {"timeout_s": 20}})
+    copied = [copy.deepcopy(param) for param in model.parameters()]
+    with attachment.accumulate():
+        model(torch.ones(2, 4)).sum().backward()
+        if dist.get_rank() == 0:
+            for param in copied:
+                param.grad = None
+        model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 4.0))
+    attachment.detach()
+
+
+@on_ranks(1, 2)
+def test_a_gradient_kept_over_detach_has_its_range_and_says_what_it_lacks() -> None:
+    model = nn.Linear(4, 4)
+    attachment = zhooks.attach(model)
+    model(torch.ones(2, 4)).sum().backward()
+    grad: Any = model.weight.grad
+    whole, part = grad.full_tensor(), grad.to_local().clone()
+    attachment.detach()
+    assert torch.equal(grad.to_local(), part)
+    if place()[1] == 1:
+        assert torch.equal(grad.full_tensor(), whole)
+        return
+    for use in (grad.full_tensor, grad.norm().item, grad.sum):
+        with pytest.raises(zhooks.ShardedOpError, match=r"tensor of .*: expected an attached model, found"):
+            use()

@@ -281,9 +281,13 @@ SLACK = 16 << 10
 
 def grows_by_nothing(**policy: Any) -> None:
     small, deep, wide = measured(3, 40, **policy), measured(30, 40, **policy), measured(3, 127, **policy)
+    # Where every rank has all of everything, nothing but reductions needs a buffer.
+    may_need_none = {"state_dict", "load_state_dict", "save", "detach"} if policy["stage"] == 0 else {"save"}
+    # In a save each rank tells all others of every tensor it wrote: text, no values.
+    told = 30 * 1024 * place()[1] ** 2
     for name, peak in small.items():
-        assert peak > 0 or name == "save", name
-        assert deep[name] <= peak + (SLACK if name != "save" else 30 * 4 * 1024), (name, small, deep)
+        assert peak > 0 or name in may_need_none, name
+        assert deep[name] <= peak + (SLACK if name != "save" else told), (name, small, deep)
         assert wide[name] <= peak + SLACK, (name, small, wide)
 
 

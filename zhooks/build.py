@@ -151,10 +151,10 @@ def _flat(unit: Unit, number: int, kind: Kind, members: Sequence[tuple[str, nn.P
     suffix = "" if not unit.flats else f"#{len(unit.flats)}"
     flat = Flat(f"{unit.name}{suffix}", number, kind, layout, Ownership(whole, resident), comm.shard, ground.pool)
     flat.bus, flat.store = ground.bus, ground.store
-    flat.beside = {TP: comm.tp, PP: comm.pp}
+    flat.home.beside = {TP: comm.tp, PP: comm.pp}
     for index, (name, param) in enumerate(members):
         flat.params.append(param)
-        flat.specs.append(Spec(name, param, flat, index, (), kind.device))
+        flat.specs.append(Spec(name, param, flat.home, index, (), kind.device))
         flat.specs[index].pieces = flat.pieces(index)
     return flat
 
@@ -196,8 +196,8 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     """Make ``param`` the sharded tensor, keeping identity, gradient, hooks and the user's attributes."""
     spec = flat.specs[index]
     kind: Any = ShardedTensor if spec.division is None else ShardedOverTp
-    made: Any = nn.Parameter(kind(flat.part(index), spec, bound=True), param.requires_grad)
-    made._bound = True
+    made: Any = nn.Parameter(kind(flat.part(index), spec, bound=flat), param.requires_grad)
+    made._bound = flat
     for key, value in param.__dict__.items():
         setattr(made, key, value)
     hooks, post = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
@@ -364,7 +364,7 @@ def relay_unit(
         flat.adopt(full)
         for index, (spec, (_, param, _)) in enumerate(zip(flat.specs, members, strict=True)):
             sharded: Any = param
-            sharded._at, sharded._on, sharded._spec = flat.part(index), flat.kind.device, spec
+            sharded._at, sharded._on, sharded._spec, sharded._bound = flat.part(index), flat.kind.device, spec, flat
             spec.hooks, spec.post_hooks = hooks[id(param)]
         unit.flats.append(flat)
     specs = {id(param): spec for flat in unit.flats for param, spec in zip(flat.params, flat.specs, strict=True)}

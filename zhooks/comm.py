@@ -58,6 +58,8 @@ class Transport(Protocol):
     name: str
     nbytes: int
     """Memory of its own that messages pass through, mapped by this rank; constant, whatever the model."""
+    closed: bool
+    """Nothing can be sent any more: the ranks have parted."""
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         """Start filling ``full`` [layout.padded] from every rank's ``shard`` [layout.shard_numel], same dtype.
@@ -112,8 +114,8 @@ class Comm:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the transports themselves."""
-        return sum(transport.nbytes for transport in self._distinct())
+        """Memory of the transports themselves, as long as they are open."""
+        return sum(transport.nbytes for transport in self._distinct() if not transport.closed)
 
     def close(self) -> None:
         """Close every transport once."""
@@ -207,6 +209,7 @@ class Alone:
 
     name = "alone"
     nbytes = 0
+    closed = False
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -236,6 +239,7 @@ class Stock:
 
     name = "stock"
     nbytes = 0
+    closed = False
 
     def __init__(
         self,
@@ -287,6 +291,7 @@ class Stock:
             tensor.copy_(moved)
 
     def close(self) -> None:
+        self.closed = True
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups = []

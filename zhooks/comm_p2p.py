@@ -25,6 +25,7 @@ class PeerToPeer:
 
     name = "p2p"
     nbytes = 0
+    closed = False
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.axis = axis
@@ -94,6 +95,7 @@ class PeerToPeer:
         Pending(call, works, [tensor], self.axis, self._timeout).wait()
 
     def close(self) -> None:
+        self.closed = True
         dist.destroy_process_group(self._group)
 
 

@@ -31,6 +31,7 @@ class SharedMemory:
     """Collectives over one axis; sums are taken in rank order, so every rank computes the same bits."""
 
     name = "shm"
+    closed = False
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout_s: float, rings: list[Ring]) -> None:
         self.axis = axis
@@ -148,6 +149,7 @@ class SharedMemory:
             tensor.copy_(flat)
 
     def close(self) -> None:
+        self.closed = True
         self._rings = self.served = []
         if dist.is_initialized():
             dist.destroy_process_group(self._group)

@@ -54,6 +54,13 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version if part is tensor else tensor._version + part._version
 
 
+def mark_of(tensor: Tensor) -> tuple[int, int]:
+    """The version and the address of what is in it: who writes to it changes the one, who replaces its data the other."""
+    if type(tensor) is Tensor:
+        return tensor._version, tensor.data_ptr()
+    return version_of(tensor), part_of(tensor).data_ptr()
+
+
 def hollow(tensor: Tensor) -> Tensor:
     """A DTensor without values that shares the version counter of ``tensor``."""
     made: Any = tensor.detach()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +23,15 @@ from offload.errors import TierError
 from offload.events import Bus
 from offload.store import Store
 from offload.tier import Tier
-from zhooks.comm import CONTROL, DONE, GATHER, Call, Transport, Work
+from zhooks.comm import DONE, GATHER, Call, Transport, Work
+from zhooks.flat_home import FlatHome
 from zhooks.kind import Kind, Ownership
 from zhooks.layout import Layout, Piece
-from zhooks.mesh import PP, SHARD
-from zhooks.overflow import Watch
 from zhooks.pieces import gather
 from zhooks.pool import Pool
 from zhooks.refusals import too_late
 from zhooks.resting import Resting, reserve
-from zhooks.sharded import ShardedTensor, Spec
+from zhooks.sharded import Spec
 from zhooks.views import Views
 
 
@@ -58,9 +58,11 @@ class Flat:
         self, name: str, number: int, kind: Kind, layout: Layout, ownership: Ownership, transport: Transport, pool: Pool
     ) -> None:
         self.name, self.number, self.kind, self.layout = name, number, kind, layout
-        self.ownership, self.transport, self.pool, self.buffer_nbytes = ownership, transport, pool, pool.bound
+        self.ownership, self.transport, self.pool = ownership, transport, pool
+        self.home = FlatHome(name, number, kind, layout, ownership, transport, pool.bound)
+        self.sharded = self.home.sharded
         # One parameter larger than any buffer may be: what is not gathered of it passes through in pieces (pieces.py).
-        self.long = len(layout.numels) == 1 and layout.padded * kind.wide > self.buffer_nbytes
+        self.long = len(layout.numels) == 1 and layout.padded * kind.wide > pool.bound
         self.params: list[nn.Parameter] = []
         self.specs: list[Spec] = []
         self._shard: Tensor = torch.empty(0)
@@ -71,24 +73,17 @@ class Flat:
         self.node: Callable[[Flat], tuple[Tensor, ...]] | None = None
         self.ask: Callable[[Flat, str], None] | None = None
         self.views = Views(kind, layout, self.specs)
-        # Transports of the other axes, by name, for what is settled over more than the data ranks.
-        self.beside: dict[str, Transport] = {}
         # Updated early in this step (overlap.py), and forwards whose backward is still to come.
         self.spent, self.nodes = False, 0
         self._writes, self._version = 0, -1
-        self.watch: Watch | None = None
         self._work: Work = DONE
         self.bus: Bus = Bus()
 
-    # What a sharded tensor asks (sharded.Home).
+    # What a bound tensor asks (home.Owner).
 
-    @property
-    def sharded(self) -> bool:
-        return not self.ownership.whole and self.layout.world > 1
-
-    def written(self) -> None:
+    def written(self, index: int | None = None) -> None:
         self._writes += 1
-        self._stale()
+        self._stale(index)
 
     def settle(self) -> None:
         self._ask("settle")
@@ -97,6 +92,8 @@ class Flat:
         self._ask("relay")
 
     def look(self, name: str) -> None:
+        if self.ask is not None:
+            self.ask(self, "settle")
         if self.spent:
             self.spent = False
             raise too_late(f"{name}.grad", "a look at the gradient before the step (clipping, unscaling, zero_grad)")
@@ -104,35 +101,8 @@ class Flat:
     def view(self, index: int) -> Tensor:
         self._ask("use")
         with torch.inference_mode(False):
-            return self.values()[index] if self.watch is None else self.watch.outside(self.values()[index])
-
-    def assemble(self, tensor: ShardedTensor) -> Tensor:
-        piece = torch.zeros(self.layout.shard_numel, dtype=tensor.dtype, device=self.kind.device)
-        start, local = tensor._spec.pieces[0].local if tensor._spec.pieces else 0, tensor._local
-        piece[start : start + local.numel()].copy_(local)
-        full = torch.empty(self.layout.padded, dtype=tensor.dtype, device=self.kind.device)
-        self.transport.all_gather(Call(CONTROL, "full_tensor", tensor._spec.name, self.number), piece, full, self.layout).wait()
-        spec = tensor._spec
-        return spec.whole(spec.within(full, self.layout.starts[spec.index]).clone())
-
-    def all_reduce(self, tensor: Tensor, op: str, axes: tuple[str, ...] = (SHARD,)) -> None:
-        call = Call(CONTROL, f"all-reduce {op}", self.name, self.number)
-        for axis in axes:
-            if axis == PP:
-                # Units of other stages have other names.
-                call = Call(CONTROL, f"all-reduce {op}", "all stages")
-            if axis != SHARD and axis in self.beside:
-                self.beside[axis].all_reduce(call, tensor, op)
-            elif axis == SHARD and self.sharded:
-                self.transport.all_reduce(call, tensor, op)
-
-    def spans(self, axis: str) -> bool:
-        return axis in self.beside and self.beside[axis].axis.world > 1
-
-    def first(self, axis: str) -> bool:
-        if axis == SHARD:
-            return not self.sharded or self.transport.axis.rank == 0
-        return axis not in self.beside or self.beside[axis].axis.rank == 0
+            value, watch = self.values()[index], self.home.watch
+            return value if watch is None else watch.outside(value)
 
     def _ask(self, what: str) -> None:
         if self.ask is not None:
@@ -149,12 +119,12 @@ class Flat:
         """The shard for whoever writes all of it: what it held is not read, and may have been lost."""
         return self._shard if self.rest is None else self.rest.master.tensor(read=False)
 
-    @property
+    @cached_property
     def rests(self) -> bool:
         """The shard is kept in blocks of the store, not simply on the device."""
         return self.kind.apart or self.kind.tiers.parameter is not Tier.DEVICE
 
-    @property
+    @cached_property
     def aliased(self) -> bool:
         """The shard is this rank's range of the full buffer itself: nothing to copy, nothing to release."""
         if self.rests and self.layout.padded:
@@ -167,7 +137,7 @@ class Flat:
     def _in_place(self) -> bool:
         return self.ownership.resident and len(self.layout.segments) == 1
 
-    @property
+    @cached_property
     def releasable(self) -> bool:
         return not (self.ownership.resident or self.aliased)
 
@@ -318,8 +288,8 @@ class Flat:
         """Backward has used the nodes of this forward: the next one makes its own."""
         self.views.end_graph()
 
-    def _stale(self) -> None:
-        self.views.stale(releasable=self.releasable)
+    def _stale(self, index: int | None = None) -> None:
+        self.views.stale(index, releasable=self.releasable)
 
     def pieces(self, index: int) -> tuple[Piece, ...]:
         if self.ownership.whole:

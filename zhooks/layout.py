@@ -7,7 +7,7 @@ benchmarks call it.  It never touches a tensor, a device or a process group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offload.errors import LayoutError
 
@@ -44,14 +44,15 @@ class Layout:
     segments: tuple[Segment, ...]
     world: int
     align: int = 1
+    padded: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Asked many times a step.
+        object.__setattr__(self, "padded", sum(segment.numel for segment in self.segments))
 
     @property
     def numel(self) -> int:
         return sum(self.numels)
-
-    @property
-    def padded(self) -> int:
-        return sum(segment.numel for segment in self.segments)
 
     @property
     def shard_numel(self) -> int:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from zhooks.home import Home
 from zhooks.mesh import PP, SHARD, TP
 from zhooks.pieces import norms_of_runs
-from zhooks.sharded import Home, Spec
+from zhooks.sharded import Spec
 
 aten = torch.ops.aten
 

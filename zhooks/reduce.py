@@ -104,8 +104,9 @@ class Reducer:
     def _ready_plain(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
         self.open = True
         self.opened()
-        if self.scaling is not None:
-            self.scaling.arrived()
+        scaling = self.scaling if self.scaling is not None and self.scaling.on else None
+        if scaling is not None:
+            scaling.arrived()
         gradient = self.gradients.get(flat.number)
         if gradient is None or gradient.flat is not flat:
             raise ShardedOpError(
@@ -117,7 +118,7 @@ class Reducer:
         else:
             out = [None] * len(grads)
             in_place = self.alone and flat.kind.reduce == flat.kind.master and not gradient.tiered and self.early is None
-            if flat.layout.padded == 0 or (in_place and not (self.scaling and self.scaling.on)):
+            if flat.layout.padded == 0 or (in_place and scaling is None):
                 gradient.direct(grads)
                 self._tell(gradient, whole=False)
             else:

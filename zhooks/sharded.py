@@ -12,8 +12,8 @@ Note: [Bound and derived]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,46 +21,9 @@ from torch import Tensor, nn
 from offload.block import Part
 from offload.errors import ShardedOpError
 from zhooks.division import Division, is_divided, part_of, whole_of
+from zhooks.home import Home, Owner
 from zhooks.layout import Piece
 from zhooks.mesh import SHARD
-
-
-class Home(Protocol):
-    """What a sharded tensor asks of the flat buffer it belongs to (``unit.Flat``)."""
-
-    @property
-    def sharded(self) -> bool:
-        """More than one rank shares the buffer."""
-
-    buffer_nbytes: int
-    """Bytes that no buffer may exceed."""
-
-    def written(self) -> None:
-        """The shard's values changed: whatever is gathered is stale."""
-
-    def settle(self) -> None:
-        """Finish a backward that is still open, so that gradients are what they claim."""
-
-    def look(self, name: str) -> None:
-        """The user reads the gradient of a parameter: it must be there to be read."""
-
-    def view(self, index: int) -> Tensor:
-        """The full plain tensor of parameter ``index``, gathered if need be; part of the graph where grad is on."""
-
-    def assemble(self, tensor: ShardedTensor) -> Tensor:
-        """The full plain tensor of a derived tensor of this buffer.  Collective."""
-
-    def all_reduce(self, tensor: Tensor, op: str, axes: tuple[str, ...] = (SHARD,)) -> None:
-        """Combine a small tensor over axes of the mesh; "shard" stands for the ranks that share the buffer, if any do."""
-
-    def spans(self, axis: str) -> bool:
-        """More than one rank is on ``axis``, tp or pp."""
-
-    def first(self, axis: str) -> bool:
-        """This is the first rank on ``axis``, shard or tp, or holds the same as the first."""
-
-    def relay(self) -> None:
-        """A parameter was frozen or unfrozen: the layout follows at the next entry."""
 
 
 class Spec:
@@ -142,11 +105,18 @@ def in_storage_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return laid.as_strided((tensor.numel(),), (1,))
 
 
-class Doors:
-    """Where the two protocols of torch lead; ``sharded_functions.py`` and ``sharded_ops.py`` put themselves here."""
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-    call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-    dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+class Doors:
+    """Where the two protocols of torch lead; ``sharded_functions.py`` and ``sharded_ops.py`` put themselves here.
+
+    ``functions`` are handlers of functions, ``otherwise`` is that of the rest; ``rules`` has one for every ATen overload.
+    """
+
+    functions: Mapping[Any, Handler]
+    otherwise: Handler
+    rules: Mapping[Any, Handler]
 
 
 doors = Doors()
@@ -168,7 +138,8 @@ class ShardedTensor(torch.Tensor, metaclass=_Kinds):
     _at: Tensor | Part
     _on: torch.device
     _spec: Spec
-    _bound: bool
+    #: Of bound ones: the flat buffer.
+    _bound: Owner | None
 
     @staticmethod
     def __new__(
@@ -176,7 +147,7 @@ class ShardedTensor(torch.Tensor, metaclass=_Kinds):
         local: Tensor | Part,
         spec: Spec,
         *,
-        bound: bool = False,
+        bound: Owner | None = None,
         requires_grad: bool = False,
         device: torch.device | None = None,
     ) -> ShardedTensor:
@@ -202,8 +173,8 @@ class ShardedTensor(torch.Tensor, metaclass=_Kinds):
         """Its range was written below autograd, where torch counts no version."""
         if type(self._at) is Part:
             self._at.block.touch()
-        if self._bound:
-            self._spec.home.written()
+        if self._bound is not None:
+            self._bound.written(self._spec.index)
 
     def to_local(self) -> Tensor:
         """This rank's range: 1-D, in storage order, on the device it really lives on.
@@ -249,13 +220,13 @@ class ShardedTensor(torch.Tensor, metaclass=_Kinds):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return doors.call(func, args, kwargs or {})
+        return doors.functions.get(func, doors.otherwise)(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return doors.dispatch(func, args, kwargs or {})
+        return doors.rules[func](func, args, kwargs or {})
 
 
 #: The same, for a parameter that is a DTensor: ``swap_tensors`` exchanges only tensors whose classes have the same slots.
@@ -310,26 +281,11 @@ class Saved:
 
     sharded, buffer_nbytes = True, 1 << 28
 
-    def written(self) -> None:
-        return None
-
-    def settle(self) -> None:
-        return None
-
-    def relay(self) -> None:
-        return None
-
-    def look(self, name: str) -> None:
-        return None
-
     def spans(self, axis: str) -> bool:
         return False
 
     def first(self, axis: str) -> bool:
         return False
-
-    def view(self, index: int) -> Tensor:
-        raise self._error()
 
     def assemble(self, tensor: ShardedTensor) -> Tensor:
         raise self._error()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.errors import ShardedOpError
 from zhooks.division import is_divided, whole_of
-from zhooks.sharded import ShardedTensor, doors
+from zhooks.sharded import Handler, ShardedTensor, doors
 
 _handle_ids = itertools.count()
 
@@ -62,13 +62,8 @@ class HookHandle:
         self.remove()
 
 
-def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out ``func``, one of whose arguments is a sharded tensor."""
-    handler = _HANDLERS.get(func, _with_values)
-    return handler(func, args, kwargs)
-
-
 def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out ``func``, one of whose arguments is a sharded tensor."""
     if torch.is_grad_enabled() and _uses_values(func):
         args, kwargs, found = _gathered(args, kwargs)
         if found:
@@ -96,7 +91,7 @@ def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
         if isinstance(value, ShardedTensor):
             if value._bound and value.requires_grad:
                 found = True
-                view = value._spec.home.view(value._spec.index)
+                view = value._bound.view(value._spec.index)
                 return view if among else whole_of(view)
         elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(swap(item) for item in value)
@@ -118,17 +113,17 @@ def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    if tensor._bound:
-        tensor._spec.home.settle()
-        tensor._spec.home.look(tensor._spec.name)
+    if tensor._bound is not None:
+        tensor._bound.look(tensor._spec.name)
     with torch._C.DisableTorchFunctionSubclass():
         return func(tensor)
 
 
 def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What earlier backward passes still owe belongs to the gradient that goes."""
-    if isinstance(args[0], ShardedTensor) and args[0]._bound:
-        args[0]._spec.home.settle()
+    owner = args[0]._bound if isinstance(args[0], ShardedTensor) else None
+    if owner is not None:
+        owner.settle()
     return _plain(func, args, kwargs)
 
 
@@ -138,7 +133,7 @@ def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         before = tensor.requires_grad
     out = _plain(func, args, kwargs)
     if before is not None and tensor.requires_grad != before:
-        tensor._spec.home.relay()
+        tensor._bound.relay()
     return out
 
 
@@ -205,7 +200,7 @@ def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     )
 
 
-_HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
+_HANDLERS: dict[Any, Handler] = {
     _PROPERTIES.grad.__get__: _grad,
     _PROPERTIES.grad.__set__: _set_grad,
     _PROPERTIES.grad.__delete__: _set_grad,
@@ -227,4 +222,4 @@ _HANDLERS: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, An
     torch.autograd.backward: _plain,
 }
 
-doors.call = call
+doors.functions, doors.otherwise = _HANDLERS, _with_values

@@ -7,12 +7,11 @@ It never guesses: an operation it cannot do right raises and says what to do ins
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from zhooks.sharded import ShardedTensor, doors
+from zhooks.sharded import Handler, ShardedTensor, doors
 from zhooks.sharded_ranges import in_place, local, whole, writes_only_self
 from zhooks.sharded_totals import TOTALS, equal, foreach_norm, norm, total, unscale
 
@@ -36,15 +35,15 @@ _RANDOM = {
 _NOT_POINTWISE_FOREACH = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out one ATen overload on sharded arguments."""
-    rule = _RULES.get(func)
-    if rule is None:
-        rule = _RULES[func] = _rule(func)
-    return rule(func, args, kwargs)
+class Rules(dict[Any, Handler]):
+    """How each ATen overload is carried out on sharded arguments, found out when it is first met."""
+
+    def __missing__(self, func: Any) -> Handler:
+        rule = self[func] = _rule(func)
+        return rule
 
 
-def _rule(func: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+def _rule(func: Any) -> Handler:
     name = func._schema.name.split("::")[1]
     if func in _ALIASES:
         return _alias
@@ -97,6 +96,4 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tensor
 
 
-_RULES: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-
-doors.dispatch = dispatch
+doors.rules = Rules()

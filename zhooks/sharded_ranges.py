@@ -48,13 +48,16 @@ def writes_only_self(func: Any) -> bool:
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The short way of an optimizer's inner loop: one tensor changed by others of its own range, and by numbers."""
     lead = args[0]
-    if type(lead) not in KINDS or any(isinstance(value, Tensor) for value in kwargs.values()):
+    if type(lead) not in KINDS:
         return local(func, args, kwargs)
+    for value in kwargs.values():
+        if isinstance(value, Tensor):
+            return local(func, args, kwargs)
     spec = lead._spec
-    plain = [lead._local]
+    plain, near = [lead._local], lead._on.type == "cpu"
     for value in args[1:]:
         if type(value) in KINDS and value._spec is spec:
-            plain.append(_near(value, lead))
+            plain.append(value._local if near else _near(value, lead))
         elif isinstance(value, Tensor) and (value.dim() > 0 or value.device != plain[0].device):
             return local(func, args, kwargs)
         else:
@@ -193,7 +196,7 @@ def _matching(value: ShardedTensor, lead: ShardedTensor) -> Any:
             "sharded tensors of one shape, found two. Use full_tensor() on both."
         )
     if value._bound:
-        return lead._spec.take(whole_of(value._spec.home.view(value._spec.index).detach()))
+        return lead._spec.take(whole_of(value._bound.view(value._spec.index).detach()))
     raise ShardedOpError(
         f"{lead._spec.name} and {value._spec.name}: expected the same range of elements on this rank, found two. "
         "Load at the world "
@@ -211,7 +214,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return refuse(func, value)
             if not value._bound:
                 return value.full_tensor()
-            return whole_of(value._spec.home.view(value._spec.index).detach())
+            return whole_of(value._bound.view(value._spec.index).detach())
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
             return [swap(item, writes) for item in value]
         return value

@@ -102,9 +102,12 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler's check: an overflow on any rank, of any stage, is an overflow on all."""
     grads, found, scale = args[0], args[1], args[2]
     sharded = [grad for grad in grads if isinstance(grad, ShardedTensor)]
-    home = sharded[0]._spec.home
-    watch: Watch | None = getattr(home, "watch", None)
-    if watch is not None:
+    watched: dict[Watch, list[ShardedTensor]] = {}
+    for grad in sharded:
+        watch: Watch | None = getattr(grad._spec.home, "watch", None)
+        if watch is not None:
+            watched.setdefault(watch, []).append(grad)
+    for watch in watched:
         watch.scaler_comes()
     apart = [grad for grad in sharded if type(grad._at) is Part]
     near = [grad for grad in grads if not any(grad is other for other in apart)]
@@ -119,6 +122,8 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         grad._written()
     for here, _ in numbers.values():
         found.copy_(torch.maximum(found, here.to(found.device)))
-    home.all_reduce(found, "max", (SHARD, TP, PP))
-    if watch is not None:
-        watch.unscaled(sharded, found, scale)
+    sharded[0]._spec.home.all_reduce(found, "max", (SHARD, TP))
+    for watch in watched:
+        watch.ask_stages(found)
+    for watch, mine in watched.items():
+        watch.unscaled(mine, found, scale)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from offload.errors import AttachError, ShardedOpError
-from zhooks.division import part_of, version_of
+from zhooks.division import mark_of
 from zhooks.flat import Flat
 
 
@@ -49,7 +49,7 @@ class Unit:
         self.flats: list[Flat] = []
         self.slots: list[Slot] = []
         self.recurrent: list[Recurrent] = []
-        self._shown: list[tuple[Tensor, int, int]] = []
+        self._shown: list[tuple[Tensor, tuple[int, int]]] = []
         self.depth = 0
         self.trainable_left = 0
         # Numbers of the units entered through modules inside this one's.
@@ -108,7 +108,7 @@ class Unit:
                     "(model.to(), half() or an assignment; undone now). Call detach(), change the model, attach again."
                 )
             slot.table[slot.key] = values[slot.flat][slot.index]
-        self._shown = [(view, version_of(view), part_of(view).data_ptr()) for group in values for view in group]
+        self._shown = [(view, mark_of(view)) for group in values for view in group]
 
     def end_show(self, *, failed: bool) -> None:
         """Let go of what was shown, and refuse a write into it: where it is a copy, it would be lost.
@@ -122,8 +122,8 @@ class Unit:
         if failed:
             return
         names = [(flat, spec.name) for flat in self.flats for spec in flat.specs]
-        for (view, version, address), (flat, name) in zip(shown, names, strict=True):
-            if part_of(view).data_ptr() != address or (version_of(view) != version and not flat.aliased):
+        for (view, mark), (flat, name) in zip(shown, names, strict=True):
+            if (now := mark_of(view)) != mark and (now[1] != mark[1] or not flat.aliased):
                 raise ShardedOpError(
                     f"parameter {name}: expected its forward to read it, found a write that would be lost. Write outside the "
                     "forward under no_grad (weight.clamp_(...)), or use `with attachment.gathered(parameter, write=True):`."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from zhooks.sharded import Spec
 
 
 class Views:
-    """What modules and autograd get to see of one flat buffer; ``specs`` may grow after this was made."""
+    """What modules and autograd get to see of one flat buffer; ``specs`` may grow until the first is asked for."""
 
     def __init__(self, kind: Kind, layout: Layout, specs: list[Spec]) -> None:
         self._kind, self._layout, self._specs = kind, layout, specs
@@ -30,13 +31,16 @@ class Views:
         # Wrappers count versions of their own, and autograd checks those.
         self._wrappers: list[weakref.ref[Tensor]] = []
 
+    @cached_property
+    def _divided(self) -> bool:
+        return any(spec.division is not None for spec in self._specs)
+
     def shown(self, full: Tensor) -> list[Tensor]:
         """One tensor a parameter on ``full``, outside any graph; the same ones while the buffer stays."""
         if self._shown is None:
             with torch.inference_mode(False):
                 plain = self.plain(full)
-                divided = any(spec.division is not None for spec in self._specs)
-                self._shown = [*map(self._wrapped, self._specs, plain)] if divided else plain
+                self._shown = [*map(self._wrapped, self._specs, plain)] if self._divided else plain
         return self._shown
 
     def graph(self, full: Tensor, node: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -50,7 +54,8 @@ class Views:
 
     def fresh(self, full: Tensor) -> tuple[Tensor, ...]:
         """New tensors for a node's outputs; they share the version counters of the plain ones."""
-        return tuple([self._wrapped(spec, view.detach()) for spec, view in zip(self._specs, self.plain(full), strict=True)])
+        views = [view.detach() for view in self.plain(full)]
+        return tuple(map(self._wrapped, self._specs, views) if self._divided else views)
 
     def plain(self, full: Tensor) -> list[Tensor]:
         """New tensors on the buffer's storage; not views to autograd, so a gather bumps no version they check."""
@@ -74,6 +79,8 @@ class Views:
 
     def parts(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What autograd hands to the node, as plain tensors of the parts.  Collective where a partial sum is among them."""
+        if not self._divided:
+            return list(grads)
         return [
             grad if grad is None or spec.division is None else spec.division.cut(grad)
             for grad, spec in zip(grads, self._specs, strict=True)
@@ -83,16 +90,16 @@ class Views:
         """Backward has used the nodes of this forward: the next one makes its own."""
         self._graph = None
 
-    def stale(self, *, releasable: bool) -> None:
-        """The values changed under tensors that autograd may have saved: its own check shall find out."""
+    def stale(self, index: int | None, *, releasable: bool) -> None:
+        """Values changed under tensors that autograd may have saved, of one parameter or all: its check shall find out."""
         graph, self._graph = self._graph, None
         if self._plain is not None:
-            torch.autograd.graph.increment_version(self._plain)
+            torch.autograd.graph.increment_version(self._plain if index is None else self._plain[index])
         if graph is not None and releasable:
             # Re-pointed to another buffer since, these no longer share a counter with the plain views.
             torch.autograd.graph.increment_version([part_of(view) for view in graph])
-        alive = [wrapper for wrapper in (known() for known in self._wrappers) if wrapper is not None]
-        if alive:
+        if self._wrappers:
+            alive = [wrapper for wrapper in (known() for known in self._wrappers) if wrapper is not None]
             torch.autograd.graph.increment_version(alive)
 
     def drop(self) -> None:
