@@ -67,6 +67,7 @@ def test_accumulation_and_evaluation_equal_the_plain_models() -> None:
     plain, mesh = plain_gpt(), mesh_of(2)
     for stage in (3, 1):
         model, attachment = attached(mesh, stage, sequence=stage == 3)
+        assert f"tp x 2 (this is {mesh['tp'].get_local_rank()} of tp)" in attachment.describe()
         plain.zero_grad()
         for step in range(2):
             (loss_of(plain, *batch(step)) / 2).backward()
@@ -209,3 +210,16 @@ def test_what_tp_ranks_hold_alike_is_made_or_found_equal() -> None:
     assert torch.equal(model.norm.weight.full_tensor(), torch.zeros(16))
     attachment.detach()
     zhooks.attach(model, mesh=mesh, sync=False).detach()
+
+
+@on_ranks(2)
+def test_memory_says_whose_part_it_counts_and_which_inputs_are_too_small_to_cut() -> None:
+    for least, whole_inputs in ((1 << 20, True), (0, False)):
+        activation = {"checkpoint": "unit", "partition": "tp", "min_bytes": least}
+        model, attachment = attached(mesh_of(2), 3, policy={"activation": activation})
+        attachment.memory()
+        loss_of(model, *batch(0)).backward()
+        told = str(attachment.memory())
+        assert f"counted of part {dist.get_rank()} of 2 on the tp axis" in told
+        assert ("are kept whole, though the formula divides them" in told) is whole_inputs
+        attachment.detach()

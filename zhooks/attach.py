@@ -224,7 +224,7 @@ class Attachment(Stateful, Calibrated):
     def _wire(self) -> None:
         for unit in self._units:
             for flat in unit.flats:
-                flat.node, flat.watch = self._node if flat.kind.trainable else None, self._scaling
+                flat.node, flat.home.watch = self._node if flat.kind.trainable else None, self._scaling
 
     def _relay(self) -> None:
         """Follow parameters that were frozen or unfrozen since the last step."""
@@ -370,7 +370,7 @@ class Attachment(Stateful, Calibrated):
 
     def describe(self) -> str:
         """A table: unit, parameters, numel, padding, placement; after a step also what the plan moves."""
-        return describe(self._units, self._table, self._comm, self.payload(), self._scaling)
+        return describe(self.model, self._units, self.policy, self._comm, self.payload(), self._scaling)
 
     @property
     def loss_scale(self) -> float | None:

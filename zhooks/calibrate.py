@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from offload.errors import ShardedOpError
 from offload.policy import Policy
 from zhooks.comm import CONTROL, Call, Comm
+from zhooks.division import part_of
 from zhooks.flat import Flat
 from zhooks.hooks import watch
 from zhooks.proposal import BINS, LOWEST, Base, Proposal, Ranges, propose
@@ -52,8 +53,8 @@ class Meter:
 
     @torch.no_grad()
     def output(self, number: int, value: Tensor, whole: bool) -> None:
-        """A module of unit ``number`` has made ``value``; ``whole``: the unit itself has."""
-        values = value.detach().float()
+        """A module of unit ``number`` has made ``value``; ``whole``: the unit itself has.  Of a DTensor, this rank's part."""
+        values = part_of(value).detach().float()
         top = self._finite(number, values)
         self._raise(number, _ACTIVATION, top)
         if whole:
@@ -69,7 +70,7 @@ class Meter:
     @torch.no_grad()
     def gradient(self, number: int, value: Tensor, histogram: int = 1) -> None:
         """A gradient of unit ``number``: histogram 0 counts those of parameters, 1 those of what the unit handed on."""
-        values = value.detach().float().reshape(-1)
+        values = part_of(value).detach().float().reshape(-1)
         self._raise(number, _GRADIENT, self._finite(number, values))
         sample = _spaced(values, _SAMPLE)
         sample = sample[(sample != 0) & sample.isfinite()]

@@ -128,8 +128,14 @@ def report(
     return replace(
         seen,
         rest=tuple(nobodys(flats[0].kind.device, seen.by_tier)),
-        notes=(*notes(residual), *([advised] if advised else [])),
+        notes=(*_part(comm), *notes(residual), *([advised] if advised else [])),
     )
+
+
+def _part(comm: Comm) -> list[str]:
+    """Of a model that is divided over tp this rank has a part, and the figures are that part's."""
+    tp = comm.tp.axis
+    return [f"counted of part {tp.rank} of {tp.world} on the tp axis, and over its data ranks alone"] if tp.world > 1 else []
 
 
 _MANY = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer states"}

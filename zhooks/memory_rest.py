@@ -105,6 +105,9 @@ def notes(residual: Residual) -> Iterator[str]:
         yield "no formula for activations: expected units that repeat with an input [batch, seq, hidden], found none"
         return
     yield f"activations by the formula: {layers.words}"
+    if layers.partition == "tp" and layers.tp > 1 and layers.input_nbytes < residual.least_nbytes:
+        kept, least = mib(layers.input_nbytes), mib(residual.least_nbytes)
+        yield f"inputs of {kept} are kept whole, though the formula divides them: [activation] min_bytes is {least}"
     known = layers.korthikanti_nbytes
     if layers.checkpoint != "unit" and known is not None:
         yield f"by Korthikanti's, with dropout and {layers.heads} heads, in 16 bits: {mib(known)}"

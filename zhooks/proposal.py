@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, Literal
 
+from offload.policy import Policy
 from offload.policy_text import toml_value
 
 __all__ = ["Advice", "Proposal", "Ranges", "propose"]
@@ -102,6 +103,12 @@ class Proposal:
         """The proposal as keys of a policy: ``zhooks.attach(model, policy={"stage": 2, **proposal.values()})``."""
         rules = [{"match": match, "precision.param": "fp32"} for _, matches in self._rules() for match in matches]
         return {"precision": {"param": self.base, "output": "fp32", **self._scaling()}, "rule": rules}
+
+    def over(self, policy: Policy) -> dict[str, Any]:
+        """``policy`` with the proposal in it, its rules last, for ``attachment.apply(proposal.over(attachment.policy))``."""
+        values, mine = policy.values(), self.values()
+        precision = {**values.get("precision", {}), **mine["precision"]}
+        return {**values, "precision": precision, "rule": [*values.get("rule", ()), *mine["rule"]]}
 
     def _scaling(self) -> dict[str, Any]:
         """What fp16 was judged with, it is trained with."""

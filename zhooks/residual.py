@@ -95,6 +95,8 @@ class Residual:
         self.refused = ""
         #: The policy's [activation] and the ranks of the ``tp`` axis; the rest is found in a forward.
         self.terms = Layers(1, 1, 1, 1, 1)
+        #: What is smaller stays as it is, where it is.
+        self.least_nbytes = 0
         self._own: Callable[[], Iterable[Tensor]] = tuple
         self._peak = Levels()
         self._bus, self._now = bus, [0, 0, 0, 0]
@@ -114,7 +116,7 @@ class Residual:
 
     def follow(self, policy: Activation, tp: int, own: Callable[[], Iterable[Tensor]]) -> None:
         """Under this policy from now on, with layers divided over ``tp`` ranks; ``own`` are the model's buffers."""
-        self._own = own
+        self._own, self.least_nbytes = own, policy.min_bytes
         self.terms = replace(self.terms, tp=tp, checkpoint=policy.checkpoint, tier=policy.tier, partition=policy.partition)
 
     def ask(self, heads: int | None = None) -> Residual:
