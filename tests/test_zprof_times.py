@@ -353,6 +353,21 @@ def test_bandwidth_is_bytes_over_the_time_in_which_anything_moved(tmp_path: Path
     assert rate.waited_bytes_per_s is None
 
 
+def test_inputs_that_are_gathered_again_are_counted_like_units(tmp_path: Path) -> None:
+    told = [
+        ("step", "SGD", 0, 5),
+        ("gather activation", "blocks.0", 10, 20, 1000),
+        ("wait gather activation", "blocks.0", 16, 20),
+        ("step", "SGD", 30, 40),
+    ]
+    trace = traced(tmp_path, spanned(*told))
+    found = times(trace)
+    values = measures(trace, Ledger.of(trace), found)
+    assert values["gather_activation.bytes_per_s"] == pytest.approx(100_000)
+    (stall,) = found.stalls.units
+    assert stall.what == "gather activation" and SETTINGS[stall.what][1] == "[activation] partition"
+
+
 def test_a_gather_that_ended_unnoticed_is_not_taken_for_a_slow_one(tmp_path: Path) -> None:
     told = [("gather", "a", 0, 100, 1000), ("gather", "b", 100, 110, 1000), ("wait gather", "b", 105, 110)]
     rate = rated(tmp_path, *told)["gather"]

@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 from offload.errors import ZhooksError
 
-__all__ = ["CATEGORIES", "TIERS", "Row", "RowKind", "TraceError", "placed", "placement"]
+__all__ = ["CATEGORIES", "MOVES", "TIERS", "Row", "RowKind", "TraceError", "placed", "placement"]
 
 #: What bytes are held for; every byte the ledger knows is in exactly one.
 CATEGORIES = ("parameter", "gradient", "optimizer", "activation", "communication", "temporary", "other")
 #: Where they are held.
 TIERS = ("device", "host", "disk")
+#: Spans that move bytes, as whoever follows a run shows their rates.
+MOVES = ("gather", "gather activation", "reduce", "copy h2d", "copy d2h", "disk read", "disk write", "stash", "unstash")
 
 
 class TraceError(ZhooksError, ValueError):

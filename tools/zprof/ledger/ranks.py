@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["COLLECTIVES", "Clock", "Lane", "Skew", "Straggler", "clocks", "lane_of", "skews", "stragglers", "traces_of"]
 
 #: The spans that all ranks begin together, or should.
-COLLECTIVES = ("gather", "reduce")
+COLLECTIVES = ("gather", "gather activation", "reduce")
 #: A rank whose own work takes so much longer than the median rank's is a straggler.
 SLOW = 1.05
 

@@ -211,8 +211,8 @@ def _times(run: Run) -> list[Any]:
     if "step.median_ms" not in figures:
         lines = [Text("no optimizer step was recorded: the whole recording counts as one")]
     else:
-        pace = f"step {figures['step.median_ms']:.3g} ms median, {figures['step.p95_ms']:.3g} ms at most in 95 of 100"
-        waiting = f"waiting {figures['exposed.ms_per_step']:.3g} ms a step ({figures['exposed.percent']:.1f} %)"
+        pace = f"step {_ms(figures['step.median_ms'])} ms median, {_ms(figures['step.p95_ms'])} ms at most in 95 of 100"
+        waiting = f"waiting {_ms(figures['exposed.ms_per_step'])} ms a step ({figures['exposed.percent']:.1f} %)"
         lines = [Text(f"{pace}; {waiting}")]
     if "energy.joules_per_step" in figures:
         lines.append(Text(f"energy {figures['energy.joules_per_step']:.3g} J a step"))
@@ -222,9 +222,28 @@ def _times(run: Run) -> list[Any]:
     drawing = _table(*headings)
     for wait in run["waits"][:_MOST_WAITS]:
         settings = ", ".join(wait["settings"][:2])
-        row = (f"{wait['ms_per_step']:.3g}", f"{wait['longest_ms']:.3g}", Text(settings))
+        row = (_ms(wait["ms_per_step"]), _ms(wait["longest_ms"]), Text(settings))
         drawing.add_row(plain(wait["what"]), Text(plain(wait["unit"])), *row)
+    if len(run["waits"]) > _MOST_WAITS:
+        drawing.add_row(f"and {len(run['waits']) - _MOST_WAITS} more", "", "", "", "")
+        lines += _waits_in_all(figures)
     return [*lines, drawing, *(Text(f"mend: {plain(line)}") for line in run["mends"])]
+
+
+def _waits_in_all(figures: dict[str, float]) -> list[Any]:
+    """What the rows of the table add up to, kind by kind, the longest first; for a table that does not show all."""
+    sums = {}
+    for name, value in figures.items():
+        first, _, rest = name.partition(".")
+        kind, _, unit = rest.partition(".")
+        if first == "exposed" and unit == "ms_per_step" and value:
+            sums[kind.replace("_", " ")] = value
+    told = ", ".join(f"{kind} {_ms(sums[kind])}" for kind in sorted(sums, key=lambda kind: -sums[kind]))
+    return [Text(f"of it, ms a step: {told}")] if told else []
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _rates(run: Run) -> list[Any]:

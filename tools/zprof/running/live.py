@@ -15,7 +15,7 @@ import numpy as np
 
 from offload.budget import shown
 from zprof.clock import now_ns
-from zprof.rows import CATEGORIES, TIERS, RowKind, TraceError, placement
+from zprof.rows import CATEGORIES, MOVES, TIERS, RowKind, TraceError, placement
 from zprof.running.child import Child, Ending
 from zprof.running.screen import Screen
 
@@ -29,8 +29,6 @@ _REFRESH_S = 0.25
 _LOOK_NS = 1_000_000_000
 #: Bandwidths and waits are of this long before the last row.
 _WINDOW_NS = 5_000_000_000
-#: Spans that move bytes, as they are shown.
-MOVES = ("gather", "reduce", "copy h2d", "copy d2h", "disk read", "disk write", "stash", "unstash")
 _MOST_UNITS = 6
 _MOST_PENDING = 1 << 16
 

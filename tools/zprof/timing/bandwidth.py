@@ -22,6 +22,7 @@ __all__ = ["VERBS", "WHATS", "Rate", "rates", "really_waited"]
 #: memory and copies to it are those of memory.
 VERBS: dict[str, tuple[str, str]] = {
     "gather": ("gather", "gather"),
+    "gather activation": ("gather", "gather"),
     "reduce": ("", ""),
     "copy h2d": ("h2d", "memcpy"),
     "copy d2h": ("d2h", "memcpy"),

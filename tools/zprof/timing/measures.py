@@ -61,10 +61,11 @@ _TABLE: tuple[Measure, ...] = (
     Measure("rows.dropped", "count", "more", "Rows that were recorded and are not in the file: figures are then less sure."),
 )
 #: Waits that the runtime names; a measure each.
-_WAITS = ("gather", "fetch", "reduce", "stash", "unstash", "update")
+_WAITS = ("gather", "gather activation", "fetch", "reduce", "stash", "unstash", "update")
 #: Spans that move bytes -> the first word of their measures.
 _MOVES = {
     "gather": "gather",
+    "gather activation": "gather_activation",
     "reduce": "reduce",
     "copy h2d": "h2d",
     "copy d2h": "d2h",
@@ -76,6 +77,10 @@ _MOVES = {
 }
 
 
+def _exposed(wait: str) -> str:
+    return f"exposed.{wait.replace(' ', '_')}.ms_per_step"
+
+
 def _all() -> Iterator[Measure]:
     for tier in TIERS:
         yield Measure(f"{tier}.peak", "bytes", "more", f"Most bytes the ledger had on the {tier} tier at once.")
@@ -83,7 +88,7 @@ def _all() -> Iterator[Measure]:
             yield Measure(f"{tier}.{category}.peak", "bytes", "more", f"Most {category} bytes on the {tier} tier at once.")
     yield from _TABLE
     for wait in _WAITS:
-        yield Measure(f"exposed.{wait}.ms_per_step", "ms", "more", f"Time that only waiting for {wait} took, a step.")
+        yield Measure(_exposed(wait), "ms", "more", f"Time that only waiting for {wait} took, a step.")
     for verb, name in _MOVES.items():
         yield Measure(f"{name}.bytes_per_s", "bytes/s", "less", f'Bytes of "{verb}" over the time at least one was under way.')
         yield Measure(f"{name}.bytes_per_step", "bytes", "more", f'Bytes of "{verb}", a step.')
@@ -147,7 +152,7 @@ def _stepped(times: Times) -> dict[str, float]:
     by_what = stalls.by_what()
     for wait in _WAITS:
         if wait in by_what or f"wait {wait}" in times.table.strings:
-            found[f"exposed.{wait}.ms_per_step"] = by_what.get(wait, 0) / 1e6 / warm.count
+            found[_exposed(wait)] = by_what.get(wait, 0) / 1e6 / warm.count
     passes = {"forward": ("forward",), "backward": ("backward",), "update": ("step", "update")}
     for name, whats in passes.items():
         if len(table := times.table.of(*whats)):

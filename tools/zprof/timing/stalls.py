@@ -23,6 +23,7 @@ WHATS = ("wait *",)
 #: What a wait is for -> the keys of a policy that bear on it, the likeliest first.
 SETTINGS = {
     "gather": ("[schedule] prefetch", "[schedule] reshard_after_forward", "[precision] param"),
+    "gather activation": ("[schedule] prefetch", "[activation] partition", "[activation] min_bytes"),
     "fetch": ("[schedule] prefetch", "[parameter] tier", "[optimizer] tier", "[disk] threads"),
     "reduce": ("[schedule] max_reductions", "[precision] reduce"),
     "stash": ("[activation] min_bytes", "[activation] keep"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zprof.clock import wall_ns
-from zprof.rows import CATEGORIES, TIERS, RowKind
+from zprof.rows import CATEGORIES, MOVES, TIERS, RowKind
 from zprof.trace.levels import Levels, Open
 from zprof.trace.reader import Trace
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Followed", "Seen", "Unit"]
 
-#: Spans that move bytes, and under which name their rate is shown.
-TRANSFERS = ("gather", "reduce", "copy h2d", "copy d2h", "disk read", "disk write", "stash", "unstash")
 WINDOW_NS = 10_000_000_000
 #: A recorder writes at least every second; for how long a file may rest before its run is asked for its end, or is silent.
 _RESTS_NS = 2_000_000_000
@@ -156,7 +154,7 @@ class Followed:
             return
         fresh = strings[self._known :]
         for kind, test in (
-            ("transfer", lambda name: name in TRANSFERS),
+            ("transfer", lambda name: name in MOVES),
             ("wait", lambda name: name.startswith("wait ")),
             ("step", lambda name: name == "step"),
             ("sample", lambda name: name in ("rss", "cgroup memory", "cuda allocated", "cuda reserved", "pinned")),
