@@ -383,7 +383,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.ones(64, 256)).sum().backward()
 optimizer.step()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20) + (int(sys.argv[2]) << 10), resource.RLIM_INFINITY))
 try:
     model(torch.ones(1 << 15, 256)).sum().backward()
 except RuntimeError:
@@ -393,9 +393,10 @@ except RuntimeError:
 """
 
 
-def test_an_allocation_the_system_refuses_is_explained_from_every_storage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left_kib", [64, 4096])
+def test_an_allocation_the_system_refuses_is_explained_from_every_storage(tmp_path: Path, left_kib: int) -> None:
     (tmp_path / "train.py").write_text(SMALL)
-    failed = run("-m", "zprof", "run", "--level", "alloc", "train.py", "raised", at=tmp_path)
+    failed = run("-m", "zprof", "run", "--level", "alloc", "train.py", "raised", str(left_kib), at=tmp_path)
     assert failed.returncode == 1
     assert "DefaultCPUAllocator: can't allocate memory" in failed.stderr
     said = failed.stderr[failed.stderr.index("zprof: out of memory") :]
@@ -409,10 +410,29 @@ def test_an_allocation_the_system_refuses_is_explained_from_every_storage(tmp_pa
 
 def test_a_failure_the_script_handles_is_none(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SMALL)
-    handled = run("-m", "zprof", "run", "train.py", "handled", at=tmp_path)
+    handled = run("-m", "zprof", "run", "train.py", "handled", "4096", at=tmp_path)
     assert handled.returncode == 0, handled.stderr
     assert "out of memory" not in handled.stderr
     assert Trace.open(tmp_path / "run.0.zprof").notes("oom") == []
+
+
+ALONE = """
+import resource
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), resource.RLIM_INFINITY))
+held = []
+while True:
+    held.append(bytearray(1 << 20))
+"""
+
+
+def test_a_script_without_torch_that_leaves_too_little_to_load_numpy_says_why_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    failed = run("-m", "zprof", "run", "train.py", at=tmp_path)
+    assert failed.returncode == 1
+    assert "zprof: out of memory: RLIMIT_AS refused memory" in failed.stderr
+    [end] = Trace.open(tmp_path / "run.0.zprof").notes("end")
+    assert (end.body["reason"], end.body["exit"]) == ("MemoryError", 1)
 
 
 EATS = """

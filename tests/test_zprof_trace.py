@@ -184,6 +184,35 @@ def test_rows_that_are_none_are_dropped_with_one_warning_and_the_others_written(
     assert trace.dropped == writer.dropped_rows == len(wrong)
 
 
+@pytest.mark.parametrize("lacking", [MemoryError, ImportError])
+def test_rows_wait_while_there_is_no_memory_and_notes_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: type[Exception]
+) -> None:
+    rows = list(sample_rows(steps=120))
+    assert len(rows) > 2 * MOST_ROWS
+    writer = Writer(tmp_path / "run.zprof", HEADER)
+
+    def refused(rows: object) -> bytes:
+        raise lacking("no room")
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr("zprof.trace.columns.encoded", refused)
+        writer.rows(rows[:-5])
+        writer.note("oom", {"kind": "memory"})
+    assert [note.name for note in Trace.open(writer.path).notes()] == ["oom"]
+    writer.rows(rows[-5:])
+    writer.flush()
+    assert rows_of(Trace.open(writer.path)) == rows
+    assert not Trace.open(writer.path).damage
+    said = rf"5 rows were dropped for want of memory \({lacking.__name__}\)"
+    with monkeypatch.context() as scarce, pytest.warns(RuntimeWarning, match=said):
+        scarce.setattr("zprof.trace.columns.encoded", refused)
+        writer.rows(rows[:5])
+        writer.close("MemoryError", 1)
+    [end] = Trace.open(writer.path).notes("end")
+    assert end.body == {"exit": 1, "reason": "MemoryError", "dropped_rows": 5}
+
+
 def test_what_a_note_cannot_say_is_dropped_with_a_warning(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run.zprof", HEADER)
     with pytest.warns(RuntimeWarning, match="no map of plain values"):

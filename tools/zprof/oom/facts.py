@@ -56,8 +56,11 @@ class Failure:
     exact: bool = True
 
 
-def failure_of(error: BaseException | None) -> Failure | None:
-    """What the error, or one that led to it, says of memory; None where it is about something else."""
+def failure_of(error: BaseException | None, kept_back: int = 0) -> Failure | None:
+    """What the error, or one that led to it, says of memory; None where it is about something else.
+
+    ``kept_back`` bytes of address space, untouched, were ours when the request failed and have been given back since.
+    """
     for each in _chain(error):
         text = str(each)[:_MOST_TEXT]
         if isinstance(each, BudgetError):
@@ -65,9 +68,9 @@ def failure_of(error: BaseException | None) -> Failure | None:
         if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in type(each).__mro__):
             return _cuda(text)
         if isinstance(each, RuntimeError) and "DefaultCPUAllocator" in text and "memory" in text:
-            return _process("cpu", text, _bytes_in(r"tried to allocate (\d+) bytes", text))
+            return _process("cpu", text, _bytes_in(r"tried to allocate (\d+) bytes", text), kept_back)
         if isinstance(each, MemoryError):
-            return _process("memory", text or "MemoryError", _array_nbytes(each))
+            return _process("memory", text or "MemoryError", _array_nbytes(each), kept_back)
     return None
 
 
@@ -105,14 +108,16 @@ def _cuda(text: str) -> Failure:
     )
 
 
-def _process(kind: str, text: str, asked: int | None) -> Failure:
-    """An allocation of this process that the system refused: beside the tightest of what bounds it now."""
-    tightest = min(Machine().memory_bounds(), key=lambda bound: bound.free)
-    short = None if asked is None or asked <= tightest.free else asked - tightest.free
+def _process(kind: str, text: str, asked: int | None, kept_back: int) -> Failure:
+    """An allocation of this process that the system refused: beside the tightest of what bounded it."""
+    # Limits of a process count what is mapped, others what was touched.
+    left = [(bound.free - kept_back * bound.name.startswith("RLIMIT_"), bound) for bound in Machine().memory_bounds()]
+    free, tightest = min(left, key=lambda each: each[0])
+    short = None if asked is None or asked <= free else asked - free
     limit = _bytes_in(rf"\(limit {_SIZE}", tightest.name)
     name = tightest.name.partition(" (")[0]
     return Failure(
-        kind, _tier(), text, asked, limit=limit, free=max(0, tightest.free), short=short, bound=name, exact=asked is not None
+        kind, _tier(), text, asked, limit=limit, free=max(0, free), short=short, bound=name, exact=asked is not None
     )
 
 

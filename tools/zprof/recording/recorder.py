@@ -53,11 +53,7 @@ FLUSH_NS = 1_000_000_000
 CHUNK = 4096
 _BEAT_S = 0.002
 
-_KINDS = {
-    "begin": int(RowKind.BEGIN),
-    "end": int(RowKind.END),
-    "instant": int(RowKind.INSTANT),
-}
+_KINDS = {"begin": int(RowKind.BEGIN), "end": int(RowKind.END), "instant": int(RowKind.INSTANT)}
 _COUNTER, _ALLOC, _FREE = int(RowKind.COUNTER), int(RowKind.ALLOC), int(RowKind.FREE)
 
 
@@ -321,8 +317,9 @@ class Recorder:
             self._undo.extend(watch_steps(self.row, lambda: self.open))
 
     def _sample(self) -> None:
-        for what, key, value in self._sampling.readings():
-            self._append(_COUNTER, what, key, value, now_ns(), 0)
+        with suppress(MemoryError):  # a script's want of memory is what the trace is to tell of, not to end by
+            for what, key, value in self._sampling.readings():
+                self._append(_COUNTER, what, key, value, now_ns(), 0)
         self._sampled_ns = now_ns()
         self._sources.bury(self._sampled_ns)
 

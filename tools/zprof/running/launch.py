@@ -18,6 +18,7 @@ import importlib.machinery
 import importlib.util
 import io
 import json
+import mmap
 import os
 import pkgutil
 import runpy
@@ -41,6 +42,8 @@ __all__ = ["Order", "TorchRecorder", "main"]
 
 #: Seconds ``os._exit`` waits for the trace to be ended; it may be called while a lock of ours is held.
 _LAST_WORDS_S = 2.0
+#: Bytes kept back so that a script which ran out of memory can still say so: mapped, never touched, so resident nowhere.
+_LAST_WORDS_NBYTES = 16 << 20
 _PR_SET_PDEATHSIG = 1
 
 
@@ -81,12 +84,16 @@ class _Recording:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.reason, self.exit = "", 0
+        self._kept_back = _kept_back()
 
     def close(self) -> None:
         self.recorder.close(self.reason, self.exit)
 
     def ends_by(self, error: BaseException) -> None:
         """Take down why the script ends; what it printed as its error is the interpreter's business."""
+        kept_back = 0 if self._kept_back is None else len(self._kept_back)
+        if self._kept_back is not None:
+            self._kept_back.close()
         from zprof.oom.facts import failure_of, write
 
         self.reason, self.exit = type(error).__name__, 1
@@ -96,9 +103,16 @@ class _Recording:
         # The first write imports what encodes it; at exit that would make python forget an interrupt it is dying of.
         self.recorder.flush()
         if self.exit:
-            failure = failure_of(error)
+            failure = failure_of(error, kept_back)
             if failure is not None:
                 write(self.recorder, failure)
+
+
+def _kept_back() -> mmap.mmap | None:
+    try:
+        return mmap.mmap(-1, _LAST_WORDS_NBYTES)
+    except OSError:  # Too little is left already; the script may need none.
+        return None
 
 
 def main() -> None:

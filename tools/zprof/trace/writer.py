@@ -23,6 +23,8 @@ __all__ = ["Writer"]
 
 _MOST_REASON = 1000
 _LEAST_LIMIT = 1 << 16
+#: Rows that wait for memory to be encoded in, at most.
+_MOST_PENDING = 1 << 18
 #: Notes that are small and must not be missing.
 _ALWAYS = ("oom", "clock", "end")
 
@@ -51,6 +53,7 @@ class Writer:
         self._rewriting: threading.Thread | None = None
         self._notes_nbytes = 0
         self._pending: list[Row] = []
+        self._lacking = ""
         self._sequence = 0
         self._thinned = 0
         self._warned: set[str] = set()
@@ -116,6 +119,9 @@ class Writer:
                 return
             while self._rewriting:
                 self._turned.wait()
+            if self._pending:
+                self.dropped_rows += len(self._pending)
+                self._warn("rows", f"{len(self._pending)} rows were dropped for want of memory ({self._lacking})")
             self._limit = 1 << 62
             self.note("end", {"exit": exit, "reason": reason[:_MOST_REASON], "dropped_rows": self.dropped_rows})
             self._stop()
@@ -132,7 +138,14 @@ class Writer:
                 self._pending = rows
                 return
             self._sequence += 1
-            self._encode(rows)
+            try:
+                self._encode(rows)
+            except (MemoryError, ImportError) as error:  # numpy, too, needs memory to be loaded
+                # They wait until there is some again; what the script dies of is told in a note, which needs none of them.
+                self._pending = waiting[at:][-_MOST_PENDING:]
+                self.dropped_rows += len(waiting) - at - len(self._pending)
+                self._sequence, self._lacking = self._sequence - 1, type(error).__name__
+                return
 
     def _encode(self, rows: list[Row]) -> None:
         if self._fd is None:
@@ -143,7 +156,7 @@ class Writer:
 
         try:
             payload = encoded(rows)
-        except (ValueError, TypeError, OverflowError, MemoryError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             right = [row for row in rows if fits(row)]
             lost = len(rows) if len(right) == len(rows) else len(rows) - len(right)
             self.dropped_rows += lost
