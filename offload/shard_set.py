@@ -93,9 +93,15 @@ class Draft:
         content = Manifest(
             format="zhooks sharded checkpoint", version=1, token=self.token, world=len(files), about=about, files=list(files)
         ).model_dump()
+        raw = json.dumps({"checksum": _checksum(content), "manifest": content}).encode()
+        if len(raw) > MANIFEST_MOST:
+            raise CheckpointError(
+                f"save {self.target}: expected a manifest of at most {MANIFEST_MOST} bytes, found {len(raw)} for {len(files)} "
+                "rank(s). Attach with fewer units (a larger [units] min_numel), or save from fewer ranks."
+            )
         handle = os.open(self.folder / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "wb") as file:
-            file.write(json.dumps({"checksum": _checksum(content), "manifest": content}).encode())
+            file.write(raw)
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(self.folder)

@@ -202,6 +202,18 @@ def test_paths_that_cannot_become_a_checkpoint_are_refused_before_anything_is_wr
         run.load(path / "empty")
 
 
+@on_ranks(1, 2)
+def test_a_manifest_nobody_would_read_is_refused_before_it_takes_an_earlier_ones_place() -> None:
+    run = Run(SMALL)
+    with folder() as path:
+        run.save(path / "run", extra={"step": 1})
+        match = r"expected a manifest of at most 200 bytes, found \d+ for \d rank"
+        with refused(run, match), pytest.MonkeyPatch.context() as narrow:
+            narrow.setattr(shard_set, "MANIFEST_MOST", 200)
+            run.save(path / "run")
+        assert os.listdir(path) == ["run"] and run.load(path / "run") == {"step": 1}
+
+
 @on_ranks(2)
 def test_ranks_that_do_not_share_a_folder_are_told_so() -> None:
     run = Run(SMALL)

@@ -55,8 +55,7 @@ class Together:
         if int(lowest.item()) == 0:
             return results[0]
         failed = self.size - int(lowest.item())
-        raw = problem.encode()[:_TEXT] if self.rank == failed else b""
-        said = self.collect(raw)[failed].decode(errors="replace")
+        said = self._said(problem if self.rank == failed else "")
         raise CheckpointError(said if self.size == 1 else f"rank {failed}: {said}") from cause
 
     def on_first(self, step: Callable[[], Any]) -> None:
@@ -64,10 +63,14 @@ class Together:
         self.run(step if self.first else _nothing)
 
     def share(self, value: Any) -> Any:
-        """The first rank's JSON value on every rank.  Collective."""
+        """The first rank's JSON value on every rank; tuples become lists.  Collective.
+
+        Raises:
+            CheckpointError: it is none; every rank raises.
+        """
+        raw = self.run(lambda: json.dumps(value).encode() if self.first else b"")
         if self.size == 1:
-            return value
-        raw = json.dumps(value).encode() if self.first else b""
+            return json.loads(raw)
         length = torch.tensor([len(raw)], dtype=torch.int64)
         self._world.broadcast(self._call("share"), length)
         text = torch.zeros(int(length.item()), dtype=torch.uint8)
@@ -77,20 +80,34 @@ class Together:
         return json.loads(text.numpy().tobytes())
 
     def collect(self, raw: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order.  Collective."""
+        """Every rank's bytes in rank order on the first rank, nothing elsewhere: there a slice is held at once.  Collective."""
         if self.size == 1:
             return [raw]
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(raw)
         self._world.all_reduce(self._call("collect"), lengths, "sum")
         ends = lengths.cumsum(0).tolist()
-        everything = torch.zeros(ends[-1], dtype=torch.uint8)
+        begin, held = ends[self.rank] - len(raw), bytearray()
+        for low in range(0, ends[-1], _SLICE):
+            part = torch.zeros(min(_SLICE, ends[-1] - low), dtype=torch.uint8)
+            mine = raw[max(0, low - begin) : max(0, low + len(part) - begin)]
+            if mine:
+                at = max(0, begin - low)
+                part[at : at + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            self._world.all_reduce(self._call("collect"), part, "max")
+            if self.first:
+                held += part.numpy().tobytes()
+        return [bytes(held[end - count : end]) for end, count in zip(ends, lengths.tolist(), strict=True)] if self.first else []
+
+    def _said(self, problem: str) -> str:
+        """The one rank's reason on every rank."""
+        text = torch.zeros(_TEXT, dtype=torch.uint8)
+        raw = problem.encode()[:_TEXT]
         if raw:
-            everything[ends[self.rank] - len(raw) : ends[self.rank]] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        for low in range(0, everything.numel(), _SLICE):
-            self._world.all_reduce(self._call("collect"), everything[low : low + _SLICE], "max")
-        joined = everything.numpy().tobytes()
-        return [joined[end - count : end] for end, count in zip(ends, lengths.tolist(), strict=True)]
+            text[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        if self.size > 1:
+            self._world.all_reduce(self._call("reason"), text, "max")
+        return text.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
     def _call(self, what: str) -> Call:
         return Call(CONTROL, f"{self._verb}: {what}", "all ranks")
