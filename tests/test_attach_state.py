@@ -223,6 +223,43 @@ def test_a_state_of_another_model_is_refused_on_every_rank_and_changes_nothing()
     assert same(full(model), plain.parameters())
 
 
+def _wrong_optimizer(state: dict[str, Any], kind: str) -> Any:
+    [group] = state["param_groups"]
+    return {
+        "of groups": {**state, "param_groups": [group, group]},
+        "of parameters": {**state, "param_groups": [{**group, "params": [0, 1]}]},
+        "unknown": {**state, "state": {**state["state"], 9: state["state"][0]}},
+        "no state": 3,
+        "not plain": {**state, "param_groups": [{**group, "lr": object()}]},
+    }[kind]
+
+
+@on_ranks(2)
+def test_a_state_of_another_optimizer_is_refused_on_every_rank_and_changes_nothing() -> None:
+    model = net()
+    attachment, optimizer = zhooks.attach(model), adamw(model)
+    train(model, optimizer, range(1))
+    state = attachment.state_dict(optimizer)
+    train(model, optimizer, range(1, 2))
+    before, first = full(model), place()[0] == 0
+    for kind, found in {
+        "of groups": r"groups of \[6, 6\] parameters where it has \[6\]",
+        "of parameters": r"groups of \[2\] parameters where it has \[6\]",
+        "unknown": "the state of parameter 9 of 6",
+        "no state": "int without state and param_groups",
+        "not plain": "TypeError: Object of type object is not JSON serializable",
+    }.items():
+        wrong = {**state, "optimizer": _wrong_optimizer(state["optimizer"], kind)} if first else {}
+        with pytest.raises(zhooks.CheckpointError, match=found):
+            attachment.load_state_dict(wrong, optimizer)
+        assert same(full(model), before)
+    held = {key: value.clone() for key, value in optimizer.state[next(iter(model.parameters()))].items()}
+    attachment.load_state_dict({"model": state["model"]} if first else {}, optimizer)
+    for key, value in optimizer.state[next(iter(model.parameters()))].items():
+        assert torch.equal(value, held[key]), "a state without one leaves the optimizer as it is"
+    train(model, optimizer, range(2, 3))
+
+
 @on_ranks(2, stage=(0, 1, 3))
 def test_save_full_writes_what_safetensors_loads_into_a_plain_model(stage: int) -> None:
     import tempfile

@@ -24,6 +24,7 @@ from zhooks.optim import Stepper
 from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime
 from zhooks.scaling import Scaling
+from zhooks.together import Together
 from zhooks.unit import Unit
 
 
@@ -64,9 +65,16 @@ class Stateful:
         return {**state, **self._scaling.saved()} if state else state
 
     def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Load what ``state_dict`` made (rank 0's is used; others may pass {}), on any number of ranks.  Collective."""
+        """Load what ``state_dict`` made (rank 0's is used; others may pass {}), on any number of ranks.  Collective.
+
+        A state without "optimizer" leaves the optimizer as it is.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer; nothing has been changed.
+        """
         self._runtime.settle()
-        follow = self._scaling.checked(checkpoint.share_json(self._comm, {k: v for k, v in state.items() if k == "loss_scale"}))
+        ranks = Together(self._comm.stage, "load_state_dict", "the loss scale")
+        follow = self._scaling.checked(ranks.share({key: value for key, value in state.items() if key == "loss_scale"}))
         checkpoint.load_full_state(self.model, self._units, self._comm, state, optimizer or self._optimizer)
         follow()
 

@@ -6,7 +6,6 @@ than its shards and one unit.  It never decides what a checkpoint on tiers looks
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from zhooks.flat import Flat
 from zhooks.passing import Ranges, full_copies, spread
 from zhooks.runtime import Runtime
 from zhooks.sharded import ShardedTensor
+from zhooks.together import Together
 from zhooks.unit import Unit
 
 SAFETENSORS = {
@@ -116,7 +116,9 @@ def load_full_state(
     problem = ""
     if first(comm):
         problem = _mismatch(model, values) if "model" in state else _unwrapped(state)
+        problem = problem or ("" if optimizer is None else _other_optimizer(state.get("optimizer"), optimizer))
     agree_problem(comm, problem)
+    plan = None if optimizer is None else _plan(units, comm, state.get("optimizer"), optimizer)
     names = {id(param): name for name, param in model.named_parameters()}
     for flat in flats_of(units):
         tensors = [values.get(names[id(param)]) for param in flat.params]
@@ -129,8 +131,8 @@ def load_full_state(
             part.copy_(division.cut(_from_first(comm, name, values.get(name), whole)))
         else:
             _from_first(comm, name, values.get(name), part)
-    if optimizer is not None:
-        _load_optimizer(units, comm, state.get("optimizer"), optimizer)
+    if optimizer is not None and plan is not None:
+        _load_optimizer(units, comm, plan, state.get("optimizer"), optimizer)
 
 
 def _unwrapped(state: dict[str, Any]) -> str:
@@ -195,38 +197,73 @@ def _spread(flat: Flat, comm: Comm, tensors: Sequence[Any], shard: Tensor) -> No
             flat.local(index, shard).copy_(spec.take(whole))
 
 
-def _load_optimizer(units: Sequence[Unit], comm: Comm, packed: dict[str, Any] | None, optimizer: torch.optim.Optimizer) -> None:
+def _other_optimizer(packed: Any, optimizer: torch.optim.Optimizer) -> str:
+    """In what rank 0's optimizer state is not one of this optimizer; nothing where it is, or there is none."""
+    if packed is None:
+        return ""
+    groups = packed.get("param_groups") if isinstance(packed, dict) else None
+    if not isinstance(groups, list) or not isinstance(packed.get("state"), dict):
+        return _expected_state(f"{type(packed).__name__} without state and param_groups")
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in groups]
+    if saved != here:
+        return _expected_state(f"groups of {saved} parameters where it has {here}")
+    unknown = [index for index in packed["state"] if index not in range(sum(here))]
+    return _expected_state(f"the state of parameter {unknown[0]!r} of {sum(here)}") if unknown else ""
+
+
+def _expected_state(found: str) -> str:
+    return (
+        f'load_state_dict: expected under "optimizer" what state_dict() made of this optimizer, found {found}. Make the same '
+        "optimizer over the same groups, or leave it out to load the model alone."
+    )
+
+
+def _plan(units: Sequence[Unit], comm: Comm, packed: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """On every rank: what rank 0's optimizer state consists of, and how each value travels; None where it has none."""
+    ranks = Together(comm.stage, "load_state_dict", "the optimizer's state")
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    shapes = {id(param): spec.shape for flat in flats_of(units) for param, spec in zip(flat.params, flat.specs, strict=True)}
+
+    def made() -> dict[str, Any] | None:
+        if packed is None or not first(comm):
+            return None
+        values = [
+            (index, key, isinstance(value, Tensor) and value.dim() > 0 and value.shape == shapes.get(id(order[index])))
+            for index, entry in packed["state"].items()
+            for key, value in entry.items()
+        ]
+        return {"values": values, "groups": _plain_groups(packed["param_groups"])}
+
+    plan: dict[str, Any] | None = ranks.share(ranks.run(made))
+    return plan
+
+
+def _load_optimizer(
+    units: Sequence[Unit], comm: Comm, plan: dict[str, Any], packed: dict[str, Any] | None, optimizer: torch.optim.Optimizer
+) -> None:
     """Rank 0's optimizer state, cut to ranges; scalars and groups travel as they are."""
     order = [param for group in optimizer.param_groups for param in group["params"]]
     place = {id(param): index for index, param in enumerate(order)}
     source = (packed or {}).get("state", {})
-    flat_of = {id(param): (flat, spec) for flat in flats_of(units) for param, spec in zip(flat.params, flat.specs, strict=True)}
-    plan: list[tuple[int, str, bool]] = []
-    if first(comm):
-        for index, entry in source.items():
-            known = flat_of.get(id(order[index]))
-            for key, value in entry.items():
-                sharded = known is not None and isinstance(value, Tensor) and value.dim() > 0 and value.shape == known[1].shape
-                plan.append((index, key, sharded))
-    shared = share_json(comm, {"plan": plan, "groups": _plain_groups((packed or {}).get("param_groups", []))})
     state: dict[int, dict[str, Any]] = {}
     for flat in flats_of(units):
         keys = sorted(
-            {key for index, key, sharded in shared["plan"] if sharded and any(place.get(id(p)) == index for p in flat.params)}
+            {key for index, key, sharded in plan["values"] if sharded and any(place.get(id(p)) == index for p in flat.params)}
         )
         for key in keys:
             tensors = [source.get(place.get(id(param)), {}).get(key) for param in flat.params]
             shard = torch.empty(flat.shard_numel, dtype=_dtype_of(comm, tensors, flat), device=flat.kind.device)
             _spread(flat, comm, tensors, shard)
             for index, (param, spec) in enumerate(zip(flat.params, flat.specs, strict=True)):
-                if [place.get(id(param)), key, True] in shared["plan"]:
+                if [place.get(id(param)), key, True] in plan["values"]:
                     state.setdefault(place[id(param)], {})[key] = ShardedTensor(flat.local(index, shard).clone(), spec)
-    for index, key, sharded in shared["plan"]:
+    for index, key, sharded in plan["values"]:
         if not sharded:
             state.setdefault(index, {})[key] = _share_value(comm, source.get(index, {}).get(key))
     groups = [
         {**saved, "params": group["params"]}
-        for saved, group in zip(shared["groups"], optimizer.state_dict()["param_groups"], strict=True)
+        for saved, group in zip(plan["groups"], optimizer.state_dict()["param_groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for index, entry in state.items():
@@ -251,23 +288,10 @@ def _plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def share_json(comm: Comm, value: Any) -> Any:
-    """Rank 0's plain data on every rank."""
-    raw = json.dumps(value).encode() if first(comm) else b""
-    size = torch.tensor([len(raw)], dtype=torch.int64)
-    comm.stage.broadcast(Call(CONTROL, "load", "size"), size)
-    text = torch.zeros(int(size.item()), dtype=torch.uint8)
-    if raw:
-        text.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-    comm.stage.broadcast(Call(CONTROL, "load", "plan"), text)
-    return json.loads(bytes(text.numpy()))
-
-
 def _share_value(comm: Comm, value: Any) -> Any:
     """A small tensor or number of rank 0 on every rank."""
     is_tensor = isinstance(value, Tensor)
-    described = share_json(
-        comm,
+    described = Together(comm.stage, "load_state_dict", "the optimizer's state").share(
         {
             "tensor": is_tensor,
             "shape": list(value.shape) if is_tensor else None,
