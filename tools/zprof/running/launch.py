@@ -110,7 +110,7 @@ class _Recording:
 
 def _kept_back() -> mmap.mmap | None:
     try:
-        return mmap.mmap(-1, _LAST_WORDS_NBYTES)
+        return mmap.mmap(-1, _LAST_WORDS_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:  # Too little is left already; the script may need none.
         return None
 
