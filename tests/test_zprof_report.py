@@ -213,7 +213,18 @@ def test_a_run_that_placed_nothing_is_told_what_would_show_more(report: Report) 
     text = report("run.zprof").stdout
     assert "nothing was held that the recording saw" in text
     assert "unexplained in the process 64 MiB (100%)" in text
-    assert "zprof run --level alloc train.py --steps 5" in text
+    assert "zprof run -o alloc.{rank}.zprof --level alloc train.py --steps 5" in text
+
+
+@pytest.mark.parametrize(
+    ("hosts", "found"), [("aa", "torchrun --nproc_per_node 2 -m"), ("ab", "torchrun ... -m"), ("a", "torchrun ... -m")]
+)
+def test_what_ran_on_several_ranks_is_recorded_again_on_as_many(report: Report, hosts: str, found: str) -> None:
+    grown = [Row(COUNTER, "rss", "", HEADER.rss_nbytes + 64 * MIB, HEADER.mono_ns + 10)]
+    for rank, host in enumerate(hosts):
+        write_trace(Path(f"{rank}.zprof"), grown, rank=rank, world=2, host=host, argv=("-m", "my.train", "a b"))
+    told = values(report(*(f"{rank}.zprof" for rank in range(len(hosts))), "--json"))
+    assert f"{found} zprof run -o alloc.{{rank}}.zprof --level alloc -m my.train 'a b'" in [each["do"] for each in told["next"]]
 
 
 # --- names are data, errors are one line ------------------------------------------------------------------------------

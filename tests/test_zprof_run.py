@@ -91,6 +91,7 @@ def test_modules_folders_and_scripts_that_do_not_compile_are_as_under_plain_pyth
         plain, recorded = python(*words, at=tmp_path), zprof("-f", *words, at=tmp_path)
         assert (recorded.stdout, theirs(recorded.stderr)) == (plain.stdout, plain.stderr), words
         assert recorded.returncode == plain.returncode, words
+        assert Trace.open(tmp_path / "run.0.zprof").header.argv == tuple(words), "what to type to record it again"
 
 
 @pytest.mark.parametrize(

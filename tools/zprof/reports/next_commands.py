@@ -30,8 +30,7 @@ def _all(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"zprof report {shlex.quote(str(folder))}", "more ranks are in this folder; together they show who is late"
     large = [line for line in run["reconciliation"] if line["said_bytes"] > 0 and line["bytes"] > LARGE * line["said_bytes"]]
     if run["level"] == "events" and any("unexplained" in line["name"] for line in large):
-        script = " ".join(map(shlex.quote, run["argv"])) or "SCRIPT"
-        yield f"zprof run --level alloc {script}", "a good part of memory is not explained; this level sees every storage"
+        yield _recorded_again(told), "a good part of memory is not explained; this level sees every storage"
     if any(line["name"].startswith("reserved") for line in large):
         yield f"zprof frag {shlex.quote(run['file'])}", "the allocator reserved a good part that is not in use"
     if run["waits"]:
@@ -42,6 +41,18 @@ def _all(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"zprof flamegraph {shlex.quote(run['file'])}", "shows the bytes at the peak by module tree"
     if not run["waits"]:
         yield f"zprof timeline {files}", "shows memory over time"
+
+
+def _recorded_again(told: Mapping[str, Any]) -> str:
+    """The same script, on as many ranks as it had on this host, into files beside the old ones."""
+    run = told["runs"][0]
+    command = "zprof run"
+    if run["world"] > 1:
+        hosts = {each["host"] for each in told["runs"]}
+        count = "..." if len(hosts) > 1 or (told["ranks"] and told["ranks"]["missing"]) else f"--nproc_per_node {run['world']}"
+        command = f"torchrun {count} -m zprof run"
+    script = " ".join(map(shlex.quote, run["argv"])) or "SCRIPT"
+    return f"{command} -o alloc.{{rank}}.zprof --level alloc {script}"
 
 
 def _named(runs: list[Mapping[str, Any]]) -> str:

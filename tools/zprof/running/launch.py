@@ -118,7 +118,9 @@ def _kept_back() -> mmap.mmap | None:
 def main() -> None:
     """Record ``sys.argv[2:]``'s script as ``sys.argv[1]``, an `Order`, says."""
     order = Order(**json.loads(sys.argv[1]))
-    sys.argv = [order.target, *sys.argv[2:]]
+    rest = sys.argv[2:]
+    # As the trace shall name the script: what to type after `zprof run`.
+    sys.argv = ["-m"] * order.module + [order.target, *rest]
     _die_with(order.watcher)
     try:
         recorder = TorchRecorder(
@@ -126,6 +128,7 @@ def main() -> None:
         ).listen()
     except ZhooksError as error:
         _refuse(error)
+    sys.argv = [order.target, *rest]
     recording = _Recording(recorder)
     # Registered first, so called last: what the script does at its own exit is recorded too.
     atexit.register(recording.close)
