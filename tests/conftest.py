@@ -10,8 +10,13 @@ import gc
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import Pool
+
+# How long an example takes says how busy the machine is, and nothing of what is tested.
+settings.register_profile("zhooks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("zhooks")
 
 #: Modules whose tests run over a product of tiers, stages and ranks: by default a diagonal of it, the rest is slow.
 THINNED = (

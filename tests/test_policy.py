@@ -378,7 +378,7 @@ VALUES = some(
         buffer=SIZES,
     ),
 )
-FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 
 
 @FILES

@@ -37,7 +37,8 @@ from zprof.trace.writer import Writer
 MS = 1_000_000
 START = 1_000_000_000
 Span = tuple[str, str, float, float]
-REPEATED = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+REPEATED = settings(deadline=None, max_examples=150, suppress_health_check=_FIXTURES)
 
 
 @pytest.fixture(autouse=True)

@@ -407,7 +407,7 @@ MOVES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(moves=MOVES)
 def test_any_sequence_of_uses_equals_a_dict_and_leaves_one_hole(tmp_path: Path, moves: list[tuple[str, int, int]]) -> None:
     disk = DiskFile(tmp_path, threads=2, block=CHECK)
