@@ -435,6 +435,31 @@ def test_a_script_without_torch_that_leaves_too_little_to_load_numpy_says_why_it
     assert (end.body["reason"], end.body["exit"]) == ("MemoryError", 1)
 
 
+NEAR = """
+import resource, sys, time
+field = {"RLIMIT_AS": "VmSize:", "RLIMIT_DATA": "VmData:"}[sys.argv[1]]
+[used] = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(field)]
+resource.setrlimit(getattr(resource, sys.argv[1]), (used + (int(sys.argv[2]) << 20), resource.RLIM_INFINITY))
+time.sleep(1.5)  # longer than rows wait to be written
+print("done")
+if sys.argv[3:]:
+    bytearray(1 << 40)
+"""
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+@pytest.mark.parametrize("left_mib", [4, 60])
+def test_a_script_that_leaves_little_memory_is_not_ended_by_what_the_recording_loads(
+    tmp_path: Path, limit: str, left_mib: int
+) -> None:
+    (tmp_path / "train.py").write_text(NEAR)
+    ended = run("-m", "zprof", "run", "train.py", limit, str(left_mib), at=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+    died = run("-m", "zprof", "run", "-f", "train.py", limit, str(left_mib), "ask", at=tmp_path)
+    assert (died.returncode, died.stdout) == (1, "done\n"), died.stderr
+    assert "\nMemoryError\n" in died.stderr and f"zprof: out of memory: {limit} refused memory" in died.stderr
+
+
 EATS = """
 import time
 held = []

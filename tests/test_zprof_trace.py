@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.zprof_traces import HEADER, sample_rows, write_trace
 from zprof.rows import Row, RowKind, TraceError
+from zprof.trace import columns
 from zprof.trace.frames import MOST_ROWS
 from zprof.trace.header import Header
 from zprof.trace.reader import Trace
@@ -211,6 +213,41 @@ def test_rows_wait_while_there_is_no_memory_and_notes_do_not(
         writer.close("MemoryError", 1)
     [end] = Trace.open(writer.path).notes("end")
     assert end.body == {"exit": 1, "reason": "MemoryError", "dropped_rows": 5}
+
+
+def test_a_chunk_that_is_split_is_written_once_where_memory_lacks_half_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "\u4e2d" * 980
+    rows = [Row(int(RowKind.INSTANT), "a", f"{number}{long}", 0, HEADER.mono_ns + number, 0, 0) for number in range(MOST_ROWS)]
+    writer, whole, calls = Writer(tmp_path / "run.zprof", HEADER), columns.encoded, iter(range(1000))
+
+    def scarce(rows: Sequence[Row]) -> bytes:
+        if next(calls) == 3:  # The whole, a half, its first quarter; then none is left.
+            raise MemoryError
+        return whole(rows)
+
+    monkeypatch.setattr(columns, "encoded", scarce)
+    writer.rows(rows)
+    writer.flush()
+    writer.close()
+    trace = Trace.open(writer.path)
+    assert next(calls) > 4 and len(trace) > 1
+    assert rows_of(trace) == rows and (trace.damage, writer.dropped_rows) == (None, 0)
+
+
+def test_a_file_over_its_bound_ends_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rows, writer = list(sample_rows(steps=400)), Writer(tmp_path / "run.zprof", HEADER, limit=1 << 16)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(threading.Thread, "start", refused)
+        writer.rows(rows)
+        writer.flush()
+        writer.close()
+    assert writer.nbytes > 1 << 16
+    assert rows_of(Trace.open(writer.path)) == rows
 
 
 def test_what_a_note_cannot_say_is_dropped_with_a_warning(tmp_path: Path) -> None:

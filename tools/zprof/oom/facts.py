@@ -69,6 +69,8 @@ def failure_of(error: BaseException | None, kept_back: int = 0) -> Failure | Non
             return _cuda(text)
         if isinstance(each, RuntimeError) and "DefaultCPUAllocator" in text and "memory" in text:
             return _process("cpu", text, _bytes_in(r"tried to allocate (\d+) bytes", text), kept_back)
+        if isinstance(each, RuntimeError) and text.startswith("std::bad_alloc"):
+            return _process("memory", text, None, kept_back)
         if isinstance(each, MemoryError):
             return _process("memory", text or "MemoryError", _array_nbytes(each), kept_back)
     return None
@@ -111,7 +113,7 @@ def _cuda(text: str) -> Failure:
 def _process(kind: str, text: str, asked: int | None, kept_back: int) -> Failure:
     """An allocation of this process that the system refused: beside the tightest of what bounded it."""
     # Limits of a process count what is mapped, others what was touched.
-    left = [(bound.free - kept_back * bound.name.startswith("RLIMIT_"), bound) for bound in Machine().memory_bounds()]
+    left = [(bound.free - kept_back * bound.of_process, bound) for bound in Machine().memory_bounds()]
     free, tightest = min(left, key=lambda each: each[0])
     short = None if asked is None or asked <= free else asked - free
     limit = _bytes_in(rf"\(limit {_SIZE}", tightest.name)

@@ -100,12 +100,11 @@ class _Recording:
         if isinstance(error, SystemExit):
             self.exit = error.code if isinstance(error.code, int) else int(error.code is not None)
             self.reason = "SystemExit" if self.exit else ""
+        failure = failure_of(error, kept_back) if self.exit else None
         # The first write imports what encodes it; at exit that would make python forget an interrupt it is dying of.
         self.recorder.flush()
-        if self.exit:
-            failure = failure_of(error, kept_back)
-            if failure is not None:
-                write(self.recorder, failure)
+        if failure is not None:
+            write(self.recorder, failure)
 
 
 def _kept_back() -> mmap.mmap | None:
@@ -180,8 +179,9 @@ def _closing(recording: _Recording, really: Callable[[int], NoReturn]) -> Callab
         if recording.recorder.open:
             recording.reason, recording.exit = "os._exit", status
             ending = threading.Thread(target=recording.close, daemon=True)
-            ending.start()
-            ending.join(_LAST_WORDS_S)
+            with suppress(RuntimeError):  # no memory for a thread; the script's own ending matters more
+                ending.start()
+                ending.join(_LAST_WORDS_S)
         really(status)
 
     return leave

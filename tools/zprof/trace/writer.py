@@ -7,13 +7,14 @@ write it counts, and warns once.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from offload.budget import shown
+from offload.budget import Machine, shown
 from zprof.rows import Row, TraceError
 from zprof.trace.frames import MAGIC, MOST_ROWS, FrameKind, most, packed, sealed
 from zprof.trace.header import Header
@@ -25,6 +26,8 @@ _MOST_REASON = 1000
 _LEAST_LIMIT = 1 << 16
 #: Rows that wait for memory to be encoded in, at most.
 _MOST_PENDING = 1 << 18
+#: What numpy maps when it is loaded, and more for each thread of its linear algebra; it was 123 MiB on two cores.
+_NUMPY_NBYTES, _NUMPY_THREAD_NBYTES = 128 << 20, 48 << 20
 #: Notes that are small and must not be missing.
 _ALWAYS = ("oom", "clock", "end")
 
@@ -137,20 +140,26 @@ class Writer:
             if len(rows) < least:
                 self._pending = rows
                 return
-            self._sequence += 1
             try:
-                self._encode(rows)
+                frames = self._frames(rows, self._sequence + 1)
             except (MemoryError, ImportError) as error:  # numpy, too, needs memory to be loaded
                 # They wait until there is some again; what the script dies of is told in a note, which needs none of them.
                 self._pending = waiting[at:][-_MOST_PENDING:]
                 self.dropped_rows += len(waiting) - at - len(self._pending)
-                self._sequence, self._lacking = self._sequence - 1, type(error).__name__
+                self._lacking = type(error).__name__
                 return
+            self._sequence += 1
+            for frame, count in frames:
+                if not self._append(frame):
+                    self.dropped_rows += count
 
-    def _encode(self, rows: list[Row]) -> None:
+    def _frames(self, rows: list[Row], sequence: int) -> list[tuple[bytes, int]]:
+        """(frame, rows in it): one, or more where names are enormous; what does not fit into any is dropped and said."""
         if self._fd is None:
             self.dropped_rows += len(rows)
-            return
+            return []
+        if "numpy" not in sys.modules and not _numpy_fits():
+            raise MemoryError("too little to load numpy, whose libraries would end the process")
         # Only now: a script that is recorded may still want to say how numpy starts.
         from zprof.trace.columns import encoded, fits
 
@@ -159,18 +168,15 @@ class Writer:
         except (ValueError, TypeError, OverflowError) as error:
             right = [row for row in rows if fits(row)]
             lost = len(rows) if len(right) == len(rows) else len(rows) - len(right)
+            frames = self._frames(right, sequence) if right and len(right) < len(rows) else []
             self.dropped_rows += lost
             self._warn("rows", f"{lost} rows are no rows and were dropped: {str(error)[:80]}")
-            if right and len(right) < len(rows):
-                self._encode(right)
-            return
+            return frames
         if len(payload) > most(FrameKind.ROWS):
             # Only names of thousands of bytes each do this; a single row always fits.
             half = len(rows) // 2
-            self._encode(rows[:half])
-            self._encode(rows[half:])
-        elif not self._append(sealed(FrameKind.ROWS, payload, sequence=self._sequence, count=len(rows))):
-            self.dropped_rows += len(rows)
+            return self._frames(rows[:half], sequence) + self._frames(rows[half:], sequence)
+        return [(sealed(FrameKind.ROWS, payload, sequence=sequence, count=len(rows)), len(rows))]
 
     def _ours(self) -> bool:
         """The descriptor is still the trace's: a script that closes all of them may open a file of its own under its number."""
@@ -206,7 +212,10 @@ class Writer:
         self.nbytes += len(frame)
         if self.nbytes > self._limit and self._rewriting is None:
             self._rewriting = threading.Thread(target=self._rewrite, name="zprof-rewriting", daemon=True)
-            self._rewriting.start()
+            try:
+                self._rewriting.start()
+            except RuntimeError:  # No memory for a thread: the next frame tries again.
+                self._rewriting = None
         return True
 
     def _rewrite(self) -> None:
@@ -255,6 +264,12 @@ class Writer:
         # A filter that makes warnings errors must not reach the training loop from here.
         with suppress(Warning):
             warnings.warn(f"{self.path}: {what}", RuntimeWarning, stacklevel=4)
+
+
+def _numpy_fits() -> bool:
+    """Whether the limits of this process leave what numpy's libraries map; a linear algebra library that lacks it exits."""
+    need = _NUMPY_NBYTES + _NUMPY_THREAD_NBYTES * (os.cpu_count() or 1)
+    return all(bound.free >= need for bound in Machine().memory_bounds() if bound.of_process)
 
 
 def _identity(fd: int) -> tuple[int, int]:
