@@ -74,7 +74,8 @@ class Stateful:
         """
         self._runtime.settle()
         ranks = Together(self._comm.stage, "load_state_dict", "the loss scale")
-        follow = self._scaling.checked(ranks.share({key: value for key, value in state.items() if key == "loss_scale"}))
+        found = ranks.run(lambda: {key: value for key, value in state.items() if key == "loss_scale"})
+        follow = self._scaling.checked(ranks.share(found))
         checkpoint.load_full_state(self.model, self._units, self._comm, state, optimizer or self._optimizer)
         follow()
 

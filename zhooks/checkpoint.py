@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from zhooks.build import state_keys
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.division import Division, is_divided, part_of, whole_of
 from zhooks.flat import Flat
+from zhooks.optimizer_state import apply_plan, plan_of
 from zhooks.passing import Ranges, full_copies, spread
 from zhooks.runtime import Runtime
-from zhooks.sharded import ShardedTensor
 from zhooks.together import Together
 from zhooks.unit import Unit
 
@@ -112,17 +113,27 @@ def load_full_state(
     model: nn.Module, units: Sequence[Unit], comm: Comm, state: dict[str, Any], optimizer: torch.optim.Optimizer | None
 ) -> None:
     """See ``Attachment.load_state_dict``."""
-    values, buffers = dict(state.get("model", {})), dict(model.named_buffers())
-    problem = ""
-    if first(comm):
-        problem = _mismatch(model, values) if "model" in state else _unwrapped(state)
-        problem = problem or ("" if optimizer is None else _other_optimizer(state.get("optimizer"), optimizer))
-    agree_problem(comm, problem)
-    plan = None if optimizer is None else _plan(units, comm, state.get("optimizer"), optimizer)
+    buffers, flats = dict(model.named_buffers()), list(flats_of(units))
+    ranks = Together(comm.stage, "load_state_dict", "the state")
+
+    def read() -> tuple[dict[str, Any], Any]:
+        """Rank 0's values, and what its optimizer state consists of; nothing has been changed yet."""
+        if not first(comm):
+            return {}, None
+        problem = _mismatch(model, state["model"]) if "model" in state else _unwrapped(state)
+        if problem:
+            raise CheckpointError(problem)
+        packed = None if optimizer is None else state.get("optimizer")
+        return dict(state["model"]), None if optimizer is None else plan_of(packed, optimizer, flats, SAFETENSORS)
+
+    values, plan = ranks.run(read)
+    plan = ranks.share(plan)
+    if optimizer is not None and plan is not None:
+        apply_plan(plan, state.get("optimizer"), optimizer, flats, comm, partial(_spread, comm))
     names = {id(param): name for name, param in model.named_parameters()}
     for flat in flats_of(units):
         tensors = [values.get(names[id(param)]) for param in flat.params]
-        _spread(flat, comm, tensors, flat.overwritten())
+        _spread(comm, flat, tensors, flat.overwritten())
         flat.written()
     for name, buffer in buffers.items():
         division, part = Division.of(buffer), part_of(buffer)
@@ -131,8 +142,6 @@ def load_full_state(
             part.copy_(division.cut(_from_first(comm, name, values.get(name), whole)))
         else:
             _from_first(comm, name, values.get(name), part)
-    if optimizer is not None and plan is not None:
-        _load_optimizer(units, comm, plan, state.get("optimizer"), optimizer)
 
 
 def _unwrapped(state: dict[str, Any]) -> str:
@@ -148,7 +157,7 @@ def _mismatch(model: nn.Module, values: dict[str, Any]) -> str:
         name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)
     }
     missing, unknown = sorted(set(wanted) - set(values)), sorted(set(values) - set(wanted))
-    shapes = [name for name in wanted if name in values and tuple(values[name].shape) != wanted[name]]
+    shapes = [name for name in wanted if name in values and getattr(values[name], "shape", None) != wanted[name]]
     if not (missing or unknown or shapes):
         return ""
     found = [
@@ -181,7 +190,7 @@ def _from_first(comm: Comm, name: str, given: Any, whole: Tensor) -> Tensor:
     return whole
 
 
-def _spread(flat: Flat, comm: Comm, tensors: Sequence[Any], shard: Tensor) -> None:
+def _spread(comm: Comm, flat: Flat, tensors: Sequence[Any], shard: Tensor) -> None:
     """Rank 0's full tensors as every rank's range, in pieces, or over tp one parameter in memory at a time."""
     if comm.tp.axis.world == 1:
         spread(flat, tensors if first(comm) else None, shard, comm.world.broadcast)
@@ -195,118 +204,6 @@ def _spread(flat: Flat, comm: Comm, tensors: Sequence[Any], shard: Tensor) -> No
                 whole.copy_(tensor)
             _from_first(comm, spec.name, None, order)
             flat.local(index, shard).copy_(spec.take(whole))
-
-
-def _other_optimizer(packed: Any, optimizer: torch.optim.Optimizer) -> str:
-    """In what rank 0's optimizer state is not one of this optimizer; nothing where it is, or there is none."""
-    if packed is None:
-        return ""
-    groups = packed.get("param_groups") if isinstance(packed, dict) else None
-    if not isinstance(groups, list) or not isinstance(packed.get("state"), dict):
-        return _expected_state(f"{type(packed).__name__} without state and param_groups")
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in groups]
-    if saved != here:
-        return _expected_state(f"groups of {saved} parameters where it has {here}")
-    unknown = [index for index in packed["state"] if index not in range(sum(here))]
-    return _expected_state(f"the state of parameter {unknown[0]!r} of {sum(here)}") if unknown else ""
-
-
-def _expected_state(found: str) -> str:
-    return (
-        f'load_state_dict: expected under "optimizer" what state_dict() made of this optimizer, found {found}. Make the same '
-        "optimizer over the same groups, or leave it out to load the model alone."
-    )
-
-
-def _plan(units: Sequence[Unit], comm: Comm, packed: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """On every rank: what rank 0's optimizer state consists of, and how each value travels; None where it has none."""
-    ranks = Together(comm.stage, "load_state_dict", "the optimizer's state")
-    order = [param for group in optimizer.param_groups for param in group["params"]]
-    shapes = {id(param): spec.shape for flat in flats_of(units) for param, spec in zip(flat.params, flat.specs, strict=True)}
-
-    def made() -> dict[str, Any] | None:
-        if packed is None or not first(comm):
-            return None
-        values = [
-            (index, key, isinstance(value, Tensor) and value.dim() > 0 and value.shape == shapes.get(id(order[index])))
-            for index, entry in packed["state"].items()
-            for key, value in entry.items()
-        ]
-        return {"values": values, "groups": _plain_groups(packed["param_groups"])}
-
-    plan: dict[str, Any] | None = ranks.share(ranks.run(made))
-    return plan
-
-
-def _load_optimizer(
-    units: Sequence[Unit], comm: Comm, plan: dict[str, Any], packed: dict[str, Any] | None, optimizer: torch.optim.Optimizer
-) -> None:
-    """Rank 0's optimizer state, cut to ranges; scalars and groups travel as they are."""
-    order = [param for group in optimizer.param_groups for param in group["params"]]
-    place = {id(param): index for index, param in enumerate(order)}
-    source = (packed or {}).get("state", {})
-    state: dict[int, dict[str, Any]] = {}
-    for flat in flats_of(units):
-        keys = sorted(
-            {key for index, key, sharded in plan["values"] if sharded and any(place.get(id(p)) == index for p in flat.params)}
-        )
-        for key in keys:
-            tensors = [source.get(place.get(id(param)), {}).get(key) for param in flat.params]
-            shard = torch.empty(flat.shard_numel, dtype=_dtype_of(comm, tensors, flat), device=flat.kind.device)
-            _spread(flat, comm, tensors, shard)
-            for index, (param, spec) in enumerate(zip(flat.params, flat.specs, strict=True)):
-                if [place.get(id(param)), key, True] in plan["values"]:
-                    state.setdefault(place[id(param)], {})[key] = ShardedTensor(flat.local(index, shard).clone(), spec)
-    for index, key, sharded in plan["values"]:
-        if not sharded:
-            state.setdefault(index, {})[key] = _share_value(comm, source.get(index, {}).get(key))
-    groups = [
-        {**saved, "params": group["params"]}
-        for saved, group in zip(plan["groups"], optimizer.state_dict()["param_groups"], strict=True)
-    ]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for index, entry in state.items():
-        # torch has cast them to the parameter's dtype: of a bf16 one that is rounded stochastically they are fp32.
-        wide = {key: value for key, value in entry.items() if isinstance(value, ShardedTensor)}
-        optimizer.state[order[index]].update(wide)
-
-
-def _dtype_of(comm: Comm, tensors: Sequence[Any], flat: Flat) -> torch.dtype:
-    codes = list(SAFETENSORS)
-    known = next((codes.index(tensor.dtype) for tensor in tensors if tensor is not None), 0)
-    code = torch.tensor([known], dtype=torch.int64)
-    comm.stage.broadcast(Call(CONTROL, "load", flat.name, flat.number), code)
-    return codes[int(code.item())]
-
-
-def _plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Hyper-parameters as plain data; a tensor learning rate travels as its value."""
-    return [
-        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        for group in groups
-    ]
-
-
-def _share_value(comm: Comm, value: Any) -> Any:
-    """A small tensor or number of rank 0 on every rank."""
-    is_tensor = isinstance(value, Tensor)
-    described = Together(comm.stage, "load_state_dict", "the optimizer's state").share(
-        {
-            "tensor": is_tensor,
-            "shape": list(value.shape) if is_tensor else None,
-            "dtype": str(value.dtype).removeprefix("torch.") if is_tensor else None,
-            "value": None if is_tensor else value,
-        },
-    )
-    if not described["tensor"]:
-        return described["value"]
-    shared = (
-        value.detach().cpu().clone() if is_tensor else torch.zeros(described["shape"], dtype=getattr(torch, described["dtype"]))
-    )
-    flat = shared.reshape(-1) if shared.dim() else shared.reshape(1)
-    comm.stage.broadcast(Call(CONTROL, "load", "value"), flat)
-    return flat.reshape(described["shape"])
 
 
 @contextmanager
