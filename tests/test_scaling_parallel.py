@@ -81,6 +81,36 @@ def test_stages_of_a_pipeline_scale_and_unscale_each_for_itself() -> None:
     run.close(tolerance=2e-2)
 
 
+@on_ranks(2, optimizers=(1, 2))
+def test_ranks_of_several_stages_agree_on_an_overflow_of_any(optimizers: int) -> None:
+    rank, world = place()
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))
+    # The first stage of the last rank has nothing that decays, so its optimizer comes to the second stage first.
+    stages = [nn.LayerNorm(4) if rank else nn.Linear(4, 4), nn.Linear(4, 4)]
+    policy = {"units": {"min_numel": 0}, "comm": {"timeout_s": 20}}
+    attachments = [zhooks.attach(stage, mesh=mesh, policy=policy) for stage in stages]
+    whole = [[*stages[0].parameters(), *stages[1].parameters()]]
+    held = whole if optimizers == 1 else [[*stage.parameters()] for stage in stages]
+    groups = [[{"params": [p for p in each if p.ndim > 1]}, {"params": [p for p in each if p.ndim == 1]}] for each in held]
+    made = [torch.optim.SGD(each, lr=0.1) for each in groups]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step, sick in enumerate((None, (0, 1), (1, 0), None)):
+        before = [full(stage) for stage in stages]
+        scaler.scale(stages[1](stages[0](torch.ones(2, 4))).square().sum()).backward()
+        if sick is not None and sick[0] == rank:
+            stages[sick[1]].bias.grad.to_local().fill_(torch.inf)
+        for optimizer in made:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        for stage, values in zip(stages, before, strict=True):
+            assert same(values, full(stage)) is (sick is not None), (step, rank)
+        assert scaler.get_scale() == 8.0 / 2 ** min(step, 2), (step, rank)
+    for attachment in attachments:
+        attachment.detach()
+
+
 @on_ranks(2)
 def test_stages_whose_scalers_unscale_another_number_of_times_agree_on_an_overflow() -> None:
     rank, world = place()

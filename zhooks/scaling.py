@@ -13,7 +13,9 @@ Note: [When the scale changes]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -40,6 +42,10 @@ _STATE = "loss_scale"
 
 _REENTRANT: Any = CheckpointFunction._backward_cls
 
+#: A rank that has several stages of a pipeline asks the others once for all of them.
+_open: weakref.WeakSet[Scaling] = weakref.WeakSet()
+_numbers = count()
+
 
 class Scaling:
     """The loss scale of one attachment, and its memory of overflows.
@@ -55,6 +61,7 @@ class Scaling:
         #: Sums that are still held back, scaled as they came.
         self.held: Callable[[], list[Tensor]] = list
         self.gather: type[torch.autograd.Function] = Boundary
+        self._number = next(_numbers)
         self._flats: list[Flat] = []
         self._found: dict[int, Tensor] = {}
         self._bad: dict[int, Name] = {}
@@ -74,8 +81,10 @@ class Scaling:
     def open(self, watch_steps: Callable[[Scaling], list[RemovableHandle]]) -> None:
         """Be called around every optimizer's step from now on; before whoever else is."""
         self._handles = watch_steps(self)
+        _open.add(self)
 
     def close(self) -> None:
+        _open.discard(self)
         self._restore()
         while self._handles:
             self._handles.pop().remove()
@@ -265,14 +274,28 @@ class Scaling:
         """Pipeline stages end their backwards at different times; before a step all have.  Collective over them."""
         if isinstance(self.comm.pp, Alone) or self._asked or not self._fresh:
             return
-        self._asked = True
-        flag = torch.tensor([float(self._lost)], device=self._flats[0].kind.device if self._flats else "cpu")
-        if self._any_stage("loss scale", flag):
-            self._lose()
+        mine = [stage for stage in self._unasked() if stage._fresh]
+        for stage in mine:
+            stage.settle()
+        device = self._flats[0].kind.device if self._flats else "cpu"
+        lost = self._any_stage("loss scale", torch.tensor([float(any(stage._lost for stage in mine))], device=device))
+        for stage in mine:
+            stage._asked = True
+            if lost:
+                stage._lose()
+
+    def _unasked(self) -> list[Scaling]:
+        """This and the other stages of this rank whose gradients the ranks of the pipeline have not been asked about."""
+        return [stage for stage in self._beside() if not stage._asked and stage.on is self.on]
+
+    def _beside(self) -> list[Scaling]:
+        """All stages of this rank in one pipeline, in the order they were attached in, which is every rank's."""
+        ranks = self.comm.pp.axis.ranks
+        return sorted((stage for stage in _open if stage.comm.pp.axis.ranks == ranks), key=lambda stage: stage._number)
 
     def _any_stage(self, what: str, flag: Tensor) -> bool:
-        """Whether ``flag`` [1] is set on any stage.  Collective over them."""
-        self.comm.pp.all_reduce(Call(CONTROL, what, "all stages"), flag, "max")
+        """Whether ``flag`` [1] is set on any stage.  Collective over them, by the way of the stage attached last."""
+        self._beside()[-1].comm.pp.all_reduce(Call(CONTROL, what, "all stages"), flag, "max")
         return bool(flag.item())
 
     # torch.amp.GradScaler.
@@ -289,17 +312,19 @@ class Scaling:
         """See ``overflow.Watch``.  Collective over the stages, once after each backward.
 
         They differ in how often a scaler unscales: once for each device and dtype of gradients, and for each optimizer.
-        So the first time all gradients of this stage are looked at, and later ones are told what the stages said then.
+        So the first time all gradients of this rank's stages are looked at, and later ones are told what all said then.
         """
         if isinstance(self.comm.pp, Alone):
             return
         if not self._asked:
-            self._asked = True
-            grads = [param.grad for flat in self._flats for param in flat.params]
+            mine = self._unasked()
             with torch._C.DisableTorchFunctionSubclass():
+                grads = [param.grad for stage in mine for flat in stage._flats for param in flat.params]
                 flag = torch.tensor([float(not all(map(finite, grads)))], device=found.device)
             self._all_reduce("all units", flag)
-            self._elsewhere = self._any_stage("GradScaler", flag)
+            lost = self._any_stage("GradScaler", flag)
+            for stage in mine:
+                stage._asked, stage._elsewhere = True, lost
         if self._elsewhere:
             found.fill_(1.0)
 
