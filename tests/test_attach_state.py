@@ -401,6 +401,44 @@ def test_nothing_of_an_attachment_outlives_detach_and_its_model() -> None:
     assert [flat() for flat in flats] == [None] * len(flats)
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, fails: bool = False) -> tuple[Tensor, Tensor]:
+        y = self.body(x).tanh()
+        if fails:
+            raise ValueError(str(self.one(y)))
+        return self.one(y), self.other(y)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("ended", ["forward", "one head", "error", "penalty"])
+def test_what_a_dropped_models_last_graph_holds_is_freed_before_the_next_attach_allocates(ended: str, tier: str) -> None:
+    model = Heads()
+    zhooks.attach(model, policy={"units": {"min_numel": 0}, "parameter": {"tier": tier}})
+    one, other = model(torch.ones(2, 4))
+    (one.sum() + (other.sum() if ended != "one head" else 0)).backward()
+    if ended == "forward":
+        one, other = model(torch.ones(2, 4))
+    elif ended == "error":
+        with pytest.raises(ValueError):
+            model(torch.ones(2, 4), fails=True)
+    elif ended == "penalty":
+        sum(param.square().sum() for param in model.parameters())
+    gone = weakref.ref(model)
+    del one, other, model
+    next_one = nn.Linear(2, 2)
+    zhooks.attach(next_one)
+    assert gone() is None
+    out = next_one(torch.ones(1, 2))
+    zhooks.attach(nn.Linear(2, 2))
+    out.sum().backward()
+    grad = next_one.weight.grad
+    assert grad is not None and grad.full_tensor().eq(1).all(), "a graph in use is kept"
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("ended", ["backward", "step", "zero_grad"])
 def test_nothing_of_an_attachment_outlives_a_model_that_is_dropped_without_detach(ended: str, tier: str) -> None:
@@ -423,6 +461,17 @@ def test_nothing_of_an_attachment_outlives_a_model_that_is_dropped_without_detac
     del kept
     gc.collect()
     assert [flat() for flat in flats] == [None] * len(flats)
+
+
+@on_ranks(2)
+def test_what_is_kept_of_a_parameter_over_detach_says_that_it_parted() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    attachment = zhooks.attach(model)
+    kept = model[0].weight.detach()
+    attachment.detach()
+    for use in (lambda: kept @ torch.ones(4, 1), lambda: kept[0], lambda: kept.T):
+        with pytest.raises(zhooks.ShardedOpError, match="one that was detached"):
+            use()
 
 
 @on_ranks(1, 2)

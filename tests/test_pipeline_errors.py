@@ -91,6 +91,7 @@ def test_a_backward_out_of_order_is_refused_and_the_next_step_is_right() -> None
     for number in range(1, 4):
         run.step(number)
     run.close()
+    assert type(stage.fwd_cache) is dict, "torch's stage is as it was"
 
 
 @on_ranks(4)

@@ -51,6 +51,11 @@ class Accumulation:
             self._checked = found.stage
         self._pipelined = found is not None and found.real
 
+    def close(self) -> None:
+        """Leave the stage as it was."""
+        _plain_again(self._checked)
+        self._checked = None
+
     def _check(self, found: Microbatch) -> None:
         shared = sorted(set(found.ranks) & set(self._ranks))
         if len(shared) > 1:
@@ -89,6 +94,12 @@ class InFlight(dict[int, Any]):
                 f"forwards in flight of {sorted(self) or 'none'}. Mend the order of the schedule; the next step may go on."
             )
         return super().pop(microbatch, *default)
+
+
+def _plain_again(stage: Any) -> None:
+    """The stage as torch made it."""
+    if type(getattr(stage, "fwd_cache", None)) is InFlight:
+        stage.fwd_cache = dict(stage.fwd_cache)
 
 
 def _name_what_flies(found: Microbatch) -> None:

@@ -58,7 +58,7 @@ from zhooks.recompute import Recompute, recomputed
 from zhooks.reduce import Reducer
 from zhooks.registries import Registries
 from zhooks.rounding import Rounding
-from zhooks.runtime import Runtime
+from zhooks.runtime import Runtime, forget_idle_graphs
 from zhooks.scaling import Scaling
 from zhooks.schedule import Choices
 from zhooks.tiers import change_store, check_change, groups_of, kept_budget, open_stepper, open_store
@@ -100,6 +100,7 @@ def attach(
     with torch.inference_mode(False), torch.no_grad():
         axes = resolve(mesh)
         check_division(model, axes.tp)
+        forget_idle_graphs()
         comm = open_comm(axes, chosen, device)
         try:
             check_axis(chosen, comm)
@@ -297,6 +298,7 @@ class Attachment(Stateful, Calibrated):
             raise AttachError("detach: expected an attached model, found one that was detached already. Attach it again first.")
         self._runtime.settle()
         self._runtime.reducer.flush()
+        self._runtime.reducer.accumulation.close()
         self._scaling.close()
         if self._stepper is not None:
             self._stepper.close()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.block import Part
-from offload.errors import TierError
+from offload.errors import ShardedOpError, TierError
 from offload.events import Bus
 from offload.store import Store
 from offload.tier import Tier
@@ -268,7 +268,11 @@ class Flat:
 
     def values(self) -> Sequence[Tensor]:
         """Full tensors, one a parameter: nodes of the graph where grad is enabled and the parameters train."""
-        assert self.full is not None
+        if self.full is None:
+            raise ShardedOpError(
+                f"tensor of {self.name}: expected an attached model to gather it, found one that was detached. Use what the "
+                "plain model has; to_local() still is this rank's range."
+            )
         if self.kind.trainable and torch.is_grad_enabled() and self.node is not None:
             return self.views.graph(self.full, self._begin_node)
         return self.views.shown(self.full)

@@ -11,7 +11,9 @@ Note: [Passes]
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -28,6 +30,18 @@ from zhooks.refusals import no_accumulation
 from zhooks.schedule import Scope, Step, Walk
 from zhooks.stacks import in_backward, running
 from zhooks.unit import Unit, find_around
+
+_living: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def forget_idle_graphs() -> None:
+    """Let every attachment that is not running drop what its last forward left for a backward that may never come.
+
+    A node leads back to its model by a way the garbage collector cannot see: a model dropped after such a forward would never
+    be freed.  A graph that somebody still has keeps its nodes; the next forward makes new ones.
+    """
+    if sum(runtime.forget_idle_graphs() for runtime in _living):
+        gc.collect()
 
 
 class Runtime:
@@ -48,10 +62,9 @@ class Runtime:
         self._resident, self._hooked, self._last = 0, False, "loose"
         self._entries: set[int] = set()
         self._tasks: set[int] = set()
-        self._units: list[Unit] = []
-        self._of: dict[int, Unit] = {}
         reducer.done, reducer.opened = self.backward_done, self._backward_open
         self.take(units)
+        _living.add(self)
 
     def take(self, units: Sequence[Unit]) -> None:
         """Run these units from now on."""
@@ -67,6 +80,13 @@ class Runtime:
                 flat.ask, flat.bus = self.asked, self.bus
         self.reducer.watch([flat for unit in units for flat in unit.flats if flat.kind.trainable])
         self.bus.tell()
+
+    def forget_idle_graphs(self) -> bool:
+        idle = self.outermost and not in_backward()
+        for unit in self._units if idle else ():
+            for flat in unit.flats:
+                flat.end_graph()
+        return idle
 
     # Forward.
 
