@@ -205,6 +205,13 @@ def test_fp16_is_judged_at_the_scale_that_the_largest_gradient_allows() -> None:
     assert dtypes(propose([ranges("a", "a.w", strange=1), ranges("b", "b.w")], "bf16", None, 1)) == ["fp32", "bf16"]
 
 
+def test_a_proposal_over_a_policy_is_one_whatever_its_scale_may_fall_to() -> None:
+    proposal = propose([ranges("a", "a.w", power=-6)], "fp16", 2.0**10, 1)
+    policy = zhooks.Policy.of({"stage": 2, "precision": {"min_scale": 4096.0, "initial_scale": 65536.0}})
+    found = zhooks.Policy.of(proposal.over(policy))
+    assert (found.stage, found.precision.initial_scale, found.precision.min_scale) == (2, 2.0**10, 2.0**10)
+
+
 def test_fp16_is_no_base_where_units_hand_on_its_end_or_most_cannot() -> None:
     wide = propose([ranges("a", "a.w", numel=1, activation=1e5, output=1e5), ranges("b", "b.w")], "fp16", None, 1)
     assert (wide.base, dtypes(wide)) == ("bf16", ["bf16", "bf16"])

@@ -224,3 +224,20 @@ def test_a_budget_of_the_device_counts_the_sum_that_microbatches_leave() -> None
     with pytest.raises(zhooks.BudgetError, match=r"\[budget\] device: expected room for what rests there"):
         zhooks.attach(model, mesh=mesh, policy=policy | {"budget": {"device": f"{(few + all_of_them) // 2} B"}})
     zhooks.attach(model, mesh=mesh, policy=policy | {"budget": {"device": f"{2 * all_of_them} B"}}).detach()
+
+
+@pytest.mark.parametrize("precision", [{}, {"reduce": "bf16"}, {"param": "fp16", "loss_scale": "dynamic"}])
+def test_of_one_data_rank_the_sum_is_counted_where_there_is_one(precision: dict[str, Any]) -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, "precision": precision})
+    with attachment.accumulate():
+        model(torch.ones(2, 64)).float().sum().backward()
+        gradients = attachment._runtime.reducer.gradients.values()
+        held = sum(gradient.partial.nbytes for gradient in gradients if gradient.partial is not None)
+        [line] = [line for line in str(attachment.memory()).splitlines() if "partial gradients" in line]
+    few, whole = (device_floor(attachment.policy, attachment._units, whole_sums=whole) for whole in (False, True))
+    resting = sum(2 * 4 * param.numel() for param in model.parameters())
+    assert bool(held) is bool(precision) and whole >= resting + held and whole >= few
+    now, _, bound = line.partition("<=")
+    assert float(now.split()[-2]) <= float(bound.split()[0])
+    attachment.detach()

@@ -29,13 +29,15 @@ def buffers(flats: Sequence[Flat], reducer: Reducer, comm: Comm) -> dict[str, Bu
     """The buffers of this rank by kind.
 
     Gathered units, what autograd saved and the sums that ``no_sync`` holds back are no buffers: they are the model's own.
-    "partial gradients" are what a backward fills and sends, "reduced ranges" what comes back.
+    "partial gradients" are what a backward fills and sends, "reduced ranges" what comes back. Microbatches add up in the
+    former: as long as their sum is held back, it is as large as the model.
     """
     pool, world = reducer.pool, comm.shard.axis.world
     largest = largest_buffer(flats, pool.bound)
     landing, sending = reducer.under_way()
+    filling, bound = _filling(flats, reducer), (1 + reducer.most) * largest
     held = {
-        "partial gradients": Buffer(_filling(flats, reducer) + sending, (1 + reducer.most) * largest),
+        "partial gradients": Buffer(filling + sending, max(bound, filling) if reducer.accumulation.owed else bound),
         "reduced ranges": Buffer(landing, reducer.most * -(-largest // world)),
         "idle buffers": Buffer(pool.nbytes, pool.idle_nbytes),
         "message rings": Buffer(comm.nbytes, comm.nbytes),

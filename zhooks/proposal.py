@@ -108,6 +108,8 @@ class Proposal:
         """``policy`` with the proposal in it, its rules last, for ``attachment.apply(proposal.over(attachment.policy))``."""
         values, mine = policy.values(), self.values()
         precision = {**values.get("precision", {}), **mine["precision"]}
+        if self.base == "fp16":
+            precision["min_scale"] = min(policy.precision.min_scale, self.loss_scale)
         return {**values, "precision": precision, "rule": [*values.get("rule", ()), *mine["rule"]]}
 
     def _scaling(self) -> dict[str, Any]:

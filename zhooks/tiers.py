@@ -292,7 +292,12 @@ def device_floor(policy: Policy, units: Sequence[Unit], *, whole_sums: bool = Fa
             resting += flat.shard_numel * kind.master.itemsize
     gathered = sorted((unit.full_nbytes for unit in units if unit.releasable), reverse=True)
     sums = sorted((flat.layout.padded * flat.kind.reduce.itemsize for flat in flats if flat.kind.trainable), reverse=True)
-    alone = flats[0].layout.world == 1 and not any(flat.kind.tiers.gradient is not Tier.DEVICE for flat in flats)
+    # Of a world of one gradients go where they rest, unless they are cast, or looked at before.
+    alone = (
+        flats[0].layout.world == 1
+        and policy.precision.loss_scale is None
+        and all(flat.kind.tiers.gradient is Tier.DEVICE and flat.kind.reduce == flat.kind.master for flat in flats)
+    )
     flying = 1 if flats[0].layout.world == 1 else 1 + policy.schedule.max_reductions
     under_way = 0 if alone else sum(sums if whole_sums else sums[:flying])
     return resting + sum(gathered[: 1 + policy.schedule.prefetch]) + under_way
