@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
@@ -279,10 +280,11 @@ class Scaling:
             stage.settle()
         device = self._flats[0].kind.device if self._flats else "cpu"
         lost = self._any_stage("loss scale", torch.tensor([float(any(stage._lost for stage in mine))], device=device))
-        for stage in mine:
-            stage._asked = True
-            if lost:
-                stage._lose()
+        with ExitStack() as all_of_them:  # each, also where one has no smaller scale to go on with
+            for stage in mine:
+                stage._asked = True
+                if lost:
+                    all_of_them.callback(stage._lose)
 
     def _unasked(self) -> list[Scaling]:
         """This and the other stages of this rank whose gradients the ranks of the pipeline have not been asked about."""
