@@ -17,7 +17,7 @@ from torch import Tensor
 from offload.events import Bus
 from zhooks.sharded import ShardedTensor
 
-__all__ = ["Name", "Overflow", "Overflows", "Watch", "finite"]
+__all__ = ["Name", "Overflow", "Overflows", "Watch", "overflowed"]
 
 #: Overflows remembered; a run that has more of them than this is told of the latest.
 KEPT = 64
@@ -96,9 +96,10 @@ class Overflows:
                 self._bus.instant("overflow", f"{unit}: {mine[0]}{more} at step {self.step}, scale {scale:g}")
 
 
-def finite(grad: Tensor | None) -> bool:
-    """This rank's range of a gradient holds no inf and no nan; so does a gradient that is not there."""
-    if grad is None:
-        return True
-    local = grad._local if isinstance(grad, ShardedTensor) else grad
-    return bool(torch.isfinite(local).all())
+def overflowed(grads: Iterable[Tensor | None], device: torch.device | str) -> Tensor:
+    """Flags [n] on ``device``: this rank's range of a gradient holds an inf or a nan.  Waits for no GPU."""
+    flags = [torch.zeros((), device=device)]
+    for grad in grads:
+        local = grad._local if isinstance(grad, ShardedTensor) else grad
+        flags.append(flags[0] if local is None else (~torch.isfinite(local).all()).to(device, torch.float32))
+    return torch.stack(flags)[1:]

@@ -32,7 +32,7 @@ from zhooks.comm import CONTROL, Alone, Call, Comm
 from zhooks.flat import Flat
 from zhooks.loss_scale import LossScale, leave_nothing
 from zhooks.mesh import SHARD, TP
-from zhooks.overflow import Name, Overflows, finite
+from zhooks.overflow import Name, Overflows, overflowed
 from zhooks.scaled_graph import Boundary, each, prove
 from zhooks.sharded import ShardedTensor
 
@@ -191,7 +191,7 @@ class Scaling:
         """The parameters of these flats whose gradients, as they are now, are not finite on some rank."""
         params = [(flat.name, spec.name, param) for flat in flats for spec, param in zip(flat.specs, flat.params, strict=True)]
         with torch._C.DisableTorchFunctionSubclass():
-            flags = torch.tensor([float(not finite(param.grad)) for _, _, param in params], device=flats[0].kind.device)
+            flags = overflowed([param.grad for _, _, param in params], flats[0].kind.device)
         self._all_reduce("parameters", flags)
         return {id(param): (unit, name) for (unit, name, param), flag in zip(params, flags.tolist(), strict=True) if flag}
 
@@ -322,7 +322,7 @@ class Scaling:
             mine = self._unasked()
             with torch._C.DisableTorchFunctionSubclass():
                 grads = [param.grad for stage in mine for flat in stage._flats for param in flat.params]
-                flag = torch.tensor([float(not all(map(finite, grads)))], device=found.device)
+                flag = overflowed(grads, found.device).sum().reshape(1)
             self._all_reduce("all units", flag)
             lost = self._any_stage("GradScaler", flag)
             for stage in mine:
@@ -335,7 +335,7 @@ class Scaling:
         self.overflows.used()
         if not found.item():
             return
-        flags = torch.tensor([float(not finite(grad)) for grad in grads], device=found.device)
+        flags = overflowed(grads, found.device)
         grads[0]._spec.home.all_reduce(flags, "max", (SHARD, TP))
         specs = [grad._spec for grad, flag in zip(grads, flags.tolist(), strict=True) if flag]
         names = [(str(getattr(spec.home, "name", "")), spec.name) for spec in specs]
