@@ -61,7 +61,7 @@ def test_a_job_that_passes_its_limit_is_killed(pair: Pool) -> None:
     began_s = time.monotonic()
     outcomes = pair.attempt("tests.test_ranks:hang", limit_s=1.0)
     assert [outcome.end for outcome in outcomes] == [End.SILENT, End.SILENT]
-    assert time.monotonic() - began_s < 30.0
+    assert time.monotonic() - began_s < 300.0, "of the hour it would have taken"
 
 
 def test_a_warning_on_a_rank_is_an_error(pair: Pool) -> None:

@@ -7,7 +7,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from zprof.running.live import Follower
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
 
+from .waiting import soon
 from .zprof_traces import HEADER
 
 ZPROF = [sys.executable, "-m", "zprof", "run"]
@@ -197,7 +197,7 @@ def test_a_script_that_a_signal_ends_ends_zprof_alike(tmp_path: Path) -> None:
 
 def test_a_script_that_is_killed_leaves_a_trace_that_reads(tmp_path: Path) -> None:
     run = started(script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)"), at=tmp_path)
-    time.sleep(1.5)  # The recorder writes at least every second.
+    assert soon(lambda: Trace.open(tmp_path / "run.0.zprof").count > 0), "the recorder writes every second"
     [child] = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     os.kill(int(child), signal.SIGKILL)
     _, said = run.communicate(timeout=60)
