@@ -285,7 +285,7 @@ def grows_by_nothing(**policy: Any) -> None:
     # Where every rank has all of everything, nothing but reductions needs a buffer.
     may_need_none = {"state_dict", "load_state_dict", "save", "detach"} if policy["stage"] == 0 else {"save"}
     # In a save each rank tells the first of every tensor it wrote: text, no values, in slices.
-    told = min(together._SLICE, 60 * 1024 * place()[1])
+    told = min(together._SLICE, 96 * 1024 * place()[1])
     for name, peak in small.items():
         assert peak > 0 or name in may_need_none, name
         assert deep[name] <= peak + (SLACK if name != "save" else told), (name, small, deep)
