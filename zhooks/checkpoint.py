@@ -123,15 +123,15 @@ def load_full_state(
         problem = _mismatch(model, state["model"]) if "model" in state else _unwrapped(state)
         if problem:
             raise CheckpointError(problem)
-        packed = None if optimizer is None else state.get("optimizer")
-        return dict(state["model"]), None if optimizer is None else plan_of(packed, optimizer, flats, SAFETENSORS)
+        known = None if optimizer is None else plan_of(state.get("optimizer"), optimizer, flats, SAFETENSORS)
+        return dict(state["model"]), known
 
     values, plan = ranks.run(read)
     plan = ranks.share(plan)
     if optimizer is not None and plan is not None:
         apply_plan(plan, state.get("optimizer"), optimizer, flats, comm, partial(_spread, comm))
     names = {id(param): name for name, param in model.named_parameters()}
-    for flat in flats_of(units):
+    for flat in flats:
         tensors = [values.get(names[id(param)]) for param in flat.params]
         _spread(comm, flat, tensors, flat.overwritten())
         flat.written()

@@ -6,7 +6,7 @@ goes wrong on all, and leaves the optimizer as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ __all__ = ["Spread", "apply_plan", "plan_of"]
 Spread = Callable[[Flat, Sequence[Any], Tensor], None]
 
 
-def plan_of(packed: Any, optimizer: torch.optim.Optimizer, flats: Sequence[Flat], dtypes: dict[torch.dtype, str]) -> Any:
+def plan_of(packed: Any, optimizer: torch.optim.Optimizer, flats: Sequence[Flat], dtypes: Collection[torch.dtype]) -> Any:
     """What the first rank's state consists of, as JSON: ``values`` by parameter and key, and ``groups``; None without one.
 
     Args:
         packed: ``optimizer.state_dict()`` with full tensors.
-        dtypes: those that may travel, with their names.
+        dtypes: those that may travel.
     Raises:
         CheckpointError: it is not of this optimizer.
     """
@@ -60,7 +60,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
-def _about(value: Any, shape: Any, dtypes: dict[torch.dtype, str]) -> dict[str, Any]:
+def _about(value: Any, shape: Any, dtypes: Collection[torch.dtype]) -> dict[str, Any]:
     """How a value travels: cut to ranges, whole, or, one number, here and now."""
     if not isinstance(value, Tensor):
         return {"dtype": None, "value": value}
@@ -83,11 +83,14 @@ def apply_plan(
     order = [param for group in optimizer.param_groups for param in group["params"]]
     place = {id(param): index for index, param in enumerate(order)}
     source = packed["state"] if isinstance(packed, dict) else {}
-    about = {(index, key): how for index, key, how in plan["values"]}
     state: dict[int, dict[str, Any]] = {}
+    cut: dict[int, dict[str, torch.dtype]] = {}
+    for index, key, how in plan["values"]:
+        if how.get("sharded"):
+            cut.setdefault(index, {})[key] = getattr(torch, how["dtype"])
     for flat in flats:
-        _cut(flat, place, about, source, state, spread)
-    for (index, key), how in about.items():
+        _cut(flat, [place.get(id(param), -1) for param in flat.params], cut, source, state, spread)
+    for index, key, how in plan["values"]:
         if not how.get("sharded"):
             state.setdefault(index, {})[key] = _whole(comm, how, source.get(index, {}).get(key))
     groups = [
@@ -118,24 +121,21 @@ def apply_plan(
 
 def _cut(
     flat: Flat,
-    place: dict[int, int],
-    about: dict[tuple[int, str], dict[str, Any]],
+    indices: Sequence[int],
+    cut: dict[int, dict[str, torch.dtype]],
     source: dict[int, dict[str, Any]],
     state: dict[int, dict[str, Any]],
     spread: Spread,
 ) -> None:
-    """The sharded values of one flat: key by key in one order on all ranks."""
-    indices = [place.get(id(param), -1) for param in flat.params]
-    found: dict[str, dict[int, str]] = {}
-    for (index, key), how in about.items() if set(indices) - {-1} else ():
-        if how.get("sharded") and index in indices:
-            found.setdefault(key, {})[index] = how["dtype"]
-    for key, those in sorted(found.items()):
-        dtype = getattr(torch, next(iter(those.values())))
+    """The values of one flat's parameters, ``indices`` in the optimizer, that are ``cut``: key by key, alike on all ranks."""
+    here = [cut.get(index, {}) for index in indices]
+    for key in sorted({key for keys in here for key in keys}):
+        dtype = next(keys[key] for keys in here if key in keys)
         shard = torch.empty(flat.shard_numel, dtype=dtype, device=flat.kind.device)
-        spread(flat, [source.get(index, {}).get(key) if index in those else None for index in indices], shard)
-        for at, (index, spec) in enumerate(zip(indices, flat.specs, strict=True)):
-            if index in those:
+        found = [source.get(index, {}).get(key) if key in keys else None for index, keys in zip(indices, here, strict=True)]
+        spread(flat, found, shard)
+        for at, (index, keys, spec) in enumerate(zip(indices, here, flat.specs, strict=True)):
+            if key in keys:
                 state.setdefault(index, {})[key] = ShardedTensor(flat.local(at, shard).clone(), spec)
 
 

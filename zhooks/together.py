@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from offload.errors import CheckpointError, ZhooksError
 from zhooks.agree import text_digest
@@ -74,8 +75,7 @@ class Together:
         length = torch.tensor([len(raw)], dtype=torch.int64)
         self._world.broadcast(self._call("share"), length)
         text = torch.zeros(int(length.item()), dtype=torch.uint8)
-        if raw:
-            text.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        _put(raw, text)
         self._world.broadcast(self._call("share"), text)
         return json.loads(text.numpy().tobytes())
 
@@ -91,9 +91,7 @@ class Together:
         for low in range(0, ends[-1], _SLICE):
             part = torch.zeros(min(_SLICE, ends[-1] - low), dtype=torch.uint8)
             mine = raw[max(0, low - begin) : max(0, low + len(part) - begin)]
-            if mine:
-                at = max(0, begin - low)
-                part[at : at + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            _put(mine, part[max(0, begin - low) :])
             self._world.all_reduce(self._call("collect"), part, "max")
             if self.first:
                 held += part.numpy().tobytes()
@@ -102,9 +100,7 @@ class Together:
     def _said(self, problem: str) -> str:
         """The one rank's reason on every rank."""
         text = torch.zeros(_TEXT, dtype=torch.uint8)
-        raw = problem.encode()[:_TEXT]
-        if raw:
-            text[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        _put(problem.encode()[:_TEXT], text)
         if self.size > 1:
             self._world.all_reduce(self._call("reason"), text, "max")
         return text.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
@@ -145,6 +141,12 @@ def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
             f"{verb} {path}: expected a path of its own for each of the {axis.world} pipeline stages, found two that "
             "save to the same. Put the stage's number into the path."
         )
+
+
+def _put(raw: bytes, into: Tensor) -> None:
+    """At its start; of no bytes torch makes no tensor."""
+    if raw:
+        into[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
 def _nothing() -> None:
