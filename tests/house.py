@@ -16,10 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Installed package -> where it lies in the repository.
 PACKAGES = {"zhooks": "zhooks", "offload": "offload", "zprof": "tools/zprof"}
 
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
-MAX_CONSTRUCTOR_ARGUMENTS = 7
-
 
 @dataclass(frozen=True)
 class Source:
@@ -123,12 +119,6 @@ def at_import_time(node: ast.AST) -> Iterator[ast.AST]:
             continue
         yield child
         yield from at_import_time(child)
-
-
-def functions(here: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(here.tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node
 
 
 def within(here: Source, *rooms: str) -> bool:
@@ -274,36 +264,6 @@ def clocks_only_in_events_and_comm(sources: list[Source]) -> list[str]:
         for node, name in uses(here)
         if name.startswith(("time.", "timeit", "torch.cuda.nvtx")) or name == "time"
     ]
-
-
-def no_long_file(sources: list[Source]) -> list[str]:
-    return [
-        here.finding(lines, f"{lines} lines, at most {MAX_FILE_LINES}")
-        for here in sources
-        if (lines := len(here.text.splitlines())) > MAX_FILE_LINES
-    ]
-
-
-def no_long_function(sources: list[Source]) -> list[str]:
-    return [
-        here.finding(node, f"{node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}")
-        for here in sources
-        for node in functions(here)
-        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
-    ]
-
-
-def no_wide_constructor(sources: list[Source]) -> list[str]:
-    findings: list[str] = []
-    for here in sources:
-        for node in functions(here):
-            if node.name not in ("__init__", "__new__"):
-                continue
-            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs][1:]
-            if len(given) > MAX_CONSTRUCTOR_ARGUMENTS:
-                what = f"{node.name} takes {len(given)} arguments, at most {MAX_CONSTRUCTOR_ARGUMENTS}"
-                findings.append(here.finding(node, what))
-    return findings
 
 
 def says_nothing(name: str) -> bool:

@@ -9,8 +9,6 @@ import sys
 import pytest
 
 from tests.house import (
-    MAX_FILE_LINES,
-    MAX_FUNCTION_LINES,
     ROOT,
     Rule,
     clocks_only_in_events_and_comm,
@@ -22,9 +20,6 @@ from tests.house import (
     names_mean_something,
     no_environment_is_read,
     no_import_cycles,
-    no_long_file,
-    no_long_function,
-    no_wide_constructor,
     nothing_prints,
     source,
     streams_only_in_device,
@@ -68,18 +63,6 @@ def test_clocks_are_read_only_in_events_and_comm() -> None:
     keeps(clocks_only_in_events_and_comm)
 
 
-def test_no_file_is_too_long() -> None:
-    keeps(no_long_file)
-
-
-def test_no_function_is_too_long() -> None:
-    keeps(no_long_function)
-
-
-def test_no_constructor_takes_too_many_arguments() -> None:
-    keeps(no_wide_constructor)
-
-
 def test_no_name_could_mean_anything() -> None:
     keeps(names_mean_something)
 
@@ -114,7 +97,6 @@ def test_zprof_help_imports_no_torch() -> None:
 
 # --- and would notice if it did not -----------------------------------------------------------------------------------
 
-LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
 BROKEN: list[tuple[Rule, str, str, str]] = [
     (imports_point_down, "offload/store.py", "from zhooks import attach", ":1: offload imports zhooks.attach"),
     (imports_point_down, "offload/store.py", "def f():\n    import zprof.cli", ":2: offload imports zprof.cli"),
@@ -146,14 +128,6 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (clocks_only_in_events_and_comm, "zhooks/unit.py", "import time\nt = time.perf_counter()", ":2: time.perf"),
     (clocks_only_in_events_and_comm, "zhooks/unit.py", "from time import monotonic", ":1: time.monotonic"),
     (clocks_only_in_events_and_comm, "zhooks/unit.py", "import torch\ntorch.cuda.nvtx.mark('')", ":2: torch.cuda"),
-    (no_long_file, "zhooks/unit.py", "x = 1\n" * (MAX_FILE_LINES + 1), ":401: 401 lines"),
-    (no_long_function, "zhooks/unit.py", LONG_FUNCTION, ":1: f has 61 lines"),
-    (
-        no_wide_constructor,
-        "zhooks/unit.py",
-        "class C:\n    def __init__(self, a, b, c, d, *, e, f, g, h): ...",
-        ":2: __init__ takes 8 arguments",
-    ),
     (names_mean_something, "zhooks/unit.py", "class UnitManager: ...", ":1: UnitManager"),
     (names_mean_something, "zhooks/unit.py", "def gather_helper(): ...", ":1: gather_helper"),
     (names_mean_something, "zhooks/unit.py", "def f(io_utils): ...", ":1: io_utils"),
@@ -188,7 +162,6 @@ SOUND: list[tuple[Rule, str, str]] = [
     (no_environment_is_read, "zhooks/mesh.py", "import os\nos.path.join('a', os.sep)"),
     (clocks_only_in_events_and_comm, "offload/events.py", "import time\ntime.perf_counter_ns()"),
     (no_import_cycles, "zhooks/a.py", "def f():\n    import zhooks.a\nif TYPE_CHECKING:\n    import zhooks.a"),
-    (no_long_function, "zhooks/unit.py", LONG_FUNCTION.replace("    x = 1\n", "", 1)),
     (names_mean_something, "zhooks/unit.py", "import torch.utils\nutilisation = torch.utils.swap_tensors"),
 ]
 
