@@ -186,7 +186,7 @@ def open_scratch(folder: Path, label: str, io: Io) -> ScratchFile:
             fcntl.flock(plain_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         page = aligned(ALIGN).numpy()
         page[:] = np.frombuffer(Owner.here().page(), np.uint8)
-        direct_fd = _open_direct(path, io, page)
+        direct_fd = _open_direct(path, io, plain_fd, page)
         file = ScratchFile(path, io, plain_fd, direct_fd)
         if file.mover(ALIGN).write(page, 0) != ALIGN:
             raise OSError(errno.EIO, "the first page was not taken")
@@ -200,11 +200,13 @@ def open_scratch(folder: Path, label: str, io: Io) -> ScratchFile:
     return file
 
 
-def _open_direct(path: Path, io: Io, page: Bytes) -> int | None:
+def _open_direct(path: Path, io: Io, plain_fd: int, page: Bytes) -> int | None:
     """A second descriptor past the page cache, tried with the first page; None where the file system does not have that."""
     fd: int | None = None
     try:
         fd = io.open(path, os.O_RDWR | os.O_DIRECT)
+        if not os.path.samestat(os.fstat(fd), os.fstat(plain_fd)):
+            raise OSError(errno.EEXIST, "another file took its name")
         io.pwritev(fd, [page], 0)
         io.preadv(fd, [aligned(ALIGN).numpy()], 0)
     except OSError as error:
@@ -237,6 +239,8 @@ def _remove_if_stale(path: Path) -> int | None:
         if owner is None or status.st_uid != os.geteuid() or not owner.is_over():
             return None
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(status, os.lstat(path)):
+            return None
         path.unlink()
     except OSError:
         return None

@@ -59,8 +59,8 @@ class Io(Protocol):
 class SystemIo:
     """The system's own calls; Python repeats those that a signal interrupts."""
 
-    def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    def open(self, path: Path, flags: int, dir_fd: int | None = None) -> int:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
 
     def preadv(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
         return os.preadv(fd, [buffer.data for buffer in buffers], offset)

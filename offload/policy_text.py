@@ -6,6 +6,7 @@ The policy rooms and ``zprof`` call it. This room never reads a file and never k
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,18 @@ from fractions import Fraction
 
 from offload.errors import PolicyError
 
-__all__ = ["Share", "format_amount", "format_size", "one_line", "parse_amount", "parse_size", "shown", "toml_key", "toml_value"]
+__all__ = [
+    "Share",
+    "format_amount",
+    "format_size",
+    "one_line",
+    "parse_amount",
+    "parse_size",
+    "shown",
+    "shown_path",
+    "toml_key",
+    "toml_value",
+]
 
 #: Sizes stay within a signed 64-bit integer, as every allocator and file interface below does.
 MAX_SIZE_NBYTES = (1 << 63) - 1
@@ -117,6 +129,12 @@ def shown(value: object) -> str:
         text = repr(value)
     text = one_line(text)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def shown_path(path: object) -> str:
+    """A path as it is written, on one line; of one that is very long both ends."""
+    text = one_line(str(path)) if isinstance(path, (str, os.PathLike)) else shown(path)
+    return text if len(text) <= 240 else f"{text[:80]}...{text[-157:]}"
 
 
 def one_line(text: str) -> str:

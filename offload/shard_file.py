@@ -83,14 +83,14 @@ class ShardWriter:
         CheckpointError: a dtype or name the format does not know.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+    def __init__(self, path: Path, entries: Sequence[Entry], dir_fd: int | None = None) -> None:
         self.path = path
         self._entries = iter(entries)
         self._digests: dict[str, str] = {}
         raw = _header(entries)
         self._header = xxhash.xxh3_64_hexdigest(raw)
         self.nbytes = len(raw) + sum(entry.nbytes for entry in entries)
-        self._stream = Stream(path)
+        self._stream = Stream(path, dir_fd)
         try:
             self._stream.write(np.frombuffer(raw, np.uint8))
         except BaseException:

@@ -24,24 +24,30 @@ BUFFER = 8 << 20
 class Stream:
     """A new file, its owner's alone.
 
+    Args:
+        path: its name, for errors too.
+        dir_fd: the folder that it is made in, looked up by its last name alone; it stays open longer than the stream.
     Raises:
         OSError: from any call; what failed in the background surfaces at the next.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dir_fd: int | None = None) -> None:
         self.path, self._io = path, SystemIo()
+        self._dir_fd, self._name = dir_fd, path if dir_fd is None else Path(path.name)
         self._buffers: list[Bytes] = [aligned(BUFFER).numpy() for _ in range(2)]
         self._filled = self._written = 0
         self._under_way: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zhooks-save")
         self._direct_fd = -1
-        self._fd = self._io.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._fd = self._io.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd)
         self._plain = Mover(self._io, self._fd, direct=False, bounce_nbytes=BUFFER)
         self._direct = self._open_direct()
 
     def _open_direct(self) -> Mover | None:
         try:
-            self._direct_fd = self._io.open(self.path, os.O_WRONLY | os.O_DIRECT)
+            self._direct_fd = self._io.open(self._name, os.O_WRONLY | os.O_DIRECT, self._dir_fd)
+            if not os.path.samestat(os.fstat(self._direct_fd), os.fstat(self._fd)):
+                raise FileExistsError(errno.EEXIST, "another file took its name", str(self.path))
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.ENOTSUP):
                 return None
@@ -104,9 +110,13 @@ class Stream:
         if under_way is not None:
             under_way.exception()
         with suppress(OSError):
-            self._close()
+            if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), self._stat()):
+                os.unlink(self._name, dir_fd=self._dir_fd)
         with suppress(OSError):
-            self.path.unlink()
+            self._close()
+
+    def _stat(self) -> os.stat_result:
+        return os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
 
     def _close(self) -> None:
         self._thread.shutdown()

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import nn
 
 import zhooks
 from offload import shard_set
+from offload.disk_file import Owner, _started_ticks
 from offload.events import Event
 from offload.shard_file import Entry, ShardReader, ShardWriter
 from tests.on_ranks import on_ranks, place
@@ -91,7 +93,7 @@ def loaded(target):
 
 for earlier, exchanges in ((True, True), (True, False), (False, True)):
     if not exchanges:
-        shard_set._exchange = lambda one, other: False
+        shard_set._exchange = lambda *names: False
     number, found = 0, []
     while not found or not ended:
         number += 1
@@ -499,3 +501,128 @@ def test_an_object_that_refuses_its_state_fails_the_load_on_all_ranks() -> None:
         with pytest.raises(zhooks.CheckpointError, match=r"rank 1: .*ValueError: not mine. The run is partly loaded now"):
             run.attachment.load(path / "run", run.optimizer, objects={"odd": Refuses()})
         run.train(range(2, 3))
+
+
+# ---- what others left in a shared folder
+
+STRANGE = "0123456789abcdef"
+
+
+def content(path: Path) -> dict[str, bytes]:
+    """Every file below ``path``, links followed."""
+    return {str(each.relative_to(path)): each.read_bytes() for each in sorted(path.rglob("*")) if each.is_file()}
+
+
+def given_away(path: Path) -> bool:
+    """Whether the folder is another user's now; only root may give one away, and elsewhere it goes."""
+    if os.geteuid() == 0:
+        os.chown(path, 4711, 4711)
+        return True
+    if path.name.startswith("run."):
+        shutil.rmtree(path)
+    return False
+
+
+def marked(path: Path, owner: Owner, token: str) -> Path:
+    """A folder as a save of ``owner`` leaves it when it is killed while it writes."""
+    path.mkdir()
+    (path / f"saving-{token}").write_bytes(owner.page())
+    (path / "rank-00000.safetensors").write_bytes(b"begun")
+    return path
+
+
+@on_ranks(1, 2)
+def test_links_and_folders_that_look_like_leftovers_of_a_save_are_left_alone() -> None:
+    """Another checkpoint behind a planted link, another user's folder, a live save's and a folder of the user's own."""
+    run = Run(SMALL)
+    alive = replace(Owner.here(), pid=1, started_ticks=_started_ticks(1) or 0)
+    with folder() as path:
+        run.save(path / "best", extra={"step": 0})
+        if place()[0] == 0:
+            for kind in ("tmp", "old"):
+                (path / f"run.{kind}-{STRANGE}").symlink_to("best")
+            shutil.copytree(path / "best", path / "run.tmp-00000000000000aa")
+            shutil.copytree(path / "best", path / "run.old-00000000000000aa")
+            marked(path / "run.tmp-00000000000000bb", alive, "00000000000000bb")
+            theirs = marked(path / "run.tmp-00000000000000cc", replace(alive, boot="another"), "00000000000000cc")
+            given_away(theirs)
+            marked(path / "run.tmp-00000000000000dd", replace(alive, boot="another"), "00000000000000dd")
+            (path / "run.tmp-00000000000000ee").mkdir()
+            os.mkfifo(path / "run.tmp-00000000000000ff")
+        from_first(None)
+        before = content(path)
+        run.save(path / "run", extra={"step": 1})
+        run.save(path / "run", extra={"step": 2})
+        after = content(path)
+        gone = {name for name in before if name not in after}
+        assert {name.split("/")[0] for name in gone} == {"run.tmp-00000000000000dd"}
+        assert all(after[name] == before[name] for name in before if name not in gone)
+        names = set(os.listdir(path))
+        assert not names & {"run.tmp-00000000000000dd", "run.tmp-00000000000000ee"} and "run.tmp-00000000000000ff" in names
+        assert run.load(path / "best") == {"step": 0} and run.load(path / "run") == {"step": 2}
+
+
+@on_ranks(1, 2)
+def test_links_pipes_and_strangers_in_a_checkpoint_are_neither_followed_nor_lost() -> None:
+    run = Run(SMALL)
+    with folder() as path:
+        run.save(path / "best", extra={"step": 0})
+        run.save(path / "run", extra={"step": 1})
+        if place()[0] == 0:
+            (path / "run" / "rank-00009.safetensors").symlink_to("../best/rank-00000.safetensors")
+            os.mkfifo(path / "run" / "notes.pipe")
+            (path / "run" / "notes").mkdir()
+            (path / "run" / "notes" / "today").write_text("mine")
+            os.link(path / "run" / "manifest.json", path / "kept.json")
+            (path / "kept").mkdir()
+            (path / "kept" / "rank-00000.safetensors").write_text("another tool's")
+        from_first(None)
+        best, kept = content(path / "best"), (path / "kept.json").read_bytes()
+        run.save(path / "run", extra={"step": 2})
+        assert content(path / "best") == best and (path / "kept.json").read_bytes() == kept
+        assert (path / "run" / "notes" / "today").read_text() == "mine" and (path / "run" / "notes.pipe").is_fifo()
+        assert (path / "run" / "rank-00009.safetensors").is_symlink()
+        assert run.load(path / "run") == {"step": 2}
+        with refused(run, "found a folder with other files"):
+            run.save(path / "kept")
+        if from_first(given_away(path / "best") if place()[0] == 0 else None):
+            with refused(run, r"found a checkpoint of another user \(uid 4711\)"):
+                run.save(path / "best")
+        assert content(path / "best") == best and sorted(os.listdir(path)) == ["best", "kept", "kept.json", "run"]
+
+
+class Swaps:
+    """An observer that puts a link in place of a folder when the first shard has been written."""
+
+    def __init__(self, swap: Callable[[], None]) -> None:
+        self.swap: Callable[[], None] | None = swap
+
+    def on_event(self, event: Event) -> None:
+        if (event.kind, event.what) == ("end", "save") and self.swap is not None:
+            swap, self.swap = self.swap, None
+            swap()
+
+
+@on_ranks(1, what=("target", "draft", "file"))
+def test_a_folder_that_is_swapped_while_a_save_runs_costs_nothing_else(what: str) -> None:
+    """Between the check and the rename: by a link to another checkpoint, which must stay whole."""
+    run = Run(SMALL)
+    with folder() as path:
+        run.save(path / "best", extra={"step": 0})
+        run.save(path / "run", extra={"step": 1})
+        best = content(path / "best")
+
+        def swap() -> None:
+            draft = next(path.glob("run.tmp-*"))
+            if what == "file":
+                (draft / "manifest.json").symlink_to(path / "best" / "manifest.json")
+                return
+            victim = path / "run" if what == "target" else draft
+            victim.rename(path / "aside")
+            victim.symlink_to("best")
+
+        with run.attachment.observe(Swaps(swap)), refused(run, "found"):
+            run.save(path / "run", extra={"step": 2})
+        assert content(path / "best") == best
+        moved = path / "aside" if what == "target" else path / "run"
+        assert run.load(moved) == {"step": 1} and run.load(path / "best") == {"step": 0}

@@ -55,4 +55,4 @@ def least(world: Transport, budget: int | None) -> int | None:
 
 def text_digest(text: str) -> int:
     """A number that stands for ``text`` in an exchange of int64."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=7).digest(), "little")

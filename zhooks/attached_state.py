@@ -82,7 +82,7 @@ class Stateful:
     def save_full(self, path: str | Path) -> None:
         """Write full parameters and buffers as safetensors from rank 0, one parameter in memory at a time.  Collective."""
         self._runtime.settle()
-        export.save_full(self.model, self._units, self._comm, Path(path))
+        export.save_full(self.model, self._units, self._comm, path)
 
     def save(
         self,
@@ -107,7 +107,7 @@ class Stateful:
             CheckpointError: on every rank, naming the first that failed; nothing was committed.
         """
         self._runtime.due()
-        sharded_checkpoint.save(self._live(optimizer, objects), Path(folder), extra or {})
+        sharded_checkpoint.save(self._live(optimizer, objects), folder, extra or {})
 
     def load(
         self,
@@ -127,7 +127,7 @@ class Stateful:
             CheckpointError: on every rank; the run is as it was, unless the message says that it is partly loaded.
         """
         self._runtime.due()
-        return sharded_checkpoint.load(self._live(optimizer, objects), Path(folder))
+        return sharded_checkpoint.load(self._live(optimizer, objects), folder)
 
     def _live(self, optimizer: Any, objects: Mapping[str, Any] | None) -> sharded_checkpoint.Live:
         chosen = self._optimizer if optimizer is None else optimizer

@@ -174,7 +174,7 @@ def _mismatch(model: nn.Module, values: dict[str, Any]) -> str:
 def agree_problem(comm: Comm, problem: str) -> None:
     """Rank 0's problem is everybody's."""
     text = torch.zeros(512, dtype=torch.uint8)
-    raw = problem.encode()[:512]
+    raw = problem.encode(errors="backslashreplace")[:512]
     text[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
     comm.stage.broadcast(Call(CONTROL, "load", "check"), text)
     said = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -20,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import CheckpointError
+from offload.policy_text import shown, shown_path
 from zhooks.checkpoint import SAFETENSORS, agree_problem, first, flats_of, whole_values
 from zhooks.comm import Comm
 from zhooks.division import whole_of
 from zhooks.flat import Flat
 from zhooks.passing import passing
 from zhooks.sharded import Spec
-from zhooks.together import one_stage_a_path
+from zhooks.together import Together, one_stage_a_path
 from zhooks.unit import Unit
 
 
@@ -71,14 +73,16 @@ class _File:
     def _failed(self, error: OSError) -> None:
         self._file = None
         self.problem = self.problem or (
-            f"save_full {self._path}: expected a writable folder with room for the model, found: {error.strerror}. "
+            f"save_full {shown_path(self._path)}: expected a writable folder with room for the model, found: {error.strerror}. "
             "Choose another path."
         )
 
 
 @torch.no_grad()
-def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, path: Path) -> None:
+def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, target: str | os.PathLike[str]) -> None:
     """See ``Attachment.save_full``.  Tied parameters are written under each name: a strict load succeeds."""
+    ranks = Together(comm.stage, "save_full", shown_path(target))
+    path = ranks.run(lambda: _destination(target, ranks.first))
     named = [(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)]
     header, places = _header(named)
     one_stage_a_path(comm, "save_full", str(path.absolute()))
@@ -96,6 +100,26 @@ def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, path: Path) -
     if file is not None:
         file.commit()
     agree_problem(comm, file.problem if file is not None else "")
+
+
+def _destination(target: str | os.PathLike[str], first: bool) -> Path:
+    """The path that is meant; on the first rank, where the file is made, one that a file may take the place of."""
+    text = os.fspath(target) if isinstance(target, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise CheckpointError(
+            f"save_full: expected the path of a file, found {shown(target)}. Name one, e.g. model.safetensors."
+        )
+    path = Path(text).absolute()
+    try:
+        mode = os.lstat(path).st_mode if first else None
+    except FileNotFoundError:
+        mode = None
+    if mode is not None and not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        found = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise CheckpointError(
+            f"save_full {shown_path(text)}: expected a file or no such path, found {found}. Choose another path."
+        )
+    return path
 
 
 def _write(flat: Flat, file: _File | None, places: dict[int, list[int]]) -> None:

@@ -8,8 +8,9 @@ parameter and never decides where values rest.
 from __future__ import annotations
 
 import json
+import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError, ZhooksError
+from offload.policy_text import shown_path
 from offload.shard_file import Record, ShardReader, ShardWriter
-from offload.shard_set import Draft, Manifest, find, read_manifest, shard_name
-from zhooks.shard_contents import Live, buffer_digests, contents
+from offload.shard_set import Draft, Manifest, destination, find, read_manifest, shard_name
+from zhooks.shard_contents import Live, Part, buffer_digests, contents
 from zhooks.shard_loading import Loading, check
 from zhooks.sharded import Spec
 from zhooks.together import Together, one_stage_a_path
@@ -28,11 +30,12 @@ __all__ = ["Live", "load", "save"]
 
 
 @torch.no_grad()
-def save(live: Live, target: Path, extra: Mapping[str, Any]) -> None:
+def save(live: Live, folder: str | os.PathLike[str], extra: Mapping[str, Any]) -> None:
     """See ``Attachment.save``."""
-    ranks = Together(live.comm.stage, "save", str(target))
-    one_stage_a_path(live.comm, "save", ranks.share(str(target.resolve())))
-    draft = Draft(target.resolve(), ranks.share(secrets.token_hex(8)))
+    ranks = Together(live.comm.stage, "save", shown_path(folder))
+    target = ranks.run(lambda: destination(folder, "save"))
+    one_stage_a_path(live.comm, "save", ranks.share(str(target)))
+    draft = Draft(target, ranks.share(secrets.token_hex(8)))
     live.bus.begin("save", target.name)
     nbytes = 0
     try:
@@ -48,6 +51,7 @@ def save(live: Live, target: Path, extra: Mapping[str, Any]) -> None:
             draft.discard()
         raise
     finally:
+        draft.close()
         live.bus.end("save", target.name, nbytes)
 
 
@@ -57,13 +61,12 @@ def _record(raw: bytes) -> Record:
 
 def _write(live: Live, draft: Draft, extra: Mapping[str, Any], digests: Mapping[str, str]) -> Record:
     """This rank's file, durable."""
-    if not draft.folder.is_dir():
-        raise CheckpointError(
-            f"save {draft.target}: expected the folder that the first rank made, found none on this host. Save into a file "
-            "system that all hosts share, by the same path."
-        )
-    parts = contents(live, extra, digests)
-    writer = ShardWriter(draft.folder / shard_name(live.comm.stage.axis.rank), [part.entry for part in parts])
+    with draft.files() as dir_fd:
+        return _write_file(live, draft.path(shard_name(live.comm.stage.axis.rank)), dir_fd, contents(live, extra, digests))
+
+
+def _write_file(live: Live, path: Path, dir_fd: int, parts: Sequence[Part]) -> Record:
+    writer = ShardWriter(path, [part.entry for part in parts], dir_fd)
     try:
         for part in parts:
             if part.key:
@@ -77,10 +80,10 @@ def _write(live: Live, draft: Draft, extra: Mapping[str, Any], digests: Mapping[
         raise
 
 
-def load(live: Live, target: Path) -> dict[str, Any]:
+def load(live: Live, saved: str | os.PathLike[str]) -> dict[str, Any]:
     """See ``Attachment.load``."""
-    ranks = Together(live.comm.stage, "load", str(target))
-    target = target.resolve()
+    ranks = Together(live.comm.stage, "load", shown_path(saved))
+    target = ranks.run(lambda: destination(saved, "load"))
     live.bus.begin("load", target.name)
     nbytes = 0
     try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError, ZhooksError
+from offload.policy_text import shown_path
 from zhooks.agree import text_digest
 from zhooks.comm import CONTROL, Call, Comm, Transport
 
@@ -100,7 +101,7 @@ class Together:
     def _said(self, problem: str) -> str:
         """The one rank's reason on every rank."""
         text = torch.zeros(_TEXT, dtype=torch.uint8)
-        _put(problem.encode()[:_TEXT], text)
+        _put(problem.encode(errors="backslashreplace")[:_TEXT], text)
         if self.size > 1:
             self._world.all_reduce(self._call("reason"), text, "max")
         return text.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
@@ -112,7 +113,7 @@ class Together:
         if isinstance(error, ZhooksError):
             return str(error)
         if isinstance(error, OSError):
-            place = f" at {error.filename}" if error.filename else ""
+            place = f" at {shown_path(error.filename)}" if error.filename else ""
             found = f"{error.strerror or error}{place}"
             return (
                 f"{self._verb} {self._subject}: expected room and permission to do so, found: {found}. Free room, or choose "
