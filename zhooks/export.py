@@ -109,7 +109,7 @@ def _destination(target: str | os.PathLike[str], first: bool) -> Path:
         raise CheckpointError(
             f"save_full: expected the path of a file, found {shown(target)}. Name one, e.g. model.safetensors."
         )
-    path = Path(text).absolute()
+    path = Path(text)
     try:
         mode = os.lstat(path).st_mode if first else None
     except FileNotFoundError:
