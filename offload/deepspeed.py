@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from offload.deepspeed_keys import ALIASES, AMBIGUOUS, HONOURED, OTHER, enabled
+from offload.deepspeed_keys import ALIASES, AMBIGUOUS, HONOURED, LEFT_OPEN, OTHER, enabled
 from offload.policy_errors import complain, nearest
 from offload.policy_load import Document, Place
 from offload.policy_text import shown
@@ -33,12 +33,17 @@ _DYNAMIC = {"growth_interval": 1000, "hysteresis": 2}
 _AIO_DEFAULTS = {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "intra_op_parallelism": 1}
 
 
+#: Keys that the warning names; `zprof policy check` lists them all.
+_MOST_NAMED = 20
+
+
 class IgnoredKeys(UserWarning):
     """A DeepSpeed configuration asks for something this project does not do; ``ignored`` says what and what instead."""
 
     def __init__(self, source: str, ignored: tuple[str, ...]) -> None:
         self.ignored = ignored
-        keys = ", ".join(line.partition(":")[0].partition(" = ")[0] for line in ignored)
+        names = [line.partition(":")[0].partition(" = ")[0] for line in ignored]
+        keys = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")
         super().__init__(f"{source}: DeepSpeed keys not honoured: {keys}; `zprof policy check` says what to do instead")
 
 
@@ -180,11 +185,12 @@ class _Reading:
 
     def stage(self, zero: object) -> int | None:
         """The stage; None leaves it to the policy's default."""
+        if isinstance(zero, str) and zero == "auto":
+            return None
         if not isinstance(zero, Mapping):
             return 1 if zero is True else 0
         place = ("zero_optimization", "stage")
         if self._values.get(place) == "auto":
-            self.ignore(place, "written by accelerate, which is not here; the policy's own default holds")
             return None
         stage = self._typed(place, lambda value: _is_count(value) and value <= 3, "0, 1, 2 or 3")
         return int(stage or 0)
@@ -195,10 +201,25 @@ class _Reading:
         for place, value in self._values.items():
             other = OTHER.get(place[:-1], {}).get(place[-1])
             off = (place[0] == "fp16" and fp16 is not True) or (place[0] == "bf16" and bf16 is not True)
+            if self._automatic(place):
+                self._left_open(place)
+                continue
             if other is None or off or self.get(place) is None or not enabled(value):
                 continue
             if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in other.same):
                 self.ignore(place, other.instead)
+
+
+    def _automatic(self, place: Place) -> bool:
+        value = self._values.get(place)
+        return isinstance(value, str) and value == "auto"
+
+    def _left_open(self, place: Place) -> None:
+        """List a key that was left to a launcher, where its value would make another run of it."""
+        written = LEFT_OPEN.get(place)
+        decided = any(self.get((name, "enabled")) is True for name in ("fp16", "bf16")) and place[0] in ("fp16", "bf16")
+        if written is not None and not decided:
+            self.ignore(place, f"left to transformers or accelerate, which are not here; {written}")
 
 
 def _is_count(value: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ALIASES", "AMBIGUOUS", "HONOURED", "OTHER", "Other", "enabled"]
+__all__ = ["ALIASES", "AMBIGUOUS", "HONOURED", "LEFT_OPEN", "OTHER", "Other", "enabled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +241,30 @@ ALIASES: Mapping[tuple[str, ...], Mapping[str, tuple[str, ...]]] = {
         "partitioned_activations": ("activation_checkpointing", "partition_activations"),
         "num_checkpoints": ("activation_checkpointing", "number_checkpoints"),
     },
+}
+_OWN_DTYPE = "parameters keep their own dtype; write true or false"
+_DEVICE = "it stays on the device; write cpu, nvme or none"
+_DEFAULT_STAGE = "the policy's own default, stage 3, holds; write a number"
+_CLIP = "nothing is clipped here; call torch.nn.utils.clip_grad_norm_ in the loop"
+#: Keys that decide what a run computes or holds: what follows here where they say "auto", which nobody fills in.
+LEFT_OPEN: Mapping[tuple[str, ...], str] = {
+    ("fp16",): _OWN_DTYPE,
+    ("bf16",): _OWN_DTYPE,
+    ("fp16", "enabled"): _OWN_DTYPE,
+    ("bf16", "enabled"): _OWN_DTYPE,
+    ("zero_optimization",): _DEFAULT_STAGE,
+    ("zero_optimization", "stage"): _DEFAULT_STAGE,
+    ("zero_optimization", "offload_param"): _DEVICE,
+    ("zero_optimization", "offload_optimizer"): _DEVICE,
+    ("zero_optimization", "offload_param", "device"): _DEVICE,
+    ("zero_optimization", "offload_optimizer", "device"): _DEVICE,
+    ("zero_optimization", "cpu_offload"): _DEVICE,
+    ("zero_optimization", "cpu_offload_param"): _DEVICE,
+    ("zero_optimization", "cpu_offload_params"): _DEVICE,
+    ("activation_checkpointing", "cpu_checkpointing"): "nothing is computed again; write true or false",
+    ("communication_data_type",): "gradients are summed in fp32 where parameters are cast, else in their own dtype; write it",
+    ("gradient_clipping",): _CLIP,
+    ("gradient_accumulation_steps",): "nothing is accumulated here; do it in the loop, with attachment.no_sync()",
 }
 #: Keys of DeepSpeed that could as well be misspelt keys of ours; alone they are no sign of DeepSpeed.
 AMBIGUOUS = frozenset({"optimizer", "scheduler", "checkpoint", "pipeline", "compile", "timers", "amp", "comet", "log_level"})

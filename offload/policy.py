@@ -20,7 +20,7 @@ from offload import policy_layers
 from offload.deepspeed import IgnoredKeys
 from offload.errors import PolicyError
 from offload.policy_errors import explain
-from offload.policy_load import Document, Place, member
+from offload.policy_load import Document, Place, member, plain
 from offload.policy_memory import DeviceMemory, Host
 from offload.policy_precision import Precision, misscaled
 from offload.policy_rules import CELLS, Dtypes, Rule, RuleCell, RulePrecision, Tiers, dtypes_of, tiers_of
@@ -132,7 +132,7 @@ class Policy(Table):
 
     def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**values)
+            super().__init__(**plain(values))
         except ValidationError as error:
             raise explain(error, Document("policy", values), Policy) from None
 
@@ -145,7 +145,11 @@ class Policy(Table):
         Warns:
             IgnoredKeys: a DeepSpeed configuration asks for something that is not done here.
         """
-        return cls._build(policy_layers.load(Path(path), _own_keys(cls)))
+        try:
+            file = Path(path)
+        except TypeError:
+            raise PolicyError(f"policy: expected the path of a policy file, found {type(path).__name__[:50]}") from None
+        return cls._build(policy_layers.load(file, _own_keys(cls)))
 
     @classmethod
     def of(cls, value: str | os.PathLike[str] | Mapping[str, Any] | Policy | None) -> Policy:
@@ -166,7 +170,7 @@ class Policy(Table):
             raise PolicyError(f"policy: expected a path, a mapping, a Policy or None, found {type(value).__name__}")
         strangers = [key for key in value if not isinstance(key, str)]
         if strangers:
-            raise PolicyError(f"policy: expected names for keys, found {type(strangers[0]).__name__}")
+            raise PolicyError(f"policy: expected names for keys, found {type(strangers[0]).__name__[:50]}")
         return cls._build(policy_layers.handed(value, _own_keys(cls)))
 
     @classmethod

@@ -10,7 +10,7 @@ import difflib
 import re
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -22,7 +22,10 @@ from offload.policy_text import one_line, shown
 __all__ = ["complain", "explain", "nearest"]
 
 #: Problems listed before the rest is only counted.
-MAX_PROBLEMS = 20
+MAX_PROBLEMS = 10
+#: Characters of one line, and of all of them: whoever reads more has stopped reading.
+MAX_LINE_NCHARS = 600
+MAX_NCHARS = 4000
 
 _LAST = Spot(sys.maxsize, 0, "")
 _MEMBER = re.compile(r"#\d+", re.ASCII)
@@ -30,11 +33,24 @@ _MEMBER = re.compile(r"#\d+", re.ASCII)
 
 def complain(problems: Sequence[tuple[Place, str]], document: Document) -> PolicyError:
     """The error of one line a problem, each with the file and line of its place, in the order a reader meets them."""
+    return _said([(place, lambda text=text: text) for place, text in problems], document)
+
+
+def _said(problems: Sequence[tuple[Place, Callable[[], str]]], document: Document) -> PolicyError:
+    """As `complain`, with texts that are made only for the lines that are shown."""
     found = sorted(problems, key=lambda problem: document.spot(problem[0]) or _LAST)
     # Both branches of a union complain about one value in the same words; a dict keeps one of them, and the order.
-    lines = {f"{_prefix(place, document)}{text}": None for place, text in found[:MAX_PROBLEMS]}
-    if len(found) > MAX_PROBLEMS:
-        lines[f"{document.source}: and {len(found) - MAX_PROBLEMS} more"] = None
+    lines: dict[str, None] = {}
+    told = 0
+    for place, text in found[:MAX_PROBLEMS]:
+        line = f"{_prefix(place, document)}{text()}"
+        line = line if len(line) <= MAX_LINE_NCHARS else f"{line[: MAX_LINE_NCHARS - 3]}..."
+        if sum(map(len, lines)) + len(line) > MAX_NCHARS:
+            break
+        lines[line] = None
+        told += 1
+    if len(found) > told:
+        lines[f"{document.source}: and {len(found) - told} more"] = None
     return PolicyError("\n".join(lines))
 
 
@@ -44,15 +60,15 @@ def explain(error: ValidationError, document: Document, schema: type[BaseModel])
     A field says what it expects in ``json_schema_extra["expected"]``. A validator that speaks for several places raises
     a custom error whose context holds ``problems``, a list of (place, text), the places being below its own.
     """
-    found: list[tuple[Place, str]] = []
+    found: list[tuple[Place, Callable[[], str]]] = []
     for detail in error.errors(include_url=False):
         place = _place(detail["loc"], schema)
         spoken = detail.get("ctx", {}).get("problems")
         if spoken:
-            found.extend(((*place, *below), text) for below, text in spoken)
+            found.extend(((*place, *below), lambda text=text: text) for below, text in spoken)
         else:
-            found.append((place, _complaint(detail, place, schema)))
-    return complain(found, document)
+            found.append((place, lambda detail=detail, place=place: _complaint(detail, place, schema)))
+    return _said(found, document)
 
 
 def nearest(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -141,4 +157,5 @@ def _prefix(place: Place, document: Document) -> str:
     label = _label(place)
     if spot is None and len(place) > 1 and _MEMBER.fullmatch(place[1]):
         label = label.replace("]]", f"]] {int(place[1][1:]) + 1}", 1)
-    return f"{where}: {one_line(label)}: "
+    label = one_line(label)
+    return f"{where}: {label if len(label) <= 120 else f'{label[:117]}...'}: "

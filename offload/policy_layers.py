@@ -14,8 +14,8 @@ from typing import Any
 from offload import deepspeed
 from offload.errors import PolicyError
 from offload.policy_errors import complain
-from offload.policy_load import Document, Place, Spot, member, read
-from offload.policy_text import shown
+from offload.policy_load import Document, Place, Spot, member, plain, read
+from offload.policy_text import shown, shown_path
 
 __all__ = ["EXTENDS", "handed", "load"]
 
@@ -55,7 +55,10 @@ def load(path: Path, own: frozenset[str]) -> Document:
 def handed(values: Mapping[str, Any], own: frozenset[str]) -> Document:
     """As `load`, for values handed over in the program; what they extend lies in the working directory."""
     chain = _Chain(own | {EXTENDS})
-    _follow(Document("policy", dict(values)), Path(), (), chain)
+    checked = plain(values)
+    if not isinstance(checked, dict):
+        raise PolicyError(f"policy: expected a table of settings, found {checked!r}")
+    _follow(Document("policy", checked), Path(), (), chain)
     return _merged(chain.documents)
 
 
@@ -76,7 +79,7 @@ def _follow(document: Document, folder: Path, trail: tuple[str, ...], chain: _Ch
             raise _refusal(str(error), document) from None
         real = os.path.realpath(path)
         if real in trail:
-            raise _refusal(f"{path} extends itself by way of this file; leave one of them out", document)
+            raise _refusal(f"{shown_path(path)} extends itself by way of this file; leave one of them out", document)
         _follow(base, path.parent, (*trail, real), chain)
     chain.documents.append(_own_dialect(document, chain.own))
 

@@ -5,22 +5,31 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import json
 import re
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.errors import PolicyError
-from offload.policy_text import one_line, shown
+from pydantic import BaseModel
 
-__all__ = ["Document", "Place", "Spot", "member", "read"]
+from offload.errors import PolicyError
+from offload.policy_text import Share, one_line, shown, shown_path
+
+__all__ = ["Document", "Place", "Spot", "member", "plain", "read"]
 
 #: A policy is a page of settings; a larger file is a mistake, and refused before it is read.
 MAX_FILE_NBYTES = 1 << 20
+#: The names of a dotted key, and brackets inside each other: checked before parsing, which would take time without end.
+MAX_DOTTED = 16
+MAX_NESTED = 32
+#: Entries of one key's tables and lists, where they are handed over in the program.
+MAX_ENTRIES = 1 << 14
 
 #: Where a value stands in the document: () is the document, ("units", "names") a key of a table, ("rule", "#0", "match")
 #: a key of the first table of an array.
@@ -79,9 +88,10 @@ def read(path: Path) -> Document:
     Raises:
         PolicyError: missing, unreadable, not a regular file, above 1 MiB, not UTF-8, or not well-formed.
     """
-    source = str(path)
+    source = shown_path(path)
     text = _text(path)
     try:
+        _check_shape(text, source)
         if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
             return Document(source, _json_values(text, source), _spots(source, _json_lines(text)), len(text))
         return Document(source, tomllib.loads(text), _spots(source, _toml_lines(text)), len(text))
@@ -97,7 +107,83 @@ def read(path: Path) -> Document:
     except RecursionError:
         raise PolicyError(f"{source}: nested too deeply; a policy is tables of plain values") from None
     except ValueError as error:
-        raise PolicyError(f"{source}: {one_line(str(error))}") from None
+        digits = "a number of more digits than a size or a count has" if "digits" in str(error) else one_line(str(error))[:200]
+        raise PolicyError(f"{source}: expected a policy, found {digits}") from None
+
+
+_DOTTED = re.compile(rf"(?<![A-Za-z0-9_-])(?:[A-Za-z0-9_-]+[ \t]*\.[ \t]*){{{MAX_DOTTED}}}")
+
+
+def _check_shape(text: str, source: str) -> None:
+    """Refuse what a parser would take time or depth without end for, in one pass over the text."""
+    as_json = text.lstrip().startswith("{")
+    bare: list[str] = []
+    depth = position = 0
+    line = 1
+    for match in (_JSON_TOKEN if as_json else _TOML_VALUE).finditer(text):
+        token = match[0]
+        depth += (token in "[{") - (token in "]}")
+        if depth > MAX_NESTED:
+            line += text.count("\n", 0, match.start())
+            raise PolicyError(
+                f"{source}:{line}: nested too deeply, more than {MAX_NESTED} brackets; a policy is tables of plain values"
+            )
+        # A text may be one name of a dotted key; its own dots are none.
+        bare += (text[position : match.start()], "_" if token[0] in "\"'" else token if token in "[]{}\n" else "")
+        position = match.end()
+    rest = "".join((*bare, text[position:]))
+    dotted = None if as_json else _DOTTED.search(rest)
+    if dotted:
+        line += rest.count("\n", 0, dotted.start())
+        raise PolicyError(
+            f"{source}:{line}: expected a key of at most {MAX_DOTTED} dotted names, found more; a policy is tables of values"
+        )
+
+
+class _Foreign:
+    """What stands for a value that no policy file can hold: it is equal to nothing, and says in few words what it was."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def __repr__(self) -> str:
+        return self._words
+
+
+def plain(value: Any) -> Any:
+    """``value`` in exactly the types a file could give, and the policy's own; what is none of them is shown, never touched."""
+    if isinstance(value, Mapping) and len(value) <= MAX_ENTRIES:
+        # Each key by itself: one that goes on without end is the one that is refused.
+        return {_key(key): _plain(member, 1, itertools.count()) for key, member in value.items()}
+    return _plain(value, 0, itertools.count())
+
+
+def _plain(value: Any, depth: int, entries: Iterator[int]) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int.__pos__(value) if isinstance(value, int) else float.__pos__(value)
+    if isinstance(value, (Mapping, list, tuple)):
+        if depth > MAX_NESTED:
+            return _Foreign("a table or list nested too deeply")
+        if next(entries) + len(value) > MAX_ENTRIES:
+            return _Foreign(f"more than {MAX_ENTRIES} entries")
+        if isinstance(value, Mapping):
+            return {_key(key): _plain(member, depth + 1, entries) for key, member in value.items() if next(entries) >= 0}
+        members = [_plain(member, depth + 1, entries) for member in value if next(entries) >= 0]
+        return tuple(members) if isinstance(value, tuple) else members
+    if isinstance(value, (BaseModel, Share, datetime.date, datetime.time)):
+        return value
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return _Foreign(one_line(f"a value of type {name[:50]}"))
+
+
+def _key(key: object) -> Any:
+    if key is None or isinstance(key, (str, int, float)):
+        return plain(key)
+    return _Foreign(f"a value of type {type(key).__name__[:50]}")
 
 
 def _spots(source: str, lines: dict[Place, int]) -> dict[Place, Spot]:
@@ -108,23 +194,23 @@ def _text(path: Path) -> str:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise PolicyError(f"{path}: expected a policy file, found something that is not a regular file")
+            raise PolicyError(f"{shown_path(path)}: expected a policy file, found something that is not a regular file")
         if status.st_size <= MAX_FILE_NBYTES:
             with path.open("rb") as file:
                 # One byte more than allowed, for a file that grew after it was measured.
                 raw = file.read(MAX_FILE_NBYTES + 1)
         if status.st_size > MAX_FILE_NBYTES or len(raw) > MAX_FILE_NBYTES:
-            raise PolicyError(f"{path}: expected a policy file of at most 1 MiB, found {status.st_size} bytes")
+            raise PolicyError(f"{shown_path(path)}: expected a policy file of at most 1 MiB, found {status.st_size} bytes")
         return raw.decode("utf-8-sig")
     except PolicyError:
         raise
     except FileNotFoundError:
-        raise PolicyError(f"{path}: no such policy file") from None
+        raise PolicyError(f"{shown_path(path)}: no such policy file") from None
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise PolicyError(f"{path}:{line}: expected UTF-8 text, found byte 0x{raw[error.start]:02x}") from None
+        raise PolicyError(f"{shown_path(path)}:{line}: expected UTF-8 text, found byte 0x{raw[error.start]:02x}") from None
     except OSError as error:
-        raise PolicyError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise PolicyError(f"{shown_path(path)}: cannot be read: {error.strerror or error}") from None
     except ValueError:
         raise PolicyError(f"{shown(str(path))}: not a path") from None
 
@@ -134,7 +220,7 @@ def _json_values(text: str, source: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, value in pairs:
             if key in values:
-                raise PolicyError(f"{source}: {one_line(key)}: written twice in one object; keep one of them")
+                raise PolicyError(f"{source}: {one_line(key)[:120]}: written twice in one object; keep one of them")
             values[key] = value
         return values
 
@@ -144,7 +230,7 @@ def _json_values(text: str, source: str) -> dict[str, Any]:
     return values
 
 
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:\n]')
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\],:\n]', re.DOTALL)
 
 
 def _json_lines(text: str) -> dict[Place, int]:
@@ -184,8 +270,11 @@ def _names(opened: list[tuple[str | None, int | None]]) -> Place:
 
 
 _TOML_KEY = re.compile(r"""\s*("(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[A-Za-z0-9_-]+)\s*(\.?)""")
+# A text that is not closed goes to its end: each character is looked at once, whatever the file holds.
 _TOML_VALUE = re.compile(
-    r'"""(?:[^\\]|\\.)*?"{3,5}|' + r"""'''.*?'{3,5}|""" + r'"(?:[^"\\\n]|\\.)*"|' + r"'[^'\n]*'|#[^\n]*|[\[{]|[\]}]|\n",
+    r'"""(?:[^\\]|\\.)*?(?:"{3,5}|\Z)|'
+    + r"""'''.*?(?:'{3,5}|\Z)|"""
+    + r'"(?:[^"\\\n]|\\.)*"?|' + r"'[^'\n]*'?|#[^\n]*|[\[{]|[\]}]|\n",
     re.DOTALL,
 )
 

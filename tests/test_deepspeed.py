@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offload import deepspeed
-from offload.deepspeed_keys import ALIASES, AMBIGUOUS, HONOURED, OTHER
+from offload.deepspeed_keys import ALIASES, AMBIGUOUS, HONOURED, LEFT_OPEN, OTHER
 from offload.errors import PolicyError
 from offload.policy import IgnoredKeys, Policy
 
@@ -127,7 +127,7 @@ def test_a_mapping_warns_on_the_callers_line_too() -> None:
         ({"zero_optimization": True}, 1),
         ({"zero_optimization": False}, 0),
         ({"zero_optimization": {"stage": 3.0}}, 3),
-        ({"bf16": {"enabled": "auto"}}, 0),
+        ({"bf16": {"enabled": False}}, 0),
     ],
 )
 def test_the_stage_is_deepspeeds_and_0_where_it_says_nothing_of_zero(values: dict[str, Any], stage: int) -> None:
@@ -137,9 +137,27 @@ def test_the_stage_is_deepspeeds_and_0_where_it_says_nothing_of_zero(values: dic
 def test_a_stage_left_to_accelerate_is_the_policys_own_and_listed() -> None:
     policy, ignored = read({"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}}})
     assert policy == Policy()
+    left = "left to transformers or accelerate, which are not here"
     assert ignored == (
-        'zero_optimization.stage = "auto": written by accelerate, which is not here; the policy\'s own default holds',
+        f'zero_optimization.stage = "auto": {left}; the policy\'s own default, stage 3, holds; write a number',
+        f'zero_optimization.offload_optimizer.device = "auto": {left}; it stays on the device; write cpu, nvme or none',
     )
+
+
+@pytest.mark.parametrize("place", list(LEFT_OPEN), ids=".".join)
+def test_a_key_that_decides_what_a_run_computes_is_listed_where_it_is_left_to_a_launcher(place: tuple[str, ...]) -> None:
+    """Training in fp32 where a launcher would have put bf16 must not be silent."""
+    values: Any = "auto"
+    for key in reversed(place):
+        values = {key: values}
+    with pytest.warns(IgnoredKeys, match=".".join(place)) as caught:
+        Policy.of({"train_batch_size": 8, **values})
+    lines = [line for line in caught[0].message.ignored if line.startswith(".".join(place))]  # type: ignore[union-attr]
+    assert lines == [f'{".".join(place)} = "auto": left to transformers or accelerate, which are not here; {LEFT_OPEN[place]}']
+
+
+def test_of_two_precisions_the_one_left_open_is_not_listed_where_the_other_is_written() -> None:
+    assert read({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}})[1] == ()
 
 
 @pytest.mark.parametrize(
@@ -192,8 +210,8 @@ DYNAMIC = {"loss_scale": "dynamic", "growth_interval": 1000, "hysteresis": 2}
             {"param": "fp16", **DYNAMIC, "initial_scale": 2.0**20, "growth_interval": 500, "min_scale": 8.0},
         ),
         ({"fp16": {"enabled": True, "hysteresis": 3}}, {"param": "fp16", **DYNAMIC, "hysteresis": 3}),
-        ({"fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}}, {}),
-        ({"fp16": {"enabled": "auto", "auto_cast": False}, "bf16": {"enabled": "auto"}}, {}),
+        ({"fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}}, {}),
+        ({"fp16": {"enabled": False, "auto_cast": False}, "bf16": {"enabled": False}}, {}),
         ({"bfloat16": {"enabled": True}, "fp16": {"enabled": False}}, {"param": "bf16"}),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, {"param": "bf16"}),
         ({"communication_data_type": "bf16"}, {"reduce": "bf16"}),

@@ -181,8 +181,8 @@ def test_all_mistakes_are_reported_in_the_order_of_the_file(write: Write) -> Non
 
 def test_a_thousand_mistakes_are_counted_not_listed(write: Write) -> None:
     lines = complaint(write("".join(f"k{n} = 1\n" for n in range(1000)))).splitlines()
-    assert len(lines) == 21
-    assert lines[-1] == "policy.toml: and 980 more"
+    assert len(lines) == 11
+    assert lines[-1] == "policy.toml: and 990 more"
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_json_mistakes_carry_their_lines_too(write: Write) -> None:
             "policy.json: stage: written twice in one object; keep one of them",
         ),
         ("[1]", "policy.json", r"policy.json:1: expected a JSON object, found \[1\]"),
-        ("a=" + "[" * 5000, "policy.toml", "policy.toml: nested too deeply.*"),
-        ('{"a":' + "[" * 200_000, "policy.json", "policy.json: nested too deeply.*"),
+        ("a=" + "[" * 5000, "policy.toml", "policy.toml:1: nested too deeply, more than 32 brackets; .*"),
+        ('{"a":' + "[" * 200_000, "policy.json", "policy.json:1: nested too deeply, more than 32 brackets; .*"),
         ("stage = " + "9" * 5000, "policy.toml", "policy.toml: .*digits.*"),
         (b"stage = 3\n# \xff\n", "policy.toml", "policy.toml:2: expected UTF-8 text, found byte 0xff"),
     ],
@@ -268,8 +268,8 @@ def test_what_is_neither_path_nor_mapping_nor_policy_is_refused(value: Any) -> N
 def test_a_mapping_names_no_file_and_no_line() -> None:
     assert complaint({"stage": 4}) == "policy: stage: expected 0, 1, 2 or 3, found 4"
     assert complaint({1: 2}) == "policy: expected names for keys, found int"
-    assert complaint({"units": {"min_numel": object()}}).startswith(
-        "policy: [units] min_numel: expected an integer from 0 to 2**40, found <object"
+    assert complaint({"units": {"min_numel": object()}}) == (
+        "policy: [units] min_numel: expected an integer from 0 to 2**40, found a value of type object"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 import tomllib
@@ -11,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +53,7 @@ def answers(path: Path) -> None:
             policy = Policy.load(path)
     except PolicyError as error:
         said = str(error)
-        assert LINES.fullmatch(said)
+        assert LINES.fullmatch(said) and len(said) < 5000
         for line in said.split("\n"):
             assert line.isprintable() and line.startswith(str(path.parent)) and len(line) > len(str(path)) + 5
     else:
@@ -162,3 +165,128 @@ def test_any_file_that_extends_any_other_is_a_policy_or_clear_lines(
 ) -> None:
     write(json.dumps(base), "base.json")
     answers(write(json.dumps({**over, "extends": "base.json"}), "policy.json"))
+
+
+# --- values that no file holds ----------------------------------------------------------------------------------------
+
+
+class Raises:
+    """An object that cannot be compared, shown or hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("shown")
+
+
+class Word(str):
+    """Text of a type of its own."""
+
+
+class Place(enum.Enum):
+    HOST = "host"
+
+
+def circle() -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    values["units"] = values["rule"] = values
+    return values
+
+
+def bomb() -> list[Any]:
+    """Few objects, entries without end."""
+    values: list[Any] = [1]
+    for _ in range(30):
+        values = [values] * 100
+    return values
+
+
+FOREIGN: dict[str, Callable[[], Any]] = {
+    "array": lambda: numpy.ones(3),
+    "array of objects": lambda: numpy.array(["host", None], dtype=object),
+    "scalar": lambda: numpy.int64(3),
+    "tensor": lambda: torch.ones(2, requires_grad=True),
+    "dtype": lambda: torch.float32,
+    "circle": circle,
+    "bomb": bomb,
+    "raises": Raises,
+    "generator": lambda: (number for number in range(3)),
+    "enum": lambda: Place.HOST,
+    "path": lambda: Path("x"),
+    "bytes": lambda: b"host",
+    "set": lambda: {"host"},
+    "huge": lambda: 10**5000,
+    "long": lambda: "x" * 1_000_000,
+    "long key": lambda: {"k" * 100_000: 1},
+    "many keys": lambda: {f"k{number}": 1 for number in range(5000)},
+    "strange keys": lambda: {1: 2, None: 3, ("a",): 4, b"x": 5, float("nan"): 6},
+    "surrogate": lambda: "\ud800",
+    "function": lambda: len,
+}
+PLACES = sorted(
+    {(key,) for key in [*KEYS, *HONOURED[()], *OTHER[()]]}
+    | {(name, key) for name, table in Policy() if hasattr(table, "model_fields_set") for key in type(table).model_fields}
+    | {(*place, key) for place in HONOURED for key in {*HONOURED[place], *OTHER.get(place, {})}}
+    | {("rule", "match"), ("rule", "parameter"), ("rule", "parameter.tier"), ("rule", "precision")}
+)
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_value_that_no_file_holds_is_refused_in_few_words_wherever_it_stands(kind: str) -> None:
+    for place in PLACES:
+        values: Any = FOREIGN[kind]()
+        for key in reversed(place):
+            values = [{"match": "*", key: values}] if place[0] == "rule" and key != "rule" else {key: values}
+        if place[0] in HONOURED[()] | OTHER[()].keys():
+            values.setdefault("zero_optimization", {"stage": 2})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                Policy.of(values)
+            except PolicyError as error:
+                said = str(error)
+                assert 0 < len(said) < 5000 and all(line.isprintable() for line in said.split("\n")), place
+                assert len(place) > 1 or place[0][:60] in said or "names for keys" in said, (place, said)
+        assert all(len(str(warning.message)) < 1000 for warning in caught)
+
+
+def test_an_array_where_a_number_is_expected_is_named_with_its_key() -> None:
+    with pytest.raises(PolicyError) as caught:
+        Policy.of({"units": {"min_numel": numpy.ones(3)}, "parameter": {"tier": torch.ones(2)}})
+    assert str(caught.value).split("\n") == [
+        'policy: [parameter] tier: expected "device", "host" or "disk", found a value of type torch.Tensor',
+        "policy: [units] min_numel: expected an integer from 0 to 2**40, found a value of type numpy.ndarray",
+    ]
+    assert Policy.of({"parameter": {"tier": Word("host")}}) == Policy.of({"parameter": {"tier": "host"}})
+
+
+MEBI = 1 << 20
+HOSTILE = {
+    "dotted.toml": ".".join(["a"] * 6000) + " = 1",
+    "table.toml": "[" + ".".join(["a"] * (MEBI // 2 - 10)) + "]",
+    "quoted.toml": ".".join(['"a"'] * 6000) + " = 1",
+    "inline.toml": "units = {" + " . ".join(["a"] * 6000) + " = 1}",
+    "word.toml": "a" * (MEBI - 10),
+    "open.toml": '"' + '\\"' * (MEBI // 2 - 10),
+    "open3.toml": 'a = """' + '\\"' * (MEBI // 2 - 10),
+    "open.json": '{"' + '\\"' * (MEBI // 2 - 10),
+    "deep.json": '{"a":' * 5000 + "1" + "}" * 5000,
+    "deep.toml": "a = " + "[" * (MEBI - 10),
+    "digits.json": '{"stage": ' + "9" * 10_000 + "}",
+    "twice.json": '{"' + "x" * 10_000 + '": 1, "' + "x" * 10_000 + '": 2}',
+    "keys.toml": "\n".join(f"k{number} = 1" for number in range(5000)),
+    "extends.toml": 'extends = ["' + "x" * 5000 + '"]',
+    "nothing.toml": "a = 1\0",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_in_few_words(name: str, write: Write) -> None:
+    """Some of these took minutes or gigabytes: the test ends because they are refused before they are parsed."""
+    path = write(HOSTILE[name], name)
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(path)
+    assert str(caught.value).startswith(str(path)) and len(str(caught.value)) < 5000
