@@ -7,7 +7,7 @@ together and taken apart.  It never works during a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError
 from offload.events import Bus, Observer
@@ -39,7 +40,7 @@ from zhooks.build import (
 )
 from zhooks.calibrate import Calibrated
 from zhooks.checks import check_division, check_model, check_optimizer, check_ranks_equal, check_same_model, check_scaled
-from zhooks.comm import CONTROL, Call, open_comm
+from zhooks.comm import CONTROL, Call, Comm, open_comm
 from zhooks.describe import describe
 from zhooks.held import tell
 from zhooks.hooks import casts_of, install, install_casts
@@ -62,6 +63,7 @@ from zhooks.runtime import Runtime, forget_idle_graphs
 from zhooks.scaling import Scaling
 from zhooks.schedule import Choices
 from zhooks.tiers import change_store, check_change, groups_of, kept_budget, open_stepper, open_store
+from zhooks.together import all_or_none
 from zhooks.unit import Unit
 from zhooks.units import find_units
 
@@ -97,23 +99,23 @@ def attach(
     check_optimizer(model, optimizer)
     check_scaled(model, chosen)
     # What is trained later must not be made of inference tensors; the first of the two would turn gradients on.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
         axes = resolve(mesh)
         check_division(model, axes.tp)
         forget_idle_graphs()
         comm = open_comm(axes, chosen, device)
-        try:
-            check_axis(chosen, comm)
-            return Attachment(model, optimizer, chosen, comm, Materializer(model, device, init, sync))
-        except BaseException:
-            comm.close()
-            raise
+        undo.callback(comm.close)
+        check_axis(chosen, comm)
+        return Attachment(model, optimizer, chosen, comm, Materializer(model, device, init, sync), undo)
 
 
 class Attachment(Stateful, Calibrated):
     """A model under ZeRO.  Made by ``attach``; the model knows it until ``detach``."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, policy: Policy, comm: Any, materializer: Materializer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, policy: Policy, comm: Comm, materializer: Materializer, undo: ExitStack
+    ) -> None:
+        """``undo`` puts everything back that was done before; it is taken over once all is done."""
         self.model, self.policy = model, policy
         self._comm, self._bus = comm, Bus()
         self._table = Table.of(policy.table())
@@ -125,31 +127,67 @@ class Attachment(Stateful, Calibrated):
         self._optimizer = optimizer
         self._registries = Registries()
         self._units: list[Unit] = []
+        self._handles: list[RemovableHandle] = []
+        self._cast_handles: list[RemovableHandle] = []
         if not materializer.sync:
             check_ranks_equal(model, comm)
+        for put_back in (self._shut_store, self._pool.clear, self._make_plain):
+            undo.callback(put_back)
         spare = self._build(materializer)
+        with all_or_none(comm.stage, "attach"):
+            self._start(spare, undo)
+        self._undo: ExitStack | None = undo.pop_all()
+
+    def _start(self, spare: int | None, undo: ExitStack) -> None:
+        """Run the model that was built: everything that listens is put together, and begins to."""
+        policy, schedule = self.policy, self.policy.schedule
         reducer = Reducer(
-            comm, self._pool, self._bus, most=policy.schedule.max_reductions, unreduced=self._table.accumulates_unreduced
+            self._comm, self._pool, self._bus, most=schedule.max_reductions, unreduced=self._table.accumulates_unreduced
         )
-        self._scaling = Scaling(comm, self._bus, policy.precision)
+        self._scaling = Scaling(self._comm, self._bus, policy.precision)
         reducer.scaling, self._scaling.gather = self._scaling, Gather
         self._scaling.held = lambda: [each.partial for each in reducer.gradients.values() if each.partial is not None]
-        schedule = policy.schedule
         choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare)
         self._node = make_node(reducer)
         self._wire()
-        self._runtime = Runtime(self._units, reducer, self._bus, Paths(choices, Agreement(comm.world)))
+        self._runtime = Runtime(self._units, reducer, self._bus, Paths(choices, Agreement(self._comm.world)))
         self._runtime.relay = self._relay  # type: ignore[method-assign]
         self._keep_activations()
         self._scaling.settle, self._scaling.inside = self._runtime.due, lambda: not self._runtime.outermost
         self._casts = casts_of(policy.precision, self._charted.outside)
         self._casts.scaling = self._scaling
-        self._handles = install(model, self._units, self._runtime, self._casts)
+        for put_back in (self._unhook, self._registries.close, self._scaling.close, self._close_stepper):
+            undo.callback(put_back)
+        self._handles = install(self.model, self._units, self._runtime, self._casts)
         self._cast_handles = install_casts(self._charted.islands)
         self._registries.open()
         self._scaling.open(watch_steps)
         self._step_over_tiers()
         self._bus.told_by(self._tell)
+
+    # Each puts back what one step of attach has done, if it was done.
+
+    def _close_stepper(self) -> None:
+        if self._stepper is not None:
+            self._stepper.close()
+
+    def _unhook(self) -> None:
+        for handles in (self._handles, self._cast_handles):
+            while handles:
+                handles.pop().remove()
+
+    def _make_plain(self) -> None:
+        """Full parameters, gradients and known optimizer states; of units that are plain already, nothing.  Collective."""
+        if self._store is not None:
+            self._store.unwind()
+        optimizers = optimizers_of(self.model.parameters())
+        with loose_references(self.model):
+            for unit in self._units:
+                plain_unit(unit, optimizers, narrow=self.policy.optimizer.rounding == "stochastic")
+
+    def _shut_store(self) -> None:
+        if self._store is not None:
+            self._store.shut()
 
     def _tell(self) -> None:
         if self._runtime.saved.partition is not None:
@@ -182,36 +220,23 @@ class Attachment(Stateful, Calibrated):
         if self.policy.tiered:
             self._store = open_store(self.policy, materializer.device, groups, self._table, self._comm, self._bus)
             self._ground = replace(self._ground, store=self._store)
-        scratch = scratch_for(groups, self._ground, materializer.device)
         device = materializer.device
-        self._pool.arena = open_arena(self.policy, device, self._bus, lambda: planned(self.model, groups, self._ground, device))
-        try:
-            with loose_references(self.model):
-                for number, group in enumerate(groups):
-                    self._units.append(Unit(group.name, number, group.entries))
-                    build_unit(self.model, group, self._units[-1], self._ground, materializer, scratch)
-                    if self._optimizer is not None:
-                        shard_states(self._units[-1], self._optimizer)
-            materializer.buffers(self._comm)
-            self._charted = chart(self.model, self._units, self.policy)
-            spare = kept_budget(self.policy, self._units, self._comm, device)
-        except BaseException:
-            self._unbuild()
-            raise
-        self._size_pool(spare)
+        with all_or_none(self._comm.stage, "attach"):
+            scratch = scratch_for(groups, self._ground, device)
+            plan = partial(planned, self.model, groups, self._ground, device)
+            self._pool.arena = open_arena(self.policy, device, self._bus, plan)
+        with loose_references(self.model):
+            for number, group in enumerate(groups):
+                self._units.append(Unit(group.name, number, group.entries))
+                build_unit(self.model, group, self._units[-1], self._ground, materializer, scratch)
+                if self._optimizer is not None:
+                    shard_states(self._units[-1], self._optimizer, self._ground)
+        materializer.buffers(self._comm)
+        self._charted = chart(self.model, self._units, self.policy)
+        spare = kept_budget(self.policy, self._units, self._comm, device)
+        with all_or_none(self._comm.stage, "attach"):
+            self._size_pool(spare)
         return spare
-
-    def _unbuild(self) -> None:
-        """Make what was built of a model that cannot be attached plain again."""
-        try:
-            if self._store is not None:
-                self._store.unwind()
-            with loose_references(self.model):
-                for unit in self._units:
-                    plain_unit(unit, [self._optimizer] if self._optimizer is not None else [])
-        finally:
-            if self._store is not None:
-                self._store.shut()
 
     def _size_pool(self, spare: int | None) -> None:
         """Keep as many idle buffers as the schedule has under way at once, or reserve memory for them."""
@@ -229,14 +254,14 @@ class Attachment(Stateful, Calibrated):
 
     def _relay(self) -> None:
         """Follow parameters that were frozen or unfrozen since the last step."""
-        self._lay_out(always=False)
+        self._lay_out()
 
-    def _lay_out(self, *, always: bool) -> None:
+    def _lay_out(self, before: Ground | None = None) -> None:
         self._runtime.reducer.flush()
         optimizers = optimizers_of(self.model.parameters())
         try:
             for unit in self._units:
-                if relay_unit(unit, self._ground, optimizers, self.model, always=always) and self._stepper is not None:
+                if relay_unit(unit, self._ground, optimizers, self.model, before=before) and self._stepper is not None:
                     for optimizer in optimizers:
                         for flat in unit.flats:
                             self._stepper.adopt(optimizer, flat)
@@ -264,15 +289,16 @@ class Attachment(Stateful, Calibrated):
             self._store = change_store(self._store, chosen, device, self._units, table, self._comm, self._bus)
         self.policy, self._table = chosen, table
         self._rounding.seed = chosen.optimizer.seed
-        if self._stepper is not None:
-            self._stepper.close()
-        self._step_over_tiers()
-        self._ground = replace(self._ground, policy=chosen, table=self._table, store=self._store)
-        groups = groups_of(self._units)
+        before, self._ground = self._ground, replace(self._ground, policy=chosen, table=self._table, store=self._store)
+        self._close_stepper()
         self._pool.clear()
-        self._pool.arena = open_arena(chosen, device, self._bus, lambda: planned(self.model, groups, self._ground, device))
+        self._pool.arena = None
         try:
-            self._lay_out(always=True)
+            with all_or_none(self._comm.stage, "apply"):
+                self._step_over_tiers()
+                plan = partial(planned, self.model, groups_of(self._units), self._ground, device)
+                self._pool.arena = open_arena(chosen, device, self._bus, plan)
+            self._lay_out(before)
         finally:
             self._cast_as(charted)
             self._scaling.change(chosen.precision)
@@ -293,30 +319,21 @@ class Attachment(Stateful, Calibrated):
         self._cast_handles.extend(install_casts(charted.islands))
 
     def detach(self) -> nn.Module:
-        """Restore the plain model: full parameters, gradients and known optimizer states, no hook left.  Collective."""
-        if not self._handles:
+        """Restore the plain model: full parameters, gradients and known optimizer states, no hook left.  Collective.
+
+        Raises:
+            AttachError: it was detached already.
+            TierError: a tier cannot be read; what is plain stays plain, and detach may be called again.
+        """
+        if self._undo is None:
             raise AttachError("detach: expected an attached model, found one that was detached already. Attach it again first.")
         self._runtime.settle()
         self._runtime.reducer.flush()
         self._runtime.reducer.accumulation.close()
-        self._scaling.close()
-        if self._stepper is not None:
-            self._stepper.close()
-        for handles in (self._handles, self._cast_handles):
-            while handles:
-                handles.pop().remove()
-        optimizers = optimizers_of(self.model.parameters())
-        if self._store is not None:
-            self._store.unwind()
-        with loose_references(self.model):
-            for unit in self._units:
-                plain_unit(unit, optimizers, narrow=self.policy.optimizer.rounding == "stochastic")
-        self._registries.close()
-        self._pool.clear()
-        if self._store is not None:
-            self._store.shut()
+        self._make_plain()
         self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
-        self._comm.close()
+        undo, self._undo = self._undo, None
+        undo.close()
         self._runtime.saved.parted = True
         self._bus.counter("communication on host", "message rings", 0)
         return self.model

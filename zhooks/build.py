@@ -35,6 +35,7 @@ from zhooks.passing import Ranges, all_copies, spread
 from zhooks.placement import Table
 from zhooks.pool import Pool, Scratch
 from zhooks.sharded import ShardedOverTp, ShardedTensor, Spec, part_numel
+from zhooks.together import all_or_none
 from zhooks.unit import Unit, find_recurrent, find_slots
 from zhooks.units import Group
 
@@ -65,25 +66,45 @@ def build_unit(
     Collective over all ranks when ``ground.sync``: rank 0's values are broadcast.
     """
     scratch.reset()
-    for flat in flats_of(model, group, unit, ground, materializer.device):
-        flat.reserve()
     # A module of a meta model fills itself whole: its unit lies in the scratch buffer at once, others flat by flat.
     meta = on_meta(group)
-    fulls = [_place(flat, scratch) for flat in unit.flats] if meta else []
-    materializer.unit(group)
+    with all_or_none(ground.comm.stage, "attach"):
+        for flat in flats_of(model, group, unit, ground, materializer.device):
+            flat.reserve()
+        fulls = [_place(flat, scratch) for flat in unit.flats] if meta else []
+        materializer.unit(group)
     for flat in unit.flats:
         if not meta:
             scratch.reset()
         if flat.long and not (flat.aliased or meta or ground.comm.tp.axis.world > 1):
             _pass(flat, ground)
+            flat.holds = True
+            with all_or_none(ground.comm.stage, "attach"):
+                _swap_in(flat, 0, flat.params[0])
         else:
-            full = fulls.pop(0) if meta else _place(flat, scratch)
-            _fill(flat, full, ground)
-            flat.adopt(full)
-            del full
-        for index, param in enumerate(flat.params):
-            _swap_in(flat, index, param)
+            _take(flat, fulls.pop(0) if meta else _place(flat, scratch), ground)
     unit.slots, unit.recurrent = find_slots(model, unit), find_recurrent(model, unit)
+
+
+def _take(flat: Flat, full: Tensor, ground: Ground) -> None:
+    """Shard parameters by way of the full buffer; where that fails, on any rank, they are plain as before."""
+    grads = [param.grad for param in flat.params]
+    try:
+        _fill(flat, full, ground)
+        with all_or_none(ground.comm.stage, "attach"):
+            flat.adopt(full)
+            for index, param in enumerate(flat.params):
+                _swap_in(flat, index, param)
+    except BaseException:
+        for spec, start, param, grad in zip(flat.specs, flat.layout.starts, flat.params, grads, strict=True):
+            value = spec.within(full, start)
+            if isinstance(param, ShardedTensor):
+                _swap_out(spec, param, nn.Parameter(spec.wrap(value.clone()), param.requires_grad))
+                param.grad = grad
+            elif part_of(param).data_ptr() == value.data_ptr():
+                part_of(param).data = value.clone()
+        raise
+    flat.holds = True
 
 
 def flats_of(model: nn.Module, group: Group, unit: Unit, ground: Ground, device: torch.device) -> list[Flat]:
@@ -249,8 +270,8 @@ def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer], *, narro
     """
     optimizers = list(optimizers)
     for flat in unit.flats:
-        if not any(isinstance(param, ShardedTensor) for param in flat.params):
-            continue  # attach raised before this one held anything
+        if not flat.holds:
+            continue  # plain already, or attach raised before this one held anything
         for optimizer in optimizers:
             _plain_states(flat, optimizer, narrow)
         grads = [param.grad for param in flat.params]
@@ -264,7 +285,7 @@ def plain_unit(unit: Unit, optimizers: Iterable[torch.optim.Optimizer], *, narro
             _swap_out(flat.specs[index], param, plain)
             if any(held) and held[index]:
                 param.grad = full_grads[index]
-        flat.ask = None
+        flat.holds, flat.ask = False, None
         # A forward without a backward left its node, which refers to the flat: a circle that no collector sees.
         flat.end_graph()
 
@@ -303,19 +324,17 @@ def _plain_states(flat: Flat, optimizer: torch.optim.Optimizer, narrow: bool) ->
                 optimizer.state[param][key] = value.to(flat.kind.master) if wide else value
 
 
-def shard_states(unit: Unit, optimizer: torch.optim.Optimizer) -> None:
-    """Cut the states an optimizer already holds down to this rank's ranges."""
-    for flat in unit.flats:
-        for param, spec in zip(flat.params, flat.specs, strict=True):
-            state = optimizer.state.get(param)
-            for key, value in (state or {}).items():
-                if (
-                    isinstance(value, Tensor)
-                    and not isinstance(value, ShardedTensor)
-                    and value.shape == spec.shape
-                    and value.dim()
-                ):
-                    optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
+def shard_states(unit: Unit, optimizer: torch.optim.Optimizer, ground: Ground) -> None:
+    """Cut the states an optimizer already holds down to this rank's ranges: all of the unit's, or none.  Collective."""
+    made: list[tuple[nn.Parameter, str, ShardedTensor]] = []
+    with all_or_none(ground.comm.stage, "attach"):
+        for param, spec in [pair for flat in unit.flats for pair in zip(flat.params, flat.specs, strict=True)]:
+            for key, value in (optimizer.state.get(param) or {}).items():
+                plain = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
+                if plain and value.shape == spec.shape and value.dim():
+                    made.append((param, key, ShardedTensor(spec.take(value).clone(), spec)))
+    for param, key, state in made:
+        optimizer.state[param][key] = state
 
 
 def optimizers_of(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -333,49 +352,85 @@ def optimizers_of(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]
 
 @torch.no_grad()
 def relay_unit(
-    unit: Unit, ground: Ground, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, *, always: bool = False
+    unit: Unit,
+    ground: Ground,
+    optimizers: Sequence[torch.optim.Optimizer],
+    model: nn.Module,
+    *,
+    before: Ground | None = None,
 ) -> bool:
     """Lay a unit out anew where parameters were frozen or unfrozen; gradients and states follow.  Collective.
 
-    ``always``: whatever the parameters say, for the policy has changed.
+    ``before``: lay it out whatever the parameters say, for the policy has changed since it was laid out on this.
+    Raises:
+        BudgetError, TierError: there is no room for it on some rank; the unit is laid out as it was.
     """
-    if not always and all(param.requires_grad == flat.kind.trainable for flat in unit.flats for param in flat.params):
+    if before is None and all(param.requires_grad == flat.kind.trainable for flat in unit.flats for param in flat.params):
         return False
     wide = _normalised(model)
-    kinds: dict[Kind, list[tuple[str, nn.Parameter, Tensor]]] = {}
+    kinds: dict[Kind, list[Member]] = {}
+    kinds_before: dict[Kind, list[Member]] = {}
     carried: list[tuple[nn.Parameter, Any, str, Tensor]] = []
     for flat in unit.flats:
         for value, param, spec in zip(all_copies(flat, flat.shard), flat.params, flat.specs, strict=True):
             kind = _kind(spec.name, param, ground.policy, flat.kind.device, wide=id(param) in wide)
             kinds.setdefault(kind, []).append((spec.name, param, value))
+            kinds_before.setdefault(flat.kind, []).append((spec.name, param, value))
         carried.extend(_carried(flat, optimizers))
         flat.release()
         flat.end_graph()
         if flat.rest is not None:
             flat.rest.drop()
     hooks = {id(p): (s.hooks, s.post_hooks) for flat in unit.flats for p, s in zip(flat.params, flat.specs, strict=True)}
+    try:
+        _lay_out(unit, kinds, ground)
+    except Exception:
+        # Its values are here and nowhere else: the room they had a moment ago takes them back.
+        _lay_out(unit, kinds_before, before or ground)
+        raise
+    finally:
+        for param, spec in [pair for flat in unit.flats for pair in zip(flat.params, flat.specs, strict=True)]:
+            spec.hooks, spec.post_hooks = hooks[id(param)]
+        specs = {id(param): spec for flat in unit.flats for param, spec in zip(flat.params, flat.specs, strict=True)}
+        for param, owner, key, value in carried:
+            moved = ShardedTensor(specs[id(param)].pick(value).clone(), specs[id(param)])
+            if owner is None:
+                param.grad = moved
+            else:
+                owner.state[param][key] = moved
+        unit.slots, unit.recurrent = find_slots(model, unit), find_recurrent(model, unit)
+    return True
+
+
+Member = tuple[str, nn.Parameter, Tensor]
+"""A parameter's name, the parameter, and its full value."""
+
+
+def _lay_out(unit: Unit, kinds: dict[Kind, list[Member]], ground: Ground) -> None:
+    """New flats for a unit whose parameters are sharded already.  Collective: there is room on all ranks, or on none."""
     unit.flats = []
-    for kind, members in pieces(kinds, ground.cut):
-        flat = _flat(unit, unit.number * FLATS + len(unit.flats), kind, [(name, param) for name, param, _ in members], ground)
+    cut = list(pieces(kinds, ground.cut))
+    try:
+        with all_or_none(ground.comm.stage, "lay out"):
+            for kind, members in cut:
+                named = [(name, param) for name, param, _ in members]
+                unit.flats.append(_flat(unit, unit.number * FLATS + len(unit.flats), kind, named, ground))
+                unit.flats[-1].reserve()
+    except BaseException:
+        for flat in unit.flats:
+            if flat.rest is not None:
+                flat.rest.drop()
+        unit.flats = []
+        raise
+    for flat, (kind, members) in zip(unit.flats, cut, strict=True):
         full = torch.zeros(flat.layout.padded, dtype=kind.master, device=kind.device)
         for spec, start, (_, _, value) in zip(flat.specs, flat.layout.starts, members, strict=True):
             spec.within(full, start).copy_(value)
-        flat.reserve()
         flat.adopt(full)
+        flat.holds = True
         for index, (spec, (_, param, _)) in enumerate(zip(flat.specs, members, strict=True)):
             sharded: Any = param
             sharded._at, sharded._on, sharded._spec, sharded._bound = flat.part(index), flat.kind.device, spec, flat
-            spec.hooks, spec.post_hooks = hooks[id(param)]
-        unit.flats.append(flat)
-    specs = {id(param): spec for flat in unit.flats for param, spec in zip(flat.params, flat.specs, strict=True)}
-    for param, owner, key, value in carried:
-        moved = ShardedTensor(specs[id(param)].pick(value).clone(), specs[id(param)])
-        if owner is None:
-            param.grad = moved
-        else:
-            owner.state[param][key] = moved
-    unit.slots, unit.recurrent = find_slots(model, unit), find_recurrent(model, unit)
-    return True
 
 
 def _carried(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[nn.Parameter, Any, str, Tensor]]:

@@ -73,6 +73,8 @@ class Flat:
         self.node: Callable[[Flat], tuple[Tensor, ...]] | None = None
         self.ask: Callable[[Flat, str], None] | None = None
         self.views = Views(kind, layout, self.specs)
+        # The shard holds the parameters' values, on every rank that shares it: of an attach that failed half way, not yet.
+        self.holds = False
         # Updated early in this step (overlap.py), and forwards whose backward is still to come.
         self.spent, self.nodes = False, 0
         self._writes, self._version = 0, -1

@@ -7,7 +7,8 @@ ones; they never replace a ``forward`` and never touch a parameter but through t
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -196,11 +197,22 @@ class OutOf(Into):
 
 def install_casts(found: Sequence[Island]) -> list[RemovableHandle]:
     """Cast at these islands, next to their forward: everybody else's hooks see what surrounds the island."""
-    handles = []
-    for island in found:
-        handles.append(island.module.register_forward_pre_hook(Into(island.inside), with_kwargs=True))
-        handles.append(island.module.register_forward_hook(OutOf(island.outside), prepend=True))
+    handles: list[RemovableHandle] = []
+    with _removed_if_it_fails(handles):
+        for island in found:
+            handles.append(island.module.register_forward_pre_hook(Into(island.inside), with_kwargs=True))
+            handles.append(island.module.register_forward_hook(OutOf(island.outside), prepend=True))
     return handles
+
+
+@contextmanager
+def _removed_if_it_fails(handles: list[RemovableHandle]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        while handles:
+            handles.pop().remove()
+        raise
 
 
 def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Casts) -> list[RemovableHandle]:
@@ -210,15 +222,16 @@ def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Ca
     for unit in units:
         for module in unit.entries:
             through.setdefault(id(module), (module, []))[1].append(unit)
-    handles = []
-    for module, entered in through.values():
-        below = {id(inner) for inner in module.modules()}
-        numbers = tuple(unit.number for unit in units if unit in entered or any(id(entry) in below for entry in unit.entries))
-        scope = Scope(names.get(id(module), "") or type(module).__name__, numbers)
-        before = Before(runtime, entered, scope, casts)
-        after = After(runtime, casts, before)
-        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, always_call=True))
+    handles: list[RemovableHandle] = []
+    with _removed_if_it_fails(handles):
+        for module, entered in through.values():
+            below = {id(inner) for inner in module.modules()}
+            numbers = tuple(u.number for u in units if u in entered or any(id(entry) in below for entry in u.entries))
+            scope = Scope(names.get(id(module), "") or type(module).__name__, numbers)
+            before = Before(runtime, entered, scope, casts)
+            after = After(runtime, casts, before)
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, always_call=True))
     return handles
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from offload.errors import AttachError
 from zhooks.comm import CONTROL, Call, Comm, Transport
 from zhooks.division import Division, part_of
+from zhooks.together import all_or_none
 from zhooks.units import Group
 
 
@@ -45,9 +46,10 @@ class Materializer:
 
     def buffers(self, comm: Comm) -> None:
         """Fill modules that own only buffers, then make all buffers equal to rank 0's, tp included where it has them whole."""
-        for _, module in self._meta.values():
-            if id(module) not in self._done:
-                self._fill(module)
+        with all_or_none(comm.stage, "attach"):
+            for _, module in self._meta.values():
+                if id(module) not in self._done:
+                    self._fill(module)
         if self.sync:
             for name, buffer in self.model.named_buffers():
                 division = Division.of(buffer)

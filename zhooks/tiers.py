@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from offload.budget import Budget, available, preflight, shown
 from offload.device import Device, open_device
 from offload.disk import DiskFile
 from offload.disk_io import BufferedIo
-from offload.errors import BudgetError, CapabilityError, PolicyError, ZhooksError
+from offload.errors import BudgetError, CapabilityError, PolicyError
 from offload.events import Bus
 from offload.host import HostPool
 from offload.kernels import available as available_kernels
@@ -24,7 +24,7 @@ from offload.store import Store
 from offload.tier import Tier
 from zhooks.agree import least
 from zhooks.arena_plan import beside
-from zhooks.comm import CONTROL, Call, Comm
+from zhooks.comm import Comm
 from zhooks.kind import DTYPES, PIECE_NBYTES
 from zhooks.optim import Stepper
 from zhooks.optim_kernels import Numba
@@ -33,6 +33,7 @@ from zhooks.placement import Placement, Table
 from zhooks.rounding import Rounding, StandIns, check_rounding
 from zhooks.runtime import Runtime
 from zhooks.sharded import part_numel
+from zhooks.together import all_or_none
 from zhooks.unit import Unit
 from zhooks.units import Group
 
@@ -97,13 +98,17 @@ def open_store(policy: Policy, device: torch.device, groups: Sequence[Group], ta
     _admit(limits, need, comm)
     budget = Budget(limits, rank=axis.ranks[axis.rank])
     budget.account.bus = seam.bus = bus
-    with _all_or_none(comm):
-        _fits(policy, seam, need, comm)
-        host = HostPool(seam, slab_nbytes=policy.host.slab, pin=policy.host.pin is not False)
-        store = Store(seam, host, _disk(policy, axis.ranks[axis.rank], bus), budget, staging_nbytes=_STAGED * need.largest)
-        if need.resting[Tier.DISK] or any(policy.tiers(name).optimizer is Tier.DISK for g in groups for name in g.params):
-            # Now, while nothing has changed, is the time to hear that the folder cannot be written.
-            assert store.disk.path
+    with ExitStack() as undo:
+        with all_or_none(comm.stage, "open tiers"):
+            _fits(policy, seam, need, comm)
+            host = HostPool(seam, slab_nbytes=policy.host.slab, pin=policy.host.pin is not False)
+            disk = _disk(policy, axis.ranks[axis.rank], bus)
+            store = Store(seam, host, disk, budget, staging_nbytes=_STAGED * need.largest)
+            undo.callback(store.shut)
+            if need.resting[Tier.DISK] or any(policy.tiers(name).optimizer is Tier.DISK for g in groups for name in g.params):
+                # Now, while nothing has changed, is the time to hear that the folder cannot be written.
+                assert store.disk.path
+        undo.pop_all()
     return store
 
 
@@ -130,28 +135,6 @@ def _disk(policy: Policy, rank: int, bus: Bus) -> Callable[[], DiskFile]:
         return file
 
     return opened
-
-
-@contextmanager
-def _all_or_none(comm: Comm) -> Iterator[None]:
-    """What one rank refuses no rank does: the others would wait for it.  Collective.
-
-    Raises:
-        BudgetError: another rank refused.
-    """
-    problem: BaseException | None = None
-    try:
-        yield
-    except ZhooksError as error:
-        problem = error
-    axis = comm.stage.axis
-    refused = torch.tensor([0 if problem is None else axis.world - axis.rank], dtype=torch.int64)
-    comm.stage.all_reduce(Call(CONTROL, "open tiers", "all ranks"), refused, "max")
-    if problem is not None:
-        raise problem
-    if int(refused.item()):
-        rank = axis.ranks[axis.world - int(refused.item())]
-        raise BudgetError(f"tiers: expected every rank to hold its share, found that rank {rank} cannot. Its message says why.")
 
 
 def check_compute(policy: Policy, device: torch.device, groups: Sequence[Group]) -> None:

@@ -7,18 +7,20 @@ raised.  It communicates through the transport it is given and never decides wha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from offload.errors import CheckpointError, ZhooksError
+from offload import errors
+from offload.errors import AttachError, CheckpointError, DivergenceError, ZhooksError
 from offload.policy_text import shown_path
 from zhooks.agree import text_digest
 from zhooks.comm import CONTROL, Call, Comm, Transport
 
-__all__ = ["Together", "one_stage_a_path"]
+__all__ = ["Together", "all_or_none", "one_stage_a_path"]
 
 T = TypeVar("T")
 _TEXT = 2048
@@ -112,17 +114,49 @@ class Together:
     def _reason(self, error: Exception) -> str:
         if isinstance(error, ZhooksError):
             return str(error)
+        about = f"{self._verb} {self._subject}".rstrip()
         if isinstance(error, OSError):
             place = f" at {shown_path(error.filename)}" if error.filename else ""
             found = f"{error.strerror or error}{place}"
             return (
-                f"{self._verb} {self._subject}: expected room and permission to do so, found: {found}. Free room, or choose "
+                f"{about}: expected room and permission to do so, found: {found}. Free room, or choose "
                 "another path."
             )
         return (
-            f"{self._verb} {self._subject}: expected no exception, found {type(error).__name__}: {error}. Mend it and try "
+            f"{about}: expected no exception, found {type(error).__name__}: {error}. Mend it and try "
             "again."
         )
+
+
+@contextmanager
+def all_or_none(world: Transport, verb: str) -> Iterator[None]:
+    """What fails inside on one rank fails on all, who would wait for it.  Collective at the end; nothing inside may be.
+
+    ``verb`` labels the exchange and is the same on every rank.  A rank that failed raises its own error, and so does every
+    rank if ranks do not meet any more.
+    Raises:
+        ZhooksError: the first failing rank's error, with that rank's number before it, where this rank did not fail.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except DivergenceError:
+        raise
+    except Exception as error:
+        problem = error
+    ranks = Together(world, verb, "")
+    lowest = torch.tensor([0 if problem is None else ranks.size - ranks.rank], dtype=torch.int64)
+    world.all_reduce(ranks._call("agree"), lowest, "max")
+    if not int(lowest.item()):
+        return
+    failed = ranks.size - int(lowest.item())
+    said = f"{type(problem).__name__}\n{ranks._reason(problem)}" if problem is not None and ranks.rank == failed else ""
+    kind, _, why = ranks._said(said).partition("\n")
+    if problem is not None:
+        raise problem
+    known = getattr(errors, kind, None)
+    raised = known if isinstance(known, type) and issubclass(known, ZhooksError) else AttachError
+    raise raised(f"rank {world.axis.ranks[failed]}: {why}")
 
 
 def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
