@@ -46,6 +46,7 @@ from zhooks.held import tell
 from zhooks.hooks import casts_of, install, install_casts
 from zhooks.islands import Map, chart
 from zhooks.materialize import Materializer
+from zhooks.members import Members
 from zhooks.mesh import resolve
 from zhooks.node import Gather, make_node
 from zhooks.observation import Observation
@@ -127,6 +128,7 @@ class Attachment(Stateful, Calibrated):
         self._optimizer = optimizer
         self._registries = Registries()
         self._units: list[Unit] = []
+        self._members = Members(model)
         self._handles: list[RemovableHandle] = []
         self._cast_handles: list[RemovableHandle] = []
         if not materializer.sync:
@@ -150,16 +152,17 @@ class Attachment(Stateful, Calibrated):
         choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare)
         self._node = make_node(reducer)
         self._wire()
-        self._runtime = Runtime(self._units, reducer, self._bus, Paths(choices, Agreement(self._comm.world)))
+        self._runtime = Runtime(self._units, reducer, self._bus, Paths(choices, Agreement(self._comm.world)), self._members)
         self._runtime.relay = self._relay  # type: ignore[method-assign]
         self._keep_activations()
         self._scaling.settle, self._scaling.inside = self._runtime.due, lambda: not self._runtime.outermost
         self._casts = casts_of(policy.precision, self._charted.outside)
         self._casts.scaling = self._scaling
-        for put_back in (self._unhook, self._registries.close, self._scaling.close, self._close_stepper):
+        for put_back in (self._unhook, self._members.close, self._registries.close, self._scaling.close, self._close_stepper):
             undo.callback(put_back)
         self._handles = install(self.model, self._units, self._runtime, self._casts)
         self._cast_handles = install_casts(self._charted.islands)
+        self._members.open()
         self._registries.open()
         self._scaling.open(watch_steps)
         self._step_over_tiers()
@@ -330,6 +333,7 @@ class Attachment(Stateful, Calibrated):
         self._runtime.settle()
         self._runtime.reducer.flush()
         self._runtime.reducer.accumulation.close()
+        self._members.barred = "forward: expected a detach that has ended, found one that failed half way. Call detach() again."
         self._make_plain()
         self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
         undo, self._undo = self._undo, None

@@ -19,6 +19,7 @@ from zhooks.build import loose_references, optimizers_of
 from zhooks.comm import CONTROL, Call, Comm, Transport
 from zhooks.division import Division, is_divided, part_of
 from zhooks.hooks import Before
+from zhooks.members import wrapper
 from zhooks.mesh import Axis
 from zhooks.sharded import ShardedTensor
 from zhooks.units import Group
@@ -37,6 +38,13 @@ def check_model(model: nn.Module) -> torch.device:
             where = f"its module {name}" if name else "it"
             raise AttachError(
                 f"attach: expected a plain model, found {where} attached already. Call detach() on the first attachment."
+            )
+        around = wrapper(module)
+        if around is not None:
+            where = f"its module {name}" if name else "it"
+            raise AttachError(
+                f"attach: expected a plain model, found {where} wrapped in {around}, which would reduce the same gradients. "
+                f"Attach the model without {around}."
             )
     params = dict(model.named_parameters())
     if not params:
@@ -82,7 +90,7 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
     if param._use_count() > 2:  # type: ignore[attr-defined]
         raise AttachError(
             f"parameter {name}: expected nothing else to refer to its memory, found {param._use_count() - 1} references. "  # type: ignore[attr-defined]
-            "Drop graphs (loss, outputs) of earlier forwards before attach."
+            "Drop graphs (loss, outputs) of earlier forwards, and a DistributedDataParallel around the model, before attach."
         )
     if weakref.getweakrefcount(param):
         raise AttachError(

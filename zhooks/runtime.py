@@ -23,6 +23,7 @@ import torch
 from offload.events import Bus
 from zhooks.activation import SavedParameters
 from zhooks.flat import Flat
+from zhooks.members import Members
 from zhooks.paths import Paths
 from zhooks.recompute import Recompute
 from zhooks.reduce import Reducer
@@ -47,8 +48,8 @@ def forget_idle_graphs() -> None:
 class Runtime:
     """The state machine between the hooks and the units of one attachment."""
 
-    def __init__(self, units: Sequence[Unit], reducer: Reducer, bus: Bus, paths: Paths) -> None:
-        self.bus, self.reducer, self.paths = bus, reducer, paths
+    def __init__(self, units: Sequence[Unit], reducer: Reducer, bus: Bus, paths: Paths, members: Members) -> None:
+        self.bus, self.reducer, self.paths, self._members = bus, reducer, paths, members
         self.saved = SavedParameters(self.backward_use, bus)
         self.recompute: Recompute | None = None
         self.relaid, self.releases = False, False
@@ -162,6 +163,7 @@ class Runtime:
             self.saved.enter()
 
     def _begin_pass(self, scope: Scope, training: bool, grad: bool) -> None:
+        self._members.check()
         self.settle()
         if grad:
             self.reducer.accumulation.begin(self._caller)
@@ -178,6 +180,7 @@ class Runtime:
             self._catch_up(walk)
             if not walk.path.recorded:
                 self.paths.record(walk, walk.path.order)
+                self._members.changed = True
                 self.reducer.expect(walk.path.order)
             keep = self.paths.keep(walk.path) if torch.is_grad_enabled() else keep
         self.bus.end("forward", walk.path.name)
@@ -302,7 +305,7 @@ class Runtime:
             if self._back is not None or self.reducer.open:
                 self._end_backward()
             if self.relaid and self._walk is None:
-                self.relaid = False
+                self.relaid, self._members.changed = False, True
                 self.relay()
 
     def due(self) -> None:

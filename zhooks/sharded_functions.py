@@ -8,13 +8,14 @@ computes anything itself.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.errors import ShardedOpError
+from offload.errors import AttachError, ShardedOpError
 from zhooks.division import is_divided, whole_of
 from zhooks.sharded import Handler, ShardedTensor, doors
 
@@ -151,6 +152,17 @@ def _register_post_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return HookHandle(tensor._spec.post_hooks, hook)
 
 
+def _about(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What fully_shard and FullyShardedDataParallel ask a parameter before they change anything: they would take its range."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if caller.startswith("torch.distributed.fsdp") and isinstance(args[0], ShardedTensor) and args[0]._bound:
+        raise AttachError(
+            f"parameter {args[0]._spec.name}: expected fully_shard or FullyShardedDataParallel to get a plain model, found "
+            "an attached one, which is partitioned already. Train the attached model as it is, or detach() it first."
+        )
+    return _plain(func, args, kwargs)
+
+
 def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, value = args[0], args[1]
     if not isinstance(tensor, ShardedTensor):
@@ -204,6 +216,8 @@ _HANDLERS: dict[Any, Handler] = {
     _PROPERTIES.grad.__get__: _grad,
     _PROPERTIES.grad.__set__: _set_grad,
     _PROPERTIES.grad.__delete__: _set_grad,
+    _PROPERTIES.shape.__get__: _about,
+    _PROPERTIES.is_meta.__get__: _about,
     Tensor.view_as: _like,
     Tensor.expand_as: _like,
     _PROPERTIES.requires_grad.__set__: _requires_grad,

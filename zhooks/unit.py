@@ -95,7 +95,7 @@ class Unit:
         values = [flat.values() for flat in self.flats]
         for slot in self.slots:
             flat = self.flats[slot.flat]
-            if slot.table[slot.key] is not flat.params[slot.index]:
+            if slot.table.get(slot.key) is not flat.params[slot.index]:
                 if self.lent:
                     raise AttachError(
                         f"unit {self.name}: expected no forward inside gathered(), found one. Use `with "
@@ -104,8 +104,8 @@ class Unit:
                 self.hide()
                 raise AttachError(
                     f"parameter {flat.specs[slot.index].name}: expected the parameter that was attached, found "
-                    "another in its place "
-                    "(model.to(), half() or an assignment; undone now). Call detach(), change the model, attach again."
+                    "another or none in its place "
+                    "(model.to(), half(), an assignment or a deletion; undone now). Call detach(), change it, attach again."
                 )
             slot.table[slot.key] = values[slot.flat][slot.index]
         self._shown = [(view, mark_of(view)) for group in values for view in group]
