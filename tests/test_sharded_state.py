@@ -1,13 +1,12 @@
-"""The sharded tensor saved, copied, moved and written: the stock save and resume loop, deep copies, refused writes.
+"""The sharded tensor copied, moved and written: state dicts kept in memory, deep copies, refused writes.
 
-pytest runs it, on one rank and on two. Full states, for any world size, are the Attachment's: test_attach_state.py.
+pytest runs it, on one rank and on two. Files are test_stock_state.py's; full states, for any
+world size, the Attachment's: test_attach_state.py.
 """
 
 from __future__ import annotations
 
 import copy
-import io
-from typing import Any
 
 import pytest
 import torch
@@ -39,13 +38,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def values(model: nn.Module) -> list[Tensor]:
     return [param.full_tensor() for param in model.parameters()]
 
@@ -54,16 +46,16 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-# ---- the stock save and resume loop
+# ---- state dicts kept in memory
 
 
 @on_ranks(2, stage=(0, 1, 3), kind=tuple(OPTIMIZERS))
-def test_the_stock_save_and_resume_loop_continues_as_if_nothing_had_happened(stage: int, kind: str) -> None:
+def test_a_copied_state_dict_resumes_in_another_model_as_if_nothing_had_happened(stage: int, kind: str) -> None:
     model = net()
     attachment = zhooks.attach(model, policy={"stage": stage})
     optimizer = OPTIMIZERS[kind](model.parameters())
     train(model, optimizer, range(3))
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     wanted = train(model, optimizer, range(3, 6))
     final = values(model)
     attachment.detach()
@@ -83,7 +75,7 @@ def test_a_resumed_model_in_the_same_attachment_goes_back_to_the_saved_step() ->
     zhooks.attach(model)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, range(2))
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     wanted = train(model, optimizer, range(2, 4))
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -99,39 +91,22 @@ def test_a_full_state_dict_of_the_plain_model_loads_too() -> None:
 
 
 @on_ranks(2)
-def test_a_file_holds_this_ranks_ranges_alone() -> None:
-    model = nn.Linear(256, 256)
-    zhooks.attach(model)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    assert file.tell() < 0.6 * 256 * 257 * 4
-
-
-@on_ranks(1, 2)
-def test_a_tensor_from_a_file_can_be_loaded_and_nothing_else() -> None:
-    model = net()
-    zhooks.attach(model)
-    loaded = through_a_file(model.state_dict())["0.weight"]
-    assert loaded.shape == (7, 6)
-    with pytest.raises(zhooks.ShardedOpError, match=r"read from a file.*load_state_dict"):
-        loaded.full_tensor()
-
-
-@on_ranks(2)
-def test_a_state_of_another_layout_is_refused() -> None:
-    model = net()
-    attachment = zhooks.attach(model)
-    saved = through_a_file(model.state_dict())
-    before = values(model)
+def test_a_state_of_another_layout_loads_whole_while_its_ranks_still_meet_and_is_refused_after() -> None:
+    """Two layouts of one model: ranges that lie elsewhere are put together, on every rank or on none."""
+    model, other = net(), net(seed=4)
+    attachment, wanted = zhooks.attach(model), list(net().parameters())
+    saved = copy.deepcopy(model.state_dict())
+    zhooks.attach(other, policy={"units": {"min_numel": 0}})
+    assert any(saved[name].to_local().numel() != param.to_local().numel() for name, param in other.named_parameters())
+    other.load_state_dict(saved)
+    assert same(values(other), wanted)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    before = values(other)
     attachment.detach()
-    zhooks.attach(model, policy={"units": {"min_numel": 0}, "precision": {"param": "bf16"}})
-    names = [name for name, param in model.named_parameters() if param.to_local().numel() != saved[name].to_local().numel()]
-    if names:
-        with pytest.raises(RuntimeError, match="expected the same range of elements on this rank"):
-            model.load_state_dict(saved)
-    else:
-        model.load_state_dict(saved)
-        assert same(values(model), before)
+    with pytest.raises(zhooks.ShardedOpError, match="found that it was detached"):
+        other.load_state_dict(saved)
+    assert same(values(other), before)
 
 
 # ---- deep copies

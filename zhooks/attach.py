@@ -63,6 +63,7 @@ from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime, forget_idle_graphs
 from zhooks.scaling import Scaling
 from zhooks.schedule import Choices
+from zhooks.stock_state import StockState
 from zhooks.tiers import change_store, check_change, groups_of, kept_budget, open_stepper, open_store
 from zhooks.together import all_or_none
 from zhooks.unit import Unit
@@ -158,12 +159,15 @@ class Attachment(Stateful, Calibrated):
         self._scaling.settle, self._scaling.inside = self._runtime.due, lambda: not self._runtime.outermost
         self._casts = casts_of(policy.precision, self._charted.outside)
         self._casts.scaling = self._scaling
-        for put_back in (self._unhook, self._members.close, self._registries.close, self._scaling.close, self._close_stepper):
+        self._stock = StockState(self.model, self._units, self._comm, self._runtime.settle)
+        closes = (self._members.close, self._registries.close, self._stock.close, self._scaling.close, self._close_stepper)
+        for put_back in (self._unhook, *closes):
             undo.callback(put_back)
         self._handles = install(self.model, self._units, self._runtime, self._casts)
         self._cast_handles = install_casts(self._charted.islands)
         self._members.open()
         self._registries.open()
+        self._stock.open(watch_steps, () if self._optimizer is None else (self._optimizer,))
         self._scaling.open(watch_steps)
         self._step_over_tiers()
         self._bus.told_by(self._tell)

@@ -24,6 +24,7 @@ from zhooks.optim import Stepper
 from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime
 from zhooks.scaling import Scaling
+from zhooks.stock_state import StockState
 from zhooks.together import Together
 from zhooks.unit import Unit
 
@@ -41,6 +42,7 @@ class Stateful:
     _stepper: Stepper | None
     _rounding: Rounding
     _scaling: Scaling
+    _stock: StockState
 
     @contextmanager
     def gathered(self, *parameters: Tensor, write: bool = False) -> Iterator[list[Tensor]]:
@@ -107,7 +109,11 @@ class Stateful:
             CheckpointError: on every rank, naming the first that failed; nothing was committed.
         """
         self._runtime.due()
-        sharded_checkpoint.save(self._live(optimizer, objects), folder, extra or {})
+        live = self._live(optimizer, objects)
+        for each in live.optimizers:
+            # What torch loaded into it and no step has met yet is saved as ranges, too.
+            self._stock.meet(each)
+        sharded_checkpoint.save(live, folder, extra or {})
 
     def load(
         self,

@@ -4,9 +4,10 @@
 of a clip, an unscale, another backward or a new learning rate, so each of these is refused by name when it comes.
 
 Note: [Early or not]
-    A flat is updated early when an optimizer that has stepped before holds its parameters, all of them got a gradient on
-    this rank, no earlier gradient was waiting, and no other forward of this backward is still to come through it.  Any
-    other is left to the step, which does the same arithmetic: which of the two happened never changes a bit.
+    A flat is updated early when an optimizer that has stepped before, with the states it has, holds its parameters, all of
+    them got a gradient on this rank, no earlier gradient was waiting, and no other forward of this backward is still to
+    come through it.  Any other is left to the step, which does the same arithmetic:
+    which of the two happened never changes a bit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Overlap:
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
-        self._known: list[weakref.ref[Optimizer]] = []
+        #: Optimizers, each with the ``state`` of its last step: what was loaded since has not been made ranges yet.
+        self._known: list[tuple[weakref.ref[Optimizer], Any]] = []
         self._start: dict[int, list[dict[str, Any]]] = {}
         self._spent: dict[int, set[int]] = {}
 
@@ -67,8 +69,8 @@ class Overlap:
         Raises:
             ShardedOpError: the optimizer's numbers have changed since the first early update.
         """
-        if not any(known() is optimizer for known in self._known):
-            self._known.append(weakref.ref(optimizer))
+        self._known = [(known, state) for known, state in self._known if known() is not optimizer]
+        self._known.append((weakref.ref(optimizer), optimizer.state))
         spent, start = self._spent.pop(id(optimizer), set()), self._start.pop(id(optimizer), None)
         for job in jobs:
             job.flat.spent = False
@@ -85,8 +87,9 @@ class Overlap:
             flat.spent = False
 
     def _optimizers(self) -> list[Optimizer]:
-        self._known = [known for known in self._known if known() is not None]
-        return [optimizer for known in self._known if (optimizer := known()) is not None]
+        self._known = [entry for entry in self._known if entry[0]() is not None]
+        found = [(known(), state) for known, state in self._known]
+        return [optimizer for optimizer, state in found if optimizer is not None and optimizer.state is state]
 
     def _job(self, optimizer: Optimizer, flat: Flat) -> Job | None:
         return next((job for job in self._stepper.jobs(optimizer) if job.flat is flat), None)

@@ -1,23 +1,21 @@
-"""The doors torch itself offers: which tensor types optimizers may batch, which classes a safe load may build.
+"""The list torch itself keeps of the tensor types that optimizers may batch.
 
-``attach.py`` opens them with the first attachment of the process and closes them with the last.  It never patches torch.
+``attach.py`` puts ours there with the process' first attachment and takes them off with the last.  It never patches torch.
 """
 
 from __future__ import annotations
 
-import torch
 from torch.optim.optimizer import _foreach_supported_types
 
 import zhooks.sharded_functions
-import zhooks.sharded_ops  # noqa: F401  (both open a door of the sharded tensor)
-from zhooks.layout import Piece
-from zhooks.sharded import KINDS, ShardedTensor, rebuild
+import zhooks.sharded_ops  # noqa: F401  (both complete the sharded tensor)
+from zhooks.sharded import KINDS
 
 _open = 0
 
 
 class Registries:
-    """One attachment's claim on the doors."""
+    """One attachment's claim on the list."""
 
     def __init__(self) -> None:
         self._held = False
@@ -26,8 +24,6 @@ class Registries:
         global _open
         _open += 1
         self._held = True
-        # Files of sharded tensors stay loadable after detach: the classes are harmless data.
-        torch.serialization.add_safe_globals([rebuild, ShardedTensor, Piece])
         _foreach_supported_types.extend(kind for kind in KINDS if kind not in _foreach_supported_types)
 
     def close(self) -> None:

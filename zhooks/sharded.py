@@ -23,7 +23,6 @@ from offload.errors import ShardedOpError
 from zhooks.division import Division, is_divided, part_of, whole_of
 from zhooks.home import Home, Owner
 from zhooks.layout import Piece
-from zhooks.mesh import SHARD
 
 
 class Spec:
@@ -210,11 +209,18 @@ class ShardedTensor(torch.Tensor, metaclass=_Kinds):
         return cast(ShardedTensor, made)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the plain tensor where this rank has all of it; a range is refused, for no file says where the rest is.
+
+        Raises:
+            ShardedOpError: this rank has a range.
+        """
         spec = self._spec
-        pieces = tuple((piece.start, piece.local, piece.numel) for piece in spec.pieces)
-        local = self._local.detach().clone()
-        facts = (local, spec.name, tuple(spec.shape), tuple(spec.stride), pieces, self.requires_grad)
-        return rebuild, facts if spec.place is None else (*facts, (tuple(spec.part_shape), tuple(spec.part_stride), spec.place))
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if spec.home.sharded or (spec.place is not None and spec.place[2] > 1):
+                raise range_alone("pickling", self)
+            plain = self._local.detach().as_strided(spec.part_shape, spec.part_stride).clone()
+            whole = nn.Parameter(plain, False) if isinstance(self, nn.Parameter) else plain
+        return whole.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
@@ -227,6 +233,20 @@ class ShardedTensor(torch.Tensor, metaclass=_Kinds):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return doors.rules[func](func, args, kwargs or {})
+
+
+def range_alone(what: str, tensor: ShardedTensor) -> ShardedOpError:
+    """The refusal of a writer that would take this rank's range for the tensor."""
+    spec = tensor._spec
+    found = f"one rank's range of the model, here {tensor._local.numel()} of its {spec.numel} elements"
+    if not spec.home.sharded and spec.place is None:
+        found = "it in memory it shares with its unit"
+    return ShardedOpError(
+        f"{what} {spec.name} (torch.save, safetensors, save_pretrained, or a checkpoint of Lightning, Accelerate, Trainer or "
+        f"torch.distributed.checkpoint): expected the whole tensor, found {found}. Call, on every rank, "
+        "attachment.save(folder) to resume, attachment.save_full(file) for the weights, or attachment.state_dict(optimizer), "
+        "whole on rank 0: save_pretrained(..., state_dict=that['model'])."
+    )
 
 
 #: The same, for a parameter that is a DTensor: ``swap_tensors`` exchanges only tensors whose classes have the same slots.
@@ -274,61 +294,6 @@ def _read_only(out: Any, source: Any) -> Any:
         return out
     address = torch._C._storage_address  # type: ignore[attr-defined]
     return out.as_subclass(ReadOnly if address(out) == address(source) else Tensor)
-
-
-class Saved:
-    """The home of a tensor read from a file: it can be copied into a bound one of the same range, and nothing else."""
-
-    sharded, buffer_nbytes = True, 1 << 28
-
-    def spans(self, axis: str) -> bool:
-        return False
-
-    def first(self, axis: str) -> bool:
-        return False
-
-    def assemble(self, tensor: ShardedTensor) -> Tensor:
-        raise self._error()
-
-    def all_reduce(self, tensor: Tensor, op: str, axes: tuple[str, ...] = (SHARD,)) -> None:
-        raise self._error()
-
-    def _error(self) -> ShardedOpError:
-        return ShardedOpError(
-            "a sharded tensor read from a file: expected to be loaded into the attached model it came from, found another "
-            "use. Call model.load_state_dict(...) at the same world size, or save attachment.state_dict() for full values."
-        )
-
-
-SAVED = Saved()
-
-
-def rebuild(
-    local: Tensor,
-    name: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    pieces: tuple[tuple[int, int, int], ...],
-    requires_grad: bool,
-    part: tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]] | None = None,
-) -> ShardedTensor:
-    """Make a sharded tensor from a file's plain parts; registered with torch's safe globals while a model is attached.
-
-    Raises:
-        ShardedOpError: the parts contradict each other.
-    """
-    ranges = tuple(Piece(*(int(value) for value in piece)) for piece in pieces)
-    numel = torch.Size(shape if part is None else part[0]).numel()
-    if sum(piece.numel for piece in ranges) != local.numel() or any(
-        piece.numel < 0 or piece.start < 0 or piece.start + piece.numel > numel for piece in ranges
-    ):
-        raise ShardedOpError(
-            f"sharded tensor {name}: expected ranges of {numel} elements, found {pieces}. The file is damaged."
-        )
-    spec = Spec(name, torch.empty_strided(shape, stride, dtype=local.dtype, device="meta"), SAVED, 0, ranges, local.device)
-    if part is not None:
-        spec.part_shape, spec.part_stride, spec.place = torch.Size(part[0]), tuple(part[1]), part[2]
-    return ShardedTensor(local, spec, requires_grad=requires_grad)
 
 
 def _dense(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offload.errors import AttachError, ShardedOpError
 from zhooks.division import is_divided, whole_of
-from zhooks.sharded import Handler, ShardedTensor, doors
+from zhooks.sharded import Handler, ShardedTensor, doors, range_alone
 
 _handle_ids = itertools.count()
 
@@ -204,12 +204,7 @@ def _refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise ShardedOpError(
-        f"storage of {args[0]._spec.name}: expected the whole tensor's memory, found one rank's range "
-        "(save_pretrained and safetensors "
-        "ask for it). Use attachment.save_full(path), or pass full values: save_pretrained(..., "
-        "state_dict=attachment.state_dict()['model'])."
-    )
+    raise range_alone("storage of", args[0])
 
 
 _HANDLERS: dict[Any, Handler] = {

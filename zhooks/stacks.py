@@ -1,10 +1,11 @@
 """What the stacks of the interpreter and of autograd say: does a forward still run, is this a backward, who called.
 
-``runtime.py`` and ``hooks.py`` ask.  It only looks: it keeps no frame and changes nothing.
+``runtime.py``, ``hooks.py`` and ``stock_state.py`` ask.  It only looks: it keeps no frame and changes nothing.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Microbatch", "in_backward", "microbatch", "running"]
+__all__ = ["Asked", "Microbatch", "full_state_asked", "in_backward", "microbatch", "running"]
 
 
 def in_backward() -> bool:
@@ -54,5 +55,33 @@ def microbatch(caller: FrameType | None) -> Microbatch | None:
             group = dist.group.WORLD if stage.group is None else stage.group
             ranks = tuple(dist.get_process_group_ranks(group))
             return Microbatch(stage, stage.stage_index, ranks, caller.f_code is real)
+        caller = caller.f_back
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Full values are asked for: ``here``, on this rank, and on ``device``, None for that of the tensors."""
+
+    here: bool
+    device: torch.device | None
+
+
+def full_state_asked(caller: FrameType | None) -> Asked | None:
+    """What ``torch.distributed.checkpoint.state_dict`` wants with ``full_state_dict=True``, in the frames from ``caller`` on.
+
+    It looks for DTensors in what ``state_dict()`` returns, and takes anything else for whole; its options are in its frame.
+    """
+    room: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if room is None:
+        return None
+    codes = [inspect.unwrap(found).__code__ for found in (room._get_model_state_dict, room._get_optim_state_dict)]
+    while caller is not None:
+        if caller.f_code in codes:
+            info = caller.f_locals["info"]
+            if not info.full_state_dict:
+                return None
+            first = not dist.is_initialized() or dist.get_rank() == 0
+            return Asked(first or not info.cpu_offload, torch.device("cpu") if info.cpu_offload else None)
         caller = caller.f_back
     return None

@@ -66,6 +66,15 @@ class Together:
         """Take ``step`` on the first rank alone; the others learn whether it failed.  Collective."""
         self.run(step if self.first else _nothing)
 
+    def same(self, text: str) -> bool:
+        """Every rank says the same.  Collective."""
+        if self.size == 1:
+            return True
+        number = text_digest(text)
+        both = torch.tensor([number, -number], dtype=torch.int64)
+        self._world.all_reduce(self._call("compare"), both, "max")
+        return int(both[0]) == -int(both[1])
+
     def share(self, value: Any) -> Any:
         """The first rank's JSON value on every rank; tuples become lists.  Collective.
 
