@@ -23,7 +23,7 @@ from offload.errors import CapabilityError, TierError
 from offload.events import Bus
 from offload.pages import ALIGN, aligned, locked_nbytes
 
-__all__ = ["Device", "Ticket", "lane_of", "open_device"]
+__all__ = ["Device", "Ticket", "lane_of", "open_device", "used_by_current_stream"]
 
 #: Below this a copy is over before a thread would have woken.
 INLINE_NBYTES = 256 << 10
@@ -355,6 +355,15 @@ class CudaDevice(Device):
 def lane_of(device: torch.device) -> int:
     """What orders work on ``device`` now: the number of its current stream, 0 on a CPU."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def used_by_current_stream(tensor: Tensor) -> None:
+    """Whoever frees ``tensor``, its memory is not handed out again before what its device's current stream has queued by then.
+
+    For memory that another stream allocated, which the caller has ordered itself after: it orders nothing.  Nothing on a CPU.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _plain(out: Tensor, source: Tensor) -> bool:
