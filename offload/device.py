@@ -12,8 +12,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 import torch
@@ -22,8 +24,12 @@ from torch import Tensor
 from offload.errors import CapabilityError, TierError
 from offload.events import Bus
 from offload.pages import ALIGN, aligned, locked_nbytes
+from offload.threads import Workers
 
-__all__ = ["Device", "Ticket", "lane_of", "open_device", "used_by_current_stream"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["CudaCalls", "Device", "OnHost", "Ticket", "lane_of", "open_device", "used_by_current_stream"]
 
 #: Below this a copy is over before a thread would have woken.
 INLINE_NBYTES = 256 << 10
@@ -31,6 +37,11 @@ INLINE_NBYTES = 256 << 10
 PROBE_NBYTES = 1 << 20
 
 _HOST_REGISTER_PORTABLE = 1
+#: What unlocking answers where the address was never locked: ours to get right. Any other error is an earlier fault's.
+_NOT_LOCKED = (1, 713)
+
+#: A point of a stream; None on a CPU, where nothing is queued.
+Mark = Any
 
 
 class Ticket(Protocol):
@@ -49,6 +60,18 @@ class Ticket(Protocol):
     def done(self) -> bool:
         """Whether the copy is over, well or badly; never blocks and never raises for a failed copy."""
 
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Run ``call``, which must not raise, once the copy is over, well or badly: in a thread of the device's, or here."""
+
+
+class OnHost:
+    """A copy whose result the host itself will use."""
+
+    __slots__ = ("done", "wait", "when_over")
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.wait, self.done, self.when_over = ticket.synchronize, ticket.done, ticket.when_over
+
 
 class Device(ABC):
     """A compute device as the store needs it.
@@ -66,7 +89,7 @@ class Device(ABC):
         self.bus = Bus()
 
     @abstractmethod
-    def copy(self, out: Tensor, source: Tensor, key: str = "") -> Ticket:
+    def copy(self, out: Tensor, source: Tensor, key: str = "", *, after: Mark = None) -> Ticket:
         """Start ``out.copy_(source)``; same shape, dtypes may differ, and both are kept alive until it is over.
 
         It runs after what the caller's current stream has queued. Copies in one direction run in the order of issue;
@@ -75,6 +98,31 @@ class Device(ABC):
         Args:
             out: contiguous where it lies on the other side than ``source``; its version counts up before this returns.
             key: what errors call it.
+            after: where `mark` was called it runs after that instead: for a copy that another thread starts, or one that what
+                was queued since must not hold up.
+        Raises:
+            TierError: it could not even be started, for the device has failed.
+        """
+
+    def mark(self) -> Mark:
+        """The point that the caller's current stream has been given work up to."""
+        return None
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What is issued inside runs after what the current stream has queued, and after what is waited for inside, for which
+        the current stream itself does not wait."""
+        return nullcontext()
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """The host, and so the system's file calls, may use the tensor's memory."""
+        return True
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the threads that copies may need.
+
+        Raises:
+            CapabilityError: the system does not allow them; without this call it is raised by the first copy that needs one.
         """
 
     @abstractmethod
@@ -153,38 +201,62 @@ class _WorkerTicket:
     def done(self) -> bool:
         return self._future.done()
 
+    def when_over(self, call: Callable[[], None]) -> None:
+        self._future.add_done_callback(lambda _: call())
+
 
 class _Worker:
     """Copies between host tensors by one thread, in the order of issue as on a stream."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="zhooks-copy")
+        self._threads = Workers("zhooks-copy")
         self._issue = threading.Lock()
         self._last: Future[None] | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        self._threads.start()
 
     def copy(self, out: Tensor, source: Tensor, key: str, bus: Bus) -> Ticket:
         assert out.shape == source.shape, f"copy of {key}: {tuple(source.shape)} into {tuple(out.shape)}"
         move: Callable[[Tensor, Tensor], None] = _move if _plain(out, source) else _convert
         if bus.active:
             move = _told(bus, key, move)
-        if not out.is_inference():
-            # Autograd must see the write now, as on a stream, and although memmove goes behind its back.
-            torch.autograd.graph.increment_version(out)
         with self._issue:
             idle = self._last is None or self._last.done()
-            if idle and out.nbytes < INLINE_NBYTES:
+            inline = idle and out.nbytes < INLINE_NBYTES
+            if not inline:
+                self.start()
+            if not out.is_inference():
+                # Autograd must see the write now, as on a stream, and although memmove goes behind its back.
+                torch.autograd.graph.increment_version(out)
+            if inline:
                 future: Future[None] = Future()
-                try:
-                    move(out, source)
-                    future.set_result(None)
-                except Exception as error:
-                    future.set_exception(error)
+                _run(future, partial(move, out, source))
             else:
-                future = self._last = self._threads.submit(move, out, source)
+                future = self.submit(partial(move, out, source))
         return _WorkerTicket(future, key)
 
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Have the thread do ``job`` after what it was given before."""
+        assert not self._closed, "a copy on a device that was closed"
+        future: Future[None] = Future()
+        self._threads.submit(partial(_run, future, job))
+        self._last = future
+        return future
+
     def close(self) -> None:
-        self._threads.shutdown(wait=True)
+        self._closed = True
+        self._threads.stop()
+
+
+def _run(future: Future[None], job: Callable[[], None]) -> None:
+    try:
+        job()
+    except BaseException as error:
+        future.set_exception(error)
+        return
+    future.set_result(None)
 
 
 class CpuDevice(Device):
@@ -194,7 +266,10 @@ class CpuDevice(Device):
         super().__init__(device, addresses_host)
         self._worker = _Worker()
 
-    def copy(self, out: Tensor, source: Tensor, key: str = "") -> Ticket:
+    def start(self) -> None:
+        self._worker.start()
+
+    def copy(self, out: Tensor, source: Tensor, key: str = "", *, after: Mark = None) -> Ticket:
         assert not (out.is_cuda or source.is_cuda), f"copy of {key}: a CPU device copies between host tensors only"
         return self._worker.copy(out, source, key, self.bus)
 
@@ -209,10 +284,72 @@ class CpuDevice(Device):
         self._worker.close()
 
 
+class CudaCalls:
+    """The calls to CUDA that `CudaDevice` makes for one device; tests put streams of their own in their place."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def stream(self) -> Any:
+        """A new stream."""
+        return torch.cuda.Stream(self.device)
+
+    def current(self) -> Any:
+        """The stream that this thread queues work on."""
+        return torch.cuda.current_stream(self.device)
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, ``stream`` is the current one of this thread."""
+        return torch.cuda.stream(stream)
+
+    def event(self) -> Any:
+        """A new event; a host that waits for it blocks, for it must not spin on a core that another rank's update needs."""
+        return torch.cuda.Event(blocking=True)
+
+    def here(self, tensor: Tensor) -> bool:
+        """The tensor lies in the device's memory."""
+        return tensor.is_cuda
+
+    def empty(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes] of the device's memory, which the current stream may use from now on."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        """Queue a copy on the current stream."""
+        out.copy_(source, non_blocking=True)
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """The tensor's memory, once freed, is not used again before what ``stream`` has queued by then."""
+        tensor.record_stream(stream)
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Lock host memory; CUDA's status."""
+        with torch.cuda.device(self.device):
+            return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
+
+    def unregister(self, address: int) -> int:
+        """Unlock it; CUDA's status."""
+        with torch.cuda.device(self.device):
+            return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def error_text(self, status: int) -> str:
+        """CUDA's words for a status."""
+        runtime = torch.cuda.cudart()
+        return str(runtime.cudaGetErrorString(runtime.cudaError(status)))
+
+    def forget_error(self) -> None:
+        """Take back the error that a failed call has left, which the next kernel anybody launches would report as its own.
+
+        torch shows cudaHostRegister but not cudaGetLastError; the check after a launch of its own takes the error, and raises.
+        """
+        with suppress(RuntimeError):
+            torch.empty(1, device=self.device).fill_(0.0)
+
+
 class _CudaTicket:
     """A copy on a copy stream, and what it must keep alive."""
 
-    def __init__(self, device: torch.device, event: torch.cuda.Event, key: str, kept: tuple[Tensor, ...]) -> None:
+    def __init__(self, device: CudaDevice, event: Any, key: str, kept: tuple[Tensor, ...]) -> None:
         self._device = device
         self._event = event
         self._key = key
@@ -220,17 +357,19 @@ class _CudaTicket:
         self.span = ("", "", 0)
 
     def wait(self) -> None:
-        current = torch.cuda.current_stream(self._device)
+        calls = self._device.calls
+        current = calls.current()
         try:
             current.wait_event(self._event)
         except RuntimeError as error:
             raise _failed(self._key, error) from error
         # From here on the current stream orders the device's side: it may be freed as soon as that stream allows, even
         # where another stream allocated it. The host's side is still being read or written until the event.
-        for tensor in self._kept:
-            if tensor.is_cuda:
-                tensor.record_stream(current)
-        self._kept = tuple(tensor for tensor in self._kept if not tensor.is_cuda)
+        kept = self._kept
+        for tensor in kept:
+            if calls.here(tensor):
+                calls.keep(tensor, current)
+        self._kept = tuple(tensor for tensor in kept if not calls.here(tensor))
 
     def synchronize(self) -> None:
         try:
@@ -246,6 +385,12 @@ class _CudaTicket:
             # A failed device answers every query with its error; `wait` and `synchronize` are where it is raised.
             return True
 
+    def when_over(self, call: Callable[[], None]) -> None:
+        if self.done():
+            call()
+        else:
+            self._device.watch(self._event, call)
+
 
 class CudaDevice(Device):
     """A CUDA device with one copy stream a direction.
@@ -255,49 +400,77 @@ class CudaDevice(Device):
     holds each ticket until its event has passed, so that one dropped unwaited frees nothing under a running copy.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, calls: CudaCalls | None = None) -> None:
         super().__init__(device, addresses_host=False)
-        self._to_device = torch.cuda.Stream(device)
-        self._to_host = torch.cuda.Stream(device)
+        self.calls = CudaCalls(device) if calls is None else calls
+        self._to_device = self.calls.stream()
+        self._to_host = self.calls.stream()
+        self._side = self.calls.stream()
         self._worker = _Worker()
-        self._in_flight: dict[torch.cuda.Stream, deque[_CudaTicket]] = {self._to_device: deque(), self._to_host: deque()}
+        self._watch = Workers("zhooks-copied")
+        self._in_flight: dict[Any, deque[_CudaTicket]] = {self._to_device: deque(), self._to_host: deque()}
         self._issue = threading.Lock()
 
-    def copy(self, out: Tensor, source: Tensor, key: str = "") -> Ticket:
-        if not (out.is_cuda or source.is_cuda):
+    def start(self) -> None:
+        self._watch.start()
+
+    def copy(self, out: Tensor, source: Tensor, key: str = "", *, after: Mark = None) -> Ticket:
+        calls = self.calls
+        here = calls.here(out)
+        if not (here or calls.here(source)):
             return self._worker.copy(out, source, key, self.bus)
         assert out.shape == source.shape, f"copy of {key}: {tuple(source.shape)} into {tuple(out.shape)}"
-        across = out.is_cuda != source.is_cuda
+        across = here != calls.here(source)
         # A strided host side would be staged through pageable memory that is read before the stream has filled it.
         assert not across or (out.is_contiguous() and source.is_contiguous()), f"copy of {key}: both sides are contiguous"
-        stream = self._to_device if out.is_cuda else self._to_host
-        with self._issue, torch.cuda.device(self.device):
+        stream = self._to_device if here else self._to_host
+        with self._issue:
             self._reap()
-            # The caller's stream may still read `out` or write `source`.
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream), torch.inference_mode(out.is_inference()), torch.no_grad():
-                out.copy_(source, non_blocking=True)
-            # Blocking: a rank that waits must not spin on a core that another rank's update needs.
-            event = torch.cuda.Event(blocking=True)
-            event.record(stream)
-            ticket = _CudaTicket(self.device, event, key, (out, source))
+            try:
+                # The caller's stream may still read `out` or write `source`.
+                stream.wait_event(self.mark() if after is None else after)
+                with calls.using(stream), torch.inference_mode(out.is_inference()), torch.no_grad():
+                    calls.copy(out, source)
+                event = calls.event()
+                event.record(stream)
+            except RuntimeError as error:
+                raise _failed(key, error) from error
+            ticket = _CudaTicket(self, event, key, (out, source))
             self._in_flight[stream].append(ticket)
-            ticket.span = ("copy h2d" if out.is_cuda else "copy d2h", key, out.nbytes)
+            ticket.span = ("copy h2d" if here else "copy d2h", key, out.nbytes)
             self.bus.begin(*ticket.span)
         return ticket
 
+    def mark(self) -> Mark:
+        event = self.calls.event()
+        event.record(self.calls.current())
+        return event
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self._side.wait_event(self.mark())
+        with self.calls.using(self._side):
+            yield
+
+    def watch(self, event: Any, call: Callable[[], None]) -> None:
+        """Run ``call`` in a thread of the device's once ``event`` has passed, or the device has failed."""
+        self._watch.start()
+        self._watch.submit(partial(_after, event, call))
+
+    def on_host(self, tensor: Tensor) -> bool:
+        return not self.calls.here(tensor)
+
     def empty(self, nbytes: int) -> Tensor:
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return self.calls.empty(nbytes)
 
     def pin(self, memory: Tensor) -> None:
         address, nbytes = memory.data_ptr(), memory.untyped_storage().nbytes()
         assert address % ALIGN == 0 == nbytes % ALIGN, "page-locking takes whole pages"
-        with torch.cuda.device(self.device):
-            runtime = torch.cuda.cudart()
-            status = runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE)
-        if int(status) != 0:
-            why = runtime.cudaGetErrorString(status)
+        status = self.calls.register(address, nbytes)
+        if status != 0:
+            self.calls.forget_error()
+            why = self.calls.error_text(status)
             soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} B"
             raise CapabilityError(
@@ -307,9 +480,11 @@ class CudaDevice(Device):
             )
 
     def unpin(self, memory: Tensor) -> None:
-        with torch.cuda.device(self.device):
-            status = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-        assert int(status) == 0, f"device {self.device} could not unlock host memory: error {int(status)}"
+        status = self.calls.unregister(memory.data_ptr())
+        if status != 0:
+            # After a fault every call answers with it; it was raised where a result was wanted, and this is only clean-up.
+            self.calls.forget_error()
+            assert status not in _NOT_LOCKED, f"device {self.device}: host memory is unlocked that was not locked ({status})"
 
     def memory(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -339,8 +514,11 @@ class CudaDevice(Device):
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
     def close(self) -> None:
-        self._to_device.synchronize()
-        self._to_host.synchronize()
+        for stream in self._in_flight:
+            # A device that has failed has nothing under way; the fault was raised where a result was wanted.
+            with suppress(RuntimeError):
+                stream.synchronize()
+        self._watch.stop()
         with self._issue:
             self._reap()
         self._worker.close()
@@ -350,6 +528,13 @@ class CudaDevice(Device):
         for tickets in self._in_flight.values():
             while tickets and tickets[0].done():
                 self.bus.end(*tickets.popleft().span)
+
+
+def _after(event: Any, call: Callable[[], None]) -> None:
+    with suppress(RuntimeError):
+        # A failed device: whoever continues hears of it from the copy.
+        event.synchronize()
+    call()
 
 
 def lane_of(device: torch.device) -> int:

@@ -23,11 +23,12 @@ from torch import Tensor
 from offload.budget import cannot_admit, shown
 from offload.disk_extent import CHECK, Area, Extent, Pending, Verb
 from offload.disk_file import ScratchFile, open_scratch, remove_stale, trouble
-from offload.disk_io import Io, SystemIo, Workers
+from offload.disk_io import Io, SystemIo
 from offload.disk_space import Space
 from offload.errors import BudgetError, TierError
 from offload.events import Bus
 from offload.pages import ALIGN, round_up
+from offload.threads import Workers
 from offload.tier import Tier
 
 __all__ = ["ALIGN", "CHECK", "DiskFile", "Extent", "Pending"]
@@ -58,7 +59,8 @@ class DiskFile:
         direct: transfers pass the page cache by; False where the file system cannot do that.
         used: bytes that extents take now, in whole pages; ``high_water`` is the most it ever was.
     Raises:
-        PolicyError: the folder cannot be used.  TierError: its file system fails.
+        PolicyError: the folder cannot be used.  TierError: its file system fails.  CapabilityError: the system does not allow
+            so many threads; no file is left.
     """
 
     def __init__(
@@ -85,10 +87,15 @@ class DiskFile:
         self._areas: dict[int, Area] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._workers = Workers(threads)
+        self._workers = Workers("zhooks-disk", threads)
         # Neither of the two knows this object: a file that nobody refers to goes too, at the latest at exit.
         self._discard = weakref.finalize(self, _discard, self._file, self._workers)
-        self._workers.start()
+        try:
+            self._workers.start()
+        except BaseException:
+            self._closed = True
+            self._discard()
+            raise
         for path, nbytes in stale:
             self._bus.instant("disk stale", str(path), nbytes)
         if not self.direct:

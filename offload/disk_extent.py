@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -64,6 +65,8 @@ class Pending:
         # Bytes whose blocks have not ended yet; the disk tier's lock guards it.
         self.left = self.nbytes
         self._over = threading.Event()
+        self._afterwards: list[Callable[[], None]] = []
+        self._change = threading.Lock()
         self._pid = os.getpid()
 
     def wait(self) -> None:
@@ -80,6 +83,14 @@ class Pending:
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
         return self._over.is_set()
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Run ``call``, which must not raise, once it is over: in the thread that ended it, or here if it has ended."""
+        with self._change:
+            if not self._over.is_set():
+                self._afterwards.append(call)
+                return
+        call()
 
     def settle(self) -> None:
         """Block until it is over, well or badly."""
@@ -102,9 +113,13 @@ class Pending:
             self.error = TierError(f"disk tier cannot {self.verb.value} {self.key}: {type(error).__name__}: {error}")
 
     def end(self) -> None:
-        """Nothing uses the memory any more."""
+        """Nothing uses the memory any more; what is to follow begins."""
         self.memory = None
-        self._over.set()
+        with self._change:
+            self._over.set()
+            calls, self._afterwards = self._afterwards, []
+        for call in calls:
+            call()
 
     def excludes(self, other: Pending) -> bool:
         """Whether the two must not be under way at once."""

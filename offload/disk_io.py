@@ -1,4 +1,4 @@
-"""The seam to the system's file calls, and what is built on it: whole transfers between memory and a file, and the threads.
+"""The seam to the system's file calls, and what is built on it: whole transfers between memory and a file.
 
 ``disk.py`` moves blocks through here and ``disk_file.py`` opens and grows its file; tests put a faulty ``Io`` under both.
 It never knows extents or checksums, and never decides what an error means.
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +23,7 @@ import numpy.typing as npt
 
 from offload.pages import ALIGN, aligned, round_up
 
-__all__ = ["Bytes", "Io", "Mover", "SystemIo", "Workers"]
+__all__ = ["Bytes", "Io", "Mover", "SystemIo"]
 
 #: 1-D bytes that somebody else owns.
 Bytes = npt.NDArray[np.uint8]
@@ -168,40 +166,3 @@ def _from(buffers: list[Bytes], skipped: int) -> list[Bytes]:
             left.append(buffer[skipped:])
         skipped = max(0, skipped - buffer.size)
     return left
-
-
-class Workers:
-    """Threads that do what is submitted, in turn; they hold no reference to who submits, so that it can be collected."""
-
-    def __init__(self, threads: int) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Daemons, so that a file left open does not hold up the end of the program: its finalizer stops them.
-        self._threads = [
-            threading.Thread(target=_work, args=(self._jobs,), name=f"zhooks-disk-{index}", daemon=True)
-            for index in range(threads)
-        ]
-
-    def start(self) -> None:
-        """From now on what is submitted is done."""
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queue ``job``, which must not raise."""
-        self._jobs.put(job)
-
-    def stop(self) -> None:
-        """Let everything submitted so far end, then the threads."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            # The last reference may die in a worker, which then runs the finalizer; and not all may have started.
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join()
-
-
-def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        # Or the memory of a finished job would live until the next one comes.
-        del job

@@ -6,6 +6,7 @@ has to be written back is read from the version counter that torch keeps for eve
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from offload.events import Bus
 from offload.tier import Tier
 
-__all__ = ["Done", "Failed", "Lease", "Step", "Then", "as_bytes", "looked_at", "seen", "storage_uses", "view_of"]
+__all__ = ["Done", "Failed", "HostStep", "Lease", "Step", "Then", "as_bytes", "looked_at", "seen", "storage_uses", "view_of"]
 
 
 class Step(Protocol):
@@ -26,6 +27,13 @@ class Step(Protocol):
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
+
+
+class HostStep(Step, Protocol):
+    """A step whose result the host itself uses: ``wait`` blocks until it is there."""
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Run ``call``, which must not raise, once it is over, well or badly: where it ended, or here if it has ended."""
 
 
 class Done:
@@ -41,7 +49,7 @@ class Done:
 class Failed:
     """It is over, and badly."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def wait(self) -> None:
@@ -52,31 +60,42 @@ class Failed:
 
 
 class Then:
-    """A step, and what follows it: started as soon as somebody looks and finds the first one done."""
+    """A step on the host, and what follows it: started by whoever ends the first (a disk worker, say), never by a look at it.
 
-    def __init__(self, first: Step, follow: Callable[[], Step]) -> None:
-        self._now: Step = first
+    Args:
+        first: its result is used by the host; ``wait`` of it returns or raises at once when it is over.
+        follow: starts the second; may run in another thread, and must not refer to the streams current there.
+    """
+
+    def __init__(self, first: HostStep, follow: Callable[[], Step]) -> None:
+        self._first: HostStep | None = first
         self._follow: Callable[[], Step] | None = follow
+        self._second: Step = Done()
+        self._begun = threading.Event()
+        first.when_over(self._go_on)
 
     def wait(self) -> None:
-        self._go_on()
-        self._now.wait()
+        self._begun.wait()
+        self._second.wait()
 
     def done(self) -> bool:
-        if self._follow is not None and self._now.done():
-            self._go_on()
-        return self._follow is None and self._now.done()
+        return self._begun.is_set() and self._second.done()
 
     def _go_on(self) -> None:
-        """Wait for the first and start what follows; an error is kept for ``wait``, for ``done`` never raises."""
-        if self._follow is None:
-            return
+        """Start what follows; an error is kept for ``wait``."""
+        first, follow = self._first, self._follow
+        # Both refer to memory that must not live as long as this does.
+        self._first = self._follow = None
+        assert first is not None and follow is not None
         try:
-            self._now.wait()
-            self._now = self._follow()
-        except Exception as error:
-            self._now = Failed(error)
-        self._follow = None
+            first.wait()
+            self._second = follow()
+        except BaseException as error:
+            self._second = Failed(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._begun.set()
 
 
 class Lease:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.device import Ticket
+from offload.device import OnHost
 from offload.disk import Extent
 from offload.errors import BudgetError, TierError
 from offload.events import Bus
@@ -61,15 +61,6 @@ class _Departure:
     copy: weakref.ref[Copy]
     key: str
     nbytes: int
-
-
-class _OnHost:
-    """A copy whose result the host itself will use."""
-
-    __slots__ = ("done", "wait")
-
-    def __init__(self, ticket: Ticket) -> None:
-        self.wait, self.done = ticket.synchronize, ticket.done
 
 
 class Stash:
@@ -168,7 +159,7 @@ class Stash:
             if self._tier is Tier.HOST:
                 copy.away = room = self._take(self._tier, copy.nbytes, copy.key)
                 copy.leaving = ticket = self._places.device.copy(room.bytes, source, key=copy.key)
-                step: Step = _OnHost(ticket)
+                step: Step = OnHost(ticket)
             else:
                 copy.away = room = self._take(self._tier, copy.nbytes, copy.key)
                 copy.leaving = step = self._write(room.extent, source, copy.key)
@@ -183,7 +174,7 @@ class Stash:
         """To disk through a buffer on the host: the original is free sooner, and nobody can change what is being written."""
         passing = self._take(Tier.HOST, extent.nbytes, key)
         try:
-            first = _OnHost(self._places.device.copy(passing.bytes, source, key=key))
+            first = OnHost(self._places.device.copy(passing.bytes, source, key=key))
         except BaseException:
             give(self._places, passing)
             raise
@@ -284,15 +275,16 @@ class Stash:
             return
         buffer = self._take(Tier.HOST, copy.nbytes, key)
         try:
+            back = buffer if device.addresses_host else on_device(self._places, copy.nbytes, copy.key)
             first = self._places.disk.read(away.extent, buffer.bytes, 0, key)
         except BaseException:
             give(self._places, buffer)
             raise
-        if device.addresses_host:
+        if back is buffer:
             copy.back, copy.arriving = buffer, first
             return
-        back = on_device(self._places, copy.nbytes, copy.key)
-        step = Then(first, lambda: _OnHost(device.copy(back.bytes, buffer.bytes, key=key)))
+        ready = device.mark()
+        step = Then(first, lambda: device.copy(back.bytes, buffer.bytes, key=key, after=ready))
         copy.back, copy.arriving = back, step
         self._left.append(Left([step], (buffer,)))
 
@@ -373,7 +365,7 @@ class Stash:
 
     def _see_off(self) -> None:
         """Take note of the copies that are out."""
-        # Copies to the host end in their order; those to disk in any, and each look starts the next step of one.
+        # Copies to the host end in their order; those to disk in any.
         in_order = self._tier is Tier.HOST
         for departure in tuple(self._departures):
             if over(departure.step):

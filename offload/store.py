@@ -267,8 +267,6 @@ class Store:
         if isinstance(home, Tensor):
             block.outgoing = self.device.copy(out, home, key=block.key)
             return block.outgoing
-        if out.device.type == "cpu":
-            return self.disk.read(home, as_bytes(out), 0, block.key)
         return self._transfers.read(out, home, block.key)
 
     def change(self, block: Block, values: Tensor, *, add: bool) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from offload.block import Block
-from offload.device import Device
+from offload.device import Device, OnHost
 from offload.disk import DiskFile, Extent
 from offload.lease import Lease, Step, Then, as_bytes, view_of
 from offload.staging import Staging
@@ -59,12 +59,14 @@ class Transfers:
         if not isinstance(block.home, Tensor):
             return self.read(values, block.home, block.key)
         ticket = block.outgoing = self._device.copy(values, block.home, key=block.key)
-        return _OnHost(ticket.synchronize, ticket.done) if at is Tier.HOST else ticket
+        return OnHost(ticket) if at is Tier.HOST else ticket
 
     def read(self, values: Tensor, extent: Extent, key: str) -> Step:
         """From disk: straight into host memory, or through a staging buffer on to the device."""
-        if values.device.type == "cpu":
+        if self._device.on_host(values):
             return self._disk().read(extent, as_bytes(values), 0, key)
+        # What the current stream was given before may still use the memory of ``values``; what comes later must not delay it.
+        ready = self._device.mark()
         staging = self._take(extent.nbytes, key, Tier.HOST)
         try:
             first = self._disk().read(extent, staging, 0, key)
@@ -72,8 +74,7 @@ class Transfers:
             self._staging.give(staging, Tier.HOST)
             raise
         source = view_of(staging, values.numel(), values.dtype)
-        both = Then(first, lambda: self._device.copy(values, source, key=key))
-        # Looked at by every sweep: so the second way begins as soon as the first has ended.
+        both = Then(first, lambda: self._device.copy(values, source, key=key, after=ready))
         self._staging.give_after(both, staging)
         return both
 
@@ -81,24 +82,16 @@ class Transfers:
         """Start taking a lease's values home."""
         home, key = block.home, block.key
         if isinstance(home, Tensor):
-            ticket = self._device.copy(home, lease.values, key=key)
-            return _OnHost(ticket.synchronize, ticket.done)
-        if lease.values.device.type == "cpu":
+            return OnHost(self._device.copy(home, lease.values, key=key))
+        if self._device.on_host(lease.values):
             return self._disk().write(home, as_bytes(lease.values), 0, key)
         staging = self._take(block.nbytes, key, Tier.HOST)
         try:
-            ticket = self._device.copy(view_of(staging, block.numel, block.dtype), lease.values, key=key)
+            first = OnHost(self._device.copy(view_of(staging, block.numel, block.dtype), lease.values, key=key))
         except BaseException:
             self._staging.give(staging, Tier.HOST)
             raise
-        first = _OnHost(ticket.synchronize, ticket.done)
         write = Then(first, lambda: self._disk().write(home, staging[: block.nbytes], 0, key))
         self._staging.give_after(write, staging)
         return write
 
-
-class _OnHost:
-    """A copy whose result the host itself will use."""
-
-    def __init__(self, wait: Callable[[], None], done: Callable[[], bool]) -> None:
-        self.wait, self.done = wait, done

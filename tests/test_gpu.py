@@ -6,6 +6,7 @@ None of it has been run on a GPU yet; here it is collected, and skipped where th
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.block import Part
+from offload.budget import Budget
 from offload.device import open_device
+from offload.disk import DiskFile
 from offload.host import HostPool
+from offload.store import Store
+from offload.tier import Tier
 
 pytestmark = [
     pytest.mark.gpu,
@@ -285,6 +290,38 @@ def test_device_memory_is_the_same_after_the_third_step_and_after_the_twentieth(
             most.append(torch.cuda.max_memory_allocated())
     assert max(held[1:]) <= held[0] and max(most[1:]) <= 1.05 * most[0]
     attachment.detach()
+
+
+@pytest.mark.parametrize("tier", AWAY)
+def test_training_under_a_stream_of_the_users_has_the_same_bits(tier: str, tmp_path: Path) -> None:
+    wanted = trained(placed("device", tmp_path))
+    activation = {"tier": tier, "min_bytes": 64}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = trained(placed(tier, tmp_path, activation=activation, schedule={"prefetch": 1}))
+    side.synchronize()
+    assert same(found, wanted)
+
+
+def test_a_block_from_disk_reaches_the_device_while_the_stream_is_busy(tmp_path: Path) -> None:
+    seam = open_device(torch.device("cuda"))
+    host = HostPool(seam)
+    store = Store(seam, host, lambda: DiskFile(tmp_path), Budget({}), staging_nbytes=64 << 20)
+    block = store.put("layers.3", 1 << 20, torch.float32, Tier.DISK)
+    store.change(block, torch.full((1 << 20,), 3.0, device="cuda"), add=False)
+    store.settle()
+    lease = store.fetch(block, Tier.DEVICE)
+    torch.cuda._sleep(1 << 32)
+    busy = torch.cuda.Event()
+    busy.record()
+    deadline = time.monotonic() + 60
+    while not lease._arriving.done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert lease._arriving.done() and not busy.query(), "the copy waited for what was queued after it was asked for"
+    assert bool((lease.wait() == 3.0).all())
+    store.close(block)
+    store.shut()
 
 
 @pytest.mark.parametrize("tier", AWAY)

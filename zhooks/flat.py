@@ -200,11 +200,16 @@ class Flat:
             if not self.aliased:
                 full.copy_(self.shard)
             return DONE
-        return gather(self.transport, call, self._sent(full), full, self.layout)
+        if self.rest is None:
+            return gather(self.transport, call, self.shard, full, self.layout)
+        # What is computed next must not wait for this shard's way from its tier: only the collective does.
+        with self.rest.store.device.beside():
+            return gather(self.transport, call, self._sent(full), full, self.layout)
 
     def _sent(self, full: Tensor) -> Tensor:
-        """What this rank sends: its shard, or what a tier has of it; of a long one straight into its range of ``full``."""
-        if self.rest is None or self._read_whole:
+        """What this rank sends of what a tier has; of a long one straight into its range of ``full``."""
+        assert self.rest is not None
+        if self._read_whole:
             return self.shard
         if not self.long:
             return self.rest.send()

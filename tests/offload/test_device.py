@@ -46,7 +46,8 @@ def hold(device: Device) -> threading.Event:
     assert isinstance(device, CpuDevice)
     gate = threading.Event()
     # The queue is what the tests are about: nothing but a job that waits makes "not yet copied" a certainty.
-    device._worker._last = device._worker._threads.submit(wait_for, gate)
+    device._worker.start()
+    device._worker.submit(lambda: wait_for(gate))
     return gate
 
 
@@ -252,7 +253,7 @@ def test_close_finishes_what_was_begun() -> None:
     opened.close()
     opened.close()
     assert bool((out == 7).all())
-    with pytest.raises(RuntimeError, match="shutdown"):
+    with pytest.raises(AssertionError, match="closed"):
         opened.copy(filled(LARGE, 0), out)
 
 
@@ -369,3 +370,53 @@ class TestCuda:
         assert cuda.memlock_applies() in (True, False)
         with pytest.raises(CapabilityError, match="own memory"):
             open_device(torch.device("cuda"), addresses_host=True)
+
+    def test_a_copy_after_a_mark_does_not_wait_for_what_was_queued_since(self, cuda: Device) -> None:
+        source = pinned(cuda, 1 << 20)
+        source.fill_(3)
+        there, mark = cuda.empty(1 << 20), cuda.mark()
+        torch.cuda._sleep(1 << 31)
+        busy = torch.cuda.Event()
+        busy.record()
+        ticket = cuda.copy(there, source, "up", after=mark)
+        ticket.synchronize()
+        assert not busy.query(), "the copy waited for a kernel that it does not depend on"
+        ticket.wait()
+        assert bool((there == 3).all())
+        cuda.unpin(source)
+
+    def test_what_is_waited_for_beside_the_stream_does_not_hold_the_stream_up(self, cuda: Device) -> None:
+        source = pinned(cuda, 1 << 28)
+        source.fill_(3)
+        there, over = cuda.empty(1 << 28), torch.cuda.Event()
+        ticket = cuda.copy(there, source, "up")
+        with cuda.beside():
+            ticket.wait()
+            torch.cuda._sleep(1 << 31)
+            total = there.sum(dtype=torch.int64)
+            over.record()
+        mine = torch.ones(64, device="cuda").sum().item()
+        assert mine == 64 and not over.query(), "the stream waited for what only the work beside it uses"
+        torch.cuda.current_stream().wait_event(over)
+        assert int(total) == 3 << 28
+        cuda.unpin(source)
+
+    def test_a_copys_end_is_told_in_a_thread_of_the_device(self, cuda: Device) -> None:
+        result, told = pinned(cuda, 1 << 20), threading.Event()
+        torch.cuda._sleep(1 << 28)
+        ticket = cuda.copy(result, torch.full((1 << 20,), 3, dtype=torch.uint8, device="cuda"), "down")
+        ticket.when_over(told.set)
+        assert told.wait(60) and ticket.done()
+        assert bool((result == 3).all())
+        cuda.unpin(result)
+
+    def test_memory_that_cannot_be_locked_leaves_no_error_for_the_next_kernel(self, cuda: Device) -> None:
+        memory = pinned(cuda, 1 << 20)
+        # Locked already: CUDA refuses it.
+        with pytest.raises(CapabilityError, match="cannot page-lock"):
+            cuda.pin(memory)
+        assert torch.ones(64, device="cuda").add_(1).sum().item() == 128
+        cuda.unpin(memory)
+        with pytest.raises(AssertionError, match="not locked"):
+            cuda.unpin(memory)
+        assert torch.ones(64, device="cuda").add_(1).sum().item() == 128
