@@ -8,71 +8,59 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.ranks import Pool
+from tests.selection import covering, row_of
 
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 settings.register_profile("zhooks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("zhooks")
 
-#: Modules whose tests run over a product of tiers, stages and ranks: by default a diagonal of it, the rest is slow.
-THINNED = (
-    "test_accumulate",
-    "test_activation",
-    "test_activation_recompute",
-    "test_adversity",
-    "test_adversity_autograd",
-    "test_adversity_errors",
-    "test_adversity_loop",
-    "test_arena",
-    "test_attach_state",
-    "test_bad_input",
-    "test_buffers",
-    "test_held",
-    "test_held_steps",
-    "test_memory",
-    "test_memory_residual",
-    "test_order",
-    "test_overlap",
-    "test_partition",
-    "test_pipeline",
-    "test_precision_rules",
-    "test_rounding",
-    "test_save_faults",
-    "test_save_load",
-    "test_scaling",
-    "test_scaling_graph",
-    "test_sharded_state",
-    "test_tensor_parallel",
-    "test_tensor_parallel_state",
-    "test_tiers",
-    "test_tiers_faults",
-    "test_tiers_kernels",
-    "test_tiers_optim",
-    "test_tiers_review",
-    "test_zprof_run",
-)
-MANY, SOME = 8, 3
-
+#: All that this session has collected, before any of it is deselected.
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+#: What the name of every case on four ranks holds.
+FOUR_RANKS = "world4"
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but every fourth case of a large product slow, and all but every second of a middling one.
-
-    The kept ones step through the product diagonally, so that every value of every factor stays among them.
-    """
-    cases: dict[str, list[pytest.Item]] = {}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark slow what a default run can do without, of the tests whose every case starts ranks."""
+    config.stash[COLLECTED] = list(items)
+    cases: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.path.stem in THINNED:
+        if isinstance(item, pytest.Function) and starts_ranks(item) and item.get_closest_marker("slow") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in cases.values():
-        step = 4 if len(same) >= MANY else 2 if len(same) >= SOME else 1
-        for number, item in enumerate(same):
-            if (number + number // step) % step:
+        kept = set(covering([row_of(item.callspec.params) for item in same]))
+        for place, item in enumerate(same):
+            if place not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def starts_ranks(item: pytest.Function) -> bool:
+    """Whether this is a case of several that asks for a pool of ranks."""
+    return hasattr(item, "callspec") and "ranks" in item.fixturenames and "ranks" not in item.callspec.params
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile`` a worker is given a file at a time, and all tests of four ranks as if they were one file.
+
+    So one worker alone has a pool of four, and its ranks share the cores with one other worker's at most.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileAndRanks(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return FOUR_RANKS if FOUR_RANKS in nodeid.partition("[")[2] else super()._split_scope(nodeid)
+
+    return ByFileAndRanks(config, log)
+
 
 
 @pytest.fixture(scope="session")
@@ -104,15 +92,29 @@ def ranks2(ranks: Callable[[int], Pool]) -> Pool:
     return ranks(2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=[4], ids=[FOUR_RANKS])
 def ranks4(ranks: Callable[[int], Pool]) -> Pool:
     return ranks(4)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _earlier_objects_out_of_sight() -> None:
+    """What earlier modules left alive is out of the collector's sight, or every collection would walk through it.
+
+    A whole run has collected thousands of tests and imported every library, so that one collection takes a second; zhooks
+    collects at each attach and at each ``memory()``.
+    """
+    _put_out_of_sight()
+
+
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone() -> None:
     """What is alive already, of other tests, is out of the collector's sight: who looks for models finds this test's only."""
-    gc.collect()
+    _put_out_of_sight()
+
+
+def _put_out_of_sight() -> None:
+    # What ends with a finalizer is gone only at the next collection.
+    while gc.collect():
+        continue
     gc.freeze()
-    yield
-    gc.unfreeze()

@@ -14,12 +14,12 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import Pool
+from tests.ranks import LIMIT_S, Pool
 
 Job = Callable[..., Any]
 
 
-def on_ranks(*worlds: int, limit_s: float = 60.0, **choices: tuple[Any, ...]) -> Callable[[Job], Any]:
+def on_ranks(*worlds: int, limit_s: float = LIMIT_S, **choices: tuple[Any, ...]) -> Callable[[Job], Any]:
     """Run the function on every rank of each world, for each combination of ``choices``, given as keywords."""
 
     def decorate(job: Job) -> Any:

@@ -35,12 +35,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import soon
+
 PRELOADED = [
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel", "torch.nn.parallel", "hypothesis", "numba", "pytest", "zhooks",
 ]  # fmt: skip
-LIMIT_S = 60.0
-START_LIMIT_S = 120.0
+# A limit is for what hangs: no test may fail because the machine is busy.
+LIMIT_S = 180.0
+START_LIMIT_S = 300.0
+STACK_LIMIT_S = 10.0
 # Other ranks often raise the same error a moment later; their tracebacks are worth a short wait.
 GRACE_S = 2.0
 LOG_TAIL_BYTES = 4000
@@ -84,7 +88,8 @@ class Worker:
         if self.process.pid is None or not self.process.is_alive():
             return ""
         os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        # Written from a signal handler, thread by thread, this process's main thread last.
+        soon(lambda: "_serve" in _tail(path), within_s=STACK_LIMIT_S)
         return _tail(path)
 
 
@@ -329,6 +334,8 @@ def _leave(world: int) -> bytes:
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()
+        # What a job has imported is here to stay too.
+        gc.freeze()
         return pickle.dumps((End.RETURNED, None))
     except BaseException:
         return pickle.dumps((End.RAISED, f"while leaving the group, after the job returned\n{traceback.format_exc()}"))

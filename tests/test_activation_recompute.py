@@ -211,6 +211,8 @@ def test_spectral_norm_moves_its_vectors_once(policy: dict[str, Any]) -> None:
         assert same(step_of(model, number), step_of(plain, number))
     attachment.detach()
     assert same(list(model.state_dict().values()), list(plain.state_dict().values()))
+    # The last weight is an attribute with a graph that leads back to the model: a cycle no collector sees.
+    del model.enter.weight
 
 
 def test_a_large_constant_buffer_is_not_copied_after_the_first_forward() -> None:

@@ -135,18 +135,25 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def average_gradients(model: nn.Module, world: int) -> None:
-    """Average over the ranks: zeros where a rank has no gradient, none where no rank has one."""
+    """Average over the ranks: zeros where a rank has no gradient, none where no rank has one.
+
+    Two messages for all parameters together: a story would otherwise wait for the other rank a hundred times.
+    """
     if world == 1:
         return
-    for p in model.parameters():
-        users = torch.tensor(float(p.grad is not None))
-        dist.all_reduce(users)
-        if users == 0.0:
-            continue
+    params = list(model.parameters())
+    users = torch.tensor([float(p.grad is not None) for p in params])
+    dist.all_reduce(users)
+    used = [p for p, count in zip(params, users.tolist(), strict=True) if count]
+    if not used:
+        return
+    for p in used:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        dist.all_reduce(p.grad)
-        p.grad /= world
+    total = torch.cat([p.grad.reshape(-1) for p in used])
+    dist.all_reduce(total)
+    for p, summed in zip(used, total.split([p.numel() for p in used]), strict=True):
+        p.grad.copy_(summed.view(p.shape)).div_(world)
 
 
 def batch(step: int, rank: int, rows: int = 4) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ averaged in the reduce dtype.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,8 +96,9 @@ def build_scaler(cell: Cell) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, enabled=cell.precision == "fp16")
 
 
+@functools.cache
 def train(cell: Cell) -> Record:
-    """Train the cell's model plainly on all ranks' data."""
+    """Train the cell's model plainly on all ranks' data; the record is shared by all who ask for this cell."""
     specimen = ZOO[cell.model]
     model = specimen.build(SEED)
     ranks = Ranks(model, cell)

@@ -15,8 +15,8 @@ from tests.parity.cells import FACTORS, Cell, cell_of, pairwise, sample, why_exc
 from tests.parity.closeness import EXACT, REORDERED, differences, state_differences, tolerance_of
 from tests.ranks import Pool
 
-COVERING = [cell_of(row).name for row in pairwise(FACTORS, why_excluded)]
-SAMPLED = [cell_of(row).name for row in sample(400, seed=20250101)]
+COVERING = [pytest.param(cell_of(row).name, id=cell_of(row).name) for row in pairwise(FACTORS, why_excluded)]
+SAMPLED = [pytest.param(cell_of(row).name, id=cell_of(row).name) for row in sample(400, seed=20250101)]
 
 
 @pytest.mark.parametrize("name", COVERING)
