@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.device import Ticket
 from offload.disk import Extent
-from offload.lease import Lease, looked_at
+from offload.lease import Lease, Mode, looked_at
 from offload.tier import Tier
 
 __all__ = ["Block", "Keeper", "Part"]
@@ -26,7 +26,7 @@ class Keeper(Protocol):
     def compute(self) -> torch.device:
         """Where values are used."""
 
-    def tensor(self, block: Block, *, read: bool) -> Tensor:
+    def tensor(self, block: Block, mode: Mode) -> Tensor:
         """The block's values in memory."""
 
     def drop(self, block: Block) -> None:
@@ -89,13 +89,9 @@ class Block:
         self.lease = lease
         self.base += version - self.version
 
-    def tensor(self, *, read: bool = True) -> Tensor:
-        """The values in memory, 1-D: writes to them reach the block.  Short-lived where the home is a disk.
-
-        Args:
-            read: False where every element will be overwritten: nothing is read.
-        """
-        return self.store.tensor(self, read=read)
+    def tensor(self, mode: Mode = Mode.UPDATE) -> Tensor:
+        """The values in memory, 1-D: writes to them reach the block.  Short-lived where the home is a disk."""
+        return self.store.tensor(self, mode)
 
     def touch(self) -> None:
         """The values were written where torch counts no version: below autograd, or by a kernel of our own."""

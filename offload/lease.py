@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from offload.events import Bus
 from offload.tier import Tier
 
-__all__ = ["Done", "Failed", "HostStep", "Lease", "Step", "Then", "as_bytes", "looked_at", "seen", "storage_uses", "view_of"]
+__all__ = [
+    "Done", "Failed", "HostStep", "Lease", "Mode", "Step", "Then", "as_bytes", "looked_at", "seen", "storage_uses", "view_of",
+]  # fmt: skip
 
 
 class Step(Protocol):
@@ -98,24 +101,38 @@ class Then:
             self._begun.set()
 
 
+class Mode(Enum):
+    """What a holder does with the values of a block."""
+
+    #: Nothing is changed.
+    READ = "read"
+    #: Every element is overwritten, padding included: nothing is read, and the old values are gone once it ends well.
+    WRITE_ALL = "write all"
+    #: Elements are read, and some or all of them are changed.
+    UPDATE = "update"
+
+
 class Lease:
     """One block's values at one tier, shared by all who fetched it and have not closed it yet.
 
     Attributes:
+        mode: the most that any of them does with the values.
         values: 1-D [numel], the block's dtype.  The block's own memory where that is at ``at`` already (``direct``), else
             a buffer; valid after ``wait`` and until the last ``close``.
     """
 
     __slots__ = (
-        "_arrived", "_arriving", "_bus", "_opened", "at", "buffer", "direct", "fresh", "holds", "key", "leaving", "uses",
-        "values",
+        "_arrived", "_arriving", "_bus", "_opened", "at", "blank", "buffer", "direct", "fresh", "holds", "key", "leaving",
+        "mode", "uses", "values",
     )  # fmt: skip
 
-    def __init__(self, key: str, at: Tier, values: Tensor, buffer: Tensor | None, *, fresh: bool) -> None:
-        self.key, self.at, self.values, self.buffer = key, at, values, buffer
+    def __init__(self, key: str, at: Tier, values: Tensor, buffer: Tensor | None, mode: Mode, *, blank: bool) -> None:
+        self.key, self.at, self.values, self.buffer, self.mode = key, at, values, buffer, mode
         self.direct = buffer is None
+        # The block had never been written.
+        self.blank = blank
         # Nothing was read: whatever the values become is what the block holds.
-        self.fresh = fresh
+        self.fresh = not self.direct and (blank or mode is Mode.WRITE_ALL)
         self.holds = 1
         # The write-back, once the last holder has closed.
         self.leaving: Step | None = None
@@ -129,6 +146,14 @@ class Lease:
     def arrive(self, step: Step, bus: Bus) -> None:
         """The values are there once ``step`` has ended; ``bus`` hears how long somebody stood still for them."""
         self._arriving, self._bus = step, bus
+
+    def share(self, mode: Mode) -> None:
+        """Another holder, who does this with the values."""
+        if mode is self.mode:
+            return
+        # Until a whole write has been made, its buffer holds nothing of the block's.
+        assert self.mode is not Mode.WRITE_ALL or self.direct or self.writes, f"block {self.key}: read before it was written"
+        self.mode = Mode.UPDATE
 
     def wait(self) -> Tensor:
         """The values, ready to be used."""
@@ -162,7 +187,7 @@ class Lease:
         return self.fresh or self.writes > 0
 
     def written_back(self) -> None:
-        """The block's own memory holds these values now."""
+        """The block's own memory holds these values now, or shall not."""
         self.fresh, self._opened = False, self.values._version
 
     @property

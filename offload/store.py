@@ -12,8 +12,8 @@ Note: [Opened on demand]
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from offload.disk import DiskFile
 from offload.errors import TierError
 from offload.homes import Homes
 from offload.host import HostPool
-from offload.lease import Done, Lease, Step, as_bytes, seen
+from offload.lease import Done, Lease, Mode, Step, as_bytes, seen
 from offload.staging import Staging
 from offload.tier import Tier
 from offload.transfer import Transfers
@@ -116,11 +116,24 @@ class Store:
 
     # Leases.
 
-    def fetch(self, block: Block, at: Tier, *, read: bool = True) -> Lease:
+    @contextmanager
+    def lease(self, block: Block, at: Tier, mode: Mode) -> Iterator[Tensor]:
+        """The values at ``at`` inside; a whole write that raises in a buffer has not happened.
+
+        Raises:
+            As ``fetch``.  TierError: the values could not be read.
+        """
+        lease = self.fetch(block, at, mode)
+        try:
+            yield lease.wait()
+        except BaseException:
+            self.give_up(block)
+            raise
+        self.close(block)
+
+    def fetch(self, block: Block, at: Tier, mode: Mode = Mode.UPDATE) -> Lease:
         """Start bringing the values to ``at`` (DEVICE or HOST); close what is returned.
 
-        Args:
-            read: False where every element will be overwritten.
         Raises:
             BudgetError: no room for a buffer.  TierError: an earlier write-back of this block failed.
         """
@@ -136,9 +149,10 @@ class Store:
         if held is not None and held.leaving is not None:
             self._revive(block, held)
         if held is not None:
+            held.share(mode)
             held.holds += 1
             return held
-        lease = self._transfers.lease(block, at, read=read)
+        lease = self._transfers.lease(block, at, mode)
         block.switch(lease)
         return lease
 
@@ -156,6 +170,7 @@ class Store:
             block.switch(None)
             self.staging.recycle(lease)
             return
+        assert lease.fresh or lease.mode is not Mode.READ, f"block {block.key}: written by who said it would read"
         try:
             lease.leaving = self._transfers.write(block, lease)
         except BaseException:
@@ -163,10 +178,18 @@ class Store:
             raise
         self._leaving[id(block)] = block
 
+    def give_up(self, block: Block) -> None:
+        """``close`` for a holder that raised: changes are kept, but a whole write in a buffer has not happened."""
+        lease = block.lease
+        if lease is not None and lease.mode is Mode.WRITE_ALL and not lease.direct:
+            self._as_at_home(block, lease)
+            block.blank = lease.blank
+        self.close(block)
+
     def _revive(self, block: Block, lease: Lease) -> None:
         """Fetched again while it is on its way home: the buffer has the values."""
         self._come_home(block, lease)
-        lease.leaving, lease.holds = None, 0
+        lease.leaving, lease.holds, lease.mode = None, 0, Mode.READ
 
     def _come_home(self, block: Block, lease: Lease) -> None:
         """Wait until what was changed is written back."""
@@ -178,6 +201,10 @@ class Store:
         except BaseException:
             self._keep_open(block, lease)
             raise
+        self._as_at_home(block, lease)
+
+    def _as_at_home(self, block: Block, lease: Lease) -> None:
+        """Nothing of the lease is to be written back (any more); the version stays."""
         version = block.version
         lease.written_back()
         block.base += version - block.version
@@ -198,10 +225,10 @@ class Store:
 
     # Opened on demand.
 
-    def tensor(self, block: Block, *, read: bool = True) -> Tensor:
+    def tensor(self, block: Block, mode: Mode = Mode.UPDATE) -> Tensor:
         lease = block.lease
         if lease is None and isinstance(block.home, Tensor):
-            if block.blank and read:
+            if block.blank and mode is not Mode.WRITE_ALL:
                 block.home.data.zero_()  # data: reading counts as no change
             block.blank = False
             block.calm()
@@ -209,12 +236,15 @@ class Store:
         if lease is not None and lease.leaving is None:
             if id(block) in self._recent:
                 self._recent.move_to_end(id(block))
-            return seen(lease.wait())
+            values = lease.wait()
+            lease.share(mode)
+            return seen(values)
         if lease is not None:
             self._revive(block, lease)
+            lease.share(mode)
             lease.holds += 1
         else:
-            lease = self.fetch(block, Tier.HOST, read=read)
+            lease = self.fetch(block, Tier.HOST, mode)
         try:
             values = seen(lease.wait())
         except BaseException:
@@ -271,13 +301,9 @@ class Store:
 
     def change(self, block: Block, values: Tensor, *, add: bool) -> None:
         """The whole block becomes ``values`` (1-D, on the compute device), or they are added there; then it goes home."""
-        lease = self.fetch(block, Tier.DEVICE, read=add)
-        try:
-            mine = lease.wait()
+        with self.lease(block, Tier.DEVICE, Mode.UPDATE if add else Mode.WRITE_ALL) as mine:
             mine.add_(values) if add else mine.copy_(values)
             block.touch()
-        finally:
-            self.close(block)
         self.passed(block.nbytes)
 
     def passed(self, nbytes: int, limit: int = RELEASE_NBYTES) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.block import Block
 from offload.device import Device, OnHost
 from offload.disk import DiskFile, Extent
-from offload.lease import Lease, Step, Then, as_bytes, view_of
+from offload.lease import Lease, Mode, Step, Then, as_bytes, view_of
 from offload.staging import Staging
 from offload.tier import Tier
 
@@ -33,17 +33,17 @@ class Transfers:
     ) -> None:
         self._device, self._staging, self._take, self._disk = device, staging, take, disk
 
-    def lease(self, block: Block, at: Tier, *, read: bool) -> Lease:
-        """Start bringing a block to ``at``; ``read=False`` where every element will be overwritten."""
-        home, key, blank = block.home, block.key, block.blank
+    def lease(self, block: Block, at: Tier, mode: Mode) -> Lease:
+        """Start bringing a block to ``at``, as far as it is read there."""
+        home, key, blank, read = block.home, block.key, block.blank, mode is not Mode.WRITE_ALL
         if isinstance(home, Tensor) and (block.tier is at or self._device.addresses_host or not block.numel):
             if blank and read:
                 home.data.zero_()  # data: reading counts as no change
             block.blank = False
             block.calm()
-            return Lease(key, at, home, None, fresh=False)
+            return Lease(key, at, home, None, mode, blank=blank)
         buffer = self._take(block.nbytes, key, at)
-        lease = Lease(key, at, view_of(buffer, block.numel, block.dtype), buffer, fresh=blank or not read)
+        lease = Lease(key, at, view_of(buffer, block.numel, block.dtype), buffer, mode, blank=blank)
         try:
             if blank and read:
                 lease.values.zero_()

@@ -137,3 +137,21 @@ def test_two_forwards_in_one_backward_are_left_to_the_step() -> None:
         training.step(3)
         states.append(training.state())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
+class Factored(torch.optim.AdamW):
+    """Its step takes an argument, too."""
+
+    def step(self, closure: Any = None, factor: float = 1.0) -> None:  # type: ignore[override]
+        super().step()
+
+
+@on_ranks(1)
+def test_arguments_of_a_step_whose_updates_were_made_in_backward_are_refused() -> None:
+    training = Training()
+    training.optimizer = Factored(training.model.parameters(), lr=1e-2)
+    training.warm()
+    loss_of(training.model, 1).backward()
+    with pytest.raises(ShardedOpError, match=r"Factored.step: expected nothing between .* found arguments \(factor\)"):
+        training.optimizer.step(factor=2.0)  # type: ignore[call-arg]
+    training.step(2)

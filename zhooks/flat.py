@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from offload.block import Part
 from offload.errors import ShardedOpError, TierError
 from offload.events import Bus
+from offload.lease import Mode
 from offload.store import Store
 from offload.tier import Tier
 from zhooks.comm import DONE, GATHER, Call, Transport, Work
@@ -119,7 +120,7 @@ class Flat:
 
     def overwritten(self) -> Tensor:
         """The shard for whoever writes all of it: what it held is not read, and may have been lost."""
-        return self._shard if self.rest is None else self.rest.master.tensor(read=False)
+        return self._shard if self.rest is None else self.rest.master.tensor(Mode.WRITE_ALL)
 
     @cached_property
     def rests(self) -> bool:

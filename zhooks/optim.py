@@ -5,19 +5,23 @@ work and leaves nothing of ours for the outer call.  What one flat needs is fetc
 written back while the next one is.  It never computes an update itself: torch or ``optim_kernels.py`` does.
 
 Note: [One step, many calls]
-    The optimizer's ``step`` is called once a flat, with ``param_groups`` narrowed to its parameters: for element-wise
-    optimizers that is the same arithmetic, bit for bit.  What a call changes in a group beside the parameters (a counter)
-    must come out the same from every call, and is changed once; an optimizer that couples parameters is refused by name.
+    The optimizer's ``step`` is called once a flat, with the arguments it was given and ``param_groups`` narrowed to the
+    flat's parameters: for element-wise optimizers that is the same arithmetic, bit for bit.  What a call changes in a group
+    beside the parameters (a counter) must come out the same from every call, and is changed once; an optimizer that couples
+    parameters is refused by name.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +32,16 @@ from torch.utils.hooks import RemovableHandle
 from offload.block import Block, Part
 from offload.errors import BudgetError, ShardedOpError, ZhooksError
 from offload.events import Bus
+from offload.lease import Mode
 from offload.store import Store
 from offload.tier import Tier
 from zhooks.build import state_keys
 from zhooks.flat import Flat, State
 from zhooks.group_numbers import numbers, same_numbers
 from zhooks.sharded import ShardedTensor
+from zhooks.stacks import running
 
-__all__ = ["Job", "Kernel", "Stepper", "watch_steps"]
+__all__ = ["Arguments", "Job", "Kernel", "Stepper", "watch_steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,16 @@ class Job:
             yield from group
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What ``step`` was called with, which every call of the step is given."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    #: Those of them that are no missing closure, by name.
+    given: tuple[str, ...] = ()
+
+
 #: New states an optimizer makes with the allocator, once each, before what they leave there is returned.
 _MADE_NBYTES = 16 << 20
 
@@ -57,14 +73,17 @@ _MADE_NBYTES = 16 << 20
 class Kernel(Protocol):
     """How one job is computed, with everything it needs in memory."""
 
-    def update(self, optimizer: Optimizer, job: Job) -> bool:
-        """Update the job's parameters and states; True where it wrote the flat's copy in the compute dtype, too."""
+    def writes_copy(self, flat: Flat) -> bool:
+        """An update of the flat writes all of its copy in the compute dtype, too."""
+
+    def update(self, optimizer: Optimizer, job: Job, arguments: Arguments) -> None:
+        """Update the job's parameters and states; a copy that it writes is leased for a whole write."""
 
 
 class Early(Protocol):
     """What has been updated before the step (``overlap.py``)."""
 
-    def left(self, optimizer: Optimizer, jobs: Sequence[Job]) -> list[Job]:
+    def left(self, optimizer: Optimizer, jobs: Sequence[Job], arguments: Arguments) -> list[Job]:
         """The jobs that are left to the step."""
 
 
@@ -87,6 +106,9 @@ class Stepper:
         self.overlap: Early | None = None
         self._inside = False
         self._undo: Callable[[], None] | None = None
+        #: The step whose rest is the optimizer's own, as torch calls it.
+        self._outer: FrameType | None = None
+        self._present: Job | None = None
         self._handles: list[RemovableHandle] = []
 
     def open(self) -> None:
@@ -100,7 +122,7 @@ class Stepper:
 
     def restore(self) -> None:
         """Give an optimizer its parameters back, when its own step raised in between."""
-        undo, self._undo = self._undo, None
+        undo, self._undo, self._outer = self._undo, None, None
         if undo is not None:
             undo()
 
@@ -108,27 +130,32 @@ class Stepper:
         """torch's pre-hook.
 
         Raises:
-            ShardedOpError: a closure, or an optimizer whose step couples parameters.
+            ShardedOpError: a closure, an argument that holds a tensor a parameter, or an optimizer whose step couples
+                parameters.
+            TypeError: ``step`` does not take these arguments.
             TierError, BudgetError: a tier failed; the message says how far the step had come.
         """
-        if self._inside:
+        if self._inside or self._present is not None:
+            self._check_nested(optimizer)
+            return
+        if self._outer is not None and running(self._outer):
+            # A step that calls another (its base class's, a wrapped optimizer's): what is ours has been done.
             return
         self.restore()
         if not self.jobs(optimizer):
             return
-        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
-            raise ShardedOpError(
-                f"{type(optimizer).__name__}.step(closure): expected a step without closure, for the policy places its states "
-                "on tiers; found one. Call the closure yourself, then step()."
-            )
+        arguments = _arguments(optimizer, args[1:], kwargs)
         self._inside = True
         try:
             with _own_hooks_first(optimizer, args, kwargs) as hooks:
                 self._settle()
                 # Not before: parameters frozen since backward have been laid out anew just now.
                 jobs = self.jobs(optimizer)
-                self._undo = _leave_rest(optimizer, {id(param) for job in jobs for param in job.params()}, hooks, self.restore)
-                self.run(optimizer, jobs if self.overlap is None else self.overlap.left(optimizer, jobs))
+                self._outer, after = sys._getframe(2), dict(cast(Any, optimizer)._optimizer_step_post_hooks)
+                self._undo = _leave_rest(optimizer, {id(param) for job in jobs for param in job.params()}, hooks)
+                left = jobs if self.overlap is None else self.overlap.left(optimizer, jobs, arguments)
+                self.run(optimizer, left, arguments)
+                self._restore_first(optimizer, after)
         except BaseException:
             self.restore()
             raise
@@ -137,8 +164,28 @@ class Stepper:
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch's post-hook."""
-        if not self._inside:
+        if not self._inside and self._outer is sys._getframe(2):
             self.restore()
+
+    def _restore_first(self, optimizer: Any, hooks: dict[Any, Any]) -> None:
+        """The post-hooks of this very optimizer, which torch calls before ours, shall see it as it is, once."""
+
+        def restore(*called: Any) -> None:
+            if self._outer is sys._getframe(1):
+                self.restore()
+                for hook in hooks.values():
+                    hook(*called)
+
+        optimizer._optimizer_step_post_hooks = OrderedDict([(object(), restore)])
+
+    def _check_nested(self, optimizer: Optimizer) -> None:
+        """A step within one flat's update may go over that flat alone."""
+        now = set() if self._present is None else {id(param) for param in self._present.params()}
+        if any(id(param) not in now for job in self.jobs(optimizer) for param in job.params()):
+            raise ShardedOpError(
+                f"{type(optimizer).__name__}: expected an optimizer that is stepped by itself, or shares the groups of the one "
+                "that steps it, for the policy places states on tiers; found groups of its own. Step it directly."
+            )
 
     def jobs(self, optimizer: Optimizer) -> list[Job]:
         """What a step of the optimizer has to do here, flat by flat."""
@@ -156,7 +203,9 @@ class Stepper:
 
     # The pipeline.
 
-    def run(self, optimizer: Optimizer, jobs: Sequence[Job], *, last: bool = True) -> None:
+    def run(
+        self, optimizer: Optimizer, jobs: Sequence[Job], arguments: Arguments = Arguments(), *, last: bool = True
+    ) -> None:
         """Update the jobs' flats; ``last``: nothing more of this step follows."""
         for flat in self.flats():
             if flat.rest is not None and flat.state is not State.GATHERING:
@@ -172,9 +221,9 @@ class Stepper:
             for index, job in enumerate(jobs):
                 while len(opened) < min(len(jobs), index + 1 + self._ahead):
                     opened.append(self._fetch(optimizer, jobs[len(opened)]))
-                copied = self._update(optimizer, job, opened[index])
+                self._update(optimizer, job, opened[index], arguments)
                 done += 1
-                self._put_away(optimizer, job.flat, copied=copied)
+                self._put_away(optimizer, job.flat)
                 end = same_numbers(optimizer, start, end)
                 self._close(opened, index)
             if last:
@@ -200,10 +249,14 @@ class Stepper:
                 if isinstance(tensor, ShardedTensor) and type(tensor._at) is Part:
                     blocks[id(tensor._at.block)] = tensor._at.block
         fetched: list[Block] = []
+        rest = job.flat.rest
         try:
             for block in blocks.values():
                 self._store.fetch(block, self._place)
                 fetched.append(block)
+            if rest is not None and rest.copy is not None and self.kernel.writes_copy(job.flat):
+                self._store.fetch(rest.copy, self._place, Mode.WRITE_ALL)
+                fetched.append(rest.copy)
         except BaseException:
             self._close_all([fetched])
             raise
@@ -226,40 +279,34 @@ class Stepper:
         for blocks in opened:
             while blocks:
                 with suppress(ZhooksError):
-                    self._store.close(blocks.pop())
+                    self._store.give_up(blocks.pop())
 
     @torch.no_grad()
-    def _update(self, optimizer: Optimizer, job: Job, blocks: Sequence[Block]) -> bool:
-        """Returns whether the flat's copy in the compute dtype was written, too."""
+    def _update(self, optimizer: Optimizer, job: Job, blocks: Sequence[Block], arguments: Arguments) -> None:
         flat = job.flat
         for block in blocks:
             assert block.lease is not None
             block.lease.wait()
         if self._bus.active:
             self._bus.begin("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
-        copied = self.kernel.update(optimizer, job)
+        self._present = job
+        try:
+            self.kernel.update(optimizer, job, arguments)
+        finally:
+            self._present = None
         if self._bus.active:
             self._bus.end("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
-        return copied
 
     @torch.no_grad()
-    def _put_away(self, optimizer: Optimizer, flat: Flat, *, copied: bool) -> None:
+    def _put_away(self, optimizer: Optimizer, flat: Flat) -> None:
         """What follows from an update that was made: new states go to their tier, the masters' copy is made."""
         self.adopt(optimizer, flat)
-        if flat.rest is not None:
-            self._finish_rest(flat, copied=copied)
-
-    def _finish_rest(self, flat: Flat, *, copied: bool) -> None:
-        """Carry the masters over into what the next gather reads."""
-        rest = flat.rest
-        assert rest is not None
-        if rest.copy is not None and not copied:
-            lease = self._store.fetch(rest.copy, self._place, read=False)
-            try:
-                lease.wait().copy_(rest.shard())
-            finally:
-                self._store.close(rest.copy)
-        rest.copied()
+        if flat.rest is None:
+            return
+        if self.kernel.writes_copy(flat):
+            flat.rest.copied()
+        else:
+            flat.rest.recast(self._place)
 
     def adopt(self, optimizer: Optimizer, flat: Flat) -> None:
         """States that are wherever they were made or loaded move to their tier: one block a kind of state."""
@@ -280,16 +327,13 @@ class Stepper:
         if block is None:
             name = f"optimizer/{key}/{flat.name}"
             block = self._store.put(name, flat.shard_numel, states[0][1].dtype, flat.kind.tiers.optimizer)
-        lease = self._store.fetch(block, self._place, read=not fresh)
-        try:
-            values = lease.wait()
+        with self._store.lease(block, self._place, Mode.WRITE_ALL if fresh else Mode.UPDATE) as values:
             if fresh:
                 values.zero_()
             for index, state in states:
                 flat.local(index, values).copy_(state._local)
-                state._at, state._on = Part(block, *flat.span(index)), flat.kind.device
-        finally:
-            self._store.close(block)
+        for index, state in states:
+            state._at, state._on = Part(block, *flat.span(index)), flat.kind.device
         if fresh:
             self._store.passed(block.nbytes, _MADE_NBYTES)
 
@@ -332,18 +376,45 @@ def watch_steps(stepper: Around) -> list[RemovableHandle]:
 class Narrowed:
     """The optimizer's own arithmetic, on the parameters of one flat."""
 
-    def update(self, optimizer: Optimizer, job: Job) -> bool:
+    def writes_copy(self, flat: Flat) -> bool:
+        return False
+
+    def update(self, optimizer: Optimizer, job: Job, arguments: Arguments) -> None:
         step: Any = type(optimizer).step
         plain = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-        held = [group["params"] for group in optimizer.param_groups]
+        held, own = [group["params"] for group in optimizer.param_groups], cast(Any, optimizer)
+        hooks = own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks
         for group, params in zip(optimizer.param_groups, job.groups, strict=True):
             group["params"] = list(params)
+        # A step that calls its base class's would run them once a flat.
+        own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         try:
-            plain(optimizer)
+            plain(optimizer, *arguments.args, **arguments.kwargs)
         finally:
+            own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = hooks
             for group, params in zip(optimizer.param_groups, held, strict=True):
                 group["params"] = params
-        return False
+
+
+def _arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """What a step was called with, where that can hold for each of many calls."""
+    bound = inspect.signature(type(optimizer).step).bind(optimizer, *args, **kwargs).arguments
+    named = {name: value for name, value in list(bound.items())[1:] if name != "closure" or value is not None}
+    where = "expected a step without {0}, for the policy places its states on tiers; found one. {1}"
+    if "closure" in named:
+        what = where.format("closure", "Call the closure yourself, then step().")
+        raise ShardedOpError(f"{type(optimizer).__name__}.step(closure): {what}")
+    for name, value in named.items():
+        if _by_parameter(value):
+            what = where.format("tensors a parameter", "Write them into .grad, or use tier = \"device\".")
+            raise ShardedOpError(f"{type(optimizer).__name__}.step({name}): {what}")
+    return Arguments(args, kwargs, tuple(named))
+
+
+def _by_parameter(value: Any) -> bool:
+    """It holds tensors, perhaps one for each parameter: which is whose only the optimizer knows."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, ShardedTensor) or any(isinstance(one, Tensor) or _by_parameter(one) for one in inside)
 
 
 def _grad(param: nn.Parameter) -> Tensor | None:
@@ -371,13 +442,8 @@ def _own_hooks_first(optimizer: Any, args: Any, kwargs: Any) -> Iterator[dict[in
         raise
 
 
-def _leave_rest(
-    optimizer: Any, ours: set[int], hooks: dict[int, Any], restore: Callable[[], None]
-) -> Callable[[], None]:
-    """Leave the outer call only parameters that are not ours; returns what puts everything back.
-
-    ``restore`` is called before the post-hooks of this very optimizer, which shall see it as it is.
-    """
+def _leave_rest(optimizer: Any, ours: set[int], hooks: dict[int, Any]) -> Callable[[], None]:
+    """Leave the outer call only parameters that are not ours, and no hooks; returns what puts everything back."""
     held = [(group, group["params"]) for group in optimizer.param_groups]
     rest = [[param for param in params if id(param) not in ours] for _, params in held]
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -388,8 +454,7 @@ def _leave_rest(
         before.update(hooks)
         optimizer._optimizer_step_post_hooks = after
 
-    optimizer._optimizer_step_post_hooks = OrderedDict([(object(), lambda *_: restore()), *after.items()])
-
+    optimizer._optimizer_step_post_hooks = OrderedDict()
     for (group, _), params in zip(held, rest, strict=True):
         group["params"] = params
     return undo

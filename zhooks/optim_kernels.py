@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from offload import kernels
 from offload.errors import ShardedOpError
+from offload.lease import Mode
 from offload.pages import aligned
 from offload.rounding import Noise
-from offload.tier import Tier
 from zhooks.flat import Flat
-from zhooks.optim import Job
+from zhooks.optim import Arguments, Job
 from zhooks.rounding import Rounding
 from zhooks.sharded import ShardedTensor
 
@@ -179,11 +179,19 @@ def mine_to_next(mine: Tensor, new: Tensor) -> int | None:
 class Numba:
     """One pass over a flat's range where its parameters share a group and a step, else one a run of neighbours."""
 
-    def __init__(self, place: Tier, rounding: Rounding | None = None) -> None:
-        self._place, self._rounding = place, rounding
+    def __init__(self, rounding: Rounding | None = None) -> None:
+        self._rounding = rounding
 
-    def update(self, optimizer: Optimizer, job: Job) -> bool:
+    def writes_copy(self, flat: Flat) -> bool:
+        return flat.rest is not None and flat.rest.copy is not None and not self._rounds(flat)
+
+    def update(self, optimizer: Optimizer, job: Job, arguments: Arguments) -> None:
         rule, flat = rule_for(optimizer), job.flat
+        if arguments.given:
+            raise ShardedOpError(
+                f'[optimizer] kernel = "numba": expected {type(optimizer).__name__}.step() without arguments, which its kernel '
+                f'does not know, found {", ".join(arguments.given)}. Use kernel = "torch".'
+            )
         if flat.kind.master is not torch.float32 and not self._rounds(flat):
             # Before any counter moves: a step that is refused has not happened.
             raise ShardedOpError(
@@ -191,22 +199,16 @@ class Numba:
                 'kernel = "torch", keep the parameters in fp32 and set [precision] param, or set rounding = "stochastic".'
             )
         scale = _left_to_the_kernel(optimizer)
-        if scale is None:
-            return False
-        copy = None if flat.rest is None or self._rounds(flat) else flat.rest.copy
-        store = flat.store
-        assert copy is None or store is not None
-        target = None if copy is None or store is None else store.fetch(copy, self._place, read=False).wait()
-        try:
-            for run in self._runs(rule, optimizer, job, target):
-                master, grad, *states = run.whole()
-                kept, rounded = states[: len(states) - (target is not None)], states[-1] if copy else None
-                rule.run(run.how, master, grad, kept, {"copy": rounded, "scale": scale, "noise": run.noise})
-        finally:
-            if copy is not None and store is not None:
-                copy.touch()
-                store.close(copy)
-        return copy is not None
+        rest = flat.rest if self.writes_copy(flat) else None
+        target = None if rest is None or rest.copy is None else rest.copy.tensor(Mode.WRITE_ALL)
+        runs = [] if scale is None else self._runs(rule, optimizer, job, target)
+        if rest is not None and rest.copy is not None and target is not None:
+            _cast_between(runs, rest.master.tensor(), target)
+            rest.copy.touch()
+        for run in runs:
+            master, grad, *states = run.whole()
+            kept, rounded = (states, None) if target is None else (states[:-1], states[-1])
+            rule.run(run.how, master, grad, kept, {"copy": rounded, "scale": scale, "noise": run.noise})
 
     def _runs(self, rule: Rule, optimizer: Optimizer, job: Job, copy: Tensor | None) -> list[Run]:
         flat = job.flat
@@ -252,6 +254,16 @@ class Numba:
         for piece in flat.pieces(number):
             at = slice(piece.local - first, piece.local - first + piece.numel)
             yield Run(how, [tensor[at] for tensor in tensors], piece.numel, number, noise.at(piece.start))
+
+
+def _cast_between(runs: Sequence[Run], master: Tensor, copy: Tensor) -> None:
+    """What no run will write of the copy: parameters without a gradient, of other optimizers, and padding."""
+    last, ends = 0, copy.numel()
+    ranges = [(run.tensors[-1].storage_offset() - copy.storage_offset(), run.numel) for run in runs]
+    for start, numel in [*sorted(ranges), (ends, 0)]:
+        if last < start:
+            copy[last:start].copy_(master[last:start])
+        last = max(last, start + numel)
 
 
 def _left_to_the_kernel(optimizer: Any) -> float | None:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zhooks.flat import Flat
 from zhooks.grad import Gradient
 from zhooks.group_numbers import numbers
-from zhooks.optim import Job, Stepper
+from zhooks.optim import Arguments, Job, Stepper
 from zhooks.refusals import too_late
 
 __all__ = ["Overlap"]
@@ -63,11 +63,11 @@ class Overlap:
             param.grad = None
         flat.spent = True
 
-    def left(self, optimizer: Optimizer, jobs: Sequence[Job]) -> list[Job]:
+    def left(self, optimizer: Optimizer, jobs: Sequence[Job], arguments: Arguments) -> list[Job]:
         """What a step still has to do.
 
         Raises:
-            ShardedOpError: the optimizer's numbers have changed since the first early update.
+            ShardedOpError: the optimizer's numbers have changed since the first early update, or the step has arguments.
         """
         self._known = [(known, state) for known, state in self._known if known() is not optimizer]
         self._known.append((weakref.ref(optimizer), optimizer.state))
@@ -77,6 +77,8 @@ class Overlap:
             job.flat.nodes = 0
         if start is not None and not _same(start, numbers(optimizer)):
             raise too_late(type(optimizer).__name__, "other numbers in its groups (a learning rate)")
+        if start is not None and arguments.given:
+            raise too_late(f"{type(optimizer).__name__}.step", f"arguments ({', '.join(arguments.given)})")
         return [job for job in jobs if job.flat.number not in spent]
 
     def _forget(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offload.block import Block
 from offload.errors import ShardedOpError
-from offload.lease import Step
+from offload.lease import Mode, Step
 from offload.store import Store
 from offload.tier import Tier
 from zhooks.kind import Kind
@@ -78,8 +78,17 @@ class Resting:
             )
         if self.copy is None or self._copied == self.master.version:
             return
-        self.copy.tensor(read=False).copy_(self.master.tensor())
+        values = self.master.tensor()
+        self.copy.tensor(Mode.WRITE_ALL).copy_(values)
         self.copy.touch()
+        self.copied()
+
+    @torch.no_grad()
+    def recast(self, at: Tier) -> None:
+        """An update has changed the masters, which are held ``at`` this tier: the copy follows."""
+        if self.copy is not None:
+            with self.store.lease(self.copy, at, Mode.WRITE_ALL) as values:
+                values.copy_(self.shard())
         self.copied()
 
     def copied(self) -> None:
@@ -90,7 +99,7 @@ class Resting:
         """Start fetching what this rank sends in the next gather."""
         self.refresh()
         if self._sending is None:
-            self.store.fetch(self.gathered_from, Tier.DEVICE)
+            self.store.fetch(self.gathered_from, Tier.DEVICE, Mode.READ)
             self._sending = self.gathered_from
 
     def send(self) -> Tensor:

@@ -22,7 +22,7 @@ from offload.errors import CapabilityError
 from offload.policy import Policy
 from offload.rounding import Noise, noise_for, round_to_bf16
 from zhooks.flat import Flat
-from zhooks.optim import Job, Narrowed
+from zhooks.optim import Arguments, Job, Narrowed
 from zhooks.sharded import ShardedTensor
 from zhooks.units import Group
 
@@ -56,21 +56,24 @@ class StandIns:
     def __init__(self, rounding: Rounding) -> None:
         self._rounding, self._inner = rounding, Narrowed()
 
-    def update(self, optimizer: Optimizer, job: Job) -> bool:
+    def writes_copy(self, flat: Flat) -> bool:
+        return False
+
+    def update(self, optimizer: Optimizer, job: Job, arguments: Arguments) -> None:
         if job.flat.kind.master is not torch.bfloat16:
-            return self._inner.update(optimizer, job)
+            self._inner.update(optimizer, job, arguments)
+            return
         index = {id(param): number for number, param in enumerate(job.flat.params)}
         with torch._C.DisableTorchFunctionSubclass():
             pairs = {param: _widened(param) for param in job.params() if param.grad is not None}
         _hand_over(optimizer, pairs)
         try:
             groups = [tuple(pairs[param] for param in group if param in pairs) for group in job.groups]
-            self._inner.update(optimizer, Job(job.flat, tuple(groups)))
+            self._inner.update(optimizer, Job(job.flat, tuple(groups)), arguments)
         finally:
             _hand_over(optimizer, {stand: param for param, stand in pairs.items()})
         for param, stand in pairs.items():
             self._round(job.flat, index[id(param)], param, stand)
-        return False
 
     def _round(self, flat: Flat, index: int, param: Any, stand: Any) -> None:
         noise, first = self._rounding.next(flat.specs[index].name), flat.span(index)[0]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from offload.arena import Use
 from offload.block import Part
 from offload.errors import CheckpointError
+from offload.lease import Mode
 from offload.shard_file import ShardReader
 from zhooks.flat import Flat
 from zhooks.rng import check as check_generators
@@ -125,7 +126,7 @@ class Loading:
             return
         gradient = self.live.reducer.gradients.get(flat.number)
         if gradient is not None and gradient.free():
-            shard = gradient.shard if gradient.block is None else gradient.block.tensor(read=False)
+            shard = gradient.shard if gradient.block is None else gradient.block.tensor(Mode.WRITE_ALL)
             _pour(self.reader, name, [(0, shard)])
             del shard
             for index in held:
@@ -162,7 +163,7 @@ class Loading:
         if len(made) == len(flat.params):
             # All of it is overwritten: what a failed disk has lost is not asked for.
             for block in {state._at.block for _, state in made if isinstance(state._at, Part)}:
-                block.tensor(read=False)
+                block.tensor(Mode.WRITE_ALL).zero_()
         _pour(self.reader, coming.name, [(flat.span(index)[0], state._local) for index, state in made])
 
 

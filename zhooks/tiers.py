@@ -226,7 +226,7 @@ def open_stepper(
         stepper.overlap, runtime.reducer.early = overlap, overlap.early
     stochastic = rounding if policy.optimizer.rounding == "stochastic" else None
     if policy.optimizer.kernel == "numba":
-        stepper.kernel = Numba(place, stochastic)
+        stepper.kernel = Numba(stochastic)
     elif stochastic is not None:
         stepper.kernel = StandIns(stochastic)
     stepper.open()

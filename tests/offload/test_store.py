@@ -19,7 +19,7 @@ from offload.disk import DiskFile
 from offload.disk_io import Bytes, Io, SystemIo
 from offload.errors import BudgetError
 from offload.host import HostPool
-from offload.lease import Lease
+from offload.lease import Lease, Mode
 from offload.store import MOVES, Store
 from offload.tier import Tier
 
@@ -522,3 +522,43 @@ def test_values_written_under_inference_mode_are_ordinary_ones(make: Make, addre
         tensor.add_(1.0)
     store.settle()
     assert all(torch.equal(values(block), torch.full((1000,), 3.0)) for block in blocks)
+
+
+# --- what a holder does with the values ----------------------------------------------------------------------------------
+
+
+@SEAMS
+@TIERS
+def test_a_whole_write_that_raises_has_not_happened_in_a_buffer(make: Make, addresses: bool, tier: Tier) -> None:
+    store = make(addresses)
+    for block, value in ((filled(store, "b", 1000, tier), 1.0), (store.put("c", 1000, torch.float32, tier), 0.0)):
+        before = block.version
+        with pytest.raises(ArithmeticError), store.lease(block, Tier.HOST, Mode.WRITE_ALL) as written:
+            direct = block.lease is not None and block.lease.direct
+            if not direct:
+                written.fill_(7.0)
+            raise ArithmeticError
+        store.settle()
+        assert block.version >= before and (direct or torch.equal(values(block), torch.full((1000,), value)))
+    store.settle()
+
+
+def test_what_is_to_be_written_whole_is_not_read_before(make: Make) -> None:
+    store = make()
+    block = filled(store, "b", 1000, Tier.DISK)
+    with store.lease(block, Tier.HOST, Mode.WRITE_ALL) as written:
+        with pytest.raises(AssertionError, match="read before it was written"):
+            store.fetch(block, Tier.HOST, Mode.READ)
+        written.fill_(3.0)
+        with store.lease(block, Tier.HOST, Mode.UPDATE) as shared:
+            shared[0] = 4.0
+    assert float(values(block)[0]) == 4.0 and float(values(block)[1]) == 3.0
+
+
+def test_a_holder_that_said_it_would_read_and_wrote_is_named(make: Make) -> None:
+    store = make()
+    block = filled(store, "b", 1000, Tier.DISK)
+    lease = store.fetch(block, Tier.HOST, Mode.READ)
+    lease.wait().fill_(3.0)
+    with pytest.raises(AssertionError, match="block b: written by who said it would read"):
+        store.close(block)
