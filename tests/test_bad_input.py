@@ -265,7 +265,7 @@ def run_alone(transport: str) -> str:
     """The first rank trains; the second never comes to the second forward."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
-    zhooks.attach(model, policy={"units": {"min_numel": 0}, "comm": {"transport": transport, "timeout_s": 1}})
+    zhooks.attach(model, policy={"units": {"min_numel": 0}, "comm": {"transport": transport, "timeout_s": 5}})
     model(torch.ones(2, 8)).sum().backward()
     assert model[0][0].weight.grad is not None
     dist.barrier()
@@ -283,11 +283,11 @@ def run_alone(transport: str) -> str:
 
 @pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
 def test_a_rank_that_never_makes_a_call_the_others_make_is_an_error_in_time(transport: str, ranks2: Pool) -> None:
-    outcomes = ranks2.attempt(f"{__name__}:run_alone", limit_s=30.0, transport=transport)
+    outcomes = ranks2.attempt(f"{__name__}:run_alone", transport=transport)
     assert [outcome.end for outcome in outcomes] == [End.RETURNED] * 2, outcomes[0].text
     said = outcomes[0].value
     assert re.match(r"rank 0 in \w+", said), said
-    assert "within 1" in said and ("gather 0" in said or "gather" in said) and "timeout_s" in said, said
+    assert "within 5" in said and ("gather 0" in said or "gather" in said) and "timeout_s" in said, said
 
 
 # ---- NaN

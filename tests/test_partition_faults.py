@@ -130,7 +130,7 @@ def test_a_rank_that_has_dropped_its_graph_says_so_instead_of_sending_other_byte
 
 @on_ranks(2)
 def test_a_backward_that_only_one_rank_runs_is_a_divergence_that_names_the_unit() -> None:
-    model, attachment = attached(policy_of() | {"comm": {"timeout_s": 2.0}})
+    model, attachment = attached(policy_of() | {"comm": {"timeout_s": 5.0}})
     loss = model(batch()).square().mean()
     if dist.get_rank() == 0:
         with pytest.raises(DivergenceError, match=r"rank 0 in gather activation blocks\.5: expected every rank of axis tp"):

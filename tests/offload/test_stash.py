@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from offload.events import Bus, Recorder
 from offload.host import HostPool
 from offload.stash import Limits, Stash
 from offload.tier import Tier
+from tests.waiting import soon
 
 KIB = 1 << 10
 ALL = Limits(min_nbytes=0)
@@ -103,12 +103,13 @@ EVERY = pytest.mark.parametrize(
 def taken(stash: Stash, rooms: Rooms) -> int:
     """Bytes of host and disk that are in use once everything is at rest."""
     gc.collect()
-    for _ in range(200):
+
+    def nothing() -> bool:
         stash.settle()
-        if rooms.host.used + rooms.disk.used == 0:
-            break
-        # A worker may refer to what it has moved for a moment after it said so.
-        time.sleep(0.01)
+        return rooms.host.used + rooms.disk.used == 0
+
+    # A worker may refer to what it has moved for a moment after it said so.
+    soon(nothing)
     return rooms.host.used + rooms.disk.used
 
 

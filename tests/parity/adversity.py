@@ -93,7 +93,7 @@ class ZhooksSide(Side):
         import zhooks
 
         # Every block is a unit of its own, or a model this small would be one unit and nothing would be prefetched.
-        written = {"stage": self.stage, "units": {"min_numel": 0}, "comm": {"timeout_s": 20.0}} | policy
+        written = {"stage": self.stage, "units": {"min_numel": 0}, "comm": {"timeout_s": 60.0}} | policy
         return self._keep(zhooks.attach(model, optimizer, policy=written))
 
     def settle(self, model: nn.Module) -> None:
