@@ -80,6 +80,9 @@ def translate(values: Mapping[str, Any], *, at: Document | None = None) -> tuple
     policy: dict[str, Any] = {} if stage is None else {"stage": stage}
     offloaded = _offload(read, 3 if stage is None else stage)
     policy |= offloaded | _activation(read) | _precision(read)
+    if "optimizer" in offloaded and ("parameter" in offloaded or "param" in policy.get("precision", {})):
+        # Else the parameters are their own masters and stay on the device: so does the update.
+        policy["optimizer"] = {**offloaded["optimizer"], "compute": "host"}
     policy |= _sizes(read) | _schedule(read) | _host(read) | _disk(read)
     read.rest()
     if read.problems:
@@ -252,7 +255,7 @@ def _offload(read: _Reading, stage: int) -> dict[str, Any]:
         elif stage == 0:
             _ignore_offload(read, place, "DeepSpeed too offloads nothing at stage 0")
         else:
-            policy |= {"gradient": {"tier": tier}, "optimizer": {"tier": tier, "compute": "host"}}
+            policy |= {"gradient": {"tier": tier}, "optimizer": {"tier": tier}}
     return policy
 
 

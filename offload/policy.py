@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -198,7 +198,8 @@ class Policy(Table):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         """Refuse cells that contradict the stage, that spell none or several of the four rows, or that cannot be placed."""
-        problems = self._rows() or self._misplaced() or self._unkept() or misscaled(self.precision, self.optimizer)
+        problems = self._rows() or self._misplaced() or self._unkept() or self._uncomputed()
+        problems = problems or misscaled(self.precision, self.optimizer)
         if problems:
             raise PydanticCustomError("policy_cells", "cells contradict", {"problems": problems})
         return self
@@ -239,6 +240,28 @@ class Policy(Table):
             return []
         found = f'found "{chosen.partition}" and checkpoint = "{chosen.checkpoint}"'
         return [(("activation", "partition"), f'{found}: unit inputs are what is partitioned; write checkpoint = "unit" too')]
+
+    def _uncomputed(self) -> list[tuple[Place, str]]:
+        """What an update on the host works on must rest off the device, by a table or by a rule."""
+        if self.optimizer.compute == "device":
+            return []
+        ruled = {cell for rule in self.rule for cell, tier in rule.tiers().items() if tier != "device"}
+        narrow = {self.precision.param, *(rule.precision.param for rule in self.rule)} != {None}
+        left = [cell for cell in CELLS if getattr(self, cell).tier == "device" and cell not in ruled]
+        left = [cell for cell in left if cell != "parameter" or not narrow]
+        if not left:
+            return []
+        # Replicated parameters stay; those of 16 bit may anywhere, for their masters go with the states.
+        moves = [cell for cell in left if cell != "parameter" or self.stage not in (1, 2)]
+        fixes = [f'tier = "host" or "disk" for {_listed(moves)}'] if moves else []
+        if "parameter" in left:
+            fixes.append('param = "bf16" in [precision]')
+        fix = (" (or, for [parameter], " if "parameter" in moves else " and ").join(fixes) + ")" * ("parameter" in moves)
+        why = (
+            f'found "host" and {_listed(left)} on the device: an update on the host needs masters, gradient and states off the '
+            f'device; write {fix}, or compute = "device"'
+        )
+        return [(("optimizer", "compute"), why)]
 
     def partition(self, cell: str) -> Partition:
         """The effective partition of "parameter", "gradient" or "optimizer"."""
@@ -353,6 +376,11 @@ def _callers_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("offload", "zhooks"):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _listed(cells: Sequence[str]) -> str:
+    *some, last = (f"[{cell}]" for cell in cells)
+    return f"{', '.join(some)} and {last}" if some else last
 
 
 def _plain(value: Any) -> Any:

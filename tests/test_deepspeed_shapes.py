@@ -46,7 +46,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "stage": 2,
             "gradient": {"tier": "host"},
-            "optimizer": {"tier": "host", "compute": "host"},
+            "optimizer": {"tier": "host"},
             "units": {"max_numel": 200_000_000},
         },
     ),

@@ -32,6 +32,7 @@ partition = "replicate"
 tier = "device"
 [gradient]
 partition = "shard"
+tier = "host"
 [optimizer]
 partition = "shard"
 tier = "disk"
@@ -339,6 +340,14 @@ RULES = st.builds(
     some(gradient=some(tier=TIERS), precision=some(param=DTYPES, reduce=DTYPES)),
 )
 
+def computable(values: dict[str, Any]) -> dict[str, Any]:
+    """An update on the host needs its values there."""
+    if values.get("optimizer", {}).get("compute") != "host":
+        return values
+    moved = {cell: {**values.get(cell, {}), "tier": "host"} for cell in ("gradient", "optimizer")}
+    return {**values, **moved, "precision": {"param": "bf16", **values.get("precision", {})}}
+
+
 VALUES = some(
     stage=st.integers(0, 3),
     gradient=some(tier=TIERS),
@@ -377,7 +386,7 @@ VALUES = some(
         bucket=SIZES,
         buffer=SIZES,
     ),
-)
+).map(computable)
 FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 
 
@@ -479,7 +488,6 @@ def test_the_last_rule_that_says_a_dtype_decides_it_key_by_key() -> None:
         {"optimizer": {"tier": "host"}},
         {"activation": {"tier": "host"}},
         {"optimizer": {"kernel": "numba"}},
-        {"optimizer": {"compute": "host"}},
         {"optimizer": {"overlap": True}},
         {"optimizer": {"rounding": "stochastic"}},
         {"rule": [{"match": "*", "optimizer.tier": "disk"}]},
@@ -487,6 +495,34 @@ def test_the_last_rule_that_says_a_dtype_decides_it_key_by_key() -> None:
 )
 def test_a_policy_says_whether_anything_is_placed(values: dict[str, Any]) -> None:
     assert Policy.of(values).tiered
+
+
+@pytest.mark.parametrize(
+    ("written", "left"),
+    [
+        ("", "[parameter], [gradient] and [optimizer]"),
+        ('tier = "host"\n[precision]\nparam = "bf16"', "[gradient]"),
+        ('tier = "disk"\n[gradient]\ntier = "host"', "[parameter]"),
+        ('[gradient]\ntier = "host"\n[[rule]]\nmatch = "*"\nparameter.tier = "host"', "[optimizer]"),
+    ],
+)
+def test_an_update_on_the_host_is_refused_where_its_values_are_on_the_device(write: Write, written: str, left: str) -> None:
+    with pytest.raises(PolicyError) as raised:
+        Policy.load(write(f'[optimizer]\ncompute = "host"\n{written}\n'))
+    text = str(raised.value)
+    assert f":2: [optimizer] compute: found \"host\" and {left} on the device" in text
+    assert f'write tier = "host" or "disk" for {left}' in text and text.endswith(', or compute = "device"')
+
+
+def test_replicated_parameters_are_not_told_to_move() -> None:
+    cells = {"gradient": {"tier": "host"}, "optimizer": {"tier": "host", "compute": "host"}}
+    with pytest.raises(PolicyError, match=r'write param = "bf16" in \[precision\], or compute = "device"$'):
+        Policy.of({"stage": 2, **cells})
+
+
+def test_a_rule_may_move_what_an_update_on_the_host_works_on() -> None:
+    cells = {f"{cell}.tier": "host" for cell in ("parameter", "gradient", "optimizer")}
+    assert Policy.of({"optimizer": {"compute": "host"}, "rule": [{"match": "*", **cells}]}).tiered
 
 
 def test_rules_and_keys_that_place_nothing_leave_a_policy_untiered() -> None:

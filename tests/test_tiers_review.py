@@ -136,3 +136,13 @@ def test_an_interrupt_as_a_gather_begins_leaves_no_buffer_that_passes_for_the_va
     for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(param.full_tensor(), twin)  # type: ignore[operator]
     attached.detach()
+
+
+def test_an_update_on_the_host_is_refused_where_16_bit_parameters_are_their_own_masters_on_the_device() -> None:
+    model = build().bfloat16()
+    policy = {
+        "gradient": {"tier": "host"}, "optimizer": {"tier": "host", "compute": "host"}, "precision": {"param": "bf16"},
+    }  # fmt: skip
+    with pytest.raises(CapabilityError, match='compute = "host": expected masters, gradient and states'):
+        zhooks.attach(model, policy=policy)
+    assert not isinstance(next(model.parameters()), zhooks.ShardedTensor)

@@ -151,10 +151,11 @@ def check_compute(policy: Policy, device: torch.device, groups: Sequence[Group])
             lacks = f'the numba kernels run on the host, found compute = "device" on {device}; set [optimizer] compute = "host"'
         if lacks is not None:
             raise CapabilityError(f'[optimizer] kernel = "numba": {lacks}.')
-    if chosen.compute == "device" or device.type == "cpu":
+    if chosen.compute == "device":
         return
-    for name in [name for group in groups for name, param in group.params.items() if param.requires_grad]:
-        tiers, apart = policy.tiers(name), policy.dtypes(name).param not in (None, "fp32")
+    for name, param in [named for group in groups for named in group.params.items() if named[1].requires_grad]:
+        tiers, computed = policy.tiers(name), policy.dtypes(name).param
+        apart = computed is not None and param.is_floating_point() and DTYPES[computed] != param.dtype
         if Tier.DEVICE in (tiers.gradient, tiers.optimizer) or (tiers.parameter is Tier.DEVICE and not apart):
             raise CapabilityError(
                 f'[optimizer] compute = "host": expected masters, gradient and states of {name} off the device, found '
