@@ -14,7 +14,6 @@ __all__ = [
     "LayoutError",
     "PolicyError",
     "ScaleError",
-    "ScheduleError",
     "ShardedOpError",
     "TierError",
     "ZhooksError",
@@ -51,10 +50,6 @@ class ShardedOpError(ZhooksError, RuntimeError):
 
 class ScaleError(ZhooksError, RuntimeError):
     """Loss scaling cannot go on: the scale is at its minimum, or gradients go round it."""
-
-
-class ScheduleError(ZhooksError, RuntimeError):
-    """A pipeline runs a backward whose forward has not been, or a second time; nothing has been computed."""
 
 
 class DivergenceError(ZhooksError, RuntimeError):

@@ -1,7 +1,7 @@
 """Backward passes that add up unreduced on this rank: when they do, and whether their sum is owed to somebody.
 
 ``reduce.py`` holds reductions back while it is on; ``runtime.py`` tells it of every training forward, and pays what is owed
-when somebody needs a gradient.  It never touches a gradient; of a pipeline's stage it names the backward that is out of order.
+when somebody needs a gradient.  It never touches a gradient, nor a pipeline's stage.
 
 Note: [Until somebody needs it]
     Inside ``accumulate()``, and where torch's pipelining runs the forward as a microbatch, no backward reduces.  One
@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
-from offload.errors import AttachError, ScheduleError
+from offload.errors import AttachError
 from zhooks.stacks import Microbatch, microbatch
 
 __all__ = ["Accumulation"]
@@ -47,14 +46,8 @@ class Accumulation:
         found = microbatch(caller)
         if found is not None and found.stage is not self._checked:
             self._check(found)
-            _name_what_flies(found)
             self._checked = found.stage
         self._pipelined = found is not None and found.real
-
-    def close(self) -> None:
-        """Leave the stage as it was."""
-        _plain_again(self._checked)
-        self._checked = None
 
     def _check(self, found: Microbatch) -> None:
         shared = sorted(set(found.ranks) & set(self._ranks))
@@ -73,37 +66,3 @@ class Accumulation:
             yield
         finally:
             self._blocks -= 1
-
-
-class InFlight(dict[int, Any]):
-    """What a stage of torch's pipelining keeps of its forwards until their backward, by microbatch."""
-
-    def __init__(self, held: dict[int, Any], stage: int) -> None:
-        super().__init__(held)
-        self._stage = stage
-
-    def pop(self, microbatch: int, *default: Any) -> Any:
-        """See ``dict.pop``.
-
-        Raises:
-            ScheduleError: there is nothing of that microbatch, where torch would show a bare number.
-        """
-        if microbatch not in self and not default:
-            raise ScheduleError(
-                f"pipeline stage {self._stage}: expected one backward of microbatch {microbatch} after its forward, found "
-                f"forwards in flight of {sorted(self) or 'none'}. Mend the order of the schedule; the next step may go on."
-            )
-        return super().pop(microbatch, *default)
-
-
-def _plain_again(stage: Any) -> None:
-    """The stage as torch made it."""
-    if type(getattr(stage, "fwd_cache", None)) is InFlight:
-        stage.fwd_cache = dict(stage.fwd_cache)
-
-
-def _name_what_flies(found: Microbatch) -> None:
-    """Let the stage say what it misses, where it keeps its forwards as the torch we know does."""
-    stage: Any = found.stage
-    if type(getattr(stage, "fwd_cache", None)) is dict:
-        stage.fwd_cache = InFlight(stage.fwd_cache, found.index)

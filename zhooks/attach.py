@@ -336,7 +336,6 @@ class Attachment(Stateful, Calibrated):
             raise AttachError("detach: expected an attached model, found one that was detached already. Attach it again first.")
         self._runtime.settle()
         self._runtime.reducer.flush()
-        self._runtime.reducer.accumulation.close()
         self._members.barred = "forward: expected a detach that has ended, found one that failed half way. Call detach() again."
         self._make_plain()
         self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
