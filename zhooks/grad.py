@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.arena import Use
 from offload.block import Block, Part
@@ -22,7 +24,14 @@ from zhooks.sharded import ShardedTensor
 
 
 class Gradient:
-    """One flat buffer's gradient: the partial sum of this rank, and the reduced range behind the parameters' ``.grad``."""
+    """One flat buffer's gradient: the partial sum of this rank, and the reduced range behind the parameters' ``.grad``.
+
+    Note: [Handed out once]
+        The shard is ours from ``free`` until its parts have become parameters' gradients; then it is theirs, and we know it
+        by weak references alone.  So it goes with the last of them (``zero_grad``), nobody's is ever overwritten, and no
+        count of references says whose it is.  A part that no parameter has claimed yet may be handed out later, as long as
+        the others keep the shard alive.
+    """
 
     def __init__(self, flat: Flat, pool: Pool) -> None:
         self.flat, self._pool = flat, pool
@@ -34,15 +43,15 @@ class Gradient:
         self.reserved = False
         self._shard: Tensor | None = None
         self._block: Block | None = None
-        self._tensors: list[ShardedTensor] = []
-        self._parts: list[Tensor] = []
-        self._uses = 0
+        # Parts of the shard that are, or were, gradients, and how to find the shard while they live.
+        self._claimed: set[int] = set()
+        self._memory: Callable[[], Tensor | Block | None] = _nothing
 
     def free(self) -> bool:
-        """No parameter has a gradient, and nobody kept an earlier one: the shard may be overwritten."""
+        """No parameter has a gradient: there is a shard for the next one, to be reserved or handed out at once."""
         if self.reserved or any(param.grad is not None for param in self.flat.params):
             return False
-        if (self._shard is None and self._block is None) or self._kept():
+        if self._claimed or (self._shard is None and self._block is None):
             self._fresh()
         return True
 
@@ -51,36 +60,35 @@ class Gradient:
         """The gradient rests off the device: it is made whole there before it goes."""
         return self.flat.kind.tiers.gradient is not Tier.DEVICE and self.flat.layout.padded > 0
 
-    def _kept(self) -> bool:
-        """Somebody besides us refers to a gradient of an earlier backward, or to its memory."""
-        if any(_held(tensor) for tensor in self._tensors):
-            return True
-        if self._block is not None:
-            return self._block.in_view
-        return torch._C._storage_Use_Count(self.shard.untyped_storage()._cdata) > self._uses
+    @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        return [self.flat.span(index) for index in range(len(self.flat.specs))]
+
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int]]:
+        """What of the flat buffer is no parameter's."""
+        layout = self.flat.layout
+        ends = [start + numel for start, numel in zip(layout.starts, layout.numels, strict=True)]
+        return [(end, start) for end, start in zip(ends, [*layout.starts[1:], layout.padded], strict=True) if end < start]
 
     def _fresh(self) -> None:
+        """Another shard; one that somebody keeps lives as long as the gradients in it."""
         flat = self.flat
+        self._shard = self._block = None
+        self._claimed = set()
         if self.tiered:
-            self._fresh_block()
+            assert flat.store is not None
+            block = flat.store.put(f"gradient/{flat.name}", flat.shard_numel, flat.kind.master, flat.kind.tiers.gradient)
+            self._block, self._memory = block, weakref.ref(block)
             return
-        with torch.inference_mode(False):
-            self._shard = self._pool.lasting(flat.shard_numel, flat.kind.master, flat.kind.device, Use.GRADIENTS).zero_()
-            self._hold(self._shard)
-            self._tensors = [ShardedTensor(flat.local(i, self._shard), spec) for i, spec in enumerate(flat.specs)]
-            self._parts = self._shaped(self._shard) if flat.shard_numel == flat.layout.padded else []
-            self._uses = torch._C._storage_Use_Count(self._shard.untyped_storage()._cdata)
+        self._shard = self._pool.lasting(flat.shard_numel, flat.kind.master, flat.kind.device, Use.GRADIENTS)
+        self._memory = _while_it_lives(self._shard)
+        self._hold(self._shard)
 
-    def _fresh_block(self) -> None:
-        """Another block; one that somebody keeps lives as long as the gradients in it."""
-        flat = self.flat
-        assert flat.store is not None
-        self._tensors, self._block = [], None
-        block = flat.store.put(f"gradient/{flat.name}", flat.shard_numel, flat.kind.master, flat.kind.tiers.gradient)
-        parts = [Part(block, *flat.span(index)) for index in range(len(flat.specs))]
-        with torch.inference_mode(False):
-            self._tensors = [ShardedTensor(part, spec) for part, spec in zip(parts, flat.specs, strict=True)]
-        self._block = block
+    def hand_over(self) -> None:
+        """The shard belongs to the gradients in it from now on."""
+        self.reserved = False
+        self._shard = self._block = None
 
     @property
     def shard(self) -> Tensor:
@@ -109,7 +117,23 @@ class Gradient:
             self.shard.add_(reduced)
 
     def tensor(self, index: int) -> ShardedTensor:
-        return self._tensors[index]
+        """One parameter's part of the shard, for its ``.grad``."""
+        self._claimed.add(index)
+        start, numel = self._spans[index]
+        with torch.inference_mode(False):
+            part = self.shard[start : start + numel] if self._block is None else Part(self._block, start, numel)
+            return ShardedTensor(part, self.flat.specs[index])
+
+    def _part(self, index: int) -> ShardedTensor | None:
+        """One parameter's part of a shard that others' gradients keep alive, if it was never anybody's."""
+        memory = None if index in self._claimed else self._memory()
+        if memory is None:
+            return None
+        ours = self._shard, self._block
+        self._shard, self._block = (memory, None) if isinstance(memory, Tensor) else (None, memory)
+        tensor = self.tensor(index)
+        self._shard, self._block = ours
+        return tensor
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """One pass over each gradient: copied or added, and cast, into the partial sum."""
@@ -118,8 +142,8 @@ class Gradient:
             own = flat.ownership.whole and flat.kind.master == flat.kind.reduce and not (self.tiered or has_hooks(flat))
             own = own and self.free()
             self.reserved = self.reserved or own
-            self.partial = self.shard if own else self._take()
-        parts = self._parts if self._parts and self.partial is self._shard else self._shaped(self.partial)
+            self.partial = self._clear(self.shard) if own else self._take()
+        parts = self._shaped(self.partial)
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
@@ -153,8 +177,15 @@ class Gradient:
     def _take(self) -> Tensor:
         flat = self.flat
         partial = self._pool.take(flat.layout.padded, flat.kind.reduce, flat.kind.device, Use.SUMS)
+        self._clear(partial)
         self._hold(partial)
         return partial
+
+    def _clear(self, buffer: Tensor) -> Tensor:
+        """What no parameter fills must not look like an overflow."""
+        for start, stop in self._gaps:
+            buffer[start:stop].zero_()
+        return buffer
 
     def _hold(self, tensor: Tensor) -> None:
         bus = self.flat.bus
@@ -182,25 +213,26 @@ class Gradient:
                 landed = ShardedTensor(spec.storage_order(grad).to(self.flat.kind.master, copy=True), spec)
                 self.deliver(index, landed)
             elif fresh:
-                self._parts[index].copy_(grad)
-                param.grad = self._tensors[index]
+                spec.within(self.shard, self.flat.layout.starts[index]).copy_(grad)
+                param.grad = self.tensor(index)
             else:
                 self.land(index, spec.storage_order(grad))
+        if fresh:
+            self.hand_over()
 
     def land(self, index: int, local: Tensor) -> None:
         """Set or add one parameter's reduced range."""
         param = self.flat.params[index]
         if param.grad is None:
-            if not self._tensors or self._kept():
-                if self.tiered:
-                    self._fresh_block()
-                    self.land(index, local)
-                    return
-                landed = torch.empty(local.shape, dtype=self.flat.kind.master, device=local.device).copy_(local)
+            tensor = self._part(index)
+            if tensor is None and self.tiered:
+                self._fresh()
+                tensor = self.tensor(index)
+                self._block = None
+            if tensor is None:
+                landed = torch.empty(local.shape, dtype=self.flat.kind.master, device=local.device)
                 self._hold(landed)
-                param.grad = ShardedTensor(landed, self.flat.specs[index])
-                return
-            tensor = self._tensors[index]
+                tensor = ShardedTensor(landed, self.flat.specs[index])
             tensor._local.copy_(local)
             param.grad = tensor
             return
@@ -245,9 +277,23 @@ def hooked(grad: ShardedTensor) -> ShardedTensor:
     return grad
 
 
-def _held(tensor: ShardedTensor) -> bool:
-    """Someone besides our list keeps this gradient (refcounts of the list, the loop and the call are three)."""
-    return sys.getrefcount(tensor) > 4 or tensor._use_count() > 1 or sys.getrefcount(tensor._at) > 2  # type: ignore[attr-defined]
+def _nothing() -> None:
+    """No shard."""
+
+
+def _while_it_lives(shard: Tensor) -> Callable[[], Tensor | None]:
+    """The shard again, by its memory, as long as something keeps that."""
+    known, dtype, device = StorageWeakRef(shard.untyped_storage()), shard.dtype, shard.device
+    offset, numel = int(shard.storage_offset()), shard.numel()
+
+    def find() -> Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+        if storage is None:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, (numel,), (1,))
+
+    return find
 
 
 def accumulates(node: Any) -> bool:

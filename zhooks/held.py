@@ -56,7 +56,7 @@ def _tell_flat(bus: Bus, flat: Flat, reducer: Reducer) -> None:
         bus.hold(f"{category} on device", flat.name, flat.shard.untyped_storage())
     gradient = reducer.gradients.get(flat.number)
     if gradient is not None:
-        # The shard stays with its owner between steps, also while no parameter claims a gradient in it.
+        # Until parameters claim the gradients in it, the shard is its owner's.
         for own in (gradient.partial, gradient._shard):
             _hold(bus, "gradient", flat, own)
     with torch._C.DisableTorchFunctionSubclass():

@@ -200,7 +200,7 @@ def _optimizer(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
 
 
 def _gradients(flats: Sequence[Flat], reducer: Reducer) -> Iterator[tuple[Flat, Cell]]:
-    """Storages and blocks behind the parameters' ``.grad``, each counted once, and those kept for the next backward."""
+    """Storages and blocks behind the parameters' ``.grad``, each counted once, and those a backward is filling."""
     seen: set[int] = set()
     for flat in flats:
         with torch._C.DisableTorchFunctionSubclass():
@@ -219,7 +219,7 @@ def _gradients(flats: Sequence[Flat], reducer: Reducer) -> Iterator[tuple[Flat, 
 
 
 def _kept(flat: Flat, reducer: Reducer) -> Iterator[Cell]:
-    """Identity and size of the memory that a flat's gradients are put in, also while no parameter claims one."""
+    """Identity and size of the memory that a flat's gradients are put in, while no parameter claims one yet."""
     gradient = reducer.gradients.get(flat.number)
     if gradient is None:
         return

@@ -326,7 +326,7 @@ class Reducer:
             self._agree_order()
         finally:
             for gradient in self.gradients.values():
-                gradient.reserved = False
+                gradient.hand_over()
             self._next = 0
             self._ready.clear()
             self._under_way.clear()

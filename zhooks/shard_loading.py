@@ -131,6 +131,7 @@ class Loading:
             del shard
             for index in held:
                 flat.params[index].grad = gradient.tensor(index)
+            gradient.hand_over()
             return
         grads = {index: _new(flat, index, flat.kind.master) for index in held}
         _pour(self.reader, name, [(flat.span(index)[0], grad._local) for index, grad in grads.items()])

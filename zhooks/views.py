@@ -6,7 +6,6 @@ is divided over ``tp`` is shown as a DTensor around such a tensor.  It never gat
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -14,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from offload.references import held_elsewhere
 from zhooks.division import part_of
 from zhooks.kind import Kind
 from zhooks.layout import Layout
@@ -107,7 +107,7 @@ class Views:
         self._plain = self._shown = None
         if self._graph is None:
             return
-        if any(held(view) for view in self._graph):
+        if held(self._graph):
             self._graph = None
             return
         nothing = torch.empty(0, dtype=self._kind.compute, device=self._kind.device)
@@ -115,9 +115,11 @@ class Views:
             part_of(view).data = nothing
 
 
-def held(view: Tensor) -> bool:
-    """Somebody besides the table of views refers to this very tensor (table, loop and call are three references)."""
-    if sys.getrefcount(view) > 4 or view._use_count() > 1:  # type: ignore[attr-defined]
-        return True
-    part = part_of(view)
-    return part is not view and (sys.getrefcount(part) > 3 or part._use_count() > 1)  # type: ignore[attr-defined]
+def held(views: Sequence[Tensor]) -> bool:
+    """Somebody besides the table of views refers to these very tensors, or to the parts that DTensors among them wrap."""
+    parts = [part for view in views if (part := part_of(view)) is not view]
+    return (
+        held_elsewhere(views)
+        or held_elsewhere(parts, known=1)
+        or any(tensor._use_count() > 1 for tensor in (*views, *parts))  # type: ignore[attr-defined]
+    )
