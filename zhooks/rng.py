@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from offload.errors import CheckpointError
-
-_CPU_STATE = torch.get_rng_state().numel()
 
 
 def generators(devices: Iterable[torch.device]) -> dict[str, Any]:
@@ -34,24 +33,62 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def check(states: dict[str, Any], devices: Iterable[torch.device]) -> None:
-    """Refuse what ``restore`` could not take, before anything is changed.
+def check(states: Any, devices: Iterable[torch.device]) -> None:
+    """Refuse what ``restore`` could not take: each state is tried on a generator of its kind that nobody uses.
 
     Raises:
-        CheckpointError: states of other generators than this process has.
+        CheckpointError: states of other generators than this process has, or that no generator was in.
     """
     cuda = [device for device in devices if device.type == "cuda"]
-    if len(states["cuda"]) != len(cuda):
+    if not isinstance(states, dict) or not {"torch", "python", "cuda"} <= states.keys() <= {"torch", "python", "cuda", "numpy"}:
+        raise _strange("of torch, python and cuda", str(list(states) if isinstance(states, dict) else states)[:80])
+    if not isinstance(states["cuda"], list) or len(states["cuda"]) != len(cuda):
+        found = len(states["cuda"]) if isinstance(states["cuda"], list) else states["cuda"]
         raise CheckpointError(
-            f"load: expected the random states of {len(cuda)} CUDA device(s) on this rank, found {len(states['cuda'])}. "
+            f"load: expected the random states of {len(cuda)} CUDA device(s) on this rank, found {found}. "
             "Load on the kind of device that saved."
         )
-    if states["torch"].numel() != _CPU_STATE or states["torch"].dtype != torch.uint8:
+    for device, state in zip([torch.device("cpu"), *cuda], [states["torch"], *states["cuda"]], strict=True):
+        _try_torch(device, state)
+    python = random.Random()
+    _try("python", states["python"], python.setstate, python.getstate)
+    if "numpy" in sys.modules and "numpy" in states:
+        generator: Any = sys.modules["numpy"].random
+        name = generator.get_state(legacy=False)["bit_generator"]
+        fresh = generator.RandomState(getattr(generator, name)())
+        _try("numpy", states["numpy"], fresh.set_state, lambda: _plain(fresh.get_state(legacy=False)))
+        # numpy takes any place in its row of numbers, and reads there.
+        inner = states["numpy"]["state"]
+        if "pos" in inner and not 0 <= inner["pos"] <= len(inner["key"]):
+            raise _strange("numpy", f"one at place {inner['pos']}")
+
+
+def _try_torch(device: torch.device, state: Any) -> None:
+    fresh = torch.Generator(device)
+    wanted = fresh.get_state()
+    if not isinstance(state, Tensor) or (state.dtype, state.shape) != (wanted.dtype, wanted.shape):
+        found = f"{list(state.shape)} of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
         raise CheckpointError(
-            f"load: expected a random state of {_CPU_STATE} bytes, found {states['torch'].numel()}. Load with the torch that "
+            f"load: expected a random state of {wanted.numel()} bytes for {device}, found {found}. Load with the torch that "
             "saved."
         )
-    random.Random().setstate(states["python"])
+    _try(str(device), state.cpu().tolist(), lambda _: fresh.set_state(state.cpu()), lambda: fresh.get_state().tolist())
+
+
+def _try(name: str, state: Any, put: Callable[[Any], object], get: Callable[[], Any]) -> None:
+    try:
+        put(state)
+        same = bool(get() == state)
+    except Exception as error:
+        raise _strange(name, f"one that it refuses ({type(error).__name__}: {error})") from error
+    if not same:
+        raise _strange(name, "one that it takes for another")
+
+
+def _strange(name: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"load: expected a state that the random generator {name} has been in, found {found}. Load another checkpoint."
+    )
 
 
 def restore(states: dict[str, Any], devices: Iterable[torch.device]) -> None:

@@ -87,6 +87,11 @@ def tensor_name(number: int, what: str) -> str:
     return f"{number:04d}/{what}"
 
 
+def state_name(number: int, optimizer: int, key: Any, dtype: torch.dtype) -> str:
+    """What a kind of state of flat buffer ``number`` is called in the file."""
+    return tensor_name(number, f"optimizer{optimizer}/{key}/{str(dtype).removeprefix('torch.')}")
+
+
 def buffer_name(name: str) -> str:
     """What a buffer is called in the file."""
     return f"buffer/{name}"
@@ -152,7 +157,7 @@ def contents(live: Live, extra: Mapping[str, Any], first: Mapping[str, str]) -> 
             parts.extend([] if found is None else [found[1]])
         for index, optimizer in enumerate(live.optimizers):
             for key, dtype, held in _sharded_states(flat, optimizer):
-                name = tensor_name(number, f"optimizer{index}/{key}/{str(dtype).removeprefix('torch.')}")
+                name = state_name(number, index, key, dtype)
                 document["states"].append([number, index, packer.pack(key, "optimizer"), name, held])
                 parts.append(Part(Entry(name, dtype, shape), _state_pieces(flat, optimizer, key, held), flat.name))
     where = "optimizer {}".format

@@ -6,8 +6,10 @@ changes nothing; ``apply`` writes one tensor of one flat buffer at a time, to wh
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ from zhooks.shard_contents import (
     buffers_of,
     extra_states,
     group_names,
+    state_name,
     tensor_name,
 )
 from zhooks.sharded import ShardedTensor
@@ -37,6 +40,8 @@ from zhooks.state_tree import Unpacker
 
 #: Stands in a parameter's state for a tensor that lies in a flat buffer of the file.
 _COMING = object()
+#: Options of torch's optimizers that are None, True or False.
+_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +81,47 @@ class Loading:
     rounding: Mapping[str, Any]
     extra: dict[str, Any]
 
-    def apply(self) -> None:
-        """Load everything, the random states last.
+    def hand_over(self) -> Callable[[], None]:
+        """Give objects and modules their own states: they alone can refuse what was checked.  Returns what undoes that.
 
         Raises:
-            CheckpointError: the file cannot be read a second time, or an object refuses its state; the run is partly loaded.
+            CheckpointError: one refused; all have what they had.
+        """
+        given = self.live.objects or {}
+        pairs: list[tuple[str, Any, Any, Any]] = [
+            (f"objects[{name!r}]", given[name].state_dict, given[name].load_state_dict, state)
+            for name, state in self.objects.items()
+        ]
+        for name, module in extra_states(self.live.model).items():
+            pairs.append((f"extra state of {name}", module.get_extra_state, module.set_extra_state, self.modules[name]))
+        done: list[tuple[Any, Any]] = []
+
+        def undo() -> None:
+            while done:
+                put, old = done.pop()
+                put(old)
+
+        for name, get, put, state in pairs:
+            old = copy.deepcopy(get())
+            try:
+                put(state)
+            except Exception as error:
+                with suppress(Exception):
+                    # Who refuses one state half-way may refuse its own, too.
+                    put(old)
+                undo()
+                raise CheckpointError(
+                    f"{self.reader.path}: expected states that their owners take, found that {name} refuses its own: "
+                    f"{type(error).__name__}: {error}. Pass the objects that were saved, or load another checkpoint."
+                ) from error
+            done.append((put, old))
+        return undo
+
+    def apply(self) -> None:
+        """Load everything else, the random states last.
+
+        Raises:
+            CheckpointError: the file cannot be read a second time; the run is partly loaded.
         """
         bus = self.live.bus
         with torch.inference_mode(False), torch.no_grad():
@@ -92,10 +133,6 @@ class Loading:
                 bus.end("load", flat.name, nbytes)
             for name, buffer in buffers_of(self.live.model).items():
                 buffer.copy_(self.buffers[name].tensor(buffer_name(name)))
-            for name, module in extra_states(self.live.model).items():
-                module.set_extra_state(self.modules[name])
-        for name, state in self.objects.items():
-            (self.live.objects or {})[name].load_state_dict(state)
         for states in self.states:
             _finish_optimizer(states, self.live)
         restore(self.rng, self.live.devices)
@@ -220,6 +257,8 @@ def check(live: Live, reader: ShardReader, first: ShardReader) -> Loading:
     check_generators(rng, live.devices)
     modules = {name: unpacker.unpack(packed) for name, packed in document["modules"].items()}
     _same_names("extra states of modules", modules, extra_states(live.model), "Build the same model.")
+    extra = unpacker.unpack(document["extra"])
+    _require(isinstance(extra, dict), "extra as a dict")
     return Loading(
         live=live,
         reader=reader,
@@ -231,8 +270,8 @@ def check(live: Live, reader: ShardReader, first: ShardReader) -> Loading:
         modules=modules,
         objects=_check_objects(live, document["objects"], unpacker),
         rng=rng,
-        rounding=document.get("rounding", {}),
-        extra=unpacker.unpack(document["extra"]),
+        rounding=_check_rounding(document.get("rounding", {})),
+        extra=extra,
     )
 
 
@@ -244,12 +283,13 @@ def _check_flats(live: Live, document: Mapping[str, Any], reader: ShardReader) -
             _check_indices(flat, held)
             _expect(reader, tensor_name(number, "gradient"), flat.kind.master, (flat.shard_numel,))
         if present is not None:
-            _check_indices(flat, range(len(present)))
+            _require(len(present) == len(flat.params) and all(type(one) is bool for one in present), "a flag a parameter")
             _expect(reader, tensor_name(number, "partial"), flat.kind.reduce, (flat.layout.padded,))
 
 
 def _check_indices(flat: Flat, indices: Sequence[int]) -> None:
-    if not all(0 <= index < len(flat.params) for index in indices):
+    inside = all(type(index) is int and 0 <= index < len(flat.params) for index in indices)
+    if not inside or sorted(set(indices)) != list(indices):
         raise ValueError(f"parameters {list(indices)} of {len(flat.params)} in unit {flat.name}")
 
 
@@ -314,14 +354,81 @@ def _check_optimizers(live: Live, saved: Sequence[Mapping[str, Any]], unpacker: 
                     f"load: expected {type(optimizer).__name__} with the parameter groups of the checkpoint, found others from "
                     f"group {number} on ({len(named)} groups here, {len(one['groups'])} there). Group parameters alike."
                 )
-        entries: dict[nn.Parameter, dict[Any, Any]] = {}
-        for group, index, packed in one["entries"]:
-            entries[optimizer.param_groups[group]["params"][index]] = {
-                unpacker.unpack(key): _COMING if value == SHARDED else unpacker.unpack(value) for key, value in packed
-            }
         options = [unpacker.unpack(group["options"]) for group in one["groups"]]
-        states.append(States(optimizer, options, entries, unpacker.unpack(one["loose"])))
+        for group, option in zip(optimizer.param_groups, options, strict=True):
+            _check_options(optimizer, group, option)
+        loose = unpacker.unpack(one["loose"])
+        _require(isinstance(loose, dict), "states without a parameter as a dict")
+        states.append(States(optimizer, options, _check_entries(optimizer, one["entries"], unpacker), loose))
     return states
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"something else than {what}")
+
+
+def _check_options(optimizer: torch.optim.Optimizer, here: Mapping[str, Any], saved: Any) -> None:
+    """The options of a group are those this optimizer has, each of the kind it has."""
+    kind = type(optimizer).__name__
+    _require(isinstance(saved, dict) and all(type(key) is str for key in saved) and "params" not in saved, f"options of {kind}")
+    for key, usual in optimizer.defaults.items():
+        free = usual is None and key not in _FLAGS
+        if key not in saved or not (free or _kind(saved[key], number=True) == _kind(usual, number=True)):
+            raise CheckpointError(
+                f"load: expected {kind}'s {key} to be like {str(here.get(key))[:80]} here, found {str(saved.get(key))[:80]} in "
+                "the checkpoint. Make the optimizer as it was made there, or load another checkpoint."
+            )
+
+
+def _kind(value: Any, *, number: bool = False) -> Any:
+    """What one state or option has in common with another it may stand for; ``number``: a tensor of one number is one."""
+    if isinstance(value, Tensor):
+        return "number" if number and value.dim() == 0 else ("tensor", value.dtype, value.dim() > 0)
+    if value is None or isinstance(value, bool):
+        return "flag"
+    if isinstance(value, (int, float)):
+        return "number"
+    if isinstance(value, (list, tuple)):
+        return ("row", *(_kind(item, number=number) for item in value))
+    return type(value).__name__
+
+
+def _check_entries(optimizer: torch.optim.Optimizer, saved: Any, unpacker: Unpacker) -> dict[nn.Parameter, dict[Any, Any]]:
+    """The states of each parameter: of the kinds that they have here, or where there are none yet, all of one kind."""
+    entries: dict[nn.Parameter, dict[Any, Any]] = {}
+    kinds: dict[Any, Any] = {}
+    for group, index, packed in saved:
+        _require(type(group) is int and type(index) is int and min(group, index) >= 0, "places of parameters")
+        param = optimizer.param_groups[group]["params"][index]
+        _require(param not in entries, "one state a parameter")
+        entries[param] = {}
+        for packed_key, packed_value in packed:
+            key = unpacker.unpack(packed_key)
+            _require(key not in entries[param], "one state of a name")
+            if packed_value == SHARDED:
+                entries[param][key] = _COMING
+                continue
+            value = entries[param][key] = unpacker.unpack(packed_value)
+            held = optimizer.state.get(param, {}).get(key)
+            kind = kinds.setdefault(key, _kind(value)) if held is None or isinstance(held, ShardedTensor) else _kind(held)
+            count = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+            counts = key != "step" or (isinstance(count, (int, float)) and 0 <= count < float("inf"))
+            if _kind(value) != kind or not counts:
+                raise CheckpointError(
+                    f"load: expected {type(optimizer).__name__}'s {str(key)[:80]} as it keeps it for every parameter, found "
+                    f"{str(value)[:80]}. Load another checkpoint."
+                )
+    return entries
+
+
+def _check_rounding(saved: Any) -> dict[str, Any]:
+    """How often parameters were rounded, as ``Rounding.state`` says it."""
+    _require(isinstance(saved, dict), "the state of rounding")
+    if saved:
+        _require(saved.keys() == {"seed", "counts"} and isinstance(saved["counts"], dict), "the state of rounding")
+        _require(all(type(count) is int and count >= 0 for count in (saved["seed"], *saved["counts"].values())), "counts")
+    return dict(saved)
 
 
 def _check_coming(
@@ -340,12 +447,14 @@ def _check_coming(
     }
     flats = live.flats
     for number, which, packed, name, held in saved:
+        _require(type(number) is int and 0 <= number < len(flats), "the number of a unit")
         flat, key = flats[number], unpacker.unpack(packed)
         _check_indices(flat, held)
         for index in held:
             waiting.remove((which, id(flat.params[index]), key))
-        if reader.entry(name).shape != (flat.shard_numel,):
-            _expect(reader, name, reader.entry(name).dtype, (flat.shard_numel,))
+        dtype = reader.entry(name).dtype
+        _expect(reader, name, dtype, (flat.shard_numel,))
+        _require(name == state_name(number, which, key, dtype), f"the name of a state of {dtype}")
         found.setdefault(number, []).append(Coming(states[which], key, name, held))
     if waiting:
         raise CheckpointError(

@@ -95,6 +95,14 @@ def load(live: Live, saved: str | os.PathLike[str]) -> dict[str, Any]:
             loading = ranks.run(_damaged_or(folder, lambda: _check(live, folder, manifest, token, files)))
             follow = ranks.run(lambda: live.scaling.checked(manifest.about))
             nbytes = manifest.files[ranks.rank].nbytes
+            undo: list[Callable[[], None]] = []
+            try:
+                ranks.run(lambda: undo.append(loading.hand_over()))
+            except CheckpointError:
+                # Refused on another rank: here, too, all have what they had.
+                for each in undo:
+                    each()
+                raise
             ranks.run(lambda: _apply(loading, target))
             follow()
         return loading.extra
