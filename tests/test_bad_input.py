@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zhooks
+from offload.events import Recorder
 from tests.on_ranks import hooks_left, on_ranks, place
 from tests.ranks import End, Pool
+from tests.test_attach_state import from_first, full, same
 
 
 def net() -> nn.Module:
@@ -304,3 +308,99 @@ def test_nan_gradients_raise_where_the_user_asks_for_it_and_else_pass_as_in_plai
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert math.isnan(float(norm))
     assert model[3].weight.grad.full_tensor().isnan().all()
+
+
+# ---- arguments of another kind
+
+
+@on_ranks(1, 2)
+def test_attach_refuses_arguments_of_another_kind_by_name() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrong: dict[str, list[Any]] = {
+        "optimizer": [3, "adam", [optimizer], torch.optim.AdamW],
+        "mesh": ["cpu", 0, [0, 1]],
+        "init": ["zeros", 1],
+        "sync": [None, "no", 2],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            refused(zhooks.AttachError, f"as {name}, found", lambda n=name, v=value: zhooks.attach(model, **{n: v}), model)
+    for policy in (3, b"x", [], "", "nowhere.toml", "/", "a\0b"):
+        refused(zhooks.PolicyError, "", lambda p=policy: zhooks.attach(model, policy=p), model)
+    zhooks.attach(model, optimizer).detach()
+
+
+def handed(attachment: zhooks.Attachment, optimizer: Any, path: Path) -> list[tuple[str, Callable[[], Any]]]:
+    """Every verb with something of another kind, and the words that say so."""
+    foreign = torch.optim.SGD(net().parameters(), lr=0.1)
+    verbs: list[tuple[str, Callable[[], Any]]] = [
+        ("apply: expected .* found None", lambda: attachment.apply(None)),  # type: ignore[arg-type]
+        ("policy: expected .* found int", lambda: attachment.apply(3)),  # type: ignore[arg-type]
+        ("gathered: expected parameters", lambda: attachment.gathered("0.weight").__enter__()),  # type: ignore[arg-type]
+        ("heads: expected", lambda: attachment.memory(heads="x")),  # type: ignore[arg-type]
+        ("observe: expected an observer", lambda: attachment.observe(None)),  # type: ignore[arg-type]
+        ("calibrate: expected prefer", lambda: attachment.calibrate(prefer=[]).__enter__()),  # type: ignore[arg-type]
+        ("calibrate: expected prefer", lambda: attachment.calibrate(loss_scale="x").__enter__()),  # type: ignore[arg-type]
+        ('state_dict: expected {"model"', lambda: attachment.load_state_dict(None)),  # type: ignore[arg-type]
+    ]
+    for verb, call in (
+        ("state_dict", attachment.state_dict),
+        ("load_state_dict", lambda one: attachment.load_state_dict({}, one)),
+        ("save", lambda one: attachment.save(path / "run", one)),
+        ("load", lambda one: attachment.load(path / "run", one)),
+    ):
+        verbs.append((f"{verb}: expected a torch.optim.Optimizer", lambda call=call: call(3)))
+        verbs.append((f"{verb}: expected an optimizer of the model's parameters", lambda call=call: call(foreign)))
+    for more in ({"objects": 3}, {"objects": {1: optimizer}}, {"objects": {"a": 3}}, {"extra": [1]}):
+        verbs.append(("save: expected", lambda more=more: attachment.save(path / "run", **more)))
+    return verbs
+
+
+@on_ranks(1, 2)
+def test_every_verb_refuses_arguments_of_another_kind_and_changes_nothing() -> None:
+    model = net()
+    attachment = zhooks.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tempfile.TemporaryDirectory() as own:
+        path = Path(from_first(own))
+        before = [value.clone() for value in full(model)]
+        for words, call in handed(attachment, optimizer, path):
+            with pytest.raises(zhooks.ZhooksError, match=words) as caught:
+                call()
+            assert len(str(caught.value)) < 600
+        if place()[1] > 1:
+            for bad in (0, 1):
+                with pytest.raises(zhooks.CheckpointError, match=f"rank {bad}: save: expected a torch.optim.Optimizer"):
+                    attachment.save(path / "run", optimizer if place()[0] != bad else 3)  # type: ignore[arg-type]
+                with pytest.raises(zhooks.CheckpointError, match=f"rank {bad}: load: expected a mapping or None as objects"):
+                    attachment.load(path / "run", objects={} if place()[0] != bad else [])  # type: ignore[arg-type]
+        assert same(full(model), before) and os.listdir(path) == []
+        step(model, optimizer)
+        from_first(None)
+
+
+@on_ranks(1, 2)
+def test_an_attachment_that_was_detached_refuses_every_verb_and_leaves_the_model_alone() -> None:
+    model = net()
+    attachment = zhooks.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment.detach()
+    before = [value.detach().clone() for value in model.parameters()]
+    verbs: dict[str, Callable[[], Any]] = {
+        "apply": lambda: attachment.apply({"stage": 0}),
+        "state_dict": attachment.state_dict,
+        "load_state_dict": lambda: attachment.load_state_dict({"model": net().state_dict()}),
+        "save": lambda: attachment.save("run"),
+        "load": lambda: attachment.load("run"),
+        "save_full": lambda: attachment.save_full("run.safetensors"),
+        "observe": lambda: attachment.observe(Recorder()),
+        "detach": attachment.detach,
+    }
+    for verb in ("gathered", "resident", "no_sync", "accumulate", "calibrate"):
+        verbs[verb] = lambda verb=verb: getattr(attachment, verb)().__enter__()
+    for verb, call in verbs.items():
+        with pytest.raises(zhooks.AttachError, match=f"^{verb}: expected an attached model, found one that was detached"):
+            call()
+    assert same(model.parameters(), before)
+    step(model, optimizer)

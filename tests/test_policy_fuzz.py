@@ -236,7 +236,8 @@ PLACES = sorted(
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_a_value_that_no_file_holds_is_refused_in_few_words_wherever_it_stands(kind: str) -> None:
-    for place in PLACES:
+    # Each kind at a sixth of the places; between them they are everywhere.
+    for place in PLACES[list(FOREIGN).index(kind) % 6 :: 6]:
         values: Any = FOREIGN[kind]()
         for key in reversed(place):
             values = [{"match": "*", key: values}] if place[0] == "rule" and key != "rule" else {key: values}

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import AttachError
+from offload.errors import AttachError, PolicyError
 from offload.events import Bus, Observer
 from offload.policy import Policy
 from offload.store import Store
@@ -39,7 +39,15 @@ from zhooks.build import (
     shard_states,
 )
 from zhooks.calibrate import Calibrated
-from zhooks.checks import check_division, check_model, check_optimizer, check_ranks_equal, check_same_model, check_scaled
+from zhooks.checks import (
+    check_arguments,
+    check_division,
+    check_model,
+    check_optimizer,
+    check_ranks_equal,
+    check_same_model,
+    check_scaled,
+)
 from zhooks.comm import CONTROL, Call, Comm, open_comm
 from zhooks.describe import describe
 from zhooks.held import tell
@@ -97,6 +105,7 @@ def attach(
         AttachError: model, optimizer or mesh cannot be attached; the model is as it was.
     """
     chosen = Policy.of(policy)
+    check_arguments(optimizer, mesh, init, sync)
     device = check_model(model)
     check_optimizer(model, optimizer)
     check_scaled(model, chosen)
@@ -199,7 +208,7 @@ class Attachment(Stateful, Calibrated):
     def _tell(self) -> None:
         if self._runtime.saved.partition is not None:
             self._runtime.saved.partition.tell()
-        tell(self._live((), None), self.policy, self._store, optimizers_of(self.model.parameters()))
+        tell(self._live("observe", (), None), self.policy, self._store, optimizers_of(self.model.parameters()))
         if self._pool.arena is not None:
             self._pool.arena.tell()
 
@@ -285,6 +294,9 @@ class Attachment(Stateful, Calibrated):
             AttachError: a rule splits a module's parameters over dtypes; nothing has changed.
             BudgetError, TierError: a tier cannot take what should move there; what has moved stays moved, all of it usable.
         """
+        self._check_attached("apply")
+        if policy is None:
+            raise PolicyError("apply: expected a path, a mapping or a Policy, found None; name what shall change")
         chosen = Policy.of(policy)
         check_change(self.policy, chosen, self._store)
         check_scaled(self.model, chosen)
@@ -332,8 +344,7 @@ class Attachment(Stateful, Calibrated):
             AttachError: it was detached already.
             TierError: a tier cannot be read; what is plain stays plain, and detach may be called again.
         """
-        if self._undo is None:
-            raise AttachError("detach: expected an attached model, found one that was detached already. Attach it again first.")
+        self._check_attached("detach")
         self._runtime.settle()
         self._runtime.reducer.flush()
         self._members.barred = "forward: expected a detach that has ended, found one that failed half way. Call detach() again."
@@ -348,6 +359,7 @@ class Attachment(Stateful, Calibrated):
     @contextmanager
     def resident(self) -> Iterator[None]:
         """Keep every unit gathered inside the block: generation, evaluation in many short forwards.  Collective."""
+        self._check_attached("resident")
         with self._runtime.resident():
             yield
 
@@ -356,6 +368,7 @@ class Attachment(Stateful, Calibrated):
         """Backward passes inside accumulate.  Stages 0 and 1 defer the reduction to the first backward outside; where the
         policy partitions gradients (stages 2 and 3) each backward still reduces into the shards, as memory demands;
         ``accumulate`` never does."""
+        self._check_attached("no_sync")
         reducer = self._runtime.reducer
         self._runtime.settle()
         before, reducer.sync = reducer.sync, False
@@ -375,6 +388,7 @@ class Attachment(Stateful, Calibrated):
         Raises:
             PolicyError: the policy updates in backward (``[optimizer] overlap``).
         """
+        self._check_attached("accumulate")
         with self._runtime.accumulating():
             yield
 
@@ -392,6 +406,12 @@ class Attachment(Stateful, Calibrated):
 
         An observer with a ``start`` and a ``close``, such as ``zprof.Recorder``, is started here and closed with the handle.
         """
+        self._check_attached("observe")
+        if not callable(getattr(observer, "on_event", None)):
+            raise AttachError(
+                f"observe: expected an observer with a method on_event(event), found {type(observer).__name__}. Pass a "
+                "Recorder, or an object of your own that has one."
+            )
         return Observation(self._bus, observer)
 
     def describe(self) -> str:

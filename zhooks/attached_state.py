@@ -7,23 +7,27 @@ decides what a state consists of.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from offload.errors import AttachError
 from offload.events import Bus
 from offload.policy import Policy
+from offload.policy_text import shown_path
 from zhooks import checkpoint, export, sharded_checkpoint
 from zhooks.build import optimizers_of
+from zhooks.checks import check_holds
 from zhooks.comm import Comm
 from zhooks.flat import Flat
 from zhooks.optim import Stepper
 from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime
 from zhooks.scaling import Scaling
+from zhooks.shard_contents import check_handed
 from zhooks.stock_state import StockState
 from zhooks.together import Together
 from zhooks.unit import Unit
@@ -43,6 +47,14 @@ class Stateful:
     _rounding: Rounding
     _scaling: Scaling
     _stock: StockState
+    _undo: ExitStack | None
+
+    def _check_attached(self, verb: str) -> None:
+        """What the attachment knew of the model is over once it is detached, and would be read or written in vain."""
+        if self._undo is None:
+            raise AttachError(
+                f"{verb}: expected an attached model, found one that was detached already. Attach it again first."
+            )
 
     @contextmanager
     def gathered(self, *parameters: Tensor, write: bool = False) -> Iterator[list[Tensor]]:
@@ -51,6 +63,7 @@ class Stateful:
         Also found at the modules' attributes inside the block.  With ``write=True`` rank 0's changes reach every shard.
         Collective: every rank enters with the same parameters.
         """
+        self._check_attached("gathered")
         with checkpoint.gathered(
             self._units, self._runtime, self._comm, parameters or tuple(self.model.parameters()), write
         ) as full:
@@ -62,7 +75,9 @@ class Stateful:
 
         Streamed unit by unit.  The plain model loads it.  Collective.
         """
+        self._check_attached("state_dict")
         self._runtime.settle()
+        self._check_optimizers(optimizer, "state_dict")
         state = checkpoint.full_state(self.model, self._units, self._comm, optimizer or self._optimizer)
         return {**state, **self._scaling.saved()} if state else state
 
@@ -74,15 +89,18 @@ class Stateful:
         Raises:
             CheckpointError: it is of another model or optimizer; nothing has been changed.
         """
+        self._check_attached("load_state_dict")
         self._runtime.settle()
+        self._check_optimizers(optimizer, "load_state_dict")
         ranks = Together(self._comm.stage, "load_state_dict", "the loss scale")
-        found = ranks.run(lambda: {key: value for key, value in state.items() if key == "loss_scale"})
+        found = ranks.run(lambda: checkpoint.loss_scale_of(state))
         follow = self._scaling.checked(ranks.share(found))
         checkpoint.load_full_state(self.model, self._units, self._comm, state, optimizer or self._optimizer)
         follow()
 
     def save_full(self, path: str | Path) -> None:
         """Write full parameters and buffers as safetensors from rank 0, one parameter in memory at a time.  Collective."""
+        self._check_attached("save_full")
         self._runtime.settle()
         export.save_full(self.model, self._units, self._comm, path)
 
@@ -108,8 +126,9 @@ class Stateful:
         Raises:
             CheckpointError: on every rank, naming the first that failed; nothing was committed.
         """
+        self._check_attached("save")
         self._runtime.due()
-        live = self._live(optimizer, objects)
+        live = Together(self._comm.stage, "save", shown_path(folder)).run(lambda: self._live("save", optimizer, objects, extra))
         for each in live.optimizers:
             # What torch loaded into it and no step has met yet is saved as ranges, too.
             self._stock.meet(each)
@@ -132,14 +151,24 @@ class Stateful:
         Raises:
             CheckpointError: on every rank; the run is as it was, unless the message says that it is partly loaded.
         """
+        self._check_attached("load")
         self._runtime.due()
-        return sharded_checkpoint.load(self._live(optimizer, objects), folder)
+        live = Together(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", optimizer, objects))
+        return sharded_checkpoint.load(live, folder)
 
-    def _live(self, optimizer: Any, objects: Mapping[str, Any] | None) -> sharded_checkpoint.Live:
+    def _check_optimizers(self, optimizer: Any, verb: str) -> None:
+        given = () if optimizer is None else (optimizer,)
+        Together(self._comm.stage, verb, "the optimizer").run(lambda: check_holds(given, self.model, verb))
+
+    def _live(
+        self, verb: str, optimizer: Any, objects: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
+    ) -> sharded_checkpoint.Live:
+        check_handed(verb, objects, extra)
         chosen = self._optimizer if optimizer is None else optimizer
         if chosen is None:
-            chosen = optimizers_of(self.model.parameters())
-        optimizers = (chosen,) if isinstance(chosen, torch.optim.Optimizer) else tuple(chosen)
+            chosen = list(optimizers_of(self.model.parameters()))
+        optimizers = tuple(chosen) if isinstance(chosen, (list, tuple)) else (chosen,)
+        check_holds(optimizers, self.model, verb)
 
         def landed(flat: Flat) -> None:
             if self._stepper is not None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from offload.errors import ShardedOpError
 from offload.policy import Policy
+from offload.policy_text import shown
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.division import part_of
 from zhooks.flat import Flat
@@ -228,6 +229,10 @@ class Calibrated:
     _comm: Comm
     _runtime: Runtime
 
+    def _check_attached(self, verb: str) -> None:
+        """Raise AttachError once the model is detached."""
+        raise NotImplementedError
+
     @contextmanager
     def calibrate(
         self, *, prefer: Literal["bf16", "fp16"] = "bf16", loss_scale: float | None = None
@@ -242,6 +247,7 @@ class Calibrated:
         Raises:
             ShardedOpError: units do not compute in fp32, the policy updates in backward, or no backward was seen.
         """
+        self._check_attached("calibrate")
         self._runtime.settle()
         subject = Subject(self.model, self._units, self._comm, self._runtime.reducer, self.policy)
         with calibrating(subject, prefer, loss_scale) as calibration:
@@ -250,10 +256,11 @@ class Calibrated:
 
 
 def _check(subject: Subject, prefer: str, loss_scale: float | None) -> None:
-    if prefer not in ("bf16", "fp16") or (loss_scale is not None and not 0 < loss_scale < float("inf")):
+    scaled = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
+    if not isinstance(prefer, str) or prefer not in ("bf16", "fp16") or not (loss_scale is None or scaled):
         raise ShardedOpError(
-            f'calibrate: expected prefer "bf16" or "fp16" and a positive loss_scale or None, found {prefer!r} and '
-            f"{loss_scale}. Name one of the two, and leave the scale out if in doubt."
+            f'calibrate: expected prefer "bf16" or "fp16" and a positive loss_scale or None, found {shown(prefer)} and '
+            f"{shown(loss_scale)}. Name one of the two, and leave the scale out if in doubt."
         )
     if subject.policy.optimizer.overlap or subject.reducer.finished is not None:
         found = "[optimizer] overlap = true" if subject.policy.optimizer.overlap else "another calibration that is open"

@@ -6,7 +6,7 @@ than its shards and one unit.  It never decides what a checkpoint on tiers looks
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -109,6 +109,20 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, states: dict[int, dict[st
 
 
 @torch.no_grad()
+def loss_scale_of(state: object) -> dict[str, Any]:
+    """What a full state says of the loss scale.
+
+    Raises:
+        CheckpointError: it is no state.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f'load_state_dict: expected {{"model": ..., "optimizer": ...}} as state_dict() makes it, found '
+            f"{type(state).__name__}. Other ranks than the first may pass {{}}."
+        )
+    return {key: value for key, value in state.items() if key == "loss_scale"}
+
+
 def load_full_state(
     model: nn.Module, units: Sequence[Unit], comm: Comm, state: dict[str, Any], optimizer: torch.optim.Optimizer | None
 ) -> None:
@@ -152,11 +166,14 @@ def _unwrapped(state: dict[str, Any]) -> str:
     )
 
 
-def _mismatch(model: nn.Module, values: dict[str, Any]) -> str:
+def _mismatch(model: nn.Module, values: Any) -> str:
+    if not isinstance(values, Mapping):
+        found = type(values).__name__
+        return f"load_state_dict: expected tensors by name as the state's \"model\", found {found}. Pass a state_dict()."
     wanted = {
         name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)
     }
-    missing, unknown = sorted(set(wanted) - set(values)), sorted(set(values) - set(wanted))
+    missing, unknown = sorted(set(wanted) - set(values)), sorted(map(str, set(values) - set(wanted)))
     shapes = [name for name in wanted if name in values and getattr(values[name], "shape", None) != wanted[name]]
     if not (missing or unknown or shapes):
         return ""

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from offload.errors import AttachError
+from offload.errors import AttachError, CheckpointError
 from offload.policy import Policy
+from offload.policy_text import shown
 from zhooks.agree import text_digest
 from zhooks.build import loose_references, optimizers_of
 from zhooks.comm import CONTROL, Call, Comm, Transport
@@ -23,6 +24,54 @@ from zhooks.members import wrapper
 from zhooks.mesh import Axis
 from zhooks.sharded import ShardedTensor
 from zhooks.units import Group
+
+
+def check_arguments(optimizer: object, mesh: object, init: object, sync: object) -> None:
+    """The kinds of what ``attach`` is given beside model and policy.
+
+    Raises:
+        AttachError: one is of another kind.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    for name, value, fits, expected in (
+        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "a torch.optim.Optimizer"),
+        ("mesh", mesh, isinstance(mesh, DeviceMesh), "a DeviceMesh, e.g. init_device_mesh(...),"),
+        ("init", init, callable(init), "a function that is called with a module"),
+    ):
+        if value is not None and not fits:
+            raise AttachError(
+                f"attach: expected {expected} or None as {name}, found {_kind(value)}. Pass one, or leave it out."
+            )
+    if not isinstance(sync, bool):
+        raise AttachError(f"attach: expected True or False as sync, found {_kind(sync)}. Leave it out if in doubt.")
+
+
+def check_holds(optimizers: Sequence[object], model: nn.Module, verb: str) -> None:
+    """What a verb of the attachment is given as optimizers.
+
+    Raises:
+        CheckpointError: one is none, or holds no parameter of the model.
+    """
+    wanted = {id(param) for param in model.parameters()}
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise CheckpointError(
+                f"{verb}: expected a torch.optim.Optimizer, several of them, or () for none, found {_kind(each)}. Pass the "
+                "optimizer itself."
+            )
+        if wanted and not any(id(param) in wanted for group in each.param_groups for param in group["params"]):
+            raise CheckpointError(
+                f"{verb}: expected an optimizer of the model's parameters, found {type(each).__name__} with none of them. Pass "
+                "the one that was built from model.parameters()."
+            )
+
+
+def _kind(value: object) -> str:
+    """A short value itself, else its type."""
+    if isinstance(value, (str, int, float)) or value is None:
+        return shown(value) if isinstance(value, str) else repr(value)[:60]
+    return f"the class {value.__name__[:60]}" if isinstance(value, type) else type(value).__name__[:60]
 
 
 def check_model(model: nn.Module) -> torch.device:

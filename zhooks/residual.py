@@ -29,9 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from offload.errors import PolicyError
 from offload.events import Bus
 from offload.formulas import Layers
 from offload.policy_tables import Activation
+from offload.policy_text import shown
 from offload.stash import Stash
 from zhooks.tiling import Tile
 
@@ -123,11 +125,14 @@ class Residual:
         """Count from the next forward on; ``heads`` of the attention, where the modules do not say.
 
         Raises:
-            ValueError: a number of heads below 1.
+            PolicyError: a number of heads below 1.
         """
         if heads is not None:
-            if heads < 1:
-                raise ValueError(f"heads: expected a number of attention heads, 1 or more, found {heads}")
+            if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+                raise PolicyError(
+                    f"heads: expected a number of attention heads, 1 or more, found {shown(heads)}. Leave it out where the "
+                    "model's modules say it."
+                )
             self.terms = replace(self.terms, heads=heads)
         self.asked = not self.refused
         return self

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from offload.events import Bus
+from offload.policy_text import shown
 from offload.shard_file import Entry, digest
 from zhooks.checkpoint import flats_of
 from zhooks.comm import Comm
@@ -179,6 +180,26 @@ def contents(live: Live, extra: Mapping[str, Any], first: Mapping[str, str]) -> 
     raw = torch.frombuffer(bytearray(json.dumps(document, separators=(",", ":")).encode()), dtype=torch.uint8)
     parts.append(Part(Entry(DOCUMENT, torch.uint8, (raw.numel(),)), _plain_pieces(raw)))
     return parts
+
+
+def check_handed(verb: str, objects: object, extra: object) -> None:
+    """What a save is to write beside the model, or a load to fill.
+
+    Raises:
+        CheckpointError: it is of another kind than named objects with states, and plain data by name.
+    """
+    for what, value in (("objects", objects), ("extra", extra)):
+        if value is not None and not isinstance(value, Mapping):
+            found = type(value).__name__
+            raise CheckpointError(f"{verb}: expected a mapping or None as {what}, found {found}. Give each a name.")
+    for name, one in (objects or {}).items() if isinstance(objects, Mapping) else ():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{verb}: expected names in objects, found {shown(name)}. Call it e.g. \"scheduler\".")
+        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+            raise CheckpointError(
+                f"{verb}: expected an object with state_dict and load_state_dict in objects[{shown(name)}], found "
+                f"{type(one).__name__}. Plain data goes into extra."
+            )
 
 
 def _objects(live: Live) -> Mapping[str, Any]:
