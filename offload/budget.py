@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     # For its name only: the arithmetic of budgets runs where torch is not.
     from offload.device import Device
 
-__all__ = ["Bound", "Budget", "Machine", "available", "cannot_admit", "preflight", "shown"]
+__all__ = ["Bound", "Budget", "Machine", "available", "cannot_admit", "kept_free", "preflight", "shown"]
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _MENDS = {
@@ -34,6 +34,11 @@ _MENDS = {
 #: cgroup v1 says "no limit" as the largest whole number of pages.
 _NO_LIMIT = 1 << 60
 _CAP_IPC_LOCK = 14
+
+
+def kept_free(total: int) -> int:
+    """Bytes of a file system of ``total`` that scratch files leave free: a checkpoint, a log, or the system may need them."""
+    return min(total // 20, 1 << 30)
 
 
 def shown(nbytes: int) -> str:
@@ -168,8 +173,9 @@ class Machine:
         return [*bounds, *self._cgroup_bounds(), *self._process_bounds(pinned)]
 
     def disk_free(self, folder: Path) -> int:
-        """Bytes this user may still write below ``folder``, or below what exists of it."""
-        return shutil.disk_usage(_existing(folder)).free
+        """Bytes this user may still write below ``folder``, or below what exists of it, without those of `kept_free`."""
+        usage = shutil.disk_usage(_existing(folder))
+        return max(0, usage.free - kept_free(usage.total))
 
     def is_memory(self, folder: Path) -> bool:
         """Whether files below ``folder`` are held in memory (tmpfs), so that the disk tier is a second host tier."""
@@ -281,7 +287,8 @@ def preflight(
     wanted = need.get(Tier.DISK, 0)
     if wanted:
         assert folder is not None, "a need of disk names its folder"
-        bound = Bound(f"free disk below {folder}", machine.disk_free(folder), "free some")
+        name = f"free disk below {folder} (a 20th of the disk, at most 1 GiB, stays free)"
+        bound = Bound(name, machine.disk_free(folder), "free some")
         said = f"disk for {shown(wanted)} a rank"
         _refuse(said, wanted, ranks, [bound], "point [disk] path at a larger disk, or lower [budget] disk")
 

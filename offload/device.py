@@ -24,7 +24,7 @@ from torch import Tensor
 from offload.errors import CapabilityError, TierError
 from offload.events import Bus
 from offload.pages import ALIGN, aligned, locked_nbytes
-from offload.threads import Workers
+from offload.threads import Workers, finished
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -232,7 +232,7 @@ class _Worker:
                 torch.autograd.graph.increment_version(out)
             if inline:
                 future: Future[None] = Future()
-                _run(future, partial(move, out, source))
+                finished(future, partial(move, out, source))
             else:
                 future = self.submit(partial(move, out, source))
         return _WorkerTicket(future, key)
@@ -241,22 +241,13 @@ class _Worker:
         """Have the thread do ``job`` after what it was given before."""
         assert not self._closed, "a copy on a device that was closed"
         future: Future[None] = Future()
-        self._threads.submit(partial(_run, future, job))
+        self._threads.submit(partial(finished, future, job))
         self._last = future
         return future
 
     def close(self) -> None:
         self._closed = True
         self._threads.stop()
-
-
-def _run(future: Future[None], job: Callable[[], None]) -> None:
-    try:
-        job()
-    except BaseException as error:
-        future.set_exception(error)
-        return
-    future.set_result(None)
 
 
 class CpuDevice(Device):

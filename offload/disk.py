@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 import weakref
 from functools import partial
@@ -46,8 +47,8 @@ class DiskFile:
     Args:
         folder: where the file lies; created where it is missing.  Stale files of dead processes there are removed.
         label: part of the file's name, say the rank.
-        limit: bytes the file may hold, the rounding of extents to pages and the gaps between them included; None is all
-            that the disk has.
+        limit: bytes the file may hold, the gaps between extents included; its first page, and what extents lose by starting on
+            pages of their own, come on top.  None is all that the disk has.  It may be changed.
         threads: requests that the system gets at once.  Sixteen of 4 MiB were as fast as any split that was measured
             (`benchmarks/disk.py --settings`), and kept the disk busiest where the cores were busy with other work.
         block: bytes of such a request at most, rounded up to whole CHECKs.
@@ -81,6 +82,8 @@ class DiskFile:
         self.path, self.direct = self._file.path, self._file.direct
         self.limit = limit
         self.used = self.high_water = 0
+        #: Bytes between the ends of extents and of their pages.
+        self._rounded = 0
         self._threads, self._block = threads, -(-block // CHECK) * CHECK
         self._mover = self._file.mover(self._block)
         self._space = Space(self._file.size)
@@ -133,6 +136,7 @@ class DiskFile:
             extent = Extent(start, nbytes)
             self._areas[start] = Area(extent, key, self.path)
             self.used += room
+            self._rounded += room - nbytes
             self.high_water = max(self.high_water, self.used)
             return extent
 
@@ -148,37 +152,52 @@ class DiskFile:
                     del self._areas[extent.offset]
                     self._space.give(extent.offset, _room(extent.nbytes))
                     self.used -= _room(extent.nbytes)
+                    self._rounded -= _room(extent.nbytes) - extent.nbytes
                     return
                 before = area.flying[0]
             before.settle()
 
     def _grow(self, lacking: int, nbytes: int, key: str) -> None:
         """Make the file longer by ``lacking`` bytes, and by more where that costs nobody anything."""
-        if self.limit is not None and self.reserved + lacking > self.limit:
-            raise cannot_admit(Tier.DISK, key, nbytes, used=self.used, limit=self.limit, note=f"on {self.path}")
+        within = None
+        if self.limit is not None:
+            within = self.limit + self._rounded + _room(nbytes) - nbytes - self.reserved
+            if lacking > within:
+                used = self.used - self._rounded
+                raise cannot_admit(Tier.DISK, key, nbytes, used=used, limit=self.limit, note=f"on {self.path}")
+        refused: OSError | None = None
         try:
-            free = self._file.free_nbytes()
-            most = free if self.limit is None else min(free, self.limit - self.reserved)
-            for step in (max(lacking, min(STEP, most // ALIGN * ALIGN)), lacking):
-                if lacking <= free and self._grown(step):
+            free, kept = self._file.free_nbytes()
+            # Ahead of need it takes of what is free at most half, or a step here would be a full disk there.
+            most = min(STEP, free // 2 if within is None else min(free // 2, within)) // ALIGN * ALIGN
+            for step in sorted({max(lacking, most), lacking}, reverse=True):
+                if lacking > free:
+                    break
+                refused = self._grown(step)
+                if refused is None:
                     return
         except OSError as error:
             raise TierError(f"disk tier cannot hold {key} ({shown(nbytes)}): {self.path}: {trouble(error)}") from error
-        raise BudgetError(
-            f"disk tier cannot admit {key} ({shown(nbytes)}): {shown(self.used)} in use on {self.path}, whose file system "
-            f"has {shown(free)} left; free space there or choose another [disk] path"
-        )
+        subject = f"disk tier cannot admit {key} ({shown(nbytes)}): {shown(self.used)} in use on {self.path}"
+        if refused is not None and refused.errno == errno.EFBIG:
+            size = self._space.end
+            raise BudgetError(
+                f"{subject}: expected a file of {shown(size + lacking)} to be allowed, found {_largest_file(size)}; raise "
+                "that, choose another [disk] path, or run on more ranks"
+            ) from refused
+        left = f"has {shown(free)} left beside the {shown(kept)} that are kept for checkpoints and others"
+        raise BudgetError(f"{subject}, whose file system {left}; free space there or choose another [disk] path")
 
-    def _grown(self, nbytes: int) -> bool:
-        """Whether the file is longer now; False where there is no room for that."""
+    def _grown(self, nbytes: int) -> OSError | None:
+        """None where the file is longer now, else what says that there is no room for that."""
         try:
             self._file.grow(nbytes)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            return False
+            return error
         self._space.extend(nbytes)
-        return True
+        return None
 
     def _find(self, extent: Extent) -> Area:
         area = self._areas.get(extent.offset)
@@ -300,6 +319,14 @@ def _discard(file: ScratchFile, workers: Workers) -> None:
     if os.getpid() == file.pid:
         workers.stop()
         file.remove()
+
+
+def _largest_file(nbytes: int) -> str:
+    """What does not let a file of ``nbytes`` grow, though the disk has room."""
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if soft == resource.RLIM_INFINITY:
+        return f"the file system's limit on the size of one file (EFBIG at {shown(nbytes)})"
+    return f"this process's limit on the size of files, ulimit -f (RLIMIT_FSIZE): {shown(soft)}"
 
 
 def _room(nbytes: int) -> int:

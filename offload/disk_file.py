@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from offload.budget import kept_free
 from offload.disk_io import Bytes, Io, Mover
 from offload.errors import PolicyError, TierError
 from offload.pages import ALIGN, aligned
@@ -38,10 +39,12 @@ PATTERN = "zhooks-*.scratch"
 #: What a file system says when it does not do direct I/O; some say so only at the first transfer.
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _FULL = "free space there or choose another [disk] path"
+_LARGE = "the file is as large as ulimit -f (RLIMIT_FSIZE) or its file system allows: raise that or choose another [disk] path"
 _GONE = "its file system went away: mount it again and start anew, or choose another [disk] path"
 _MENDS = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
+    errno.EFBIG: _LARGE,
     errno.EIO: "the device is failing: choose another [disk] path",
     errno.EBADF: _GONE,
     errno.ENODEV: _GONE,
@@ -136,9 +139,11 @@ class ScratchFile:
         """What moves data to and from this file."""
         return Mover(self._io, self._fd, direct=self.direct, bounce_nbytes=bounce_nbytes)
 
-    def free_nbytes(self) -> int:
-        """What the file system still has for this process."""
-        return self._io.free_nbytes(self._plain_fd)
+    def free_nbytes(self) -> tuple[int, int]:
+        """What the file system still has for this file, and what of its room is kept for others: see `kept_free`."""
+        free, total = self._io.free_nbytes(self._plain_fd)
+        kept = min(free, kept_free(total))
+        return free - kept, kept
 
     def grow(self, nbytes: int) -> None:
         """Reserve ``nbytes`` more at the end; after an OSError the file is as long as before."""

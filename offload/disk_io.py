@@ -50,8 +50,8 @@ class Io(Protocol):
     def truncate(self, fd: int, nbytes: int) -> None:
         """Cut the file to ``nbytes``."""
 
-    def free_nbytes(self, fd: int) -> int:
-        """What this process may still write on the file's file system."""
+    def free_nbytes(self, fd: int) -> tuple[int, int]:
+        """What this process may still write on the file's file system, and the size of all of that."""
 
 
 class SystemIo:
@@ -72,9 +72,9 @@ class SystemIo:
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
-    def free_nbytes(self, fd: int) -> int:
+    def free_nbytes(self, fd: int) -> tuple[int, int]:
         status = os.fstatvfs(fd)
-        return status.f_bavail * status.f_frsize
+        return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
 
 class BufferedIo(SystemIo):

@@ -25,7 +25,10 @@ from offload.errors import BudgetError, CapabilityError
 from offload.pages import ALIGN, mapped, over, round_up
 from offload.tier import Tier
 
-__all__ = ["HostPool"]
+__all__ = ["HostPool", "slab_within"]
+
+#: A slab is at most this part of a limit, for what lies unused at its end counts there too.
+_LIMIT_PART = 32
 
 #: Steps a slab lies free before `trim` returns it: an evaluation between two training steps must not cost the slabs.
 TRIM_STEPS = 4
@@ -104,11 +107,12 @@ class _Slab:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A block that is taken: where it lies, and the identity of the storage that was handed out for it."""
+    """A block that is taken: where it lies, its pages and what was asked for, and the identity of its storage."""
 
     slab: _Slab
     offset: int
     nbytes: int
+    asked: int
     storage: int
 
 
@@ -117,7 +121,8 @@ class HostPool:
 
     Args:
         device: whose copies must reach the memory; it says whether and how it is locked.
-        limit: the most bytes of slabs, so that it holds for the machine and not only for the sum of the blocks.
+        limit: the most bytes of slabs, so that it holds for the machine and not only for the sum of the blocks; what blocks
+            lose by starting on pages of their own comes on top.  It may be changed.
         slab_nbytes: of a slab for small blocks; near the limit a smaller one does.
         pin: None locks where the device can; False leaves the memory pageable.
     """
@@ -127,7 +132,7 @@ class HostPool:
     ) -> None:
         assert slab_nbytes >= ALIGN, "a slab is at least a page"
         self._device = device
-        self._limit = limit
+        self.limit = limit
         self._slab_nbytes = round_up(slab_nbytes)
         self._pin = device.pins() and pin is not False
         self._node = _distant_node(device)
@@ -138,6 +143,8 @@ class HostPool:
         self._holes: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
         self._taken: dict[int, _Piece] = {}
         self._used = self._high_water = self._reserved = 0
+        #: Bytes between the ends of blocks and of their pages.
+        self._rounded = 0
         # A pool that is dropped unclosed must not leave memory locked whose addresses are then mapped anew.
         self._release = weakref.finalize(self, _return_all, device if self._pin else None, self._slabs)
 
@@ -156,6 +163,11 @@ class HostPool:
         """Bytes of all slabs: what the machine gave, used or not."""
         return self._reserved
 
+    @property
+    def pinned(self) -> bool:
+        """Slabs are locked: all of them is resident, used or not."""
+        return self._pin
+
     def take(self, nbytes: int, key: str) -> Tensor:
         """uint8 [nbytes] of host memory, contents undefined, locked where the device locks.
 
@@ -173,14 +185,15 @@ class HostPool:
                 return torch.empty(0, dtype=torch.uint8, device="cpu")
         with self._lock:
             assert self._release.alive, f"host tier: {key} is taken from a closed pool"
-            slab, offset = self._find(room, key)
+            slab, offset = self._find(room, nbytes, key)
             self._holes[slab.shared].remove((slab.hole_at[offset], slab.serial, offset))
             left = slab.cut(offset, room)
             if left is not None:
                 insort(self._holes[slab.shared], (left[1], slab.serial, left[0]))
             tensor = over(memoryview(slab.memory)[offset : offset + room], nbytes)
-            self._taken[tensor.data_ptr()] = _Piece(slab, offset, room, tensor.untyped_storage()._cdata)
+            self._taken[tensor.data_ptr()] = _Piece(slab, offset, room, nbytes, tensor.untyped_storage()._cdata)
             self._used += room
+            self._rounded += room - nbytes
             self._high_water = max(self._high_water, self._used)
             return tensor
 
@@ -201,6 +214,7 @@ class HostPool:
                 holes.remove((room, slab.serial, offset))
             insort(holes, (hole[1], slab.serial, hole[0]))
             self._used -= piece.nbytes
+            self._rounded -= piece.nbytes - piece.asked
             slab.idle_steps = 0
 
     def trim(self) -> int:
@@ -226,15 +240,17 @@ class HostPool:
             self._release()
             self._taken.clear()
             self._holes = {True: [], False: []}
-            self._used = self._reserved = 0
+            self._used = self._reserved = self._rounded = 0
 
-    def _find(self, room: int, key: str) -> tuple[_Slab, int]:
+    def _find(self, room: int, nbytes: int, key: str) -> tuple[_Slab, int]:
         """A hole of at least ``room`` bytes, in a new slab if need be."""
         shared = room * OWN_PART <= self._slab_nbytes
         found = self._best(room, shared)
         if found is not None:
             return found
-        left = None if self._limit is None else self._limit // ALIGN * ALIGN - self._reserved
+        left = None
+        if self.limit is not None:
+            left = (self.limit + self._rounded + room - nbytes) // ALIGN * ALIGN - self._reserved
         wanted = self._slab_nbytes if shared else room
         if left is not None and left < room:
             # A hole of the other kind is better than a slab returned, for that would have to be faulted in again.
@@ -243,7 +259,7 @@ class HostPool:
                 return found
             left += self._shrink(room - left)
             if left < room:
-                raise self._full(room, key)
+                raise self._full(nbytes, key)
         slab = self._grow(wanted if left is None else min(wanted, left), shared, key)
         return slab, 0
 
@@ -293,12 +309,17 @@ class HostPool:
         self._reserved -= slab.nbytes
         return slab.nbytes
 
-    def _full(self, room: int, key: str) -> BudgetError:
-        assert self._limit is not None, "only a limit is ever full"
-        note = ""
-        if self._used + room <= self._limit:
+    def _full(self, nbytes: int, key: str) -> BudgetError:
+        assert self.limit is not None, "only a limit is ever full"
+        used, note = self._used - self._rounded, ""
+        if used + nbytes <= self.limit:
             note = f"in {len(self._slabs)} slabs ({shown(self._reserved)})"
-        return cannot_admit(Tier.HOST, key, room, used=self._used, limit=self._limit, note=note)
+        return cannot_admit(Tier.HOST, key, nbytes, used=used, limit=self.limit, note=note)
+
+
+def slab_within(nbytes: int, limit: int | None) -> int:
+    """Bytes of a slab where ``nbytes`` are wanted and a limit bounds all of them."""
+    return nbytes if limit is None else max(ALIGN, min(nbytes, round_up(limit // _LIMIT_PART)))
 
 
 def _return_all(device: Device | None, slabs: dict[int, _Slab]) -> None:

@@ -43,7 +43,8 @@ def share(loop: Callable[[int, int], None], numel: int, *, threads: int, multipl
     chunk = min(CHUNK_NUMEL, numel // (2 * threads)) // multiple * multiple
     flush = _flushes_denormals()
 
-    def join() -> None:
+    def join(claimed: array[int] = counter) -> None:
+        # The pool may keep a job that it had no thread for, and do it much later: the counter lives as long as that.
         # A thread of the pool has the mode of whoever started it; the bits must be those of the caller's mode.
         torch.set_flush_denormal(flush)
         loop(place, chunk)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from offload.disk_io import Bytes, Mover, SystemIo
 from offload.pages import aligned
+from offload.threads import Workers, finished
 
 __all__ = ["Stream"]
 
@@ -29,6 +31,7 @@ class Stream:
         dir_fd: the folder that it is made in, looked up by its last name alone; it stays open longer than the stream.
     Raises:
         OSError: from any call; what failed in the background surfaces at the next.
+        CapabilityError: the system allows no thread to write with; there is no file.
     """
 
     def __init__(self, path: Path, dir_fd: int | None = None) -> None:
@@ -37,9 +40,14 @@ class Stream:
         self._buffers: list[Bytes] = [aligned(BUFFER).numpy() for _ in range(2)]
         self._filled = self._written = 0
         self._under_way: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zhooks-save")
         self._direct_fd = -1
-        self._fd = self._io.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd)
+        self._thread = Workers("zhooks-save")
+        self._thread.start()
+        try:
+            self._fd = self._io.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd)
+        except BaseException:
+            self._thread.stop()
+            raise
         self._plain = Mover(self._io, self._fd, direct=False, bounce_nbytes=BUFFER)
         self._direct = self._open_direct()
 
@@ -69,7 +77,8 @@ class Stream:
         """Start writing the buffer that was filled, when the one before it is done."""
         self._wait()
         memory, offset = self._buffers[0][: self._filled], self._written
-        self._under_way = self._thread.submit(self._put, memory, offset)
+        self._under_way = Future()
+        self._thread.submit(partial(finished, self._under_way, partial(self._put, memory, offset)))
         self._written, self._filled = self._written + self._filled, 0
         self._buffers.reverse()
 
@@ -119,7 +128,7 @@ class Stream:
         return os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
 
     def _close(self) -> None:
-        self._thread.shutdown()
+        self._thread.stop()
         self._direct = None
         for fd in (self._direct_fd, self._fd):
             if fd >= 0:

@@ -12,8 +12,9 @@ Note: [Opened on demand]
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from offload.block import Block
 from offload.budget import Budget
 from offload.device import Device
 from offload.disk import DiskFile
-from offload.errors import TierError
+from offload.errors import BudgetError, TierError
 from offload.homes import Homes
 from offload.host import HostPool
 from offload.lease import Done, Lease, Mode, Step, as_bytes, seen
@@ -31,6 +32,8 @@ from offload.tier import Tier
 from offload.transfer import Transfers
 
 __all__ = ["MOVES", "Store"]
+
+_T = TypeVar("_T")
 
 #: From home to home: what ``Store.move`` may do.  Everything goes through host memory.
 MOVES = frozenset((one, other) for one in Tier for other in Tier if one is not other)
@@ -82,8 +85,7 @@ class Store:
             BudgetError: the tier cannot admit it.
         """
         self._sweep()
-        self._make_room(tier, numel * dtype.itemsize)
-        home = self._homes.take(key, numel, dtype, tier)
+        home = self._admitted(lambda: self._homes.take(key, numel, dtype, tier))
         block = Block(self, key, numel, dtype, home)
         block.tier, block.charged, block.blank = tier, block.nbytes, True
         return block
@@ -113,6 +115,19 @@ class Store:
             self._forsaken.append(block.lease)
         if block.charged:
             self._homes.leave(block.key, block.home, block.tier, block.charged, block.outgoing)
+
+    def change_limits(self, limits: Mapping[Tier, int | None]) -> None:
+        """Other budgets from now on, and other bounds of the memory and the file behind them; nothing that is held goes."""
+        self.budget.change(limits)
+        self.host.limit = limits.get(Tier.HOST)
+        if self._homes.file is not None:
+            self._homes.file.limit = limits.get(Tier.DISK)
+
+    @property
+    def unused(self) -> dict[Tier, int]:
+        """Bytes that host memory and scratch file have reserved and no block or buffer asked for."""
+        reserved = {Tier.HOST: self.host.reserved, Tier.DISK: 0 if self._homes.file is None else self._homes.file.reserved}
+        return {tier: max(0, nbytes - self.budget.used(tier)) for tier, nbytes in reserved.items()}
 
     # Leases.
 
@@ -330,8 +345,7 @@ class Store:
         assert (block.tier, tier) in MOVES
         values = self.tensor(block)
         version = block.version
-        self._make_room(tier, block.nbytes)
-        home = self._homes.take(block.key, block.numel, block.dtype, tier)
+        home = self._admitted(lambda: self._homes.take(block.key, block.numel, block.dtype, tier))
         try:
             if isinstance(home, Tensor):
                 home.copy_(values)
@@ -361,23 +375,26 @@ class Store:
             self._finish_leaving(next(iter(self._leaving.values())))
         while at is Tier.DEVICE and self._leaving and self._on_device() + nbytes > self.staging.limit:
             self._finish_leaving(next(iter(self._leaving.values())))
-        self._make_room(at, nbytes)
-        return self.staging.take(nbytes, key, at)
+        return self._admitted(lambda: self.staging.take(nbytes, key, at))
 
     def _on_device(self) -> int:
         """Bytes that wait on the device to go home: a host that runs ahead must not pile them up."""
         return sum(block.nbytes for block in self._leaving.values() if block.lease and block.lease.at is Tier.DEVICE)
 
-    def _make_room(self, tier: Tier, nbytes: int) -> None:
-        """Where the budget is short, wait for what is on its way home, and send home what was opened on demand."""
-        while (room := self.budget.room(tier)) is not None and room < nbytes:
-            idle = [block for block in self._recent.values() if self._idle(block)]
-            if self._leaving:
-                self._finish_leaving(next(iter(self._leaving.values())))
-            elif idle:
-                self._push_out(idle[0])
-            else:
-                return
+    def _admitted(self, take: Callable[[], _T]) -> _T:
+        """What ``take`` takes; where a tier is full, after waiting for what is on its way home, or sending there what was
+        opened on demand."""
+        while True:
+            try:
+                return take()
+            except BudgetError:
+                idle = [block for block in self._recent.values() if self._idle(block)]
+                if self._leaving:
+                    self._finish_leaving(next(iter(self._leaving.values())))
+                elif idle:
+                    self._push_out(idle[0])
+                else:
+                    raise
 
     def _sweep(self) -> None:
         """Take note of everything that has ended since the last call."""

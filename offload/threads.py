@@ -9,12 +9,13 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 
 from offload.errors import CapabilityError
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "finished"]
 
 _Job = Callable[[], None]
 
@@ -73,6 +74,16 @@ class Workers:
             # The last reference may die in a worker, which then runs the finalizer.
             if thread is not threading.current_thread():
                 thread.join()
+
+
+def finished(future: Future[None], job: _Job) -> None:
+    """Do ``job``; what it raises is the future's."""
+    try:
+        job()
+    except BaseException as error:
+        future.set_exception(error)
+        return
+    future.set_result(None)
 
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.disk_io import Bytes, SystemIo
+from offload.tier import Tier
 from tests.on_ranks import hooks_left
 from tests.parity.zoo import ZOO
 from tests.test_tiers import adamw, full, loss_of, policy, same, step
@@ -121,6 +123,43 @@ def test_a_budget_that_states_outgrow_is_refused_in_the_step_and_names_the_state
     attachment.apply(on_disk(tmp_path, "host", budget={"host": 100_000}))
     step(model, optimizer, 1)
     attachment.detach()
+
+
+def test_a_budget_bounds_the_memory_and_the_file_behind_the_tiers_and_memory_says_what_is_unused(tmp_path: Path) -> None:
+    mixed = on_disk(tmp_path, "host", budget={"host": "1 MiB", "disk": "2 MiB"}) | {"optimizer": {"tier": "disk"}}
+    model = ZOO["mlp"].build(7)
+    attachment = zhooks.attach(model, policy=mixed)
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    store = attachment._store
+    assert store is not None
+    store.settle()
+    for _ in range(2):
+        assert store.host.reserved <= 1 << 20
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= (2 << 20) + 4096
+        unused = {(row.what, row.tier): row.nbytes for row in attachment.memory().rest}
+        assert unused["free in host slabs", "host"] == store.host.reserved - store.budget.used(Tier.HOST)
+        assert unused["free in scratch file", "disk"] == store.disk.reserved - store.budget.used(Tier.DISK)
+        attachment.apply(mixed | {"budget": {"host": "2 MiB", "disk": "3 MiB"}})
+        store.settle()
+    assert (store.host.limit, store.disk.limit) == (2 << 20, 3 << 20)
+    attachment.detach()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_attach_is_refused_where_no_thread_can_be_started(
+    tmp_path: Path, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    model, plain = ZOO["mlp"].build(7), ZOO["mlp"].build(7)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(zhooks.CapabilityError, match=r"cannot start thread .*ulimit -u"):
+        zhooks.attach(model, policy=on_disk(tmp_path, tier))
+    monkeypatch.undo()
+    assert not hooks_left(model) and same(values(model), values(plain)) and list(tmp_path.iterdir()) == []
+    step(model, adamw(model), 0)
 
 
 @pytest.mark.parametrize("path", ["file", "dead"])

@@ -127,7 +127,7 @@ def report(
     advised = advice(_on_device(seen), residual.terms) if residual.counted else None
     return replace(
         seen,
-        rest=tuple(nobodys(flats[0].kind.device, seen.by_tier)),
+        rest=tuple(nobodys(flats[0].kind.device, seen.by_tier, flats[0].store)),
         notes=(*_part(comm), *notes(residual), *([advised] if advised else [])),
     )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from offload.formulas import Layers
+from offload.store import Store
 from offload.tier import Tier
 from zhooks.residual import Residual
 
@@ -70,17 +71,24 @@ def activations(residual: Residual) -> Iterator[Residue]:
             yield Residue("activations under way", tier.value, held, None, peak)
 
 
-def nobodys(device: torch.device, known: Mapping[str, int]) -> Iterator[Residue]:
-    """What is reserved or resident beyond what is known: free blocks of CUDA's allocator, and the process' own memory."""
+def nobodys(device: torch.device, known: Mapping[str, int], store: Store | None) -> Iterator[Residue]:
+    """What is reserved or resident beyond what is known: in CUDA's allocator and the tiers, and the process' own memory."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         allocated, reserved = (int(stats.get(f"{what}_bytes.all.current", 0)) for what in ("allocated", "reserved"))
         yield Residue("other tensors", "device", allocated - known["device"])
         yield Residue("free in the allocator", "device", reserved - allocated)
         yield Residue("of it, in split blocks", "device", int(stats.get("inactive_split_bytes.all.current", 0)))
+    locked = 0
+    if store is not None:
+        unused = store.unused
+        locked = unused[Tier.HOST] if store.host.pinned else 0
+        for what, tier in (("free in host slabs", Tier.HOST), ("free in scratch file", Tier.DISK)):
+            if unused[tier]:
+                yield Residue(what, tier.value, unused[tier])
     resident = _resident_nbytes()
     if resident is not None:
-        mine = known["host"] + (known["device"] if device.type == "cpu" else 0)
+        mine = known["host"] + locked + (known["device"] if device.type == "cpu" else 0)
         yield Residue("rest of the process", "host", resident - mine)
 
 

@@ -17,7 +17,7 @@ from offload.disk import DiskFile
 from offload.disk_io import BufferedIo
 from offload.errors import BudgetError, CapabilityError, PolicyError
 from offload.events import Bus
-from offload.host import HostPool
+from offload.host import HostPool, slab_within
 from offload.kernels import available as available_kernels
 from offload.policy import Policy
 from offload.store import Store
@@ -101,12 +101,18 @@ def open_store(policy: Policy, device: torch.device, groups: Sequence[Group], ta
     with ExitStack() as undo:
         with all_or_none(comm.stage, "open tiers"):
             _fits(policy, seam, need, comm)
-            host = HostPool(seam, slab_nbytes=policy.host.slab, pin=policy.host.pin is not False)
-            disk = _disk(policy, axis.ranks[axis.rank], bus)
+            host = HostPool(
+                seam,
+                limit=limits[Tier.HOST],
+                slab_nbytes=slab_within(policy.host.slab, limits[Tier.HOST]),
+                pin=policy.host.pin is not False,
+            )
+            disk = _disk(policy, axis.ranks[axis.rank], bus, budget)
             store = Store(seam, host, disk, budget, staging_nbytes=_STAGED * need.largest)
             undo.callback(store.shut)
+            # Now, while nothing has changed, is the time to hear that there is no thread to be had, or no folder to write in.
+            seam.start()
             if need.resting[Tier.DISK] or any(policy.tiers(name).optimizer is Tier.DISK for g in groups for name in g.params):
-                # Now, while nothing has changed, is the time to hear that the folder cannot be written.
                 assert store.disk.path
         undo.pop_all()
     return store
@@ -120,12 +126,15 @@ def _fits(policy: Policy, seam: Device, need: Need, comm: Comm) -> None:
     preflight(away, device=seam, folder=policy.disk.folder, pinned=pinned, ranks=ranks)
 
 
-def _disk(policy: Policy, rank: int, bus: Bus) -> Callable[[], DiskFile]:
+def _disk(policy: Policy, rank: int, bus: Bus, budget: Budget) -> Callable[[], DiskFile]:
     chosen = policy.disk
 
     def opened() -> DiskFile:
         io = BufferedIo() if chosen.direct is False else None
-        file = DiskFile(chosen.folder, label=f"r{rank}", threads=chosen.threads, block=chosen.block, io=io, bus=bus)
+        limit = budget.limit(Tier.DISK)
+        file = DiskFile(
+            chosen.folder, label=f"r{rank}", limit=limit, threads=chosen.threads, block=chosen.block, io=io, bus=bus
+        )
         if chosen.direct is True and not file.direct:
             file.close()
             raise CapabilityError(
@@ -203,7 +212,7 @@ def change_store(
     limits = {tier: _limit(policy, tier, store.device, comm) for tier in Tier}
     need = needs(groups, policy, table, comm.shard.axis.world)
     _admit(limits, need, comm)
-    store.budget.change(limits)
+    store.change_limits(limits)
     store.staging.limit = _STAGED * need.largest
     return store
 

@@ -257,6 +257,34 @@ def test_close_finishes_what_was_begun() -> None:
         opened.copy(filled(LARGE, 0), out)
 
 
+def test_a_copy_that_gets_no_thread_is_refused_and_changes_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    out = filled(LARGE, 0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for call in (device.start, lambda: device.copy(out, filled(LARGE))):
+        with pytest.raises(CapabilityError, match=r"cannot start thread zhooks-copy-0 of 1: .*ulimit -u"):
+            call()
+    assert not bool(out.any()) and out._version == 0
+    device.copy(out[:SMALL], filled(SMALL)).wait()
+    monkeypatch.undo()
+    device.copy(out, filled(LARGE)).wait()
+    assert bool((out == 7).all())
+
+
+def test_what_follows_a_copy_is_begun_when_it_ends_and_by_nobody_else(device: Device) -> None:
+    gate, told = hold(device), threading.Event()
+    ticket = device.copy(filled(LARGE, 0), filled(LARGE))
+    ticket.when_over(told.set)
+    assert not told.is_set()
+    gate.set()
+    assert told.wait(60) and ticket.done()
+    late = threading.Event()
+    ticket.when_over(late.set)
+    assert late.is_set()
+
+
 def test_copies_from_many_threads_all_arrive(device: Device) -> None:
     sources = [filled(LARGE, value) for value in range(8)]
     results = [filled(LARGE, 255) for _ in sources]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import shutil
 import threading
 import weakref
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from offload.disk import ALIGN, CHECK, STEP, DiskFile
 from offload.disk_io import Bytes, SystemIo
-from offload.errors import BudgetError, TierError
+from offload.errors import BudgetError, CapabilityError, TierError
 from offload.pages import aligned
 
 NBYTES = 4 * CHECK
@@ -361,6 +362,65 @@ def test_the_last_room_of_a_disk_is_used_where_a_whole_step_does_not_fit(disk: D
     assert disk.reserved == NBYTES
     with pytest.raises(BudgetError):
         disk.allocate(NBYTES + 1, "does not")
+
+
+def test_a_limit_on_the_size_of_files_is_named_and_no_full_disk(tmp_path: Path) -> None:
+    disk, before = DiskFile(tmp_path, threads=1), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (STEP // 2, before[1]))
+        disk.allocate(NBYTES, "fits")
+        said = r"cannot admit big \(64 MiB\): .*file of .* to be allowed, found .*ulimit -f.*32 MiB"
+        with pytest.raises(BudgetError, match=said):
+            disk.allocate(STEP, "big")
+        assert disk.used == NBYTES
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        disk.close()
+
+
+def test_a_file_systems_limit_on_the_size_of_files_is_named(disk: DiskFile, io: Faulty) -> None:
+    def large(nbytes: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    io.on_grow = large
+    with pytest.raises(BudgetError, match="found the file system's limit on the size of one file"):
+        disk.allocate(NBYTES, "big")
+    still_works(disk, io)
+
+
+def test_a_small_disk_keeps_room_for_a_save_beside_the_scratch_file(tmp_path: Path) -> None:
+    class Small(SystemIo):
+        """A file system of 200 MiB, of which so much is free."""
+
+        free = 100 << 20
+
+        def free_nbytes(self, fd: int) -> tuple[int, int]:
+            return self.free, 200 << 20
+
+    disk = DiskFile(tmp_path, threads=1, io=Small())
+    disk.allocate(NBYTES, "first")
+    # Ahead of need it takes half of what is free beside a 20th of the disk.
+    assert disk.reserved == 45 << 20
+    Small.free = 55 << 20
+    with pytest.raises(BudgetError, match=r"whose file system has 45 MiB left beside the 10 MiB that are kept for checkpoints"):
+        disk.allocate(87 << 20, "too much")
+    disk.allocate(86 << 20, "all that there is")
+    disk.close()
+
+
+def test_a_file_without_threads_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(CapabilityError, match=r"cannot start thread zhooks-disk-3 of 8: .*Python threads.*raise ulimit -u"):
+        DiskFile(tmp_path, threads=8)
+    assert list(tmp_path.iterdir()) == [] and not any(thread.is_alive() for thread in started)
 
 
 def test_a_file_system_that_fails_while_growing_is_a_tier_error(disk: DiskFile, io: Faulty) -> None:

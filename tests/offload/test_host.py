@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offload.device import CpuDevice, Device, open_device
 from offload.errors import BudgetError, CapabilityError
-from offload.host import TRIM_STEPS, HostPool, _distant_node, _prefer, _Slab
+from offload.host import TRIM_STEPS, HostPool, _distant_node, _prefer, _Slab, slab_within
 from offload.pages import ALIGN, round_up
 
 PAGE = ALIGN
@@ -239,8 +239,25 @@ def test_the_cap_counts_slabs_and_the_last_one_is_as_small_as_it_must_be(device:
     pool.take(PAGE, "a")
     assert pool.reserved == SLAB + 3 * PAGE
     pool.take(2 * PAGE, "b")
-    with pytest.raises(BudgetError):
-        pool.take(1, "c")
+    with pytest.raises(BudgetError, match=r"cannot admit c \(18 B\): .* in use, 1 B short"):
+        pool.take(18, "c")
+    # Of a budget bytes count, and the pages that they lie on come on top.
+    pool.take(17, "c")
+    assert pool.reserved == SLAB + 4 * PAGE
+    pool.close()
+
+
+@pytest.mark.parametrize("limit", [PAGE, 100 << 20, 1 << 30])
+def test_blocks_that_a_budget_holds_are_not_refused_for_the_size_of_slabs(device: Device, limit: int) -> None:
+    pool = HostPool(device, limit=limit, slab_nbytes=slab_within(64 << 20, limit))
+    sizes = [17, limit * 2 // 5, limit * 2 // 5, 100]
+    blocks = [pool.take(nbytes, str(nbytes)) for nbytes in sizes]
+    assert pool.reserved <= limit + len(sizes) * PAGE
+    for block in blocks:
+        pool.give(block)
+    pool.limit = 0
+    with pytest.raises(BudgetError, match="short"):
+        pool.take(2 * limit, "more")
     pool.close()
 
 
