@@ -39,8 +39,6 @@ class Workers:
         Raises:
             CapabilityError: the system does not allow so many threads; those that began have ended.
         """
-        if self._started:
-            return
         with self._change:
             if self._started:
                 return

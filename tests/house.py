@@ -219,20 +219,31 @@ def hooks_only_in_their_rooms(sources: list[Source]) -> list[str]:
     return findings
 
 
-STREAMS = {"torch.Stream"} | {
-    f"torch.cuda.{name}"
-    for name in ("Stream", "ExternalStream", "stream", "current_stream", "default_stream", "set_stream")
-}
+#: What orders work on a device, under torch, torch.cuda, its modules and torch.accelerator.
+STREAM = re.compile(
+    r"torch\.(Stream|Event)"
+    r"|torch\.(cuda|accelerator)\.(\w+\.)*(Stream|ExternalStream|Event|StreamContext|stream|current_stream|default_stream|set_stream"
+    r"|synchronize|ipc_collect|cudart|_sleep|CUDAGraph|graph)"
+)
+#: Methods of tensors, storages, streams and events that do; an event of threading has none of them.
+STREAM_METHODS = {"record_stream", "wait_stream", "wait_event", "record_event", "cuda_stream", "pin_memory"}
 
 
 def streams_only_in_device(sources: list[Source]) -> list[str]:
-    return [
-        here.finding(node, f"{name} outside offload/device.py")
-        for here in of_packages(sources, "zhooks", "offload")
-        if not within(here, "offload/device.py")
-        for node, name in uses(here)
-        if name in STREAMS
-    ]
+    findings: list[str] = []
+    for here in of_packages(sources, "zhooks", "offload"):
+        if within(here, "offload/device.py"):
+            continue
+        findings += [
+            here.finding(node, f"{name} outside offload/device.py") for node, name in uses(here) if STREAM.fullmatch(name)
+        ]
+        for node in ast.walk(here.tree):
+            if isinstance(node, ast.Attribute) and node.attr in STREAM_METHODS:
+                findings.append(here.finding(node, f".{node.attr} outside offload/device.py"))
+            copies = isinstance(node, ast.keyword) and node.arg == "non_blocking"
+            if copies and not (isinstance(node.value, ast.Constant) and node.value.value is False):
+                findings.append(here.finding(node.value, "non_blocking outside offload/device.py"))
+    return findings
 
 
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
