@@ -7,6 +7,7 @@ equal.
 
 from __future__ import annotations
 
+import zlib
 from datetime import timedelta
 
 import torch
@@ -17,7 +18,20 @@ from zhooks.comm import CONTROL, OPS, Call, Pending, Work
 from zhooks.layout import Layout
 from zhooks.mesh import Axis
 
-TAGS = 1 << 30
+#: A tag is what torch lets through, 31 bits: the channel, the call's place in its sequence, and which call it is.
+CHANNEL_BITS, SEQUENCE_BITS, CALL_BITS = 2, 6, 23
+
+
+def tag_of(call: Call, sequence: int) -> int:
+    """The tag of a channel's ``sequence``-th call.
+
+    Gathers and reductions have tags of their own up to 2**23 numbers, which are 32,768 units: no rank takes one unit's bytes
+    for another's.  Of a unit's parameters (full_tensor) a hash of the name must do.  The sequence tells a unit's passes
+    apart; it may wrap, for no rank is more than a few calls ahead.
+    """
+    kind = zlib.crc32((f"{call.what} {call.key}" if call.channel == CONTROL else call.what).encode())
+    which = (call.number + kind) % (1 << CALL_BITS)
+    return (which << SEQUENCE_BITS | sequence % (1 << SEQUENCE_BITS)) << CHANNEL_BITS | call.channel
 
 
 class PeerToPeer:
@@ -35,7 +49,7 @@ class PeerToPeer:
 
     def _tag(self, call: Call) -> int:
         self._sequence[call.channel] += 1
-        return ((call.number * 4096 + self._sequence[call.channel] % 4096) * 4 + call.channel) % TAGS
+        return tag_of(call, self._sequence[call.channel])
 
     def _peers(self) -> list[int]:
         world, rank = self.axis.world, self.axis.rank
