@@ -1,17 +1,19 @@
-"""What all ranks agree on off the hot path: the order of a path after its first pass.
+"""What all ranks agree on off the hot path: the order of a path after its first pass, and that their settings are the same.
 
-``runtime.py`` asks after a first pass; the answer is the same on every rank.  It never decides an order: ``schedule.py``
-does, from what is exchanged here.  Also the number that stands for a text in such an exchange.
+``runtime.py`` asks after a first pass, ``attach.py`` and ``checks.py`` where settings come in; the answer is the same on every
+rank.  It never decides an order: ``schedule.py`` does, from what is exchanged here.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from zhooks.comm import CONTROL, Call, Transport
+from zhooks.comm_meet import Facts, difference
 
 
 class Agreement:
@@ -56,3 +58,36 @@ def least(world: Transport, budget: int | None) -> int | None:
 def text_digest(text: str) -> int:
     """A number that stands for ``text`` in an exchange of int64."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=7).digest(), "little")
+
+
+def disagreement(world: Transport, facts: Mapping[str, Facts]) -> str:
+    """What ``difference`` says of the first rank of ``world`` that has other facts than its leader; "" where none has.
+
+    The same on every rank.  Collective: one small exchange where all have the same.
+    """
+    if world.axis.world == 1:
+        return ""
+    text = json.dumps(facts)
+    call = Call(CONTROL, "compare settings", " ".join(facts))
+    digest = text_digest(text)
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64)
+    world.all_reduce(call, bounds, "max")
+    if int(bounds[0]) == -int(bounds[1]):
+        return ""
+    leader = json.loads(_first_said(world, call, 0, text))
+    mine = difference(facts, world.axis.ranks[world.axis.rank], leader, world.axis.ranks[0])
+    found = torch.tensor([world.axis.world - world.axis.rank if mine else 0], dtype=torch.int64)
+    world.all_reduce(call, found, "max")
+    return _first_said(world, call, world.axis.world - int(found.item()), mine)
+
+
+def _first_said(world: Transport, call: Call, rank: int, text: str) -> str:
+    """The text of one rank of the axis on all of them."""
+    raw = text.encode() if world.axis.rank == rank else b""
+    size = torch.tensor([len(raw)], dtype=torch.int64)
+    world.all_reduce(call, size, "max")
+    said = torch.zeros(int(size.item()), dtype=torch.uint8)
+    if raw:
+        said.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    world.all_reduce(call, said, "max")
+    return said.numpy().tobytes().decode()

@@ -25,7 +25,7 @@ from offload.store import Store
 from offload.tier import Tier
 from zhooks import memory
 from zhooks.activation import open_inputs, open_stash
-from zhooks.agree import Agreement
+from zhooks.agree import Agreement, disagreement
 from zhooks.arena_plan import open_arena, planned, reserve_rest
 from zhooks.attached_state import Stateful
 from zhooks.build import (
@@ -40,6 +40,7 @@ from zhooks.build import (
 )
 from zhooks.calibrate import Calibrated
 from zhooks.checks import (
+    FirstSteps,
     check_arguments,
     check_division,
     check_model,
@@ -47,8 +48,10 @@ from zhooks.checks import (
     check_ranks_equal,
     check_same_model,
     check_scaled,
+    optimizer_facts,
 )
 from zhooks.comm import CONTROL, Call, Comm, open_comm
+from zhooks.comm_meet import policy_facts
 from zhooks.describe import describe
 from zhooks.held import tell
 from zhooks.hooks import casts_of, install, install_casts
@@ -114,7 +117,8 @@ def attach(
         axes = resolve(mesh)
         check_division(model, axes.tp)
         forget_idle_graphs()
-        comm = open_comm(axes, chosen, device)
+        given = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, model.parameters())}
+        comm = open_comm(axes, chosen, device, given)
         undo.callback(comm.close)
         check_axis(chosen, comm)
         return Attachment(model, optimizer, chosen, comm, Materializer(model, device, init, sync), undo)
@@ -141,6 +145,7 @@ class Attachment(Stateful, Calibrated):
         self._members = Members(model)
         self._handles: list[RemovableHandle] = []
         self._cast_handles: list[RemovableHandle] = []
+        self._step_handles: list[RemovableHandle] = []
         if not materializer.sync:
             check_ranks_equal(model, comm)
         for put_back in (self._shut_store, self._pool.clear, self._make_plain):
@@ -177,6 +182,8 @@ class Attachment(Stateful, Calibrated):
         self._members.open()
         self._registries.open()
         self._stock.open(watch_steps, () if self._optimizer is None else (self._optimizer,))
+        self._first_steps = FirstSteps(self.model.parameters, self._comm.stage)
+        self._step_handles = watch_steps(self._first_steps)
         self._scaling.open(watch_steps)
         self._step_over_tiers()
         self._bus.told_by(self._tell)
@@ -188,7 +195,7 @@ class Attachment(Stateful, Calibrated):
             self._stepper.close()
 
     def _unhook(self) -> None:
-        for handles in (self._handles, self._cast_handles):
+        for handles in (self._step_handles, self._handles, self._cast_handles):
             while handles:
                 handles.pop().remove()
 
@@ -290,14 +297,18 @@ class Attachment(Stateful, Calibrated):
 
         Call it between steps.  [units] and [comm] stay as they were, and so does the scratch file once there is one.
         Raises:
-            PolicyError: the policy cannot be read, or changes what cannot change.
+            PolicyError: the policy cannot be read, differs between ranks, or changes what cannot change.
             AttachError: a rule splits a module's parameters over dtypes; nothing has changed.
             BudgetError, TierError: a tier cannot take what should move there; what has moved stays moved, all of it usable.
         """
         self._check_attached("apply")
-        if policy is None:
-            raise PolicyError("apply: expected a path, a mapping or a Policy, found None; name what shall change")
-        chosen = Policy.of(policy)
+        with all_or_none(self._comm.stage, "apply"):
+            if policy is None:
+                raise PolicyError("apply: expected a path, a mapping or a Policy, found None; name what shall change")
+            chosen = Policy.of(policy)
+        problem = disagreement(self._comm.stage, {"policy": policy_facts(chosen)[1]})
+        if problem:
+            raise PolicyError(problem)
         check_change(self.policy, chosen, self._store)
         check_scaled(self.model, chosen)
         check_axis(chosen, self._comm)

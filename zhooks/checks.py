@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.errors import AttachError, CheckpointError
+from offload.errors import AttachError, CheckpointError, DivergenceError
 from offload.policy import Policy
 from offload.policy_text import shown
-from zhooks.agree import text_digest
+from zhooks.agree import disagreement, text_digest
 from zhooks.build import loose_references, optimizers_of
 from zhooks.comm import CONTROL, Call, Comm, Transport
+from zhooks.comm_meet import Facts
 from zhooks.division import Division, is_divided, part_of
 from zhooks.hooks import Before
 from zhooks.members import wrapper
@@ -215,6 +217,64 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
                 "model. Pass it: "
                 "attach(model, optimizer)."
             )
+
+
+def optimizer_facts(optimizer: torch.optim.Optimizer | None, params: Iterable[Tensor]) -> Facts:
+    """What must be the same of an optimizer on every rank: its type, which of ``params`` it holds, and its plain numbers."""
+    if optimizer is None:
+        return {"type": "none"}
+    place = {id(param): number for number, param in enumerate(params)}
+    facts = {"type": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"}
+    for number, group in enumerate(optimizer.param_groups):
+        held = [place[id(param)] for param in group["params"] if id(param) in place]
+        facts[f"group {number} parameters"] = f"{len(held)} (of digest {text_digest(str(held)):x})"
+        for key, value in sorted(group.items(), key=str):
+            if isinstance(value, (bool, int, float, str, type(None))):
+                facts[f"group {number} {key}"] = repr(value)
+            elif key != "params":
+                facts[f"group {number} {key}"] = _plain(value)
+    return facts
+
+
+def _plain(value: object) -> str:
+    """A tuple of numbers as it is; of anything else, a tensor on a device among them, the type says enough."""
+    numbers = isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value)
+    return repr(value) if numbers else type(value).__name__
+
+
+class FirstSteps:
+    """Compares an optimizer over the ranks of one model when it first steps: only then every rank is known to have it.
+
+    Args:
+        params: those of the model, in its order.
+        stage: the ranks of the model.
+    """
+
+    def __init__(self, params: Callable[[], Iterable[nn.Parameter]], stage: Transport) -> None:
+        self._params, self._stage = params, stage
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's pre-hook.  Collective at the first step of an optimizer that holds parameters of the model.
+
+        Raises:
+            DivergenceError: ranks step other optimizers; nothing has been updated.
+        """
+        # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
+        if optimizer in self._seen or torch._C._current_graph_task_id() != -1:
+            return
+        self._seen.add(optimizer)
+        params = list(self._params())
+        ours = {id(param) for param in params}
+        if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+            return
+        problem = disagreement(self._stage, {"optimizer": optimizer_facts(optimizer, params)})
+        if problem:
+            self._seen.discard(optimizer)
+            raise DivergenceError(problem)
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's post-hook."""
 
 
 def check_same_model(groups: Sequence[Group], world: Transport) -> None:

@@ -14,11 +14,11 @@ Note: [Transports]
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from importlib import metadata
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,16 @@ from torch import Tensor
 
 from offload.errors import CapabilityError, DivergenceError
 from offload.policy import Policy
-from zhooks.comm_meet import meet
+from zhooks.comm_meet import Facts, Meeting, meet, policy_facts
 from zhooks.layout import Layout
-from zhooks.mesh import Axis, Mesh
+from zhooks.mesh import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh
 
 GATHER, REDUCE, CONTROL = 0, 1, 2
 CHANNELS = (GATHER, REDUCE, CONTROL)
+
+
+#: A tensor of the host up to this size goes by the host's network, one of a GPU's model above it by the GPU's.
+HOST_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,33 +131,66 @@ class Comm:
         return list({id(transport): transport for transport in every}.values())
 
 
-def open_comm(mesh: Mesh, policy: Policy, device: torch.device) -> Comm:
-    """Choose and open the transport of each axis.  Collective over all ranks of the process group.
+#: The channels each axis is used on: where ranks coincide, axes share a transport with the channels of all of them.
+_CHANNELS_OF = {
+    SHARD: {GATHER, REDUCE, CONTROL},
+    REPLICATE: {REDUCE},
+    DATA: {CONTROL},
+    TP: {GATHER, CONTROL},
+    PP: {CONTROL},
+    STAGE: {CONTROL},
+}
 
+
+def open_comm(mesh: Mesh, policy: Policy, device: torch.device, facts: Mapping[str, Facts] | None = None) -> Comm:
+    """Compare what ranks were given, then choose and open the transport of each axis.  Collective over the process group.
+
+    Args:
+        facts: what else must be the same on the ranks of one model, by subject.
     Raises:
+        AttachError: ranks were given other policies, meshes or facts; nothing has been opened.
         CapabilityError: the policy names a transport this machine or backend cannot give.
-        DivergenceError: a rank does not come in time: it attaches fewer models.
+        DivergenceError: a rank does not come in time: it attaches fewer models, or has died.
     """
     from zhooks.comm_shm import serve_together
 
-    if dist.is_initialized():
-        meet(policy.comm.timeout_s)
+    meeting = meet(policy.comm.timeout_s)
+    if meeting is not None:
+        shared, own = policy_facts(policy)
+        everywhere = {"policy": shared, "mesh": {"axes": mesh.arrangement}, "versions": _versions()}
+        everywhere["device"] = {"type": device.type}
+        meeting.compare(everywhere, {"policy": own, **(facts or {})}, mesh.stage.ranks[0])
+    needed: dict[tuple[int, ...], tuple[Axis, set[int]]] = {}
+    for axis in (mesh.shard, mesh.replicate, mesh.data, mesh.tp, mesh.pp, mesh.stage):
+        # Axes over the same ranks share a transport; on every rank alike, for a mesh is regular.
+        if axis.world > 1:
+            needed.setdefault(axis.ranks, (axis, set()))[1].update(_CHANNELS_OF[axis.name])
     opened: dict[tuple[int, ...], Transport] = {}
+    try:
+        for axis, channels in needed.values():
+            opened[axis.ranks] = _open_axis(axis, channels, policy, device, meeting)
+    except BaseException:
+        for transport in opened.values():
+            transport.close()
+        raise
+    serve_together(opened.values())
 
     def over(axis: Axis) -> Transport:
-        # Axes over the same ranks share a transport; on every rank alike, for a mesh is regular.
-        if axis.ranks not in opened:
-            opened[axis.ranks] = _open_axis(axis, policy, device)
-        return opened[axis.ranks]
+        return Alone(axis) if axis.world == 1 else opened[axis.ranks]
 
-    axes = (mesh.shard, mesh.replicate, mesh.data, mesh.tp, mesh.pp, mesh.stage)
-    shard, replicate, world, tp, pp, stage = (Alone(axis) if axis.world == 1 else over(axis) for axis in axes)
-    comm = Comm(shard, replicate, world, tp, pp, stage, mesh.names)
-    serve_together(opened.values())
-    return comm
+    shard, replicate, world = over(mesh.shard), over(mesh.replicate), over(mesh.data)
+    return Comm(shard, replicate, world, over(mesh.tp), over(mesh.pp), over(mesh.stage), mesh.names)
 
 
-def _open_axis(axis: Axis, policy: Policy, device: torch.device) -> Transport:
+def _versions() -> Facts:
+    try:
+        own = metadata.version("zhooks")
+    except metadata.PackageNotFoundError:  # run from its folder
+        own = "of no package"
+    return {"torch": torch.__version__, "zhooks": own}
+
+
+def _open_axis(axis: Axis, channels: set[int], policy: Policy, device: torch.device, meeting: Meeting | None) -> Transport:
     from zhooks.comm_p2p import PeerToPeer
     from zhooks.comm_shm import SharedMemory
 
@@ -163,39 +200,49 @@ def _open_axis(axis: Axis, policy: Policy, device: torch.device) -> Transport:
             f'[comm] transport: expected "auto" or "stock" for parameters on {device.type}, found "{wanted}". '
             'Write transport = "auto".'
         )
-    group = _group(axis)
     if device.type == "cpu" and wanted in ("auto", "shm"):
-        ordered = platform.machine() in ("x86_64", "AMD64")
-        opened = SharedMemory.open(axis, group, timeout, policy.comm.bucket) if ordered else None
-        if opened is not None:
-            return opened
+        shared = SharedMemory.open(axis, meeting, timeout, policy.comm.bucket)
+        if isinstance(shared, SharedMemory):
+            return shared
         if wanted == "shm":
             raise CapabilityError(
-                f'[comm] transport: "shm" needs all ranks of axis {axis.name} on one x86-64 host with room in /dev/shm, '
-                f'found ranks {list(axis.ranks)} that do not share one. Write transport = "p2p".'
+                f'[comm] transport: "shm" needs all ranks of axis {axis.name} on one x86-64 Linux host that has the memory, '
+                f'found that {shared}. Write transport = "auto", or lower [comm] bucket.'
             )
     if device.type == "cpu" and wanted in ("auto", "p2p"):
-        return PeerToPeer(axis, group, timeout)
-    return Stock(axis, group, [_group(axis), _group(axis)], timeout, device)
+        return PeerToPeer(axis, _group(axis, CONTROL, device, timeout), timeout)
+    groups = {channel: _group(axis, channel, device, timeout) for channel in sorted(channels)}
+    return Stock(axis, groups, timeout, device)
 
 
-def _group(axis: Axis) -> dist.ProcessGroup:
-    """A group of our own over ``axis``; every rank makes the groups of all sibling axes, as torch demands."""
+def _group(axis: Axis, channel: int, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
+    """A group of our own over ``axis``, connected; every rank makes the groups of all sibling axes, as torch demands.
+
+    On a GPU the control channel has two backends: facts of the host travel by Gloo, for on the device's they would wait for
+    all compute that is queued there.
+    """
+    known = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
+    backend: str | None = None
+    options: dict[str, Any] = {}
+    if device.type == "cpu":
+        backend = None if "cpu" in known else "gloo"
+        options["timeout"] = timedelta(seconds=timeout_s)
+    elif device.type in known:
+        options["device_id"] = device
+        if channel == CONTROL and "cpu" not in known:
+            backend = f"cpu:gloo,{device.type}:{known[device.type]}"
     mine = None
-    for ranks in _siblings(axis):
-        group = dist.new_group(list(ranks), use_local_synchronization=False)
-        if axis.ranks == ranks:
-            mine = group
+    try:
+        for ranks in axis.siblings:
+            group = dist.new_group(list(ranks), backend=backend, **options)
+            mine = group if axis.ranks == ranks else mine
+    except RuntimeError as error:
+        raise DivergenceError(
+            f"rank {axis.ranks[axis.rank]} in attach: expected all ranks {list(axis.ranks)} of axis {axis.name} to connect, "
+            f"found: {str(error).splitlines()[0]} Look at the other ranks' own errors first."
+        ) from error
     assert isinstance(mine, dist.ProcessGroup)
     return mine
-
-
-def _siblings(axis: Axis) -> list[tuple[int, ...]]:
-    gathered: list[Tensor] = [torch.empty(axis.world, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    device = "cuda" if "nccl" in str(dist.get_backend()) and torch.cuda.is_available() else "cpu"
-    gathered = [part.to(device) for part in gathered]
-    dist.all_gather(gathered, torch.tensor(axis.ranks, dtype=torch.int64, device=device))
-    return sorted({tuple(part.tolist()) for part in gathered})
 
 
 # torch 2.13 renamed these; the old names warn there and are the only ones before.
@@ -235,7 +282,11 @@ class Alone:
 
 
 class Stock:
-    """The backend's own collectives, with a group a channel so that gathers and reductions need no common order."""
+    """The backend's own collectives, with a group a channel so that gathers and reductions need no common order.
+
+    Args:
+        groups: one a channel that is used on this axis; that of CONTROL takes tensors of the host, too.
+    """
 
     name = "stock"
     nbytes = 0
@@ -244,25 +295,24 @@ class Stock:
     def __init__(
         self,
         axis: Axis,
-        group: dist.ProcessGroup,
-        more: list[dist.ProcessGroup],
+        groups: dict[int, dist.ProcessGroup],
         timeout_s: float,
         device: torch.device,
     ) -> None:
         self.axis = axis
-        self._groups = [group, *more]
+        self._groups = groups
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         group = self._groups[call.channel]
         pairs = self._pairs(full, shard, layout)
-        return self._track(call, [_all_gather(whole, part, group=group, async_op=True) for whole, part in pairs])
+        return self._track(call, full, [_all_gather(whole, part, group=group, async_op=True) for whole, part in pairs])
 
     def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
         group = self._groups[call.channel]
         pairs = self._pairs(full, out, layout)
-        return self._track(call, [_reduce_scatter(part, whole, group=group, async_op=True) for whole, part in pairs])
+        return self._track(call, full, [_reduce_scatter(part, whole, group=group, async_op=True) for whole, part in pairs])
 
     def _pairs(self, full: Tensor, shard: Tensor, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
         """Each segment of the full buffer with this rank's part of it in the shard."""
@@ -273,31 +323,35 @@ class Stock:
             step += numel
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
-        moved = tensor.to(self._device)
+        moved = self._sent(tensor)
         work = dist.all_reduce(moved, op=OPS[op], group=self._groups[CONTROL], async_op=True)
-        self._track(call, [work]).wait()
+        self._track(call, moved, [work]).wait()
         if moved is not tensor:
             tensor.copy_(moved)
 
     def all_reduce_start(self, call: Call, full: Tensor) -> Work:
         """Start summing ``full`` in place with the backend's own all-reduce."""
-        return self._track(call, [dist.all_reduce(full, group=self._groups[call.channel], async_op=True)])
+        return self._track(call, full, [dist.all_reduce(full, group=self._groups[call.channel], async_op=True)])
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
-        moved = tensor.to(self._device).contiguous()
+        moved = self._sent(tensor).contiguous()
         work = dist.broadcast(moved, src=self.axis.ranks[0], group=self._groups[CONTROL], async_op=True)
-        self._track(call, [work]).wait()
+        self._track(call, moved, [work]).wait()
         if moved is not tensor:
             tensor.copy_(moved)
 
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """Where a tensor is sent from: facts of the host from there, whole parameters of it by the device's faster links."""
+        return tensor if tensor.device == self._device or tensor.nbytes <= HOST_NBYTES else tensor.to(self._device)
+
     def close(self) -> None:
         self.closed = True
-        for group in self._groups:
+        for group in self._groups.values():
             dist.destroy_process_group(group)
-        self._groups = []
+        self._groups = {}
 
-    def _track(self, call: Call, works: list[dist.Work]) -> Work:
-        return Pending(call, works, [], self.axis, self._timeout if self._device.type == "cpu" else None)
+    def _track(self, call: Call, moved: Tensor, works: list[dist.Work]) -> Work:
+        return Pending(call, works, [], self.axis, self._timeout if moved.device.type == "cpu" else None)
 
 
 class Pending:

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import secrets
-import tempfile
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zhooks.comm import CHANNELS, CONTROL, Call, Transport, Work, stuck
+from zhooks.comm_meet import Meeting
 from zhooks.comm_ring import SLOT, SMALL_SLOT, Message, Ring
 from zhooks.layout import Layout
 from zhooks.mesh import Axis
 
 SPIN_S = 0.002
+#: At the end of the memory, so that a rank knows it for the one it was told of.
+TOKEN_BYTES = 16
 
 
 class SharedMemory:
@@ -33,9 +35,8 @@ class SharedMemory:
     name = "shm"
     closed = False
 
-    def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout_s: float, rings: list[Ring]) -> None:
+    def __init__(self, axis: Axis, timeout_s: float, rings: list[Ring]) -> None:
         self.axis = axis
-        self._group = group
         self._timeout_s = timeout_s
         self._rings = rings
         #: What is served while this rank waits: a rank that waits here may owe a message to one that waits elsewhere.
@@ -43,19 +44,24 @@ class SharedMemory:
         self.nbytes = sum(ring.total for ring in rings)
 
     @classmethod
-    def open(cls, axis: Axis, group: dist.ProcessGroup, timeout_s: float, bucket: int) -> SharedMemory | None:
-        """Map one file for the axis' ranks; None on every rank when any rank cannot see it.  Collective."""
+    def open(cls, axis: Axis, meeting: Meeting | None, timeout_s: float, bucket: int) -> SharedMemory | str:
+        """Map one piece of memory for the axis' ranks; else the reason why not, the same on every rank.
+
+        Collective over the process group, sibling axes included: all have shared memory, or none.
+        """
         large = (max(4, bucket // 2 // SLOT), SLOT)
         shapes = [(4, SMALL_SLOT) if channel == CONTROL else large for channel in CHANNELS]
         sizes = [Ring.nbytes(axis.world, slots, slot) for slots, slot in shapes]
-        memory = _share(axis, group, sum(sizes))
-        if memory is None:
-            return None
+        if meeting is None:
+            return "there is no process group whose ranks could share memory"
+        memory = _share(axis, meeting, sum(sizes))
+        if isinstance(memory, str):
+            return memory
         rings, offset = [], 0
         for (slots, slot), size in zip(shapes, sizes, strict=True):
             rings.append(Ring(memory, offset, axis, slots, slot))
             offset += size
-        return cls(axis, group, timeout_s, rings)
+        return cls(axis, timeout_s, rings)
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         ring, rank = self._rings[call.channel], self.axis.rank
@@ -151,8 +157,6 @@ class SharedMemory:
     def close(self) -> None:
         self.closed = True
         self._rings = self.served = []
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
 
     def _launch(self, ring: Ring, message: Message) -> Work:
         ring.launch(message)
@@ -213,36 +217,66 @@ def _scatter(target: Tensor, parts: list[tuple[int, int]], offset: int, data: Te
             offset = max(0, offset - size)
 
 
-def _share(axis: Axis, group: dist.ProcessGroup, nbytes: int) -> mmap.mmap | None:
-    """One private file in /dev/shm mapped by all ranks of the axis and unlinked at once, so nothing is left behind."""
-    folder, token = Path("/dev/shm"), np.zeros(64, dtype=np.uint8)
-    path, memory = None, None
-    if axis.rank == 0 and folder.is_dir():
-        path = _create(folder, nbytes)
-        if path is not None:
-            raw = path.name.encode()
-            token[: len(raw)] = np.frombuffer(raw, dtype=np.uint8)
-    shared = torch.from_numpy(token)
-    dist.broadcast(shared, src=axis.ranks[0], group=group)
-    name = bytes(shared.numpy()).rstrip(b"\0").decode()
+def _share(axis: Axis, meeting: Meeting, nbytes: int) -> mmap.mmap | str:
+    """Memory that all ranks of the axis have mapped, or why they have not.
+
+    It has no name: the first rank makes it (`memfd_create`), the others open it through that rank's descriptor, and the system
+    frees it with the last process that maps it, however that one ends.  Nor has it the bound of /dev/shm.
+    """
+    what = f"shared memory of axis {axis.name}"
+    memory, handle, place, problem = None, -1, "", ""
+    me = f"rank {axis.ranks[axis.rank]} cannot have {nbytes} B of it"
+    if axis.rank == 0:
+        try:
+            place, handle = _reserve(nbytes)
+        except OSError as error:
+            problem = f"{me}: {error}"
+        meeting.say(what, place)
     try:
-        if name:
-            with open(folder / name, "r+b") as file:
-                memory = mmap.mmap(file.fileno(), nbytes)
-    except (OSError, ValueError):
-        memory = None
-    seen = torch.tensor([memory is not None], dtype=torch.int32)
-    dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
-    if path is not None:
-        path.unlink(missing_ok=True)
-    return memory if bool(seen.item()) else None
+        place = meeting.heard(what, axis.ranks[0])
+        if place:
+            try:
+                memory = _open_at(place, nbytes)
+            except OSError as error:
+                problem = f"{me}: {error}"
+        problem = meeting.agree(what, problem)
+    finally:
+        if handle >= 0:
+            os.close(handle)
+    if problem:
+        return problem
+    assert memory is not None
+    return memory
 
 
-def _create(folder: Path, nbytes: int) -> Path | None:
-    usage = os.statvfs(folder)
-    if usage.f_bavail * usage.f_frsize < 2 * nbytes:
-        return None
-    handle, path = tempfile.mkstemp(prefix=f"zhooks-{secrets.token_hex(8)}-", dir=folder)
-    os.ftruncate(handle, nbytes)
-    os.close(handle)
-    return Path(path)
+def _reserve(nbytes: int) -> tuple[str, int]:
+    """Memory of this process, every page of it taken now: one that is missing later would end a rank by SIGBUS."""
+    if not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"):
+        raise OSError(f"expected Linux on x86-64, whose stores are ordered, found {sys.platform} on {platform.machine()}")
+    token = secrets.token_bytes(TOKEN_BYTES)
+    handle = os.memfd_create("zhooks")
+    try:
+        os.posix_fallocate(handle, 0, nbytes + TOKEN_BYTES)
+        os.pwrite(handle, token, nbytes)
+    except BaseException:
+        os.close(handle)
+        raise
+    return f"{_host()} {os.getpid()} {handle} {token.hex()}", handle
+
+
+def _open_at(place: str, nbytes: int) -> mmap.mmap:
+    host, process, number, token = place.split()
+    if host != _host():
+        raise OSError("the first rank of the axis runs on another host, or in another container")
+    handle = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.pread(handle, TOKEN_BYTES, nbytes) != bytes.fromhex(token):
+            raise OSError("the first rank's memory is not where it should be")
+        return mmap.mmap(handle, nbytes)
+    finally:
+        os.close(handle)
+
+
+def _host() -> str:
+    """The same for processes that see each other's numbers: of one boot of one machine, and one space of numbers."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}/{os.readlink('/proc/self/ns/pid')}"

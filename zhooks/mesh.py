@@ -12,10 +12,12 @@ Note: [Slices]
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload.errors import AttachError
@@ -28,11 +30,16 @@ _ALIASES = {"dp": SHARD, "fsdp": SHARD, "dp_shard": SHARD, "dp_replicate": REPLI
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of the mesh as seen by this rank: the global ranks on it, in order, and this rank's place."""
+    """One axis of the mesh as seen by this rank: the global ranks on it, in order, and this rank's place.
+
+    Attributes:
+        siblings: the ranks on each axis beside this one, its own among them, in an order that all ranks share.
+    """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
+    siblings: tuple[tuple[int, ...], ...] = ()
 
     @property
     def world(self) -> int:
@@ -47,6 +54,7 @@ class Mesh:
         data: shard and replicate together: the ranks that hold this part of the model.
         stage: data and tp together: the ranks of one attached model.
         names: the axes that were given, by the names used here.
+        arrangement: the whole mesh as text, the same on every rank that was given the same.
     """
 
     shard: Axis
@@ -56,6 +64,7 @@ class Mesh:
     data: Axis
     stage: Axis
     names: tuple[str, ...] = (SHARD,)
+    arrangement: str = ""
 
 
 def resolve(mesh: DeviceMesh | None) -> Mesh:
@@ -70,7 +79,8 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         every, alone = tuple(range(world)), (rank,)
         replicate, tp, pp = (Axis(name, alone, 0) for name in (REPLICATE, TP, PP))
-        return Mesh(Axis(SHARD, every, rank), replicate, tp, pp, Axis(DATA, every, rank), Axis(STAGE, every, rank))
+        shard, data, stage = (Axis(name, every, rank, (every,)) for name in (SHARD, DATA, STAGE))
+        return Mesh(shard, replicate, tp, pp, data, stage, arrangement=_arranged((SHARD,), torch.arange(world)))
     whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     given = whole.mesh_dim_names or ((SHARD,) if whole.ndim == 1 else ())
     names = tuple(_ALIASES.get(name, name) for name in given)
@@ -85,12 +95,20 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
             f"mesh: expected every rank of the process group (0 to {dist.get_world_size() - 1}), found ranks {members}. "
             "Build the mesh over the whole group."
         )
-    at = (whole.mesh == dist.get_rank()).nonzero()[0].tolist()
-
     def axis(name: str, *along: str) -> Axis:
-        index = [slice(None) if which in along else place for which, place in zip(names, at, strict=True)]
-        ranks = torch.as_tensor(whole.mesh[tuple(index)]).reshape(-1).tolist()
-        return Axis(name, tuple(ranks), ranks.index(dist.get_rank()))
+        dims = [dim for dim, which in enumerate(names) if which in along]
+        rows = whole.mesh.permute([dim for dim in range(whole.ndim) if dim not in dims] + dims)
+        rows = rows.reshape(-1, math.prod(whole.mesh.shape[dim] for dim in dims))
+        siblings = tuple(tuple(row) for row in rows.tolist())
+        (ranks,) = (row for row in siblings if dist.get_rank() in row)
+        return Axis(name, ranks, ranks.index(dist.get_rank()), siblings)
 
     shard, replicate, tp, pp = (axis(name, name) for name in (SHARD, REPLICATE, TP, PP))
-    return Mesh(shard, replicate, tp, pp, axis(DATA, SHARD, REPLICATE), axis(STAGE, SHARD, REPLICATE, TP), names)
+    data, stage = axis(DATA, SHARD, REPLICATE), axis(STAGE, SHARD, REPLICATE, TP)
+    return Mesh(shard, replicate, tp, pp, data, stage, names, _arranged(names, whole.mesh))
+
+
+def _arranged(names: tuple[str, ...], ranks: Tensor) -> str:
+    sizes = " x ".join(f"{name} {size}" for name, size in zip(names, ranks.shape, strict=True))
+    flat = ranks.flatten().tolist()
+    return sizes if flat == sorted(flat) else f"{sizes} with ranks {flat}"
