@@ -7,15 +7,16 @@ CPU a worker thread stands in for the copy stream.  It never decides what moves,
 from __future__ import annotations
 
 import ctypes
+import functools
 import resource
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -26,10 +27,7 @@ from offload.events import Bus
 from offload.pages import ALIGN, aligned, locked_nbytes
 from offload.threads import Workers, finished
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["CudaCalls", "Device", "OnHost", "Ticket", "lane_of", "open_device", "used_by_current_stream"]
+__all__ = ["CudaCalls", "Device", "OnHost", "Ticket", "beside", "lane_of", "open_device", "used_by_current_stream"]
 
 #: Below this a copy is over before a thread would have woken.
 INLINE_NBYTES = 256 << 10
@@ -181,6 +179,24 @@ def open_device(device: torch.device, *, addresses_host: bool | None = None) -> 
         raise CapabilityError(f"device {device}: CUDA computes on its own memory only; leave addresses_host unset")
     index = torch.cuda.current_device() if device.index is None else device.index
     return CudaDevice(torch.device("cuda", index))
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """What is waited for and started inside does not hold up the caller's stream: on CUDA a stream of its own is current.
+
+    Tensors used inside must outlive a later wait of the caller's stream for what was started.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(_beside(device)):
+        yield
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class _WorkerTicket:

@@ -6,16 +6,23 @@ test_memory.py's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from offload.errors import BudgetError
 from offload.events import Event
 from tests.on_ranks import on_ranks, place
+from zhooks import reduce_now
+from zhooks.comm import _Twice
+from zhooks.comm_shm import SharedMemory
 
 NUMEL = 8 * 8 + 8
 NBYTES = NUMEL * 4
@@ -306,3 +313,77 @@ def test_ranks_send_the_same_events_in_the_same_order() -> None:
     everybody: list[Any] = [None, None]
     torch.distributed.all_gather_object(everybody, lines)
     assert everybody[0] == everybody[1]
+
+
+# ---- replicas
+
+
+def test_a_sum_over_replicas_is_started_where_only_its_own_range_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def beside(device: torch.device) -> Iterator[None]:
+        seen.append("another stream")
+        yield
+        seen.append("the caller's stream")
+
+    def start(*_: Any) -> str:
+        seen.append("sum started")
+        return "the sum"
+
+    monkeypatch.setattr(reduce_now, "beside", beside)
+    monkeypatch.setattr(reduce_now, "all_reduce_flat", start)
+    comm: Any = SimpleNamespace(replicate=SimpleNamespace(axis=SimpleNamespace(world=2)))
+    work: Any = SimpleNamespace(wait=lambda: seen.append("range waited for"))
+    flat: Any = SimpleNamespace(name="0", number=0)
+    assert reduce_now.begin_replicas(comm, flat, torch.zeros(8), work) == "the sum"
+    assert seen == ["another stream", "range waited for", "sum started", "the caller's stream"]
+
+
+class Calls:
+    """When the sums over the replicas and the reductions before them are started, and when each is waited for."""
+
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, str]] = []
+        real_start, real_wait = SharedMemory._launch, _Twice.wait
+
+        def start(transport: Any, ring: Any, message: Any) -> Any:
+            if message.parts is not None:
+                self.seen.append((message.call.what, message.call.key))
+            return real_start(transport, ring, message)
+
+        def wait(work: Any) -> None:
+            self.seen.append(("wait", work._arguments[1].key))
+            real_wait(work)
+
+        patched.setattr(SharedMemory, "_launch", start)
+        patched.setattr(_Twice, "wait", wait)
+
+
+@on_ranks(4)
+def test_sums_over_replicas_run_beside_the_next_reduction_and_are_bounded() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grads: dict[int, list[Tensor]] = {}
+    for most in (1, 2, 3):
+        with pytest.MonkeyPatch.context() as patched:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(Block() for _ in range(5)))
+            policy = {"units": {"min_numel": 0}, "schedule": {"max_reductions": most}, "comm": {"timeout_s": 30}}
+            attachment = zhooks.attach(model, policy=policy, mesh=mesh)
+            model(torch.full((2, 8), 1.0 + place()[0])).sum().backward()
+            calls = Calls(patched)
+            model(torch.full((2, 8), 2.0 + place()[0])).sum().backward()
+            grads[most] = [param.grad.full_tensor() for param in model.parameters()]
+            attachment.detach()
+        under_way, overlapped = 0, 0
+        for number, (what, key) in enumerate(calls.seen):
+            under_way += {"reduce": 1, "reduce replicas": 0, "wait": -1}[what]
+            assert under_way <= most
+            if what == "reduce replicas":
+                between = calls.seen[number + 1 : calls.seen.index(("wait", key))]
+                overlapped += any(other == "reduce" for other, _ in between)
+        started = [key for what, key in calls.seen if what == "reduce replicas"]
+        assert started == [key for what, key in calls.seen if what == "reduce"], "in one order"
+        assert overlapped == {1: 0, 2: 4, 3: 3}[most], "all but the last ones, unless one alone may be under way"
+    for other in (2, 3):
+        assert all(torch.equal(a, b) for a, b in zip(grads[1], grads[other], strict=True)), "the same bits"

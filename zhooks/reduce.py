@@ -25,12 +25,12 @@ from offload.errors import ShardedOpError
 from offload.events import Bus
 from zhooks.accumulation import Accumulation
 from zhooks.agree import Agreement
-from zhooks.comm import CONTROL, DONE, REDUCE, Call, Comm, all_reduce_flat
+from zhooks.comm import CONTROL, DONE, REDUCE, Alone, Call, Comm, all_reduce_flat
 from zhooks.flat import Flat
 from zhooks.grad import Gradient, has_hooks
 from zhooks.kind import FLATS
 from zhooks.pool import Pool
-from zhooks.reduce_now import selected, sum_replicas
+from zhooks.reduce_now import begin_replicas, selected
 from zhooks.reduce_pieces import Landing, Long
 from zhooks.scaling import Scaling
 from zhooks.sharded import ShardedTensor
@@ -190,8 +190,28 @@ class Reducer:
 
     def _make_way(self, most: int | None = None) -> None:
         """Wait for the oldest reductions until one more may be under way."""
+        if most == 0:
+            self._begin_replicas(0)
         while len(self._under_way) > (self.most - 1 if most is None else most):
             self._land_oldest()
+        if most is None:
+            self._begin_replicas((self.most - 1) // 2)
+
+    def _begin_replicas(self, but: int) -> None:
+        """Start the sums over the replicas of all that is under way but the newest ``but``: they run while the next reductions
+        do.  Which ones depends on numbers alone, so that all replicas start them in one order."""
+        if isinstance(self.comm.replicate, Alone):
+            return
+        for place in range(len(self._under_way) - but):
+            landing = self._under_way[place]
+            if not landing.replicas:
+                flat = landing.gradient.flat
+                self.bus.begin("wait reduce", flat.name)
+                try:
+                    landing.work = begin_replicas(self.comm, flat, landing.out, landing.work)
+                finally:
+                    self.bus.end("wait reduce", flat.name)
+                landing.replicas = True
 
     def _prescale(self, flat: Flat) -> float:
         """fp16 sums would overflow: each rank's part is divided before."""
@@ -213,6 +233,7 @@ class Reducer:
         return sum(self.nbytes(gradient.flat) for gradient in self.gradients.values())
 
     def _land_oldest(self) -> None:
+        self._begin_replicas(len(self._under_way) - 1)
         landing = self._under_way.popleft()
         gradient, out = landing.gradient, landing.out
         flat = gradient.flat
@@ -222,7 +243,6 @@ class Reducer:
         finally:
             self.bus.end("wait reduce", flat.name)
             landing.work = DONE  # what it keeps of the buffers would keep them from the pool
-        sum_replicas(self.comm, flat, out)
         mean = self._mean(flat, out, 1 if flat.kind.reduce is torch.float16 else self._world)
         if mean is not out and out is not landing.partial:
             self.pool.give(out)

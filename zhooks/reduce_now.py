@@ -1,4 +1,4 @@
-"""Reductions that are waited for at once: of gradients that autograd.grad asked for, and over the replicas of a range.
+"""Reductions beside the plain ones: those autograd.grad waits for at once, and the sum of a range over its replicas.
 
 ``reduce.py`` calls it, on every rank at the same place of its canonical order.  It never touches a parameter's ``.grad``.
 """
@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from zhooks.comm import REDUCE, Alone, Call, Comm, all_reduce_flat
+from offload.device import beside
+from zhooks.comm import REDUCE, Alone, Call, Comm, Work, all_reduce_flat
 from zhooks.flat import Flat
 from zhooks.grad import Gradient, hooked
 from zhooks.layout import flat_layout
@@ -20,13 +21,18 @@ from zhooks.sharded import ShardedTensor
 Mean = Callable[[Tensor], Tensor]
 
 
-def sum_replicas(comm: Comm, flat: Flat, out: Tensor) -> None:
-    """Sum a reduced range over the replicate axis, in place.  Collective."""
+def begin_replicas(comm: Comm, flat: Flat, out: Tensor, work: Work) -> Work:
+    """When ``work`` has made the reduced range ``out``, start summing it over the replicate axis, in place.  Collective.
+
+    The caller's stream waits for neither before it waits for what is returned.
+    """
     replicate = comm.replicate
     if isinstance(replicate, Alone):
-        return
+        return work
     layout = flat_layout([out.numel()], world=replicate.axis.world, itemsize=out.element_size())
-    all_reduce_flat(replicate, Call(REDUCE, "reduce replicas", flat.name, flat.number), out, layout).wait()
+    with beside(out.device):
+        work.wait()
+        return all_reduce_flat(replicate, Call(REDUCE, "reduce replicas", flat.name, flat.number), out, layout)
 
 
 def selected(comm: Comm, flat: Flat, grads: Sequence[Tensor | None], mean: Mean) -> list[ShardedTensor | None]:
@@ -44,12 +50,11 @@ def _whole(comm: Comm, once: Gradient, grads: Sequence[Tensor | None], call: Cal
     once.partial = torch.zeros(flat.layout.padded, dtype=flat.kind.reduce, device=flat.kind.device)
     once.add(grads)
     if flat.ownership.whole:
-        all_reduce_flat(comm.shard, call, once.partial, flat.layout).wait()
-        out = once.partial
+        work, out = all_reduce_flat(comm.shard, call, once.partial, flat.layout), once.partial
     else:
         out = torch.empty(flat.shard_numel, dtype=flat.kind.reduce, device=flat.kind.device)
-        comm.shard.reduce_scatter(call, once.partial, out, flat.layout).wait()
-    sum_replicas(comm, flat, out)
+        work = comm.shard.reduce_scatter(call, once.partial, out, flat.layout)
+    begin_replicas(comm, flat, out, work).wait()
     return out
 
 
@@ -60,7 +65,6 @@ def _long(comm: Comm, once: Gradient, grads: Sequence[Tensor | None], call: Call
     long = Long(once, 1.0, out)
     for piece in long.pieces():
         partial, part = long.fill(piece)
-        long.start(comm.shard, call, piece, partial, part).wait()
-        sum_replicas(comm, flat, part)
+        begin_replicas(comm, flat, part, long.start(comm.shard, call, piece, partial, part)).wait()
         long.land(piece, partial, part)
     return out

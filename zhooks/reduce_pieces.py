@@ -158,3 +158,5 @@ class Landing:
     whole: bool
     long: Long | None = None
     piece: Piece | None = None
+    #: The sum over the replicas has been started: ``work`` is that.
+    replicas: bool = False
