@@ -215,7 +215,8 @@ class Attachment(Stateful, Calibrated):
     def _tell(self) -> None:
         if self._runtime.saved.partition is not None:
             self._runtime.saved.partition.tell()
-        tell(self._live("observe", (), None), self.policy, self._store, optimizers_of(self.model.parameters()))
+        optimizers = optimizers_of(self.model.parameters(), collective=False)
+        tell(self._live("observe", (), None), self.policy, self._store, optimizers)
         if self._pool.arena is not None:
             self._pool.arena.tell()
 
@@ -408,7 +409,7 @@ class Attachment(Stateful, Calibrated):
 
         Activations are counted from the first call on.  ``heads``: of the attention, where the model's modules do not say.
         """
-        optimizers = optimizers_of(self.model.parameters())
+        optimizers = optimizers_of(self.model.parameters(), collective=False)
         residual = self._runtime.saved.residual.ask(heads)
         return memory.report(self._units, self._runtime.reducer, self._comm, self._table, optimizers, residual)
 

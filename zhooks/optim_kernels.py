@@ -259,7 +259,7 @@ class Numba:
 def _cast_between(runs: Sequence[Run], master: Tensor, copy: Tensor) -> None:
     """What no run will write of the copy: parameters without a gradient, of other optimizers, and padding."""
     last, ends = 0, copy.numel()
-    ranges = [(run.tensors[-1].storage_offset() - copy.storage_offset(), run.numel) for run in runs]
+    ranges = [(int(run.tensors[-1].storage_offset() - copy.storage_offset()), run.numel) for run in runs]
     for start, numel in [*sorted(ranges), (ends, 0)]:
         if last < start:
             copy[last:start].copy_(master[last:start])
