@@ -140,9 +140,9 @@ class Result:
         """The largest distance of a loss from the plain run's; 0 where none was asked for."""
         return max((abs(a - b) for a, b in zip(self.losses, self.plain_losses, strict=False)), default=0.0)
 
-    def check(self, precision: str) -> None:
-        """Raise a one-line error unless sharding changed nothing."""
-        tolerance = TOLERANCE if precision == "fp32" else TOLERANCE_16
+    def check(self, job: Job) -> None:
+        """Raise a one-line error unless sharding changed nothing; a policy file may say 16 bits too."""
+        tolerance = TOLERANCE if job.precision == "fp32" and job.policy is None else TOLERANCE_16
         if self.plain_difference > TOLERANCE:
             found = f"{self.plain_difference:.1e}"
             raise click.ClickException(f"losses: expected within {TOLERANCE} of the plain run's, found {found}")
@@ -376,8 +376,18 @@ def check_options(job: Job) -> None:
         raise click.UsageError(f"--dim: expected an even number for each of the {job.heads} heads, found {job.dim}")
     if job.check_plain > job.steps:
         raise click.UsageError(f"--check-plain: expected at most --steps, {job.steps}, found {job.check_plain}")
+    for name, number in (("--lr", job.lr), ("--seconds", job.seconds)):
+        if math.isnan(number):
+            raise click.UsageError(f"{name}: expected a number, found nan")
+    if job.json is not None and job.json.resolve() == job.out.resolve():
+        raise click.UsageError(f"--json: expected another file than --out, found {job.json}")
+    # What would be refused after minutes of training is refused now.
     for path in filter(None, (job.out, job.json)):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise click.UsageError(f"{path}: expected a file or no such path, found a device or a pipe")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise click.UsageError(f"{path}: expected a path that may be written; name another")
 
 
 @click.command(context_settings={"show_default": True})
@@ -412,7 +422,7 @@ def main(**options: Any) -> None:
             console = Console(quiet=ranks.rank != 0, markup=False, highlight=False, soft_wrap=True)
             result = run(job, ranks, console)
         report(job, result, console)
-        result.check(job.precision)
+        result.check(job)
     except (CorpusError, zhooks.ZhooksError, OSError) as error:
         raise click.ClickException(str(error)) from error
 

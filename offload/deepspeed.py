@@ -214,8 +214,11 @@ class _Reading:
 
 
     def _automatic(self, place: Place) -> bool:
-        value = self._values.get(place)
-        return isinstance(value, str) and value == "auto"
+        """Whether it is left open; null, which DeepSpeed does not take there, decides nothing either."""
+        if place not in self._values:
+            return False
+        value = self._values[place]
+        return (isinstance(value, str) and value == "auto") or (value is None and place[-1] in ("enabled", "stage"))
 
     def _left_open(self, place: Place) -> None:
         """List a key that was left to a launcher, where its value would make another run of it."""

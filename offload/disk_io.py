@@ -80,10 +80,10 @@ class SystemIo:
 class BufferedIo(SystemIo):
     """The system's calls on a file system that is said not to do direct I/O."""
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path, flags: int, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return super().open(path, flags)
+        return super().open(path, flags, dir_fd)
 
 
 class Mover:

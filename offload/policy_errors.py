@@ -11,6 +11,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -33,7 +34,7 @@ _MEMBER = re.compile(r"#\d+", re.ASCII)
 
 def complain(problems: Sequence[tuple[Place, str]], document: Document) -> PolicyError:
     """The error of one line a problem, each with the file and line of its place, in the order a reader meets them."""
-    return _said([(place, lambda text=text: text) for place, text in problems], document)
+    return _said([(place, partial(str, text)) for place, text in problems], document)
 
 
 def _said(problems: Sequence[tuple[Place, Callable[[], str]]], document: Document) -> PolicyError:
@@ -65,9 +66,9 @@ def explain(error: ValidationError, document: Document, schema: type[BaseModel])
         place = _place(detail["loc"], schema)
         spoken = detail.get("ctx", {}).get("problems")
         if spoken:
-            found.extend(((*place, *below), lambda text=text: text) for below, text in spoken)
+            found.extend(((*place, *below), partial(str, text)) for below, text in spoken)
         else:
-            found.append((place, lambda detail=detail, place=place: _complaint(detail, place, schema)))
+            found.append((place, partial(_complaint, detail, place, schema)))
     return _said(found, document)
 
 

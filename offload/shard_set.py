@@ -134,7 +134,7 @@ class _Folder:
 
     def __init__(self, name: str | Path, within: _Folder | None = None) -> None:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if within else 0)
-        self.fd = os.open(name, flags, dir_fd=within.fd if within else None)
+        self.fd: int = os.open(name, flags, dir_fd=within.fd if within else None)
         self.status = os.fstat(self.fd)
 
     def __enter__(self) -> _Folder:

@@ -168,8 +168,8 @@ def _unwrapped(state: dict[str, Any]) -> str:
 
 def _mismatch(model: nn.Module, values: Any) -> str:
     if not isinstance(values, Mapping):
-        found = type(values).__name__
-        return f"load_state_dict: expected tensors by name as the state's \"model\", found {found}. Pass a state_dict()."
+        kind = type(values).__name__
+        return f"load_state_dict: expected tensors by name as the state's \"model\", found {kind}. Pass a state_dict()."
     wanted = {
         name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)
     }

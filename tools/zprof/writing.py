@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,14 +49,13 @@ def committed(path: Path, body: bytes, *, mode: int = 0o600) -> None:
 def committing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
     """As `committed`, for a body that is written piece by piece: it counts once the block has ended without an error."""
     replaceable(path)
-    passing = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # A leftover of an earlier process of this number would refuse the exclusive creation for ever.
-        passing.unlink(missing_ok=True)
-        with open(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+    passing = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    with open(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+        try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(passing, path)
-    finally:
-        passing.unlink(missing_ok=True)
+            os.replace(passing, path)
+        except BaseException:
+            passing.unlink(missing_ok=True)
+            raise

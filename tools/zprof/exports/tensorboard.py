@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import shutil
 import struct
@@ -44,8 +45,7 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     """
     if path.exists():
         _ours(path)
-    passing = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(passing, ignore_errors=True)
+    passing = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     count, damages = 0, []
     try:
         passing.mkdir()
@@ -54,9 +54,10 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
             damages.append(ledger.damage)
             count += _written(passing / f"rank{trace.header.rank}", trace, ledger, times)
         if path.exists():
-            shutil.rmtree(path)
+            _remove(path)
         passing.rename(path)
     finally:
+        # Nobody else knows its name.
         shutil.rmtree(passing, ignore_errors=True)
     # Without the last option it would draw every second point or fewer.
     opened = f"tensorboard --logdir {shlex.quote(str(path))} --samples_per_plugin scalars={_POINTS + 1}"
@@ -65,10 +66,19 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
 
 def _ours(path: Path) -> None:
     """Refuse a folder that is not an earlier export: it is going to be removed."""
-    ranks = [rank for rank in path.iterdir() if rank.is_dir() and rank.name.startswith("rank")]
+    ranks = [rank for rank in path.iterdir() if rank.is_dir() and not rank.is_symlink() and rank.name.startswith("rank")]
     inside = [one for one in path.iterdir() if one not in ranks] + [one for rank in ranks for one in rank.iterdir()]
-    if any(not _EVENTS.fullmatch(one.name) or one.is_dir() for one in inside):
+    if path.is_symlink() or any(not _EVENTS.fullmatch(one.name) or not one.is_file() or one.is_symlink() for one in inside):
         raise TraceError(f"{path}: expected a folder of an earlier export, found something else; name another with -o")
+
+
+def _remove(path: Path) -> None:
+    """Remove an earlier export file by file: what somebody put there since it was looked at makes the folder stay."""
+    for folder in (*(rank for rank in path.iterdir() if rank.is_dir() and not rank.is_symlink()), path):
+        for one in folder.iterdir():
+            if _EVENTS.fullmatch(one.name):
+                one.unlink()
+        folder.rmdir()
 
 
 def _written(folder: Path, trace: Trace, ledger: Ledger, times: Times) -> int:
