@@ -7,6 +7,7 @@ It never imports torch itself before a test that asks for ranks.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,10 @@ from hypothesis import HealthCheck, settings
 
 from tests.ranks import Pool
 from tests.selection import covering, row_of
+
+# Torch's threads spin while they wait for each other: beside other work on the cores, one step takes seconds. The processes
+# that tests start are told too. Before torch is imported, or it is too late.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 settings.register_profile("zhooks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
