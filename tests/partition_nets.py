@@ -52,7 +52,7 @@ def policy_of(stage: int = 0, **activation: Any) -> dict[str, Any]:
     return {
         "stage": stage,
         "units": {"names": ["blocks.*"]},
-        "comm": {"timeout_s": 30.0},
+        "comm": {"timeout_s": 60},
         "activation": {"checkpoint": "unit", "partition": "tp", "min_bytes": 0, **activation},
     }
 

@@ -42,7 +42,7 @@ def policy_of(way: str, stage: int, folder: str) -> dict[str, Any]:
     return {
         "stage": stage,
         "units": {"min_numel": 0},
-        "comm": {"timeout_s": 20.0},
+        "comm": {"timeout_s": 60},
         "activation": {"min_bytes": 0, **WAYS[way]},
         "disk": {"path": folder},
     }

@@ -48,7 +48,7 @@ def losses_of(stage: int, partition: str, tier: str, sequence: bool, folder: str
     if sequence:
         activation["sharded_inputs"] = ["blocks.*"]
     policy = {"stage": stage, "units": {"names": ["blocks.*"]}, "activation": activation, "disk": {"path": folder}}
-    attachment = zhooks.attach(model, policy={**policy, "comm": {"timeout_s": 40.0}}, mesh=mesh)
+    attachment = zhooks.attach(model, policy={**policy, "comm": {"timeout_s": 60}}, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, recorder = [], Recorder()
     with attachment.observe(recorder):

@@ -35,7 +35,7 @@ class Run:
         self.mesh = mesh_of(pp, dist.get_world_size() // pp)
         self.stages = stages or pp * (1 if schedule in ("gpipe", "1f1b") else 2)
         self.mine = mine_of(self.mesh, parts(self.stages, blocks), folded=schedule in ("zbv", "dual-pipe"))
-        chosen = {"units": {"min_numel": 0}, "comm": {"timeout_s": 30}} | policy
+        chosen = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}} | policy
         self.attachments = [zhooks.attach(part, mesh=self.mesh, policy=chosen) for part in self.mine.values()]
         self.pipe: Pipeline = pipeline(self.mesh, self.mine, schedule, self.stages, microbatches)
         self.optimizer = SGD([param for part in self.mine.values() for param in part.parameters()])

@@ -87,7 +87,7 @@ def test_ranks_of_several_stages_agree_on_an_overflow_of_any(optimizers: int) ->
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))
     # The first stage of the last rank has nothing that decays, so its optimizer comes to the second stage first.
     stages = [nn.LayerNorm(4) if rank else nn.Linear(4, 4), nn.Linear(4, 4)]
-    policy = {"units": {"min_numel": 0}, "comm": {"timeout_s": 20}}
+    policy = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}}
     attachments = [zhooks.attach(stage, mesh=mesh, policy=policy) for stage in stages]
     whole = [[*stages[0].parameters(), *stages[1].parameters()]]
     held = whole if optimizers == 1 else [[*stage.parameters()] for stage in stages]
@@ -117,7 +117,7 @@ def test_stages_whose_scalers_unscale_another_number_of_times_agree_on_an_overfl
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))
     # Two dtypes and two optimizers on the last stage, one of each on the first.
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double() if rank else nn.Linear(4, 4), nn.Linear(4, 4))
-    attachment = zhooks.attach(model, mesh=mesh, policy={"units": {"min_numel": 0}, "comm": {"timeout_s": 20}})
+    attachment = zhooks.attach(model, mesh=mesh, policy={"units": {"min_numel": 0}, "comm": {"timeout_s": 60}})
     parts = [model[:2], model[2]] if rank else [model]
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -107,7 +107,7 @@ class Cell:
 
     def policy(self) -> dict[str, Any]:
         """The policy a user would write for this cell."""
-        policy: dict[str, Any] = {"stage": self.stage, "comm": {"transport": self.transport, "timeout_s": 30.0}}
+        policy: dict[str, Any] = {"stage": self.stage, "comm": {"transport": self.transport, "timeout_s": 60}}
         if self.stage == 3:
             policy["schedule"] = {"reshard_after_forward": self.reshard == "reshard"}
         if self.units != "coalesced":
