@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.on_ranks import on_ranks, place
+from tests.waiting import soon
 
 STAGES = (0, 1, 2, 3)
 WIDTH, LAYERS = 64, 3
@@ -92,8 +93,9 @@ def test_rows_and_transient_lines_account_for_every_storage_there_is(case: tuple
     # Step counters are one number a parameter, not state to partition.
     counters = {state["step"].untyped_storage()._cdata for state in optimizer.state.values()}
     report = attachment.memory()
-    held = storages(earlier | counters)
-    assert sum(held.values()) == report.nbytes + sum(report.transient.values()), sorted(held.values())
+    told = report.nbytes + sum(report.transient.values())
+    # A thread of Gloo lets go of the flags it has sent a moment after the step that sent them.
+    assert soon(lambda: sum(storages(earlier | counters).values()) == told), (told, storages(earlier | counters))
     assert model is attachment.model
 
 
