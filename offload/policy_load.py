@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import itertools
 import json
 import re
-import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from offload.errors import PolicyError
 from offload.policy_text import Share, one_line, shown, shown_path
+from offload.regular import read_regular
 
 __all__ = ["Document", "Place", "Spot", "member", "plain", "read"]
 
@@ -192,24 +193,17 @@ def _spots(source: str, lines: dict[Place, int]) -> dict[Place, Spot]:
 
 def _text(path: Path) -> str:
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise PolicyError(f"{shown_path(path)}: expected a policy file, found something that is not a regular file")
-        if status.st_size <= MAX_FILE_NBYTES:
-            with path.open("rb") as file:
-                # One byte more than allowed, for a file that grew after it was measured.
-                raw = file.read(MAX_FILE_NBYTES + 1)
-        if status.st_size > MAX_FILE_NBYTES or len(raw) > MAX_FILE_NBYTES:
-            raise PolicyError(f"{shown_path(path)}: expected a policy file of at most 1 MiB, found {status.st_size} bytes")
+        raw = read_regular(path, MAX_FILE_NBYTES)
         return raw.decode("utf-8-sig")
-    except PolicyError:
-        raise
     except FileNotFoundError:
         raise PolicyError(f"{shown_path(path)}: no such policy file") from None
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise PolicyError(f"{shown_path(path)}:{line}: expected UTF-8 text, found byte 0x{raw[error.start]:02x}") from None
     except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EFBIG):
+            found = error.strerror
+            raise PolicyError(f"{shown_path(path)}: expected a policy file of at most 1 MiB, found {found}") from None
         raise PolicyError(f"{shown_path(path)}: cannot be read: {error.strerror or error}") from None
     except ValueError:
         raise PolicyError(f"{shown(str(path))}: not a path") from None

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from offload.disk_io import Bytes
 from offload.errors import CheckpointError
+from offload.regular import open_regular
 from offload.shard_stream import Stream
 
 __all__ = ["CHUNK", "CODES", "Entry", "Record", "ShardReader", "ShardWriter", "digest"]
@@ -133,7 +134,7 @@ class ShardReader:
         self.path, self._record = folder / record.name, record
         self._handle = -1
         try:
-            self._handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._handle = open_regular(self.path)
             self._open()
         except OSError as error:
             self.close()

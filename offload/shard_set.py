@@ -39,6 +39,7 @@ from offload.disk_file import Owner
 from offload.errors import CheckpointError
 from offload.pages import ALIGN
 from offload.policy_text import shown, shown_path
+from offload.regular import read_regular
 from offload.shard_file import Record
 
 __all__ = ["MANIFEST", "Draft", "Manifest", "destination", "find", "read_manifest", "shard_name"]
@@ -416,9 +417,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > MANIFEST_MOST:
-            raise _unreadable(path, f"{path.stat().st_size} bytes, more than {MANIFEST_MOST}")
-        outer = json.loads(path.read_bytes())
+        outer = json.loads(read_regular(path, MANIFEST_MOST))
         content = outer["manifest"]
         intact = outer["checksum"] == _checksum(content)
     except OSError as error:

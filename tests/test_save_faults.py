@@ -301,6 +301,38 @@ def test_every_damage_to_one_file_is_found_on_all_ranks_before_anything_is_chang
         run.load(path / "good")
 
 
+@on_ranks(1, 2)
+def test_what_is_no_file_in_place_of_one_is_refused_on_all_ranks_without_waiting() -> None:
+    run = Run(SMALL)
+    run.train(range(1))
+    with folder() as path:
+        run.save(path / "good")
+        last = f"rank-{place()[1] - 1:05d}.safetensors"
+        ways: dict[str, Callable[[Path], object]] = {
+            "a named pipe": os.mkfifo,
+            "a device": lambda file: file.symlink_to("/dev/zero"),
+            "a folder": lambda file: file.mkdir(),
+        }
+        for kind, make in ways.items():
+            for name in ("manifest.json", last):
+                bad = path / f"{kind} as {name}"
+                if place()[0] == 0:
+                    shutil.copytree(path / "good", bad)
+                    (bad / name).unlink()
+                    make(bad / name)
+                from_first(None)
+                with refused(run, rf"{name}: expected .*, found {kind}, not a regular file"):
+                    run.load(bad)
+        if place()[0] == 0:
+            (path / "linked").symlink_to(path / "good")
+            (path / "files").mkdir()
+            for file in (path / "good").iterdir():
+                (path / "files" / file.name).symlink_to(file)
+        from_first(None)
+        run.load(path / "linked")
+        run.load(path / "files")
+
+
 class Breaks:
     """An observer that cuts a file when the load of this rank has begun."""
 

@@ -188,17 +188,6 @@ def _mismatch(model: nn.Module, values: Any) -> str:
     )
 
 
-def agree_problem(comm: Comm, problem: str) -> None:
-    """Rank 0's problem is everybody's."""
-    text = torch.zeros(512, dtype=torch.uint8)
-    raw = problem.encode(errors="backslashreplace")[:512]
-    text[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    comm.stage.broadcast(Call(CONTROL, "load", "check"), text)
-    said = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-    if said:
-        raise CheckpointError(said)
-
-
 def _from_first(comm: Comm, name: str, given: Any, whole: Tensor) -> Tensor:
     """The first rank's value in ``whole`` on every rank; ``given`` is read there alone.  Collective."""
     if first(comm) and isinstance(given, Tensor):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from offload.policy_text import shown, shown_path
-from zhooks.checkpoint import SAFETENSORS, agree_problem, first, flats_of, whole_values
+from zhooks.checkpoint import SAFETENSORS, first, flats_of, whole_values
 from zhooks.comm import Comm
 from zhooks.division import whole_of
 from zhooks.flat import Flat
@@ -87,7 +87,8 @@ def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, target: str |
     header, places = _header(named)
     one_stage_a_path(comm, "save_full", str(path.absolute()))
     file = _File(path, header) if first(comm) else None
-    agree_problem(comm, file.problem if file is not None else "")
+    ranks = Together(comm.stage, "save_full", str(path))
+    ranks.run(lambda: _problem(file))
     sharded: set[int] = set()
     for flat in flats_of(units):
         sharded.update(id(param) for param in flat.params)
@@ -99,7 +100,13 @@ def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, target: str |
                 file.write(offset, whole)
     if file is not None:
         file.commit()
-    agree_problem(comm, file.problem if file is not None else "")
+    ranks.run(lambda: _problem(file))
+
+
+def _problem(file: _File | None) -> None:
+    """Rank 0's problem is everybody's."""
+    if file is not None and file.problem:
+        raise CheckpointError(file.problem)
 
 
 def _destination(target: str | os.PathLike[str], first: bool) -> Path:

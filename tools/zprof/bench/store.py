@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 
+from offload.regular import read_regular
 from zprof.rows import TraceError
 from zprof.writing import committed
 
@@ -100,15 +101,12 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _read(path: Path) -> dict[str, list[Figure]]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_NBYTES + 1)
+        text = read_regular(path, _MOST_NBYTES)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
     try:
-        if len(text) > _MOST_NBYTES:
-            raise ValueError(f"more than {_MOST_NBYTES} bytes")
         body = json.loads(text)
         if body["version"] != _VERSION:
             raise ValueError(f"version {body['version']!r}, expected {_VERSION}")

@@ -16,10 +16,9 @@ import json
 import os
 import pickle
 import re
-import stat
-from pathlib import Path
 from typing import Any
 
+from offload.regular import read_regular
 from zprof.rows import TraceError
 
 __all__ = ["MOST_NBYTES", "decoded", "read_bytes"]
@@ -53,17 +52,8 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         TraceError: it cannot be read, or is too large.
     """
     try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise TraceError(f"{Path(path)}: expected a file, found a folder or a device; give a snapshot's path")
-            if status.st_size > MOST_NBYTES:
-                found = f"{status.st_size >> 20} MiB"
-                raise TraceError(f"{Path(path)}: expected at most {MOST_NBYTES >> 20} MiB, found {found}; record fewer entries")
-            return file.read(MOST_NBYTES)
+        return read_regular(path, MOST_NBYTES)
     except (OSError, ValueError) as error:
-        if isinstance(error, TraceError):
-            raise
         reason = getattr(error, "strerror", None) or error
         raise TraceError(f"{path}: expected a readable file, found: {reason}; check the path") from None
 

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.budget import shown
 from offload.errors import PolicyError
+from offload.regular import open_regular
 from zprof.frag.allocator_settings import DEFAULTS, Settings, parse_settings
 from zprof.frag.fragmentation import Answer, Part, parts, would_succeed
 from zprof.frag.history import history
@@ -86,7 +88,7 @@ def study(
 
 def _is_trace(path: str) -> bool:
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import os
-import stat
 import weakref
 from array import array
 from pathlib import Path
 
+from offload.regular import open_regular
 from zprof.rows import TraceError
 from zprof.trace.frames import HEAD_NBYTES, MAGIC, MARK, Frame, FrameKind, head_at, opened
 
@@ -42,8 +42,6 @@ class FrameFile:
         # Bytes read twice in search of frames; bounded, or a forged file could ask for hours of it.
         self._again = 0
         self._block, self._block_at = b"", 0
-        if not stat.S_ISREG(found.st_mode):
-            raise TraceError(f"{path}: expected a trace file, found no regular file; record one with zprof run")
 
     def scan(self) -> None:
         """Find the frames that were added since the last scan."""
@@ -145,8 +143,7 @@ class FrameFile:
 
 def _opened(path: Path) -> int:
     try:
-        # Without O_NONBLOCK a named pipe would wait for a writer.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return open_regular(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise TraceError(f"{path}: cannot be read: {reason}; record one with zprof run -o {path}") from None

@@ -1,0 +1,45 @@
+"""Files that somebody else may have put there: opened without waiting, regular ones alone, and read up to a bound.
+
+Policies, manifests, shard files, traces and snapshots are opened here.  A named pipe would wait for a writer and a device may
+never end, so what was opened is looked at before a byte is read.  A link is followed: what it leads to is what is judged.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+__all__ = ["open_regular", "read_regular"]
+
+_KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """A descriptor to read a regular file; the caller closes it.
+
+    Raises:
+        OSError: it cannot be opened, or is none.  ValueError: the path is none.
+    """
+    # Without O_NONBLOCK a named pipe would wait for a writer; to a regular file it means nothing.
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    kind = next((name for check, name in _KINDS if check(mode)), "a device")
+    raise OSError(errno.EINVAL, f"{kind}, not a regular file", os.fspath(path))
+
+
+def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
+    """All of a regular file of at most ``most`` bytes.
+
+    Raises:
+        OSError: it cannot be read, is none, or is larger, also where it grew while it was read.  ValueError: no path.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        raw = file.read(most + 1) if size <= most else b""
+    if max(size, len(raw)) > most:
+        raise OSError(errno.EFBIG, f"{max(size, len(raw))} bytes, more than {most}", os.fspath(path))
+    return raw
