@@ -326,6 +326,31 @@ def test_a_storage_that_dies_while_rows_are_written_is_recorded_and_blocks_nothi
     assert len(rows_of(path, "other on device")) == 6 and len(rows_of(path, "inside")) == 5
 
 
+def test_want_of_memory_for_a_moment_loses_no_row_and_ends_no_recording(
+    path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The script handles its lack of memory; the recorder's own thread met it as well."""
+    monkeypatch.setattr(module, "FLUSH_NS", 1_000_000)
+    recorder, bus = recorder_at(path, interval_s=0.001).start(), Bus()
+    bus.attach(recorder)
+    assert recorder._writer is not None
+    write, refused = recorder._writer.rows, threading.Event()
+
+    def rows(rows: Sequence[Any]) -> None:
+        if not refused.is_set() and any(row[1] == "kept" for row in rows):
+            refused.set()
+            raise MemoryError
+        write(rows)
+
+    monkeypatch.setattr(recorder._writer, "rows", rows)
+    bus.instant("kept", "a")
+    assert refused.wait(60)
+    bus.instant("kept", "b")
+    recorder.close()
+    assert [row[0] for row in rows_of(path, "kept")] == ["a", "b"]
+    assert not recwarn.list
+
+
 def test_the_collector_may_run_at_any_allocation(path: Path) -> None:
     recorder, bus = recorder_at(path, interval_s=0.001).start(), Bus()
     bus.attach(recorder)

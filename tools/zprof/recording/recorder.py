@@ -338,12 +338,21 @@ class Recorder:
                 if now_ns() - self._sampled_ns >= self._interval_ns:
                     self._sample()
                 if len(self._rows) >= min(CHUNK, MOST_WAITING) or now_ns() - self._written_ns >= FLUSH_NS:
-                    self.flush()
+                    self._flush_in_time()
         except Exception as error:
             # Whatever it was: rows that nobody writes must not pile up.
             self.open = False
             self._rows.clear()
             self._warn(f"recording stopped, training goes on: {type(error).__name__}: {error}")
+
+    def _flush_in_time(self) -> None:
+        try:
+            self.flush()
+        except MemoryError:
+            # The script may have some again in a moment, and its trace is to tell of the want: the rows wait.
+            self._written_ns = now_ns()
+            if len(self._rows) > MOST_WAITING:
+                raise
 
     def flush(self) -> None:
         """Write what waits."""
@@ -369,9 +378,10 @@ class Recorder:
         # Cut, not swapped: another thread may hold the list it is about to append to.
         length = len(self._rows)
         rows = self._rows[:length]
-        del self._rows[:length]
         if rows:
+            # Not before the writer has them: for want of memory it may take none.
             writer.rows(_as_rows(rows))
+            del self._rows[:length]
             writer.flush()
         self._written_ns = now_ns()
 
