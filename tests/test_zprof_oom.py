@@ -382,10 +382,12 @@ model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.ones(64, 256)).sum().backward()
 optimizer.step()
+kept = model[:2](torch.ones(1 << 15, 256))
+# Only now: which request is refused must not depend on what the recorder's own thread takes meanwhile.
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20) + (int(sys.argv[2]) << 10), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[2]) << 10), resource.RLIM_INFINITY))
 try:
-    model(torch.ones(1 << 15, 256)).sum().backward()
+    model[2:](kept).sum().backward()
 except RuntimeError:
     if sys.argv[1] == "handled":
         sys.exit(0)
