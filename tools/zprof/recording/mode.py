@@ -201,9 +201,13 @@ def _kind(of: type) -> int:
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors with a storage of their own that ``tensor`` is made of: itself, or the indices and values of a sparse one."""
+    """The tensors with a storage of their own that ``tensor`` is made of: itself, the indices and values of a sparse one, what
+    a subclass such as a DTensor says it wraps.
+    """
     if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-        return []
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        inner = [] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+        return [part for each in inner if isinstance(each, Tensor) for part in plain_parts(each)]
     layout = tensor.layout
     if layout is torch.strided:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -58,7 +58,9 @@ _PARAMETERS = frozenset(placed("parameter", tier) for tier in TIERS)
 
 def open_part(recorder: Recorder) -> Tracker:
     """The tracker of a recorder, not yet started."""
-    return Tracker(recorder.storages, stacks=recorder.level == "stack")
+    return Tracker(
+        recorder.storages, stacks=recorder.level == "stack", ended=lambda why: recorder.note("storages", {"why": why})
+    )
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -81,10 +83,12 @@ class Tracker:
 
     Args:
         stacks: keys also say which lines of code made it.
+        ended: told why the tracking ended before the recording, so that readers do not take what was seen for all.
     """
 
-    def __init__(self, storages: Storages, *, stacks: bool = False) -> None:
+    def __init__(self, storages: Storages, *, stacks: bool = False, ended: Callable[[str], None] | None = None) -> None:
         self._storages = storages
+        self._ended = ended
         self._stacks = Stacks() if stacks else None
         self._places = Places(self._entered, self.failed)
         self._places.owner = self._owner
@@ -152,6 +156,9 @@ class Tracker:
     def failed(self, error: Exception) -> None:
         """Something unforeseen: the tracking ends, the run goes on."""
         self._ear.deaf = True
+        if self._ended is not None:
+            with suppress(Exception):
+                self._ended(f"{type(error).__name__}: {error}")
         # Where warnings are errors, this one must not reach the training script.
         with suppress(Warning):
             warnings.warn(
@@ -288,6 +295,9 @@ class Tracker:
         for storage in storages_of(parameter):
             self._hold("parameter", path, storage)
         if type(parameter) not in _PLAIN:
+            # A wrapper may swap the parameter, and put its gradient there itself: it is looked for when a step begins.
+            if storages_of(parameter):
+                self._take_gradient(parameter)
             return
         # Before the start is over, only where a backward may come without a forward: a graph holds the parameter already.
         due = self._running or parameter._use_count() > 1
@@ -339,12 +349,11 @@ class Tracker:
 
     def _take_gradients(self, optimizer: Optimizer) -> None:
         for parameter in _parameters_of(optimizer):
-            if type(parameter) in _PLAIN:
-                said = self._storages.said(_address(parameter))
-                if said is None or said[0] not in _PARAMETERS:
-                    self._take_parameter(OUTSIDE, parameter)
-                else:
-                    self._take_gradient(parameter)
+            addresses = [_address(parameter)] if type(parameter) in _PLAIN else [one._cdata for one in storages_of(parameter)]
+            if any((said := self._storages.said(address)) is None or said[0] not in _PARAMETERS for address in addresses):
+                self._take_parameter(OUTSIDE, parameter)
+            elif addresses:
+                self._take_gradient(parameter)
 
     def _take_state(self, optimizer: Optimizer) -> None:
         self._state_seen[optimizer] = id(optimizer.state)
