@@ -20,6 +20,7 @@ from tests.zprof_traces import MIB, sample_rows, write_trace
 from zprof.check_cli import Verdict, junit
 from zprof.cli import main
 from zprof.rows import Row, RowKind, placed
+from zprof.timing.coverage import Coverage
 from zprof.timing.limits import Limit, parse_limit, percent, shown
 from zprof.timing.measured import Measured
 from zprof.timing.measures import MEASURES
@@ -86,7 +87,7 @@ def test_without_limits_the_measures_are_printed(zprof: Zprof) -> None:
     result = zprof("check", "run.zprof")
     assert result.exit_code == 0
     assert "device.peak                      69 MiB" in result.stdout
-    assert "pinned.peak" not in result.stdout
+    assert "  absent: pinned.peak: not sampled: nothing said pinned\n" in result.stdout
 
 
 def test_all_measures_are_listed_with_their_meaning(zprof: Zprof) -> None:
@@ -100,10 +101,9 @@ def test_all_measures_are_listed_with_their_meaning(zprof: Zprof) -> None:
 
 def test_what_a_recording_does_not_say_fails_a_limit_on_it_in_one_line(zprof: Zprof) -> None:
     result = zprof("check", "run.zprof", "--max", "pinned.peak=1GiB")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == (
-        "run.zprof: pinned.peak: expected in the recording, found nothing that says it; "
-        "zprof check run.zprof lists what it has\n"
+    assert (result.exit_code, result.stderr) == (3, "")
+    assert result.stdout == (
+        "run.zprof: FAILED: pinned.peak is absent: not sampled: nothing said pinned; asked for at most 1 GiB\n"
     )
 
 
@@ -207,6 +207,7 @@ def test_json_has_every_measure_and_verdict(zprof: Zprof) -> None:
             "bound": "max",
             "limit": MIB,
             "value": 69 * MIB,
+            "why": None,
             "ok": False,
         }
     ]
@@ -227,7 +228,7 @@ def test_junit_has_a_case_for_each_limit_and_counts_what_failed(zprof: Zprof) ->
 
 @given(path=st.text(st.characters(codec=None), min_size=1, max_size=40), damage=st.text(max_size=40))
 def test_junit_stays_xml_whatever_files_are_called(path: str, damage: str) -> None:
-    run = Measured(path, 0, {"device.peak": 5.0}, damage, {}, frozenset())
+    run = Measured(path, 0, {"device.peak": 5.0}, damage, Coverage("alloc", True, False, ()), {}, frozenset())
     limit = Limit(MEASURES["device.peak"], ">", "value", 3.0, "device.peak=3")
     root = ElementTree.fromstring(junit([run], [Verdict(run, limit, 5.0)]))
     case = root.find("testsuite/testcase")

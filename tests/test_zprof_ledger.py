@@ -312,7 +312,7 @@ def test_on_a_cpu_the_remainder_is_what_rss_grew_by_beyond_device_and_host(tmp_p
         row(FREE, placed("activation", "device"), "u", 30 * MIB, 20, 1),
         row(COUNTER, "rss", "", HEADER.rss_nbytes + 9 * MIB, 100),
     ]
-    ledger = ledger_of(tmp_path / "t.zprof", rows)
+    ledger = ledger_of(tmp_path / "t.zprof", rows, level="events")
     (line,) = ledger.remainder(BEGIN_NS + 15)
     assert (line.nbytes, line.said_nbytes, line.ledger_nbytes, line.time_ns) == (5 * MIB, 45 * MIB, 40 * MIB, BEGIN_NS + 10)
     assert "--level alloc" in line.explanation

@@ -86,9 +86,11 @@ def test_the_keys_of_version_1_stay(report: Report) -> None:
     assert set(told) == {"version", "by", "at", "runs", "ranks", "next"}
     assert set(told["runs"][0]) == words(
         "file rank world host device level argv versions duration_s rows dropped_rows damage below_zero bench_problem end "
-        "steps tiers residual reconciliation rss measures waits mends rates oom"
+        "steps tiers residual reconciliation rss measures unseen not_recorded waits mends rates oom"
     )
-    assert set(told["runs"][0]["tiers"]["device"]) == words("bytes at_s step peak_bytes budget_bytes groups categories holders")
+    assert set(told["runs"][0]["tiers"]["device"]) == words(
+        "bytes at_s step peak_bytes budget_bytes groups categories not_recorded holders"
+    )
     assert set(told["runs"][0]["reconciliation"][0]) == words("name bytes said said_bytes against against_bytes likely at_s")
     assert set(told["runs"][0]["waits"][0]) == words("what unit ms_per_step waits longest_ms settings")
     assert set(told["runs"][0]["rates"][0]) == words(
@@ -209,7 +211,8 @@ def test_frees_without_their_allocations_are_said(report: Report) -> None:
 
 
 def test_a_run_that_placed_nothing_is_told_what_would_show_more(report: Report) -> None:
-    write_trace(Path("run.zprof"), [Row(COUNTER, "rss", "", HEADER.rss_nbytes + 64 * MIB, HEADER.mono_ns + 10)])
+    grown = [Row(COUNTER, "rss", "", HEADER.rss_nbytes + 64 * MIB, HEADER.mono_ns + 10)]
+    write_trace(Path("run.zprof"), grown, level="events", zhooks=False)
     text = report("run.zprof").stdout
     assert "nothing was held that the recording saw" in text
     assert "unexplained in the process 64 MiB (100%)" in text
@@ -222,7 +225,7 @@ def test_a_run_that_placed_nothing_is_told_what_would_show_more(report: Report) 
 def test_what_ran_on_several_ranks_is_recorded_again_on_as_many(report: Report, hosts: str, found: str) -> None:
     grown = [Row(COUNTER, "rss", "", HEADER.rss_nbytes + 64 * MIB, HEADER.mono_ns + 10)]
     for rank, host in enumerate(hosts):
-        write_trace(Path(f"{rank}.zprof"), grown, rank=rank, world=2, host=host, argv=("-m", "my.train", "a b"))
+        write_trace(Path(f"{rank}.zprof"), grown, rank=rank, world=2, level="events", host=host, argv=("-m", "my.train", "a b"))
     told = values(report(*(f"{rank}.zprof" for rank in range(len(hosts))), "--json"))
     assert f"{found} zprof run -o alloc.{{rank}}.zprof --level alloc -m my.train 'a b'" in [each["do"] for each in told["next"]]
 

@@ -57,7 +57,10 @@ def command(folder: Path, library: Path, *arguments: str, **more: str) -> subpro
 def recording(folder: Path, name: str = "run.0.zprof", **header: Any) -> Writer:
     """A trace of this process that is not closed."""
     now: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "wall_ns": wall_ns()}
-    return Writer(folder / name, dataclasses.replace(HEADER, **{**now, **header}))
+    writer = Writer(folder / name, dataclasses.replace(HEADER, **{**now, **header}))
+    # A model is under zhooks.
+    writer.note("policy", {})
+    return writer
 
 
 # --- once -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ HEADER = Header(
     pid=4321,
     mono_ns=1_000_000_000,
     wall_ns=1_700_000_000_000_000_000,
-    level="events",
+    level="alloc",
     device="cpu",
     rss_nbytes=200 << 20,
     argv=("train.py", "--steps", "5"),
@@ -37,12 +37,20 @@ SHARD, WHOLE = 3 * MIB, 12 * MIB
 
 
 def write_trace(
-    path: Path, rows: Iterable[Row], *, notes: Mapping[str, Mapping[str, object]] | None = None, **header_changes: Any
+    path: Path,
+    rows: Iterable[Row],
+    *,
+    notes: Mapping[str, Mapping[str, object]] | None = None,
+    zhooks: bool = True,
+    **header_changes: Any,
 ) -> Path:
-    """A closed trace of ``rows``, after them ``notes``; ``header_changes`` replace fields of `HEADER`."""
+    """A closed trace of ``rows``, after them ``notes``; ``header_changes`` replace fields of `HEADER`.
+
+    It is of a run under zhooks, whose policy nobody stated, unless ``zhooks`` is false.
+    """
     writer = Writer(path, dataclasses.replace(HEADER, **header_changes))
     writer.rows(list(rows))
-    for name, body in (notes or {}).items():
+    for name, body in (({"policy": {}} if zhooks else {}) | dict(notes or {})).items():
         writer.note(name, body)
     writer.close()
     return path

@@ -1,13 +1,13 @@
 """Owns ``zprof check``: holds the measures of a run against limits, and says so to people, programs and CI.
 
-`zprof.cli` hangs it in. It never calls a limit kept that the recording cannot judge.
+`zprof.cli` hangs it in. It never calls a limit kept that the recording cannot judge: such a limit fails.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 import click
 
 from zprof.problem import BudgetProblem, Problem
+from zprof.timing.coverage import Unseen
 from zprof.timing.limits import Comparison, Limit, parse_limit, shown
 
 if TYPE_CHECKING:
     from zprof.timing.measured import Measured
+    from zprof.timing.measures import Value
 
-__all__ = ["check", "junit"]
+__all__ = ["absent", "check", "junit", "not_seen", "printable", "values_as_json"]
 
 #: What XML 1.0 cannot hold, not even escaped.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -28,21 +30,24 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One limit and one rank's value."""
+    """One limit and one rank's value; a value that was not seen keeps no limit."""
 
     run: Measured
     limit: Limit
-    value: float
+    value: Value
 
     @property
     def failed(self) -> bool:
-        return self.limit.broken(self.value)
+        return isinstance(self.value, Unseen) or self.limit.broken(self.value)
 
     @property
     def line(self) -> str:
         measure, bound = self.limit.measure, "at most" if self.limit.fails == ">" else "at least"
         kept = "FAILED" if self.failed else "ok"
-        found, limit = shown(self.value, measure.unit), shown(self.limit.amount, measure.unit)
+        limit = shown(self.limit.amount, measure.unit)
+        if isinstance(self.value, Unseen):
+            return f"{printable(self.run.path)}: {kept}: {not_seen(measure.name, self.value)}; asked for {bound} {limit}"
+        found = shown(self.value, measure.unit)
         # Rounded they may look alike.
         exactly = f" ({self.value:.12g} to {self.limit.amount:.12g})" if self.failed and found == limit else ""
         return f"{printable(self.run.path)}: {kept}: {measure.name} is {found}, {bound} {limit}{exactly}"
@@ -76,17 +81,22 @@ def _listed(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
 def check(runs: tuple[str, ...], most: tuple[Limit, ...], least: tuple[Limit, ...], report: str | None, as_json: bool) -> None:
     """Hold RUN... against limits; exit code 3 where one is broken.
 
-    A RUN is a trace or a folder with one trace a rank; every rank must keep every limit. Without limits the measures are
-    printed. Values take units: 38GiB, 512MB, 1.5s, 40%, 3GiB/s. Where part of a trace cannot be read, or no part of it says
-    what a limit asks for, the exit code is 1.
+    A RUN is a trace or a folder with one trace a rank; every rank must keep every limit, and a limit on what a recording did
+    not see fails: it says what would see it, most often --level alloc. Without limits the measures are printed. Values take
+    units: 38GiB, 512MB, 1.5s, 40%, 3GiB/s. Where limits hold but part of a trace cannot be read, the exit code is 1.
 
     \b
     zprof check run.zprof --max device.peak=38GiB --max step.p95_ms=250ms --junit zprof.xml
+
+    \b
+    JSON: runs[] path rank damage measures{} unseen{}; limits[] path rank measure
+    unit bound limit value why ok. What was not seen is null, and why is said in
+    unseen by measure.
     """
     from zprof.timing.measured import measured
 
     found = measured(runs)
-    verdicts = [Verdict(run, limit, _value(run, limit)) for run in found for limit in (*most, *least)]
+    verdicts = [Verdict(run, limit, run.values[limit.measure.name]) for run in found for limit in (*most, *least)]
     if report is not None:
         _write(Path(report), junit(found, verdicts), found)
     if as_json:
@@ -100,17 +110,9 @@ def check(runs: tuple[str, ...], most: tuple[Limit, ...], least: tuple[Limit, ..
         raise click.exceptions.Exit(Problem.exit_code)
 
 
-def _value(run: Measured, limit: Limit) -> float:
-    name = limit.measure.name
-    if name not in run.values:
-        raise Problem(not_recorded(run, name))
-    return run.values[name]
-
-
-def not_recorded(run: Measured, name: str) -> str:
-    """The line for a measure that a recording does not hold."""
-    path = printable(run.path)
-    return f"{path}: {name}: expected in the recording, found nothing that says it; zprof check {path} lists what it has"
+def not_seen(name: str, unseen: Unseen) -> str:
+    """What is said of a measure that a recording does not hold."""
+    return f"{name} is absent: {printable(unseen.why)}"
 
 
 def printable(text: str) -> str:
@@ -118,8 +120,23 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
+def absent(values: Mapping[str, Value]) -> dict[str, list[str]]:
+    """Why measures were not seen -> their names."""
+    found: dict[str, list[str]] = {}
+    for name, value in values.items():
+        if isinstance(value, Unseen):
+            found.setdefault(value.why, []).append(name)
+    return found
+
+
+def values_as_json(run: Measured) -> dict[str, object]:
+    """The measures of a run, null where they were not seen, and why they were not."""
+    unseen = {name: value.why for name, value in run.values.items() if isinstance(value, Unseen)}
+    return {"measures": {name: None if name in unseen else value for name, value in run.values.items()}, "unseen": unseen}
+
+
 def _tell(found: Sequence[Measured], verdicts: Sequence[Verdict]) -> None:
-    from zprof.timing.measures import MEASURES
+    from zprof.timing.measures import MEASURES, numbers
 
     for run in found:
         if run.damage:
@@ -130,15 +147,17 @@ def _tell(found: Sequence[Measured], verdicts: Sequence[Verdict]) -> None:
         return
     for run in found:
         click.echo(f"{printable(run.path)}, rank {run.rank}:")
-        for name, value in run.values.items():
+        for name, value in numbers(run.values).items():
             click.echo(f"  {name:32} {shown(value, MEASURES[name].unit)}")
+        for why, names in absent(run.values).items():
+            click.echo(f"  absent: {', '.join(names)}: {printable(why)}")
 
 
 def _as_json(found: Sequence[Measured], verdicts: Sequence[Verdict]) -> dict[str, object]:
     return {
         "ok": not any(verdict.failed for verdict in verdicts) and not (verdicts and any(run.damage for run in found)),
         "runs": [
-            {"path": run.path, "rank": run.rank, "damage": run.damage or None, "measures": run.values} for run in found
+            {"path": run.path, "rank": run.rank, "damage": run.damage or None} | values_as_json(run) for run in found
         ],
         "limits": [
             {
@@ -148,7 +167,8 @@ def _as_json(found: Sequence[Measured], verdicts: Sequence[Verdict]) -> dict[str
                 "unit": verdict.limit.measure.unit,
                 "bound": "max" if verdict.limit.fails == ">" else "min",
                 "limit": verdict.limit.amount,
-                "value": verdict.value,
+                "value": None if isinstance(verdict.value, Unseen) else verdict.value,
+                "why": verdict.value.why if isinstance(verdict.value, Unseen) else None,
                 "ok": not verdict.failed,
             }
             for verdict in verdicts

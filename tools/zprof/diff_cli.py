@@ -14,32 +14,45 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zprof.check_cli import not_recorded, printable
+from zprof.check_cli import not_seen, printable, values_as_json
 from zprof.problem import BudgetProblem, Problem
+from zprof.rows import TIERS
+from zprof.timing.coverage import Unseen
 from zprof.timing.limits import Limit, parse_change, percent, shown, shown_change
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from zprof.timing.measured import Measured
+    from zprof.timing.measures import Value
 
 __all__ = ["diff"]
 
 _MOST_NAMES = 12
+#: Why bytes of two recordings are not set against each other.
+_APART = "recorded at different levels, so not compared; record both with --level alloc"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One number before and after; None where a run does not say it."""
+    """One number before and after, as far as the runs saw it; ``alike`` where both saw the same kind of thing."""
 
     name: str
     rank: int
-    before: float | None
-    after: float | None
+    before: Value
+    after: Value
+    alike: bool = True
+
+    @property
+    def change(self) -> tuple[float, float] | None:
+        """Both numbers, where they can be compared."""
+        if isinstance(self.before, Unseen) or isinstance(self.after, Unseen) or not self.alike:
+            return None
+        return self.before, self.after
 
     @property
     def percent(self) -> float:
-        return percent(self.before or 0.0, self.after or 0.0)
+        return percent(*self.change) if self.change is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,15 @@ class Pair:
 
     before: Measured
     after: Measured
+
+    def alike(self, name: str) -> bool:
+        """Whether both saw the same kind of thing under a name of a measure, or of a tier."""
+        tier = name.partition(".")[0]
+        return tier not in TIERS or self.before.covered.scope(tier) == self.after.covered.scope(tier)
+
+    def change(self, name: str) -> Change:
+        """Of a measure."""
+        return Change(name, self.after.rank, self.before.values[name], self.after.values[name], self.alike(name))
 
 
 def _expressions(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Limit, ...]:
@@ -70,7 +92,9 @@ def diff(a: str, b: str, limits: tuple[Limit, ...], as_json: bool) -> None:
     """Compare run B with run A: two traces, or two folders with one trace a rank.
 
     With a sign an expression is about the change from A to B, NAME>+2% or NAME>+100MiB, NAME<-5% for what should not fall;
-    without, about B alone: NAME>38GiB. Of several ranks, each is compared with itself and the worst is shown.
+    without, about B alone: NAME>38GiB. Of several ranks, each is compared with itself and the worst is shown. What one of the
+    runs did not see is absent and not compared, nor are bytes that were recorded at different levels; a --fail-on about them
+    fails.
 
     \b
     zprof diff main.zprof branch.zprof --fail-on 'device.peak>+2%' --fail-on 'step.median_ms>+5%'
@@ -80,6 +104,7 @@ def diff(a: str, b: str, limits: tuple[Limit, ...], as_json: bool) -> None:
     before, after = measured([a]), measured([b])
     pairs, apart = _pairs(before, after)
     broken = [(pair, limit) for limit in limits for pair in pairs if _broken(pair, limit)]
+    damaged = [run for pair in pairs for run in (pair.before, pair.after) if run.damage]
     if as_json:
         click.echo(json.dumps(_as_json(pairs, apart, broken), indent=2, allow_nan=False))
     else:
@@ -88,6 +113,9 @@ def diff(a: str, b: str, limits: tuple[Limit, ...], as_json: bool) -> None:
             click.echo(_failure(pair, limit), err=True)
     if broken:
         raise click.exceptions.Exit(BudgetProblem.exit_code)
+    if limits and damaged:
+        # What cannot be read may hold the very moment that breaks a limit.
+        raise click.exceptions.Exit(Problem.exit_code)
 
 
 def _pairs(before: Sequence[Measured], after: Sequence[Measured]) -> tuple[list[Pair], list[str]]:
@@ -106,20 +134,24 @@ def _pairs(before: Sequence[Measured], after: Sequence[Measured]) -> tuple[list[
 
 
 def _broken(pair: Pair, limit: Limit) -> bool:
-    name = limit.measure.name
-    for run in (pair.after,) if limit.kind == "value" else (pair.before, pair.after):
-        if name not in run.values:
-            raise Problem(not_recorded(run, name))
-    return limit.broken(pair.after.values[name], pair.before.values.get(name))
+    """What was not seen, or not by both alike where a change is asked about, fails."""
+    change = pair.change(limit.measure.name)
+    if limit.kind == "value":
+        return isinstance(change.after, Unseen) or limit.broken(change.after)
+    return change.change is None or limit.broken(change.change[1], change.change[0])
 
 
 def _failure(pair: Pair, limit: Limit) -> str:
     measure = limit.measure
-    after = pair.after.values[measure.name]
-    said = f"{printable(pair.after.path)}: FAILED: {limit.text}: {measure.name} is {shown(after, measure.unit)}"
-    before = pair.before.values.get(measure.name)
-    if before is None:
-        return said
+    change = pair.change(measure.name)
+    for run, value in ((pair.after, change.after), (pair.before, change.before)):
+        if isinstance(value, Unseen) and (limit.kind != "value" or run is pair.after):
+            return f"{printable(run.path)}: FAILED: {limit.text}: {not_seen(measure.name, value)}"
+    assert not isinstance(change.after, Unseen)
+    said = f"{printable(pair.after.path)}: FAILED: {limit.text}: {measure.name} is {shown(change.after, measure.unit)}"
+    if change.change is None:
+        return said if limit.kind == "value" else f"{said}: {_APART}"
+    before, after = change.change
     return f"{said}, was {shown(before, measure.unit)} ({shown_change(before, after, measure.unit)}{_percent(before, after)})"
 
 
@@ -134,11 +166,9 @@ def _changes(pairs: Sequence[Pair]) -> list[Change]:
 
     found = []
     for measure in MEASURES.values():
-        mine = [
-            Change(measure.name, pair.after.rank, pair.before.values.get(measure.name), pair.after.values.get(measure.name))
-            for pair in pairs
-        ]
-        mine = [change for change in mine if change.before != change.after]
+        mine = [change for pair in pairs if (change := pair.change(measure.name)).before != change.after]
+        # Why a measure is absent may differ; it is absent from both.
+        mine = [change for change in mine if not (isinstance(change.before, Unseen) and isinstance(change.after, Unseen))]
         if mine:
             sign = {"more": 1, "less": -1, "": 0}[measure.worse]
             found.append(max(mine, key=lambda change: change.percent * sign if sign else abs(change.percent)))
@@ -146,18 +176,37 @@ def _changes(pairs: Sequence[Pair]) -> list[Change]:
 
 
 def _held(pairs: Sequence[Pair], by: str) -> list[Change]:
-    """Categories or units whose bytes at the tier's peak changed, on the rank where they grew most, that growth first."""
+    """Categories or units whose bytes at the tier's peak changed, on the rank where they grew most, that growth first.
+
+    Only of tiers on which both runs saw the same kind of bytes: there what one does not name, it did not hold.
+    """
     names = {name for pair in pairs for name in (*pair.before.held[by], *pair.after.held[by])}
     found = []
     for name in sorted(names):
-        held = [(pair.after.rank, pair.before.held[by].get(name, 0), pair.after.held[by].get(name, 0)) for pair in pairs]
-        mine = [Change(f"{name[0]} on {name[1]}", rank, float(before), float(after)) for rank, before, after in held]
+        alike = [pair for pair in pairs if pair.alike(name[1])]
+        if not alike:
+            continue
+        mine = [
+            Change(f"{name[0]} on {name[1]}", pair.after.rank, _level(pair.before, by, name), _level(pair.after, by, name))
+            for pair in alike
+        ]
         found.append(max(mine, key=_growth))
     return sorted((change for change in found if _growth(change)), key=_growth, reverse=True)
 
 
+def _level(run: Measured, by: str, name: tuple[str, str]) -> Value:
+    unseen = run.covered.place(*name) if by == "category" else None
+    return unseen or float(run.held[by].get(name, 0))
+
+
 def _growth(change: Change) -> float:
-    return (change.after or 0.0) - (change.before or 0.0)
+    return 0.0 if change.change is None else change.change[1] - change.change[0]
+
+
+def _not_compared(pairs: Sequence[Pair]) -> list[str]:
+    """A line where bytes were not compared."""
+    tiers = [tier for tier in TIERS if not all(pair.alike(tier) for pair in pairs)]
+    return [f"held on {', '.join(tiers)}: {_APART}"] if tiers else []
 
 
 def _named(pairs: Sequence[Pair]) -> tuple[list[str], list[str]]:
@@ -189,8 +238,21 @@ def _show(a: str, b: str, pairs: Sequence[Pair], apart: Sequence[str]) -> None:
         if names:
             more = f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             click.echo(f"units that {word}: {', '.join(map(printable, names[:_MOST_NAMES]))}{more}")
-    for line in apart:
+    for line in (*apart, *_not_compared(pairs), *_absent(pairs)):
         click.echo(line)
+
+
+def _absent(pairs: Sequence[Pair]) -> list[str]:
+    """Why measures that one of two runs has are absent from the other, a line for each reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name in (change.name for change in _changes(pairs)):
+        for pair in pairs:
+            for run in (pair.before, pair.after):
+                value = run.values[name]
+                names = reasons.setdefault((run.path, value.why), []) if isinstance(value, Unseen) else None
+                if names is not None and name not in names:
+                    names.append(name)
+    return [f"absent from {printable(path)}: {', '.join(names)}: {printable(why)}" for (path, why), names in reasons.items()]
 
 
 def _table(headings: tuple[str, str, str], changes: Sequence[Change], *, ranks: bool) -> Table:
@@ -207,14 +269,15 @@ def _table(headings: tuple[str, str, str], changes: Sequence[Change], *, ranks: 
     for change in changes:
         measure = MEASURES.get(change.name)
         unit, worse = (measure.unit, measure.worse) if measure else ("bytes", "more")
-        cells = ["-" if value is None else shown(value, unit) for value in (change.before, change.after)]
+        cells = ["absent" if isinstance(value, Unseen) else shown(value, unit) for value in (change.before, change.after)]
         style = ""
-        if change.before is None or change.after is None:
+        if change.change is None:
             cells += ["", ""]
         else:
-            cells += [shown_change(change.before, change.after, unit), _percent(change.before, change.after).removeprefix(", ")]
+            before, after = change.change
+            cells += [shown_change(before, after, unit), _percent(before, after).removeprefix(", ")]
             if worse:
-                style = "red" if (change.after > change.before) == (worse == "more") else "green"
+                style = "red" if (after > before) == (worse == "more") else "green"
         texts = [Text(printable(cell), style=style if place >= 2 else "") for place, cell in enumerate(cells)]
         table.add_row(Text(printable(change.name)), *texts, *((str(change.rank),) if ranks else ()))
     return table
@@ -227,8 +290,8 @@ def _as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple
         "ranks": [
             {
                 "rank": pair.after.rank,
-                "a": {"path": pair.before.path, "damage": pair.before.damage or None, "measures": pair.before.values},
-                "b": {"path": pair.after.path, "damage": pair.after.damage or None, "measures": pair.after.values},
+                "a": {"path": pair.before.path, "damage": pair.before.damage or None} | values_as_json(pair.before),
+                "b": {"path": pair.after.path, "damage": pair.after.damage or None} | values_as_json(pair.after),
             }
             for pair in pairs
         ],
@@ -236,6 +299,7 @@ def _as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple
         "held_at_peak": {by: [_told(change) for change in _held(pairs, by)] for by in ("category", "unit")},
         "units": {"appeared": appeared, "vanished": vanished},
         "only_in_one": list(apart),
+        "not_compared": _not_compared(pairs),
         "failed": [
             {"expression": limit.text, "measure": limit.measure.name, "rank": pair.after.rank, "line": _failure(pair, limit)}
             for pair, limit in broken
@@ -244,11 +308,12 @@ def _as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple
 
 
 def _told(change: Change) -> dict[str, object]:
-    known = change.before is not None and change.after is not None and math.isfinite(change.percent)
+    known = change.change is not None and math.isfinite(change.percent)
+    before, after = (None if isinstance(value, Unseen) else value for value in (change.before, change.after))
     return {
         "name": change.name,
         "rank": change.rank,
-        "a": change.before,
-        "b": change.after,
+        "a": before,
+        "b": after,
         "percent": change.percent if known else None,
     }

@@ -60,8 +60,11 @@ def flamegraph(run: Path, step: int | None, output: Path | None, force: bool, as
     nbytes = write_page(path, page(title, data, scripts=("flamegraph.js",)))
     tiers = {tier["tier"]: tier["total"] for tier in data["tiers"]}
     if as_json:
-        click.echo(json.dumps({"page": str(path), "bytes": nbytes, "at": data["at"], "tiers": tiers}, indent=2))
+        told = {"page": str(path), "bytes": nbytes, "at": data["at"], "tiers": tiers, "not_recorded": data["missing"]}
+        click.echo(json.dumps(told, indent=2))
         return
     held = ", ".join(f"{tier['shown']} on {tier['tier']}" for tier in data["tiers"]) or "no memory recorded"
     click.echo(f"{path}: {nbytes / 2**20:.1f} MiB; {data['at']}: {held}")
+    for line in data["missing"]:
+        click.echo(f"not recorded on {line}")
     click.echo(f"Open it in a browser; for the same over time: zprof timeline {run}")

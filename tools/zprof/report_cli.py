@@ -68,21 +68,24 @@ def report(runs: tuple[str, ...], by: str, at: int | None, as_json: bool) -> Non
                   below zero) bench_problem end{exit reason}
                   steps{count marked_by}
         tiers{}   of device, host, disk, if used: bytes at_s step peak_bytes
-                  budget_bytes groups{} categories{}
+                  budget_bytes groups{} categories{} not_recorded[] (the
+                  categories that are in none of these, though they may be held)
                   holders[]{name bytes categories{}}
         residual  formula{}, or null; rows[]{name tier bytes peak_bytes
                   formula_bytes seen_by}; bytes in the part of the run
         reconciliation[]  name bytes said said_bytes against against_bytes
                   likely at_s; bytes is said_bytes less against_bytes
         rss       start_bytes peak_bytes at_s
-        measures{}  the names of `zprof check --max`
-        waits[]   what unit ms_per_step waits longest_ms settings[]
+        measures{}  the names of `zprof check --max`; unseen{} has why one is null
+        not_recorded[]  lines: what no figure here includes
+        waits[]   null if not seen; what unit ms_per_step waits longest_ms
+                  settings[]
         mends[]   lines
-        rates[]   verb count bytes busy_s bytes_per_s reached_bytes_per_s
+        rates[]   null if not seen; verb count bytes busy_s bytes_per_s reached_bytes_per_s
                   bench_bytes_per_s share_of_bench
         oom       the failed request, as recorded, and lines[]
       ranks       null for one rank: world missing[] clocks[] peak_bytes{}{}
-                  work_ms{} step_ms{}
+                  work_ms{} step_ms{}; skew and stragglers null if not seen
         skew[]    what key rank late_ns times count total_ns
         stragglers[]  rank host work_ns median_ns
       next[]      do why

@@ -137,7 +137,7 @@ def afford(reads: Sequence[Read], nbytes: Sequence[Ints], most: int) -> list[NDA
 
 def shifts(reads: Sequence[Read]) -> list[int]:
     """What to add to each rank's times so that all are of one clock on which the first thing known is at 0."""
-    apart = [clock.offset_ns for clock in clocks([Lane(one.trace.header, None, {}, 0, 0, {}) for one in reads])]
+    apart = [clock.offset_ns for clock in clocks([Lane(one.trace.header, None, {}, None, None, {}) for one in reads])]
     begin = min(_begin_ns(one) + offset for one, offset in zip(reads, apart, strict=True))
     return [offset - begin for offset in apart]
 

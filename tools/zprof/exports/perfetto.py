@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from zprof.exports.exported import Read, Written, afford, counted, full, read, shifts, text, tracks, unit_of
+from zprof.timing.coverage import coverage
 from zprof.trace.reader import Trace
 from zprof.writing import committing
 
@@ -189,13 +190,15 @@ def _points(reads: Sequence[Read]) -> tuple[int, int]:
 
 
 def _counters(one: Read, shift: int, points: tuple[int, int]) -> Iterator[str]:
+    covered = coverage(one.trace, one.ledger.tiers)
     for tier in one.ledger.tiers:
         curves = one.ledger.curves("category", tier, points[0])
         names = list(curves.levels)
+        whole = "recorded" if covered.tier(tier) else "total"
         for at, *values in zip(curves.time_ns.tolist(), *(curves.levels[name].tolist() for name in names), strict=True):
             yield _event(one, "C", f"{tier} bytes", dict(zip(names, values, strict=True)), ts=(at + shift) / 1e3)
             # Perfetto draws each category by itself and adds nothing up.
-            yield _event(one, "C", f"{tier} total", {"bytes": sum(values)}, ts=(at + shift) / 1e3)
+            yield _event(one, "C", f"{tier} {whole}", {"bytes": sum(values)}, ts=(at + shift) / 1e3)
     for what, key in _sampled(one)[: points[1]]:
         times, sampled = one.ledger.samples(what, points[0])[key]
         for at, value in zip(times.tolist(), sampled.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Owns the export to Prometheus' text format: every measure of a run as a gauge, one sample a rank.
+"""Owns the export to Prometheus' text format: every measure a run saw as a gauge, one sample a rank.
 
 `export_cli` calls `write`. Names follow Prometheus' rules: base units, bytes, seconds, joules and ratios, at their end; samples
 have no time of their own, which a node exporter's textfile folder would refuse.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zprof.exports.exported import Written, counted, text
 from zprof.timing.analysis import both
-from zprof.timing.measures import MEASURES, Measure, measures
+from zprof.timing.measures import MEASURES, Measure, measures, numbers
 from zprof.trace.reader import Trace
 from zprof.writing import committed
 
@@ -39,7 +39,7 @@ _UNIT_WORDS = re.compile(r"[._](ms|percent|bytes_per_s)$|(?<=\.)(ms|bytes|joules
 def write(traces: Sequence[Trace], path: Path) -> Written:
     """Write UTF-8 text; labels are rank, host and the run's file."""
     read = [(trace, *both(trace)) for trace in traces]
-    written = exposition([(_labels(trace), measures(trace, ledger, times)) for trace, ledger, times in read])
+    written = exposition([(_labels(trace), numbers(measures(trace, ledger, times))) for trace, ledger, times in read])
     # Its reader is another user.
     committed(path, written.encode(), mode=0o644)
     count = sum(line[:1] not in ("", "#") for line in written.split("\n"))

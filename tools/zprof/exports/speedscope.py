@@ -21,6 +21,7 @@ from zprof.ledger.ledger import Ledger
 from zprof.recording.stacks import BEFORE_STACK
 from zprof.rows import TraceError
 from zprof.timing.bandwidth import VERBS
+from zprof.timing.coverage import coverage
 from zprof.trace.reader import Trace
 from zprof.writing import committed
 
@@ -60,8 +61,11 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     drawn = 0
     for one, mine, shift in zip(reads, kept, shifts(reads), strict=True):
         rank, ledger = f"rank {one.trace.header.rank}", one.ledger
+        covered = coverage(one.trace, ledger.tiers)
         for tier in ledger.tiers:
-            profiles.append(_profile(f"{rank}: {tier} bytes at the peak", "bytes", _held(ledger, tier, frames), frames))
+            missing = ", ".join(covered.missing(tier)) if covered.tier(tier) else ""
+            part = f", without {missing}" if missing else ""
+            profiles.append(_profile(f"{rank}: {tier} bytes at the peak{part}", "bytes", _held(ledger, tier, frames), frames))
         if one.spent_ns:
             spent = {(frames(verb), *map(frames, _path(key))): spent for (verb, key), spent in one.spent_ns.items()}
             profiles.append(_profile(f"{rank}: time by verb and unit", "nanoseconds", spent, frames))

@@ -27,6 +27,7 @@ from zprof.exports.exported import Written, counted, full, text, unit_of
 from zprof.ledger.ledger import Ledger
 from zprof.rows import TraceError
 from zprof.timing.analysis import Times, both
+from zprof.timing.coverage import coverage
 from zprof.trace.reader import Trace
 
 __all__ = ["write"]
@@ -99,17 +100,19 @@ def _written(folder: Path, trace: Trace, ledger: Ledger, times: Times) -> int:
 def _scalars(ledger: Ledger, times: Times) -> Iterator[tuple[str, int, int, float]]:
     """(tag, step, time, value) of everything."""
     curves: list[tuple[str, Any, Any]] = []
+    covered = coverage(ledger.trace, ledger.tiers)
     for tier in ledger.tiers:
         found = ledger.curves("category", tier, _POINTS)
         curves += [(f"{tier}/{name} bytes", found.time_ns, levels) for name, levels in found.levels.items()]
-        curves.append((f"{tier}/total bytes", found.time_ns, sum(found.levels.values())))
+        whole = "recorded" if covered.tier(tier) else "total"
+        curves.append((f"{tier}/{whole} bytes", found.time_ns, sum(found.levels.values())))
     for what in ledger.sampled():
         for key, (time_ns, values) in ledger.samples(what, _POINTS).items():
             curves.append((f"samples/{full(what, key)} {unit_of(what)}", time_ns, values))
     for tag, time_ns, values in curves:
         for at, value in zip(time_ns.tolist(), values.tolist(), strict=True):
             yield tag, (at - ledger.begin_ns) // 1_000_000, at, float(value)
-    if times.steps.count:
+    if times.steps.count and covered.steps() is None:
         for number, (begin, end) in enumerate(times.steps.bounds.tolist()):
             yield "time/step ms", number, end, (end - begin) / 1e6
 

@@ -6,7 +6,8 @@ rank's trace was read, so that a hundred ranks fit in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from zprof.timing.coverage import Coverage
     from zprof.timing.spans import SpanTable
     from zprof.timing.stalls import Stalls
     from zprof.trace.header import Header
@@ -54,17 +56,19 @@ class Lane:
 
     Attributes:
         begins: (what, key) -> when each of these collectives began, in order, on the rank's own clock.
-        work_ns: the median over steps of the time not spent waiting; 0 without steps.
-        step_ns: the median step.
-        peaks: tier -> bytes.
+        work_ns: the median over steps of the time not spent waiting; None where steps or waits were not seen.
+        step_ns: the median step; None where none was seen.
+        collectives: whether they were seen.
+        peaks: tier -> bytes of what was recorded; None where nothing on it could be.
     """
 
     header: Header
     end_clock: tuple[int, int] | None
     begins: dict[tuple[str, str], Int64s]
-    work_ns: int
-    step_ns: int
-    peaks: dict[str, int]
+    work_ns: int | None
+    step_ns: int | None
+    peaks: Mapping[str, int | None]
+    collectives: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,8 @@ def traces_of(runs: Sequence[str | Path]) -> list[Trace]:
 
 
 def _files(run: Path) -> list[Path]:
-    if not run.is_dir():
+    # A name that is too long for the system raises from Path.is_dir.
+    if not os.path.isdir(run):
         return [run]
     files = sorted(run.glob("*.zprof"))
     if not files:
@@ -129,7 +134,9 @@ def _files(run: Path) -> list[Path]:
     return files
 
 
-def lane_of(trace: Trace, table: SpanTable, stalls: Stalls, peaks: dict[str, int]) -> Lane:
+def lane_of(
+    trace: Trace, table: SpanTable, stalls: Stalls, covered: Coverage, peaks: Mapping[str, int | None]
+) -> Lane:
     """What to keep of a rank; ``table`` holds the spans of `COLLECTIVES`."""
     import numpy as np
 
@@ -144,15 +151,16 @@ def lane_of(trace: Trace, table: SpanTable, stalls: Stalls, peaks: dict[str, int
         for key, times in zip(keys[starts].tolist(), np.split(mine.begin_ns[order], starts[1:]), strict=False):
             begins[what, trace.strings[key]] = np.sort(times)
     work = stalls.steps.duration_ns - stalls.per_step_ns
-    counted = bool(stalls.steps.count)
+    counted = bool(stalls.steps.count) and covered.steps() is None
     noted = [note.body for note in trace.notes("clock")]
     return Lane(
         header=trace.header,
         end_clock=_pair(noted[-1]) if noted else None,
         begins=begins,
-        work_ns=int(np.median(work)) if counted else 0,
-        step_ns=int(np.median(stalls.steps.duration_ns)) if counted else 0,
+        work_ns=int(np.median(work)) if counted and covered.waits() is None else None,
+        step_ns=int(np.median(stalls.steps.duration_ns)) if counted else None,
         peaks=peaks,
+        collectives=covered.zhooks,
     )
 
 
@@ -212,13 +220,10 @@ def stragglers(lanes: Sequence[Lane]) -> list[Straggler]:
     """The ranks whose own work takes more than `SLOW` times the median rank's, the slowest first."""
     from statistics import median_low
 
-    timed = [lane for lane in lanes if lane.work_ns > 0]
+    timed = [(lane.work_ns, lane.header) for lane in lanes if lane.work_ns]
     if len(timed) < 2:
         return []
     # The lower of the middle two: with two ranks, the slow one is measured against the other.
-    middle = median_low(lane.work_ns for lane in timed)
-    slow = [lane for lane in timed if lane.work_ns > SLOW * middle]
-    return [
-        Straggler(lane.header.rank, lane.header.host, lane.work_ns, middle)
-        for lane in sorted(slow, key=lambda lane: -lane.work_ns)
-    ]
+    middle = median_low(work_ns for work_ns, _ in timed)
+    slow = [Straggler(header.rank, header.host, work_ns, middle) for work_ns, header in timed if work_ns > SLOW * middle]
+    return sorted(slow, key=lambda straggler: -straggler.work_ns)

@@ -23,6 +23,7 @@ from zprof.oom.changes import Plight
 from zprof.oom.facts import Failure
 from zprof.oom.fit import Remedy, remedies
 from zprof.rows import CATEGORIES, TIERS, RowKind
+from zprof.timing.coverage import coverage
 from zprof.trace.frames import FrameKind, packed, sealed
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ def told(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world:
         lines.append(f"killed by SIGKILL; no process was ended for want of memory meanwhile; {_rss(ending)}")
     elif ending.signal and killed is None:
         lines.append(f"ended by signal {ending.signal}")
-    peaks = [f"{tier} {shown(nbytes)}" for tier, nbytes in ledger.peaks().items()]
+    covered = coverage(trace, ledger.ledger.tiers)
+    parts = {tier: " of what zhooks placed" if covered.tier(tier) else "" for tier in TIERS}
+    peaks = [f"{tier} {shown(nbytes)}{parts[tier]}" for tier, nbytes in ledger.peaks().items()]
     peaks += [f"rss {shown(nbytes)}" for nbytes in [ledger.highest("rss")] if nbytes]
     lines.append(f"trace {path} ({shown(path.stat().st_size)}); peak {', '.join(peaks) or 'unknown'}")
     return lines + _next(trace, path, world)
@@ -169,7 +172,8 @@ def _explained(trace: Trace, reading: _Reading, killed: Failure | None) -> list[
         return []
     case = _case(trace, reading, failure)
     lines = [_headline(case)]
-    lines += _table(case.held)
+    covered = coverage(trace, reading.ledger.tiers)
+    lines += _table(case.held, whole=not any(covered.tier(tier) for tier in reading.ledger.tiers))
     lines += _top(case.held, case.plight.pool)
     return lines + _proposals(case)
 
@@ -316,7 +320,7 @@ def _headline(case: _Case) -> str:
     return f"out of memory: {where} refused {asked}{key}{during}{': ' if facts else ''}{', '.join(facts)}"
 
 
-def _table(held: Mapping[tuple[str, str, str], int]) -> list[str]:
+def _table(held: Mapping[tuple[str, str, str], int], *, whole: bool) -> list[str]:
     tiers = [tier for tier in TIERS if any(place[1] == tier for place in held)]
     if not tiers:
         return ["held at that moment: nothing that was recorded; --level alloc records every storage"]
@@ -326,7 +330,8 @@ def _table(held: Mapping[tuple[str, str, str], int]) -> list[str]:
         if any(row):
             lines.append(f"  {category:<20}{_columns(row)}")
     totals = [sum(nbytes for (_, at, _), nbytes in held.items() if at == tier) for tier in tiers]
-    lines.append(f"  {'in all':<20}{_columns(totals)}")
+    # Below level "alloc" there may be more than was recorded.
+    lines.append(f"  {'in all' if whole else 'recorded':<20}{_columns(totals)}")
     return lines
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from zprof.ledger.ledger import Ledger
+    from zprof.timing.coverage import Coverage
     from zprof.timing.spans import SpanTable
     from zprof.timing.stalls import Stalls
     from zprof.timing.steps import Steps
@@ -73,7 +74,7 @@ def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
 
     points = max(_LEAST_POINTS, _MOST_POINTS // len(traces))
     reads = [_read(trace, points) for trace in traces]
-    offsets = clocks_of([lane_of(read.trace, read.table.of(), read.stalls, {}) for read in reads])
+    offsets = clocks_of([lane_of(read.trace, read.table.of(), read.stalls, read.covered, {}) for read in reads])
     edges = [_edges(read) for read in reads]
     start_ns = min(begin + clock.offset_ns for (begin, _), clock in zip(edges, offsets, strict=True))
     end_ns = max(end + clock.offset_ns for (_, end), clock in zip(edges, offsets, strict=True))
@@ -102,7 +103,7 @@ def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
         "merged": {"spans": sum(map(len, flat)), "kept": sum(len(part.count) for part in kept), "below_ns": merge_ns},
         "whole": marked(windows[:whole] if merge_ns else [], clocks[0].tick_ns),
         "steps": _step_figures(reads),
-        "units": exposed_units([read.stalls for read in reads], lanes, names, clocks[0].tick_ns),
+        "units": _units(reads, lanes, names, clocks[0].tick_ns),
         "advice": [f"{_rank(read, reads)}{line}" for read in reads for line in read.advice][:_MOST_ADVICE],
         "notes": _notes(reads, [clock.by for clock in offsets]),
     }
@@ -118,11 +119,13 @@ class _Read:
     steps: Steps
     stalls: Stalls
     advice: tuple[str, ...]
+    covered: Coverage
 
 
 def _read(trace: Trace, points: int) -> _Read:
     from zprof.ledger.ledger import Ledger
     from zprof.timing import prefetch
+    from zprof.timing.coverage import coverage
     from zprof.timing.spans import Pairing
     from zprof.timing.stalls import WHATS, stalls
     from zprof.timing.steps import steps_of
@@ -135,7 +138,16 @@ def _read(trace: Trace, points: int) -> _Read:
     texts = [note.body.get("text") for note in trace.notes("policy")]
     policy = prefetch.policy_of(texts[-1] if texts and isinstance(texts[-1], str) else None)
     advice = prefetch.advice(table, pairing.instants(), steps.warm, policy)
-    return _Read(trace, ledger, table, steps, stalls(table, steps.warm), tuple(advice.lines))
+    covered = coverage(trace, ledger.tiers)
+    lines = () if covered.waits() else tuple(advice.lines)
+    return _Read(trace, ledger, table, steps, stalls(table, steps.warm), lines, covered)
+
+
+def _units(reads: Sequence[_Read], lanes: Sequence[Sequence[Spans]], names: Names, tick_ns: int) -> dict[str, Any]:
+    """The table of exposed waits; without a sum, and with the reason, where some rank's were not seen."""
+    found = exposed_units([read.stalls for read in reads], lanes, names, tick_ns)
+    unseen = next((why for read in reads if (why := read.covered.waits()) is not None), None)
+    return found | ({"ms_per_step": None, "unseen": unseen.why} if unseen is not None else {"unseen": None})
 
 
 def _rank(read: _Read, reads: Sequence[_Read]) -> str:
@@ -159,6 +171,7 @@ def _notes(reads: Sequence[_Read], by: Sequence[str]) -> list[str]:
         rank = f"rank {read.trace.header.rank}"
         if read.table.open is not None:
             notes.append(f"{rank}: {len(read.table.open):,} spans had not ended when the recording did; drawn to its end.")
+        notes += [f"{rank}: {line}" for line in read.covered.lines()]
         if read.trace.dropped:
             notes.append(f"{rank}: {read.trace.dropped:,} rows were thinned out away from peaks, to bound the file.")
     return notes
@@ -207,6 +220,7 @@ def _about(read: _Read) -> dict[str, Any]:
         "argv": " ".join(header.argv)[:400],
         "damage": read.trace.damage or "",
         "events": read.trace.count,
+        "whole": not any(read.covered.tier(tier) for tier in read.ledger.tiers or ("device",)),
     }
 
 
@@ -235,8 +249,10 @@ def _cut(names: list[str]) -> list[str]:
 
 def peak_line(data: dict[str, Any]) -> str:
     """The largest peak of any rank, for the terminal: "3.2 GiB on device, rank 0"."""
-    peaks = [(view["peak"]["total"], view["name"], run["rank"]) for run in data["runs"] for view in run["views"][:1]]
+    peaks = [(view["peak"]["total"], view["name"], run) for run in data["runs"] for view in run["views"][:1]]
+    peaks = [peak for peak in peaks if peak[0]]
     if not peaks:
         return "no memory recorded"
-    nbytes, name, rank = max(peaks, key=lambda peak: peak[0])
-    return f"peak {shown(nbytes)} ({'device and host' if name == 'process' else name}, rank {rank})"
+    nbytes, name, run = max(peaks, key=lambda peak: peak[0])
+    part = "" if run["whole"] else " of what was recorded"
+    return f"peak {shown(nbytes)}{part} ({'device and host' if name == 'process' else name}, rank {run['rank']})"

@@ -83,11 +83,15 @@ function cards() {
   const top = DATA.runs.reduce((best, run) => (peakOf(run) > peakOf(best) ? run : best));
   for (const view of top.views) {
     const [first] = view.peak.holders;
-    found.push(card(`Peak, ${VIEW_NAMES[view.name]}`, view.peak.shown, `${DATA.runs.length > 1 ? `${top.label}; ` : ""}${first ? `most: ${first[1]} ${first[3]}` : ""}`));
+    found.push(card(`Peak${top.whole ? "" : " of what was recorded"}, ${VIEW_NAMES[view.name]}`, view.peak.total || top.whole ? view.peak.shown : "not seen", `${DATA.runs.length > 1 ? `${top.label}; ` : ""}${first ? `most: ${first[1]} ${first[3]}` : ""}`));
   }
   const steps = DATA.steps;
   found.push(card("Step, median", steps.median_ms === undefined ? "–" : duration(steps.median_ms), steps.median_ms === undefined ? "no step recorded" : `of ${plural(steps.counted, "step")} after the first; 95th percentile ${duration(steps.p95_ms)}`));
   const perStep = DATA.units.ms_per_step;
+  if (perStep === null) {
+    found.push(card("Exposed waits", "not seen", DATA.units.unseen));
+    return found;
+  }
   const share = steps.median_ms ? ` ${((100 * perStep) / steps.median_ms).toFixed(1)} % of a step;` : "";
   found.push(card(steps.count ? "Exposed waits per step" : "Exposed waits", duration(perStep), `${share} ${plural(DATA.units.all, "unit")} waited for`, perStep > 0));
   return found;
@@ -101,7 +105,7 @@ function unitTable() {
   const kinds = DATA.units.kinds;
   const made = section("units", "Units compute waited for", el("span", { class: "say" }, DATA.units.all > DATA.units.rows.length ? `the ${DATA.units.rows.length} worst of ${DATA.units.all.toLocaleString("en")}` : "worst first"));
   if (!DATA.units.rows.length) {
-    made.append(el("p", { class: "note" }, "No wait was recorded: nothing stood still for a unit, or the run was recorded without them."));
+    made.append(el("p", { class: "note" }, DATA.units.unseen || "No wait was recorded: nothing stood still for a unit."));
     return made;
   }
   if (DATA.advice.length) made.append(el("ul", { class: "note", id: "advice" }, DATA.advice.map((line) => el("li", {}, line))));

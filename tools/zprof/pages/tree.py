@@ -47,6 +47,7 @@ def flamegraph(trace: Trace, step: int | None = None) -> dict[str, Any]:
         TraceError: there is no such step.
     """
     from zprof.ledger.ledger import Ledger
+    from zprof.timing.coverage import coverage
     from zprof.timing.spans import Pairing
     from zprof.timing.steps import WHATS, steps_of
 
@@ -62,11 +63,15 @@ def flamegraph(trace: Trace, step: int | None = None) -> dict[str, Any]:
             raise TraceError(f"{trace.path}: --at step:{step}: the recording has {found}; {mend}")
         moments = {tier: ledger.peak_between(tier, *steps.bounds[step].tolist()) for tier in ledger.tiers}
     header = trace.header
+    covered = coverage(trace, ledger.tiers)
+    missing = [line for line in covered.lines() if not line.startswith("waits")]
+    about = [f"rank {header.rank} of {header.world}", f"{trace.device} on {header.host}", f"level {header.level}"]
     return {
         "page": "flamegraph",
         "at": "peak" if step is None else f"step {step}",
         "rank": header.rank,
-        "about": [f"rank {header.rank} of {header.world}", f"{trace.device} on {header.host}", f"level {header.level}"],
+        "about": [*about, *missing],
+        "missing": missing,
         "argv": " ".join(header.argv)[:400],
         "damage": trace.damage or "",
         "tiers": [_tier(ledger, tier, moment) for tier, moment in moments.items() if moment.nbytes > 0],

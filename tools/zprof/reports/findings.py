@@ -22,8 +22,9 @@ from zprof.ledger.ranks import Lane, clocks, lane_of, skews, stragglers, traces_
 from zprof.ledger.remainder import Remainder, fullest_sample, peak_sample
 from zprof.reports.next_commands import following
 from zprof.reports.residual import residual
-from zprof.rows import TraceError
+from zprof.rows import TIERS, TraceError
 from zprof.timing.analysis import Times, both
+from zprof.timing.coverage import Coverage, Unseen, coverage
 from zprof.timing.measures import measures
 
 __all__ = ["Body", "report"]
@@ -58,7 +59,9 @@ def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None 
             )
         ledger, times = both(trace)
         bodies.append(_run(ledger, times, by, step))
-        lanes.append(lane_of(trace, times.table, times.stalls, {tier: ledger.peak(tier).nbytes for tier in ledger.tiers}))
+        covered = coverage(trace, ledger.tiers)
+        peaks = {tier: ledger.peak(tier).nbytes if covered.anything(tier) else None for tier in TIERS}
+        lanes.append(lane_of(trace, times.table, times.stalls, covered, peaks))
         trace.close()
         # Before the next rank is read: one at a time is what fits.
         del ledger, times
@@ -70,6 +73,8 @@ def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None 
 
 def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
     trace, header = ledger.trace, ledger.trace.header
+    covered = coverage(trace, ledger.tiers)
+    measured = measures(trace, ledger, times)
     moments = _moments(ledger, times, step)
     from zprof.oom.explanation import explain
 
@@ -77,7 +82,9 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
     ooms = [note.body for note in trace.notes("oom")]
     begin_ns, end_ns = (ledger.begin_ns, ledger.end_ns) if step is None else times.steps.bounds[step].tolist()
     tiers = {
-        tier: _tier(ledger, tier, moment, by) | {"step": _step_of(times, moment, step)} for tier, moment in moments.items()
+        tier: _tier(ledger, tier, moment, by)
+        | {"step": _step_of(times, moment, step), "not_recorded": list(covered.missing(tier)) if covered.tier(tier) else []}
+        for tier, moment in moments.items()
     }
     reconciled = [_line(line, ledger) for line in ledger.remainder(fullest_sample(ledger, begin_ns, end_ns))]
     return {
@@ -97,13 +104,15 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
         "end": {"exit": ends[-1].get("exit"), "reason": ends[-1].get("reason", "")} if ends else None,
         "steps": {"count": times.steps.count, "marked_by": times.steps.source},
         "tiers": tiers,
-        "residual": residual(ledger, tiers, reconciled, begin_ns, end_ns),
+        "residual": residual(ledger, covered, tiers, reconciled, begin_ns, end_ns),
         "reconciliation": reconciled,
         "rss": _rss(ledger),
-        "measures": measures(trace, ledger, times),
-        "waits": list(_waits(times)),
-        "mends": list(times.advice.lines),
-        "rates": [_rate(rate) for rate in times.rates],
+        "measures": {name: None if isinstance(value, Unseen) else value for name, value in measured.items()},
+        "unseen": {name: value.why for name, value in measured.items() if isinstance(value, Unseen)},
+        "not_recorded": covered.lines(),
+        "waits": None if covered.waits() else list(_waits(times)),
+        "mends": [] if covered.waits() else list(times.advice.lines),
+        "rates": _rates(times, covered),
         "bench_problem": times.problem,
         "oom": _plain(ooms[-1]) | {"lines": explain(trace)} if ooms else None,
     }
@@ -197,6 +206,13 @@ def _waits(times: Times) -> Iterator[Body]:
         }
 
 
+def _rates(times: Times, covered: Coverage) -> list[Body] | None:
+    """Of the transfers whose time was seen; None where none could be."""
+    if not covered.zhooks or covered.dropped:
+        return None
+    return [_rate(rate) for rate in times.rates if covered.spans(rate.verb) is None]
+
+
 def _rate(rate: Any) -> Body:
     return {
         "verb": rate.verb,
@@ -219,16 +235,21 @@ def _plain(body: dict[str, Any]) -> Body:
     }
 
 
+def _ms(time_ns: int | None) -> float | None:
+    return None if time_ns is None else time_ns / 1e6
+
+
 def _ranks(lanes: Sequence[Lane]) -> Body:
     here = {lane.header.rank for lane in lanes}
-    tiers = dict.fromkeys(tier for lane in lanes for tier in lane.peaks)
+    tiers = [tier for tier in TIERS if any(lane.peaks.get(tier) for lane in lanes)]
+    timed = all(lane.work_ns is not None for lane in lanes)
     return {
         "world": lanes[0].header.world,
         "missing": [rank for rank in range(min(lanes[0].header.world, MOST_MISSING)) if rank not in here],
         "clocks": [asdict(clock) for clock in clocks(lanes)],
-        "skew": [asdict(skew) for skew in skews(lanes, MOST_SKEWS)],
-        "stragglers": [asdict(straggler) for straggler in stragglers(lanes)],
-        "peak_bytes": {tier: {str(lane.header.rank): lane.peaks.get(tier, 0) for lane in lanes} for tier in tiers},
-        "work_ms": {str(lane.header.rank): lane.work_ns / 1e6 for lane in lanes},
-        "step_ms": {str(lane.header.rank): lane.step_ns / 1e6 for lane in lanes},
+        "skew": [asdict(skew) for skew in skews(lanes, MOST_SKEWS)] if all(lane.collectives for lane in lanes) else None,
+        "stragglers": [asdict(straggler) for straggler in stragglers(lanes)] if timed else None,
+        "peak_bytes": {tier: {str(lane.header.rank): lane.peaks.get(tier) for lane in lanes} for tier in tiers},
+        "work_ms": {str(lane.header.rank): _ms(lane.work_ns) for lane in lanes},
+        "step_ms": {str(lane.header.rank): _ms(lane.step_ns) for lane in lanes},
     }

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -31,22 +31,30 @@ def ranks_table(told: Mapping[str, Any]) -> Table:
         drawing.add_column(heading, justify="left" if heading == "host" else "right")
     for run in told["runs"][:_MOST_RANKS]:
         rank = str(run["rank"])
-        peaks = (shown(ranks["peak_bytes"][tier][rank]) for tier in tiers)
+        peaks = (_or_dash(ranks["peak_bytes"][tier][rank], shown) for tier in tiers)
         host = "".join(letter if letter.isprintable() else "?" for letter in run["host"])
-        drawing.add_row(rank, Text(host), *peaks, f"{ranks['step_ms'][rank]:.3g}", f"{ranks['work_ms'][rank]:.3g}")
+        times = (_or_dash(ranks[name][rank], lambda ms: f"{ms:.3g}") for name in ("step_ms", "work_ms"))
+        drawing.add_row(rank, Text(host), *peaks, *times)
     if len(told["runs"]) > _MOST_RANKS:
         drawing.add_row("", f"{len(told['runs']) - _MOST_RANKS} more ranks: --by rank")
     return drawing
 
 
+def _or_dash(value: Any, drawn: Callable[[Any], str]) -> str:
+    return "-" if value is None else drawn(value)
+
+
 def ranks_lines(ranks: Mapping[str, Any]) -> list[Any]:
     """What follows from it, in sentences and a table of who is late."""
     lines: list[Any] = []
-    for tier, peaks in ranks["peak_bytes"].items():
+    for tier, found in ranks["peak_bytes"].items():
+        peaks = {rank: nbytes for rank, nbytes in found.items() if nbytes is not None}
         low, high = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
         if peaks[high] > peaks[low]:
             lines.append(Text(f"{tier}: rank {high} peaks {shown(peaks[high] - peaks[low])} above rank {low}"))
-    for slow in ranks["stragglers"]:
+    if ranks["stragglers"] is None:
+        lines.append(Text("who is slow, and who waits for whom, was not seen: see below what is not recorded"))
+    for slow in ranks["stragglers"] or ():
         more = slow["work_ns"] / slow["median_ns"] - 1
         works = f"works {slow['work_ns'] / 1e6:.3g} ms a step, {more:.0%} more than the median rank"
         lines.append(Text(f"straggler: rank {slow['rank']} {works}"))

@@ -19,6 +19,7 @@ from offload.formulas import Layers
 
 if TYPE_CHECKING:
     from zprof.ledger.ledger import Ledger
+    from zprof.timing.coverage import Coverage
 
 __all__ = ["residual"]
 
@@ -30,16 +31,23 @@ _UNUSED = {"reserved, not given out": "free in the allocator", "kept by malloc":
 
 
 def residual(
-    ledger: Ledger, tiers: Mapping[str, Body], reconciliation: Sequence[Body], begin_ns: int, end_ns: int
+    ledger: Ledger,
+    covered: Coverage,
+    tiers: Mapping[str, Body],
+    reconciliation: Sequence[Body],
+    begin_ns: int,
+    end_ns: int,
 ) -> Body:
     """{"rows": [{name, tier, bytes, peak_bytes, formula_bytes, seen_by}], "formula": what was given to it, or null}.
 
     Args:
+        covered: what the recording saw.
         tiers, reconciliation: of the same report.
         begin_ns, end_ns: the part of the run it is about.
     """
     layers = _layers(ledger)
-    rows = [*_activations(ledger, tiers, layers, (begin_ns, end_ns)), *_of("communication", "buffers", ledger, tiers)]
+    rows = [*_activations(ledger, covered, tiers, layers, (begin_ns, end_ns))]
+    rows += _of("communication", "buffers", ledger, tiers)
     for line in reconciliation:
         if line["name"] in _UNUSED:
             tier = "device" if line["said"].startswith("cuda") else "host"
@@ -75,7 +83,7 @@ def _facts(layers: Layers) -> Body:
 
 
 def _activations(
-    ledger: Ledger, tiers: Mapping[str, Body], layers: Layers | None, window: tuple[int, int]
+    ledger: Ledger, covered: Coverage, tiers: Mapping[str, Body], layers: Layers | None, window: tuple[int, int]
 ) -> Iterator[Body]:
     formula = layers.kept_nbytes if layers is not None else None
     home = layers.tier if layers is not None else "device"
@@ -83,7 +91,8 @@ def _activations(
     again = layers is not None and layers.checkpoint == "unit"
     counted, inputs = _counted(ledger, window), _counted(ledger, window, _INPUTS)
     seen = [row for row in _of("activation", "activations", ledger, tiers) if row["tier"] == "device"]
-    if seen:
+    # Below level "alloc" the ledger has only those that zhooks copied or partitioned.
+    if seen and covered.place("activation", "device") is None:
         yield seen[0] | {"formula_bytes": None if again else here}
     elif counted is not None:
         yield _row("activations", "device", *counted, None if again else here, "zhooks")
@@ -116,6 +125,9 @@ def _counted(ledger: Ledger, window: tuple[int, int], *only: str) -> tuple[int, 
     for times, values in series:
         total += np.concatenate(([0], values))[np.searchsorted(times, time_ns, side="right")]
     begin, end = np.searchsorted(time_ns, window[0], side="right"), np.searchsorted(time_ns, window[1], side="right")
+    if not total.any():
+        # A forward that is counted keeps something: of these zhooks said only that none was.
+        return None
     # What was said last before the part begins still holds in it.
     inside = total[max(0, int(begin) - 1) : int(end)]
     return int(inside.max()) if len(inside) else 0, int(total.max())

@@ -47,6 +47,7 @@ def show(told: Mapping[str, Any]) -> None:
         _section(console, "ranks", [ranks_table(told), *ranks_lines(told["ranks"])])
     if run["oom"]:
         _section(console, "out of memory", [Text(plain(line)) for line in run["oom"]["lines"]])
+    _section(console, "not recorded", [Text(plain(line)) for line in _not_recorded(told["runs"])])
     _section(console, "the recording", [Text(line) for each in told["runs"] for line in _doubts(each)])
     _section(console, "next", [Text(f"{each['do']}\n    {each['why']}") for each in told["next"]])
 
@@ -71,7 +72,20 @@ def _section(console: Console, heading: str, parts: Sequence[Any]) -> None:
 
 def _foremost(runs: Sequence[Run]) -> Run:
     """The rank told in full: the one that failed, else the one whose device holds most."""
-    return max(runs, key=lambda run: (run["oom"] is not None, run["measures"].get("device.peak", 0.0), -run["rank"]))
+    held = {run["rank"]: run["tiers"].get("device", {}).get("peak_bytes", 0) for run in runs}
+    return max(runs, key=lambda run: (run["oom"] is not None, held[run["rank"]], -run["rank"]))
+
+
+def _not_recorded(runs: Sequence[Run]) -> list[str]:
+    """What no figure above includes; of several ranks each line once."""
+    lines: dict[str, list[int]] = {}
+    for run in runs:
+        for line in run["not_recorded"]:
+            lines.setdefault(line, []).append(run["rank"])
+    return [
+        line if len(ranks) == len(runs) else f"rank(s) {', '.join(map(str, ranks[:8]))}: {line}"
+        for line, ranks in lines.items()
+    ]
 
 
 def _heading(told: Mapping[str, Any], run: Run) -> Iterator[Text]:
@@ -113,13 +127,16 @@ def _held(told: Mapping[str, Any], run: Run, mark: str) -> list[Any]:
     for tier in tiers:
         for name, nbytes in run["tiers"][tier]["groups"].items():
             rows.setdefault(name, {})[tier] = nbytes
-    return [_bars(rows, tiers, mark, total=True), *(Text(_moment(tier, run["tiers"][tier])) for tier in tiers)]
+    whole = not any(run["tiers"][tier]["not_recorded"] for tier in tiers)
+    return [_bars(rows, tiers, mark, total=True, whole=whole), *(Text(_moment(tier, run["tiers"][tier])) for tier in tiers)]
 
 
-_NOTHING = "nothing was held that the recording saw: attach zhooks, or record with --level alloc"
+_NOTHING = "nothing was held that the recording saw"
 
 
-def _bars(rows: Mapping[str, Mapping[str, int]], tiers: Sequence[str], mark: str, *, total: bool) -> Table:
+def _bars(
+    rows: Mapping[str, Mapping[str, int]], tiers: Sequence[str], mark: str, *, total: bool, whole: bool = True
+) -> Table:
     drawing = _table(("", "left"), *((tier, "right") for tier in tiers), (f"of {tiers[0]}", "left"))
     ordered = sorted(rows.items(), key=lambda row: tuple(-row[1].get(tier, 0) for tier in tiers))
     top = sum(row.get(tiers[0], 0) for row in rows.values()) if total else max(row.get(tiers[0], 0) for row in rows.values())
@@ -131,7 +148,8 @@ def _bars(rows: Mapping[str, Mapping[str, int]], tiers: Sequence[str], mark: str
         drawing.add_row(name, *(_amount(rest, tier) for tier in tiers), _bar(rest.get(tiers[0], 0), top, mark))
     if total:
         drawing.add_section()
-        drawing.add_row("in all", *(sized(sum(row.get(tier, 0) for row in rows.values())) for tier in tiers), "")
+        heading = "in all" if whole else "recorded"
+        drawing.add_row(heading, *(sized(sum(row.get(tier, 0) for row in rows.values())) for tier in tiers), "")
     return drawing
 
 
@@ -149,7 +167,8 @@ def _moment(tier: str, held: Mapping[str, Any]) -> str:
     step = "" if held["step"] is None else f", in step {held['step']}"
     budget = f"; budget {shown(held['budget_bytes'])}" if held["budget_bytes"] is not None else ""
     peak = f"; the run's peak is {sized(held['peak_bytes'])}" if held["bytes"] < held["peak_bytes"] else ""
-    return f"{tier}: {sized(held['bytes'])} at {held['at_s']:.3f} s{step}{peak}{budget}"
+    missing = f"; without {', '.join(held['not_recorded'])}" if held["not_recorded"] else ""
+    return f"{tier}: {sized(held['bytes'])} at {held['at_s']:.3f} s{step}{peak}{budget}{missing}"
 
 
 def _holders(run: Run) -> list[Any]:
@@ -207,12 +226,15 @@ def _reconciled(run: Run) -> list[Any]:
 
 
 def _times(run: Run) -> list[Any]:
-    figures = run["measures"]
+    figures = {name: value for name, value in run["measures"].items() if value is not None}
     if "step.median_ms" not in figures:
-        lines = [Text("no optimizer step was recorded: the whole recording counts as one")]
+        why = run["unseen"]["step.median_ms"]
+        lines = [Text(plain(f"{why}: the whole recording counts as one"))]
     else:
         pace = f"step {_ms(figures['step.median_ms'])} ms median, {_ms(figures['step.p95_ms'])} ms at most in 95 of 100"
-        waiting = f"waiting {_ms(figures['exposed.ms_per_step'])} ms a step ({figures['exposed.percent']:.1f} %)"
+        waiting = "waiting was not seen"
+        if "exposed.ms_per_step" in figures:
+            waiting = f"waiting {_ms(figures['exposed.ms_per_step'])} ms a step ({figures['exposed.percent']:.1f} %)"
         lines = [Text(f"{pace}; {waiting}")]
     if "energy.joules_per_step" in figures:
         lines.append(Text(f"energy {figures['energy.joules_per_step']:.3g} J a step"))

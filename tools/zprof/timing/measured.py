@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["Measured", "measured"]
+if TYPE_CHECKING:
+    from zprof.timing.coverage import Coverage
+    from zprof.timing.measures import Value
+
+__all__ = ["NO_END", "Measured", "measured"]
+
+NO_END = "has no end: the run was killed, or is still going on; what it held last may be missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +25,17 @@ class Measured:
 
     Attributes:
         path: as the user would name it.
-        values: by measure. damage: what of the file could not be read, "" for nothing.
+        values: all measures. damage: what of the file could not be read, or that it has no end; "" for neither.
+        covered: what the recording saw.
         held: for "category" and "unit": (name, tier) -> bytes when that tier held most.
         names: every unit that was gathered, computed or updated.
     """
 
     path: str
     rank: int
-    values: dict[str, float]
+    values: dict[str, Value]
     damage: str
+    covered: Coverage
     held: dict[str, dict[tuple[str, str], int]]
     names: frozenset[str]
 
@@ -40,6 +49,7 @@ def measured(runs: Sequence[str]) -> list[Measured]:
     from zprof.ledger.ranks import traces_of
     from zprof.rows import TIERS
     from zprof.timing.analysis import both
+    from zprof.timing.coverage import coverage
     from zprof.timing.measures import measures
 
     found = []
@@ -56,7 +66,8 @@ def measured(runs: Sequence[str]) -> list[Measured]:
                 str(trace.path),
                 trace.header.rank,
                 measures(trace, ledger, times),
-                trace.damage or "",
+                trace.damage or ("" if trace.notes("end") else NO_END),
+                coverage(trace, ledger.tiers),
                 held,
                 frozenset(trace.strings[key] for key in keys),
             )

@@ -1,16 +1,17 @@
 """Owns the measures: the named numbers a run is held to, what each means, and which way is worse.
 
-``zprof diff``, ``zprof check`` and reports speak in them. It never decides what is too much, and leaves out what a recording
-cannot say, instead of putting 0.
+``zprof diff``, ``zprof check`` and reports speak in them. It never decides what is too much. Every measure has an answer for
+every recording: a number, or `Unseen` where the recording cannot say it, and never 0 in its stead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from zprof.rows import CATEGORIES, TIERS
+from zprof.timing.coverage import Unseen, coverage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
 
     from zprof.ledger.ledger import Ledger
     from zprof.timing.analysis import Times
+    from zprof.timing.coverage import Coverage
     from zprof.trace.reader import Trace
 
-__all__ = ["MEASURES", "Measure", "Unit", "measures"]
+__all__ = ["MEASURES", "Measure", "Unit", "Value", "measures", "numbers"]
+
+#: What a recording says of a measure.
+Value = float | Unseen
 
 Unit = Literal["bytes", "ms", "bytes/s", "%", "J", "count"]
 Worse = Literal["more", "less", ""]
@@ -37,7 +42,7 @@ class Measure:
 
 
 # "A step" below is an average over the steps after the first, which fills pools and learns the order of use; over the first
-# where it is the only one. What no span or sample of a recording tells is not among its measures.
+# where it is the only one.
 _TABLE: tuple[Measure, ...] = (
     Measure("rss.peak", "bytes", "more", "Most resident memory of the process that was sampled."),
     Measure("rss.growth", "bytes", "more", "The same, less what was resident when the recording began."),
@@ -57,9 +62,11 @@ _TABLE: tuple[Measure, ...] = (
     Measure("exposed.ms_per_step", "ms", "more", "Time the training threads stood waiting, a step, counted once."),
     Measure("exposed.percent", "%", "more", "The same as a share of the steps."),
     Measure("energy.joules_per_step", "J", "more", "Energy of all sampled GPUs, a step."),
-    Measure("oom.count", "count", "more", "Requests for memory that failed."),
+    Measure("oom.count", "count", "more", "Requests for memory whose failure ended the script."),
     Measure("rows.dropped", "count", "more", "Rows that were recorded and are not in the file: figures are then less sure."),
 )
+_NO_STEP = Unseen("no optimizer step was recorded")
+_TOO_SHORT = Unseen("sampled over less than half of the steps")
 #: Waits that the runtime names; a measure each.
 _WAITS = ("gather", "gather activation", "fetch", "reduce", "stash", "unstash", "update")
 #: Spans that move bytes -> the first word of their measures.
@@ -98,69 +105,93 @@ def _all() -> Iterator[Measure]:
 MEASURES: dict[str, Measure] = {measure.name: measure for measure in _all()}
 
 
-def measures(trace: Trace, ledger: Ledger, times: Times | None = None) -> dict[str, float]:
-    """The measures of a run, by names of `MEASURES`; ``times`` where they are there already, else in another pass."""
+def measures(trace: Trace, ledger: Ledger, times: Times | None = None) -> dict[str, Value]:
+    """All of `MEASURES` for a run, by name; ``times`` where they are there already, else in another pass."""
     from zprof.timing import analysis
 
     times = times or analysis.times(trace)
-    found = {"oom.count": float(times.oom), "rows.dropped": float(trace.dropped)}
-    found |= _held(trace, ledger)
-    found |= _stepped(times)
-    found |= _moved(times)
-    energy = _joules(ledger, times)
-    if energy is not None:
-        found["energy.joules_per_step"] = energy
-    assert found.keys() <= MEASURES.keys(), f"undocumented: {sorted(found.keys() - MEASURES.keys())}"
-    return {name: found[name] for name in MEASURES if name in found}
+    covered = coverage(trace, ledger.tiers)
+    found: dict[str, Value] = {"oom.count": float(times.oom), "rows.dropped": float(trace.dropped)}
+    for part in (_held(ledger, covered), _sampled(trace, ledger), _stepped(times, covered), _moved(times, covered)):
+        found |= part
+    found["energy.joules_per_step"] = _joules(ledger, times, covered)
+    assert found.keys() == MEASURES.keys(), f"not the measures there are: {sorted(found.keys() ^ MEASURES.keys())}"
+    return {name: found[name] for name in MEASURES}
 
 
-def _held(trace: Trace, ledger: Ledger) -> dict[str, float]:
-    found: dict[str, float] = {}
+def numbers(values: Mapping[str, Value]) -> dict[str, float]:
+    """Those of ``values`` that were seen."""
+    return {name: value for name, value in values.items() if not isinstance(value, Unseen)}
+
+
+def _held(ledger: Ledger, covered: Coverage) -> dict[str, Value]:
+    found: dict[str, Value] = {}
     for tier in TIERS:
-        found[f"{tier}.peak"] = float(ledger.peak(tier).nbytes)
+        found[f"{tier}.peak"] = covered.tier(tier) or float(ledger.peak(tier).nbytes)
         for category in CATEGORIES:
-            found[f"{tier}.{category}.peak"] = float(ledger.peak(tier, category).nbytes)
+            found[f"{tier}.{category}.peak"] = covered.place(category, tier) or float(ledger.peak(tier, category).nbytes)
+    return found
+
+
+def _sampled(trace: Trace, ledger: Ledger) -> dict[str, Value]:
+    found: dict[str, Value] = {}
     sampled = {"rss": "rss", "cgroup memory": "cgroup", "pinned": "pinned"}
     sampled |= {"cuda allocated": "cuda.allocated", "cuda reserved": "cuda.reserved"}
     for what, name in sampled.items():
         highest = [int(value.max()) for _, value in ledger.samples(what).values() if len(value)]
-        if highest:
-            found[f"{name}.peak"] = float(max(highest))
-    if "rss.peak" in found:
-        found["rss.growth"] = found["rss.peak"] - trace.header.rss_nbytes
+        found[f"{name}.peak"] = float(max(highest)) if highest else Unseen(f"not sampled: nothing said {what}")
+    most, start = found["rss.peak"], trace.header.rss_nbytes
+    unseen = most if isinstance(most, Unseen) else Unseen("the header does not say what was resident at the start")
+    found["rss.growth"] = most - start if not isinstance(most, Unseen) and start else unseen
     return found
 
 
-def _stepped(times: Times) -> dict[str, float]:
+def _stepped(times: Times, covered: Coverage) -> dict[str, Value]:
     import numpy as np
 
-    steps, warm, stalls = times.steps, times.steps.warm, times.stalls
-    if not len(steps.bounds):
-        return {}
-    found = {"exposed.percent": 100 * stalls.share}
-    if not steps.count:
-        return found
-    took = warm.duration_ns / 1e6
-    found |= {
-        "step.count": float(steps.count),
-        "step.first_ms": float(steps.duration_ns[0]) / 1e6,
-        "step.median_ms": float(np.median(took)),
-        "step.p95_ms": float(np.percentile(took, 95, method="higher")),
-        "step.max_ms": float(took.max()),
-        "exposed.ms_per_step": stalls.ns_per_step / 1e6,
-    }
-    by_what = stalls.by_what()
-    for wait in _WAITS:
-        if wait in by_what or f"wait {wait}" in times.table.strings:
-            found[_exposed(wait)] = by_what.get(wait, 0) / 1e6 / warm.count
+    steps, warm = times.steps, times.steps.warm
+    names = ("count", "first_ms", "median_ms", "p95_ms", "max_ms")
+    unseen = covered.steps() or (None if steps.count else _NO_STEP)
+    if unseen is not None:
+        found: dict[str, Value] = {f"step.{name}": unseen for name in names}
+    else:
+        took = warm.duration_ns / 1e6
+        late = np.percentile(took, 95, method="higher")
+        figures = (steps.count, steps.duration_ns[0] / 1e6, np.median(took), late, took.max())
+        found = {f"step.{name}": float(figure) for name, figure in zip(names, figures, strict=True)}
+    return found | _passes(times, covered, unseen) | _waited(times, covered, unseen)
+
+
+def _passes(times: Times, covered: Coverage, unseen: Unseen | None) -> dict[str, Value]:
+    warm = times.steps.warm
+    found: dict[str, Value] = {}
     passes = {"forward": ("forward",), "backward": ("backward",), "update": ("step", "update")}
     for name, whats in passes.items():
-        if len(table := times.table.of(*whats)):
-            found[f"{name}.ms_per_step"] = _shared_ns(table.begin_ns, table.end_ns, warm.bounds) / 1e6 / warm.count
-    if "forward.ms_per_step" in found:
+        table = times.table.of(*whats)
+        # Steps of any optimizer are recorded, whoever made it; on a GPU the host only queues them.
+        by_steps = covered.steps() if name == "update" and not covered.cuda else covered.spans(name)
+        why = unseen or by_steps or (None if len(table) else Unseen(f"no {name} was recorded"))
+        found[f"{name}.ms_per_step"] = why or _shared_ns(table.begin_ns, table.end_ns, warm.bounds) / 1e6 / warm.count
+    why = next((each for each in found.values() if isinstance(each, Unseen)), None)
+    if why is None:
         inside = times.table.of("forward", "backward", "step", "update")
         outside = warm.whole_ns - _shared_ns(inside.begin_ns, inside.end_ns, warm.bounds)
         found["outside.ms_per_step"] = outside / 1e6 / warm.count
+    else:
+        found["outside.ms_per_step"] = why
+    return found
+
+
+def _waited(times: Times, covered: Coverage, unseen: Unseen | None) -> dict[str, Value]:
+    steps, stalls = times.steps, times.stalls
+    # Without steps the whole recording counts as one, for the share of it.
+    share = covered.waits() or (None if len(steps.bounds) else _NO_STEP)
+    found: dict[str, Value] = {"exposed.percent": share or 100 * stalls.share}
+    why = unseen or covered.waits()
+    found["exposed.ms_per_step"] = why or stalls.ns_per_step / 1e6
+    by_what = stalls.by_what()
+    for wait in _WAITS:
+        found[_exposed(wait)] = why or by_what.get(wait, 0) / 1e6 / steps.warm.count
     return found
 
 
@@ -171,36 +202,45 @@ def _shared_ns(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64], bounds: N
     return int(overlaps(*portions(begin_ns, end_ns), bounds)[2].sum())
 
 
-def _moved(times: Times) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _moved(times: Times, covered: Coverage) -> dict[str, Value]:
+    found: dict[str, Value] = {}
     warm = times.steps.warm
-    for rate in times.rates:
-        name = _MOVES[rate.verb]
-        found[f"{name}.bytes_per_s"] = rate.bytes_per_s
-        if times.steps.count:
-            table = times.table.of(rate.verb)
+    rates = {rate.verb: rate for rate in times.rates}
+    for verb, name in _MOVES.items():
+        rate = rates.get(verb)
+        nothing = None if rate is not None else Unseen(f"no {verb} was recorded")
+        found[f"{name}.bytes_per_s"] = covered.spans(verb) or nothing or (rate.bytes_per_s if rate is not None else _NO_STEP)
+        # How many bytes were moved is known also where it is not known how long that took.
+        why = covered.amounts(verb) or nothing or covered.steps() or (None if times.steps.count else _NO_STEP)
+        if why is None:
+            table = times.table.of(verb)
             inside = (table.begin_ns >= warm.bounds[0, 0]) & (table.begin_ns < warm.bounds[-1, 1])
             found[f"{name}.bytes_per_step"] = float(table.nbytes[inside].sum()) / warm.count
+        else:
+            found[f"{name}.bytes_per_step"] = why
     return found
 
 
-def _joules(ledger: Ledger, times: Times) -> float | None:
+def _joules(ledger: Ledger, times: Times, covered: Coverage) -> Value:
     """Energy a step: what the counters of all GPUs rose by between the first step counted and the last."""
     import numpy as np
 
     warm = times.steps.warm
     counters = [pair for pair in ledger.samples("nvml energy").values() if len(pair[0]) > 1]
-    if not times.steps.count or not counters:
-        return None
+    if not counters:
+        return Unseen("not sampled: NVML said no energy")
+    unseen = covered.steps() or (None if times.steps.count else _NO_STEP)
+    if unseen is not None:
+        return unseen
     begin, end = int(warm.bounds[0, 0]), int(warm.bounds[-1, 1])
     # A counter that was not read over most of the steps would say too little, and nobody could tell.
     if any(time_ns[-1] - time_ns[0] < (end - begin) / 2 for time_ns, _ in counters):
-        return None
+        return _TOO_SHORT
     spent = 0.0
     for time_ns, value in counters:
         first, last = max(begin, int(time_ns[0])), min(end, int(time_ns[-1]))
         if last <= first:
-            return None
+            return _TOO_SHORT
         rise = np.interp(last, time_ns, value) - np.interp(first, time_ns, value)
         spent += float(rise) / 1e3 / (last - first) * (end - begin)
     return spent / warm.count

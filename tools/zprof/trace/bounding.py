@@ -11,7 +11,7 @@ from bisect import bisect_left
 from contextlib import suppress
 from pathlib import Path
 
-from zprof.trace.decimate import EFFORTS, smaller
+from zprof.trace.decimate import EFFORTS, Effort, smaller
 from zprof.trace.framefile import START, FrameFile
 from zprof.trace.frames import FrameKind, packed, sealed, unpacked
 from zprof.trace.reader import DROPPED, Trace
@@ -63,11 +63,17 @@ class Rewriting:
                 if self.nbytes <= self._limit // 2:
                     break
             self.dropped += dropped
-            self._write(sealed(FrameKind.NOTE, packed([DROPPED, {"rows": self.dropped}])))
+            self._write(sealed(FrameKind.NOTE, packed([DROPPED, {"rows": self.dropped, "spans": self._whole(trace, effort)}])))
         finally:
             trace.close()
         self.catch_up()
         os.fsync(self.fd)
+
+    def _whole(self, trace: Trace, effort: Effort) -> list[str]:
+        """The spans of which none was ever dropped from the file."""
+        before = [note.body.get("spans") for note in trace.notes(DROPPED)]
+        known = before[-1] if before and isinstance(before[-1], list) else effort.spans
+        return [what for what in effort.spans if what in known]
 
     def _begin(self, file: FrameFile) -> None:
         """A new file with the header and the notes of the part that is thinned out."""

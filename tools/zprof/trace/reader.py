@@ -125,6 +125,10 @@ class Trace:
         """The notes of that name, or all, in the order they were written."""
         return [note for note in self._notes() if name in (None, note.name)]
 
+    def brief(self, name: str) -> list[Note]:
+        """As `notes`, of those that are short: a snapshot among the others is not read."""
+        return [note for note in self._notes(_SMALL_NOTE) if note.name == name]
+
     def close(self) -> None:
         """Close the file; also done when the trace is let go."""
         self.file.close()

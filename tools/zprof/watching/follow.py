@@ -16,6 +16,7 @@ import numpy as np
 
 from zprof.clock import wall_ns
 from zprof.rows import CATEGORIES, MOVES, TIERS, RowKind
+from zprof.timing.coverage import Coverage, coverage
 from zprof.trace.levels import Levels, Open
 from zprof.trace.reader import Trace
 
@@ -53,10 +54,11 @@ class Seen:
     Attributes:
         state: "recording", "ended", "killed" for one that left no end and whose process is gone, "silent" for one that
             stopped writing and whose process lives, or cannot be seen from this host.
-        tiers: tier -> bytes held. samples: "rss", "cgroup memory" and the like -> the last value.
+        tiers: tier -> bytes held, of what is recorded; None where nothing on it is.
+        samples: "rss", "cgroup memory" and the like -> the last value.
         step_ms: median over the last steps; None before the second one ended. steps: ended so far.
         bandwidth: name of a transfer -> bytes a second over the window.
-        exposed_ms: waiting a step, over the window; None where no step ended in it.
+        exposed_ms: waiting a step, over the window; None where no step ended in it, or waits are not seen.
         holding, waiting: the units that hold most on the device, and that were waited for longest.
         damage: what of the file cannot be read, in one line.
     """
@@ -67,7 +69,7 @@ class Seen:
     pid: int
     device: str
     state: str
-    tiers: dict[str, int]
+    tiers: dict[str, int | None]
     samples: dict[str, int]
     steps: int
     step_ms: float | None
@@ -173,6 +175,7 @@ class Followed:
 
     def _seen(self) -> Seen:
         header = self._trace.header
+        covered = self._covered()
         key = max(self._steps, key=lambda key: self._steps[key], default=None)
         ends = [] if key is None else self._step_ends[key]
         span = max(1, min(WINDOW_NS, self._last_ns - self._first_ns))
@@ -185,12 +188,12 @@ class Followed:
             pid=header.pid,
             device=self._trace.device,
             state=self._state(),
-            tiers=self._tiers(),
+            tiers=self._tiers(covered),
             samples=dict(self._samples),
             steps=0 if key is None else self._steps[key],
             step_ms=float(np.median(np.diff(ends))) / 1e6 if len(ends) > 1 else None,
             bandwidth=self._bandwidth(span),
-            exposed_ms=waited / 1e6 / stepped if stepped else None,
+            exposed_ms=waited / 1e6 / stepped if stepped and covered.waits() is None else None,
             holding=self._holding(),
             waiting=self._waiting(max(1, stepped)),
             damage=self._damage(),
@@ -216,9 +219,14 @@ class Followed:
             return "killed"
         return "recording" if changed < _STILL_NS else "silent"
 
-    def _tiers(self) -> dict[str, int]:
+    def _covered(self) -> Coverage:
+        used = {TIERS[place] for place in (self._levels.place // len(CATEGORIES)).tolist()}
+        return coverage(self._trace, tuple(tier for tier in TIERS if tier in used))
+
+    def _tiers(self, covered: Coverage) -> dict[str, int | None]:
         tier = self._levels.place // len(CATEGORIES)
-        return {name: int(self._held[tier == place].sum()) for place, name in enumerate(TIERS)}
+        held = {name: int(self._held[tier == place].sum()) for place, name in enumerate(TIERS)}
+        return {name: nbytes if covered.anything(name) else None for name, nbytes in held.items()}
 
     def _bandwidth(self, span: int) -> dict[str, float]:
         facts = self._moved.facts

@@ -94,7 +94,8 @@ def _runs(runs: Sequence[Seen]) -> Sheet:
     columns = ("run", "rank", "state", "device", "host", "disk", "rss", "steps", "step", "exposed")
     rows = []
     for run in runs:
-        tiers = (shown(run.tiers.get(tier, 0)) for tier in ("device", "host", "disk"))
+        held = (run.tiers.get(tier) for tier in ("device", "host", "disk"))
+        tiers = (_DASH if nbytes is None else shown(nbytes) for nbytes in held)
         rss = shown(run.samples["rss"]) if "rss" in run.samples else _DASH
         times = (_ms(run.step_ms), _ms(run.exposed_ms))
         rates = (shown(round(run.bandwidth[name])) if name in run.bandwidth else _DASH for name in moves)
