@@ -69,8 +69,19 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         args, kwargs, found = _gathered(args, kwargs)
         if found:
             return func(*args, **kwargs)
+    out = kwargs.get("out") if kwargs else None
+    if isinstance(out, ShardedTensor) and not torch.is_grad_enabled() and not any(map(_is_or_has_sharded, args)):
+        # Made of nothing sharded (torch.randn): some such functions resize what they are given, which no parameter bears.
+        beside = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        func(*args, **{**kwargs, "out": beside})
+        if beside.shape == out.shape:
+            return out.copy_(beside)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _is_or_has_sharded(value: Any) -> bool:
+    return isinstance(value, ShardedTensor) or (isinstance(value, (list, tuple)) and any(map(_is_or_has_sharded, value)))
 
 
 def _uses_values(func: Callable[..., Any]) -> bool:
@@ -98,7 +109,9 @@ def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
             return type(value)(swap(item) for item in value)
         return value
 
-    return tuple(swap(arg) for arg in args), {key: swap(value) for key, value in kwargs.items()}, found
+    # What is written to stays what it is: of a leaf that requires grad autograd refuses the write itself.
+    named = {key: value if key == "out" else swap(value) for key, value in kwargs.items()}
+    return tuple(swap(arg) for arg in args), named, found
 
 
 def _plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -69,6 +69,8 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise operation to the ranges."""
+    if not _over_one_range(func, args, kwargs):
+        return whole(func, args, kwargs)
     first = args[0]
     if type(first) in (list, tuple) and len(first) > 1 and _scattered(first):
         return _one_by_one(func, args, kwargs)
@@ -95,7 +97,8 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for tensor in written:
         tensor._written()
     if written:
-        return args[0] if out is not None else None
+        named_outs = [kwargs[name] for name in outs_of(func) if name in kwargs]
+        return (named_outs[0] if len(named_outs) == 1 else tuple(named_outs) or args[0]) if out is not None else None
     device = kwargs.get("device") or lead._on
     if isinstance(out, Tensor):
         return ShardedTensor(out, lead._spec, device=device)
@@ -204,9 +207,55 @@ def _matching(value: ShardedTensor, lead: ShardedTensor) -> Any:
     )
 
 
+def outs_of(func: Any) -> list[str]:
+    """Names of the arguments that the overload writes its results to, whatever they held."""
+    return [
+        argument.name
+        for argument in func._schema.arguments
+        if argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _over_one_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Results that go to a sharded ``out=`` are of the range that every sharded argument is of."""
+    outs = [kwargs[name] for name in outs_of(func) if isinstance(kwargs.get(name), Tensor)] if kwargs else []
+    if not outs:
+        return True
+    sharded = [value for value in (*args, *kwargs.values()) if isinstance(value, ShardedTensor)]
+    first = outs[0]
+    return isinstance(first, ShardedTensor) and all(
+        value._spec.key() == first._spec.key() and value._local.device == first._local.device for value in sharded
+    )
+
+
+def _into_outs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[str]) -> Any:
+    """Compute whole results beside ``out=`` and keep this rank's ranges of them."""
+    beside: dict[str, Tensor] = {}
+    for name in outs:
+        out = kwargs[name]
+        fresh = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        beside[name] = fresh
+    made = func(*args, **{**kwargs, **beside})
+    for name in outs:
+        out, value = kwargs[name], beside[name]
+        if value.shape != out.shape:
+            raise ShardedOpError(
+                f"{func._schema.name.split('::')[1]} into {out._spec.name}: expected a result of shape {tuple(out.shape)}, "
+                f"found {tuple(value.shape)}. Compute it beside the parameter, then copy_."
+            )
+        out.copy_(value)
+    if isinstance(made, Tensor):
+        return kwargs[outs[0]]
+    return tuple(kwargs.get(name) for name in outs_of(func))
+
+
 def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read parameters whole; refuse anything that would need the whole of a gradient or a state."""
+    outs = [name for name in outs_of(func) if isinstance(kwargs.get(name), ShardedTensor)] if kwargs else []
+    if outs:
+        return _into_outs(func, args, kwargs, outs)
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+    named_writes = {argument.name for argument, writes in zip(func._schema.arguments, written, strict=True) if writes}
 
     def swap(value: Any, writes: bool = False) -> Any:
         if isinstance(value, ShardedTensor):
@@ -220,7 +269,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value
 
     plain = [swap(value, writes) for value, writes in zip(args, written, strict=False)]
-    out = func(*plain, **{key: swap(value) for key, value in kwargs.items()})
+    out = func(*plain, **{key: swap(value, key in named_writes) for key, value in kwargs.items()})
     if any(argument.alias_info is not None for argument in func._schema.returns) and isinstance(out, Tensor):
         return out.as_subclass(ReadOnly)
     return out
