@@ -363,6 +363,7 @@ class Attachment(Stateful, Calibrated):
         self._make_plain()
         self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
         undo, self._undo = self._undo, None
+        assert undo is not None
         undo.close()
         self._runtime.saved.parted = True
         self._bus.counter("communication on host", "message rings", 0)

@@ -287,7 +287,7 @@ def _while_it_lives(shard: Tensor) -> Callable[[], Tensor | None]:
     offset, numel = int(shard.storage_offset()), shard.numel()
 
     def find() -> Tensor | None:
-        storage = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
         if storage is None:
             return None
         with torch.inference_mode(False), torch.no_grad():
