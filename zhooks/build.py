@@ -401,6 +401,7 @@ def relay_unit(
         if flat.rest is not None:
             flat.rest.drop()
     hooks = {id(p): (s.hooks, s.post_hooks) for flat in unit.flats for p, s in zip(flat.params, flat.specs, strict=True)}
+    asked = any(flat.node_asked for flat in unit.flats)
     try:
         _lay_out(unit, kinds, ground)
     except Exception:
@@ -417,6 +418,8 @@ def relay_unit(
                 param.grad = moved
             else:
                 owner.state[param][key] = moved
+        for flat in unit.flats:
+            flat.node_asked = asked
         unit.slots, unit.recurrent = find_slots(model, unit), find_recurrent(model, unit)
     return True
 

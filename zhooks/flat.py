@@ -76,6 +76,8 @@ class Flat:
         self.views = Views(kind, layout, self.specs)
         # The shard holds the parameters' values, on every rank that shares it: of an attach that failed half way, not yet.
         self.holds = False
+        # Somebody asked autograd for the accumulation node of one of the parameters, and may have put hooks on it.
+        self.node_asked = False
         # Updated early in this step (overlap.py), and forwards whose backward is still to come.
         self.spent, self.nodes = False, 0
         self._writes, self._version = 0, -1

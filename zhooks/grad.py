@@ -296,6 +296,45 @@ def _while_it_lives(shard: Tensor) -> Callable[[], Tensor | None]:
     return find
 
 
+class _Later:
+    """A hook of autograd's accumulation node, which runs before ranks have reduced anything: it does nothing there.
+
+    It stays in the node's own table, so that the user's handle removes it; the parameter's hooks call it on time.
+    """
+
+    def __init__(self, hook: Callable[..., Any], table: weakref.ref[Any], key: int) -> None:
+        self._hook, self._table, self._key = hook, table, key
+
+    def __call__(self, *_: Any) -> None:
+        """Autograd's call, too early."""
+
+    def landed(self, param: Tensor) -> None:
+        """The gradient is there."""
+        table = self._table()
+        if table is not None and table.get(self._key) is self:
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = param.grad
+            self._hook((), (grad,))
+
+
+def put_off_hooks(node: Any, flat: Flat) -> None:
+    """Let hooks that the user has put on accumulation nodes run when the gradient is reduced and in place.
+
+    Somebody has asked for the node of a parameter of ``flat`` (``p.view_as(p)``), as torch's optimizers in backward do.
+    """
+    for (edge, _), spec in zip(node.next_functions, flat.specs, strict=True):
+        if edge is None:
+            continue
+        # torch shows the table of a node's hooks only to who registers one.
+        mine = edge.register_hook(_Later.__call__)
+        table = mine.hooks_dict_ref()
+        mine.remove()
+        for key, hook in list(table.items()):
+            if not isinstance(hook, _Later):
+                table[key] = later = _Later(hook, mine.hooks_dict_ref, key)
+                spec.post_hooks[-1 - key] = later.landed
+
+
 def accumulates(node: Any) -> bool:
     """All parameters behind ``node`` shall accumulate: backward().  Else autograd.grad or backward(inputs=...) chose some."""
     try:

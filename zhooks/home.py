@@ -51,6 +51,9 @@ class Home(Protocol):
 class Owner(Protocol):
     """The flat buffer of a parameter."""
 
+    node_asked: bool
+    """Somebody has asked autograd for a parameter's accumulation node."""
+
     def written(self, index: int | None = None) -> None:
         """The shard's values changed, those of one parameter or all: whatever is gathered is stale."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zhooks.flat import Flat
-from zhooks.grad import accumulates
+from zhooks.grad import accumulates, put_off_hooks
 from zhooks.reduce import Reducer
 
 
@@ -28,6 +28,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if ctx.flat.node_asked:
+            put_off_hooks(ctx, ctx.flat)
         return (None, None, *ctx.reducer.ready(ctx.flat, ctx.flat.views.parts(grads), accumulates(ctx)))
 
 

@@ -122,6 +122,8 @@ def _plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``p.view_as(p)`` asks for the node that accumulates a parameter's gradient: torch's zero-bubble schedules do."""
     itself = len(args) == 2 and args[0] is args[1]
+    if itself and args[0]._bound:
+        args[0]._bound.node_asked = True
     return (_plain if itself else _with_values)(func, args, kwargs)
 
 
