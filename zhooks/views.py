@@ -117,9 +117,15 @@ class Views:
 
 def held(views: Sequence[Tensor]) -> bool:
     """Somebody besides the table of views refers to these very tensors, or to the parts that DTensors among them wrap."""
-    parts = [part for view in views if (part := part_of(view)) is not view]
+    parts = _wrapped(views)
     return (
         held_elsewhere(views)
         or held_elsewhere(parts, known=1)
         or any(tensor._use_count() > 1 for tensor in (*views, *parts))  # type: ignore[attr-defined]
     )
+
+
+def _wrapped(views: Sequence[Tensor]) -> list[Tensor]:
+    """The parts inside DTensors; no name of it outlives the call, for ``held`` counts references."""
+    pairs = [(view, part_of(view)) for view in views]
+    return [part for view, part in pairs if part is not view]
