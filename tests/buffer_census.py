@@ -141,9 +141,11 @@ def resting(attachment: Any, *optimizers: torch.optim.Optimizer) -> set[int]:
 
 
 def in_use(attachment: Any) -> set[int]:
-    """What is gathered now, and the gradients' shards."""
+    """What is gathered now, and the gradients' shards: those being filled, and those that are parameters' already."""
     gradients = attachment._runtime.reducer.gradients.values()
-    return storages(*(flat.full for flat in flats(attachment)), *(gradient._shard for gradient in gradients))
+    with torch._C.DisableTorchFunctionSubclass():
+        claimed = [param.grad for flat in flats(attachment) for param in flat.params]
+    return storages(*claimed, *(flat.full for flat in flats(attachment)), *(gradient._shard for gradient in gradients))
 
 
 def flats(attachment: Any) -> list[Any]:

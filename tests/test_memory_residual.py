@@ -149,7 +149,8 @@ def test_a_tier_takes_them_and_the_device_keeps_none(way: str) -> None:
         assert (inputs if unit else LAYERS * BLOCK) <= now <= (2 * inputs if unit else 2 * (LAYERS * BLOCK + AROUND))
         backward(attachment, out)
         del out
-        assert rows(attachment)["activations", tier] == (0, formula, peak)
+        # A disk's worker may still be writing what was dropped unread.
+        assert soon(lambda: rows(attachment)["activations", tier] == (0, formula, peak))
         made.pop().detach()
 
 

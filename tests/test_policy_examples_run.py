@@ -26,6 +26,7 @@ def on_the_device(policy: Policy) -> dict[str, Any]:
     values = policy.values()
     for cell in ("parameter", "gradient", "optimizer", "activation"):
         values.get(cell, {}).pop("tier", None)
+    values.get("optimizer", {}).pop("compute", None)
     rules = [{key: value for key, value in rule.items() if key in ("match", "precision")} for rule in values.pop("rule")]
     return values | {"rule": [rule for rule in rules if "precision" in rule]}
 

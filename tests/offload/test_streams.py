@@ -19,6 +19,7 @@ from offload.disk import DiskFile
 from offload.errors import CapabilityError, TierError
 from offload.events import Bus
 from offload.host import HostPool
+from offload.lease import Mode
 from offload.pages import aligned
 from offload.stash import Limits, Stash
 from offload.store import Store
@@ -42,7 +43,7 @@ class Machine:
 
     def filled(self, key: str, value: float, tier: Tier = Tier.DISK) -> Block:
         block = self.store.put(key, NUMEL, torch.float32, tier)
-        lease = self.store.fetch(block, Tier.DEVICE, read=False)
+        lease = self.store.fetch(block, Tier.DEVICE, Mode.WRITE_ALL)
         values = lease.wait()
         self.written(values, value)
         block.touch()

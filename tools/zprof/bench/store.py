@@ -105,7 +105,8 @@ def _read(path: Path) -> dict[str, list[Figure]]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
+        found = error.strerror or error
+        raise TraceError(f"{path}: cannot be read: {found}. Delete it and run zprof bench again") from None
     try:
         body = json.loads(text)
         if body["version"] != _VERSION:
