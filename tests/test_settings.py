@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,53 @@ def test_stages_of_a_pipeline_have_policies_of_their_own_but_not_within_one() ->
     zhooks.attach(net(), policy={"stage": 2 + rank // 2, "comm": {"timeout_s": 30}}, mesh=mesh).detach()
     with pytest.raises(zhooks.AttachError, match=r"found stage = 3 on rank 2 and stage = 2 on rank 3"):
         zhooks.attach(net(), policy={"stage": (3, 3, 3, 2)[rank], "comm": {"timeout_s": 30}}, mesh=mesh)
+
+
+# ---- a rank that is refused before it compares anything
+
+
+@on_ranks(2)
+def test_what_one_rank_refuses_all_refuse_at_once_and_the_next_attach_trains() -> None:
+    rank, _ = place()
+    attached = net()
+    zhooks.attach(attached, policy={"comm": {"timeout_s": 30}})
+    plain = net()
+    unread = "/nowhere/policy.toml"
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+    elsewhere = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3, device="meta"))
+    no_tp = {"activation": {"partition": "tp", "checkpoint": "unit"}}
+    stranger = torch.optim.SGD(net().parameters(), lr=0.1)
+    others: list[tuple[int, type[Exception], str, nn.Module, dict[str, Any]]] = [
+        (1, zhooks.PolicyError, "/nowhere/policy.toml", plain, {"policy": unread}),
+        (0, zhooks.AttachError, "attached already", attached, {}),
+        (1, zhooks.AttachError, "lazy parameter", lazy, {}),
+        (0, zhooks.AttachError, "all parameters on one device", elsewhere, {}),
+        (1, zhooks.AttachError, "to hold parameters of Sequential", plain, {"optimizer": stranger}),
+        (0, zhooks.AttachError, "a DeviceMesh, e.g.", plain, {"mesh": "dp"}),
+        (1, zhooks.AttachError, 'an axis named "tp" in the mesh', plain, {"policy": no_tp}),
+        (0, zhooks.PolicyError, "x{1000}", plain, {"policy": Unreadable()}),
+    ]
+    for who, kind, said, model, given in others:
+        mine = {"policy": {"comm": {"timeout_s": 30}}}
+        with pytest.raises(kind) as caught:
+            zhooks.attach(model if rank == who else plain, **({**mine, **given} if rank == who else mine))
+        assert re.search(said, str(caught.value), re.DOTALL), (said, caught.value)
+        assert str(caught.value).startswith(f"rank {who}: ") == (rank != who), caught.value
+        assert len(str(caught.value)) < 3000 or rank == who
+        assert all(type(param) is nn.Parameter for param in plain.parameters())
+    # Each rank that has a reason of its own says that.
+    with pytest.raises(zhooks.AttachError, match="^parameter 0.weight: .* lazy" if rank else "^attach: .* attached already"):
+        zhooks.attach(lazy if rank else attached)
+    attachment = zhooks.attach(plain, policy={"comm": {"timeout_s": 30}})
+    steps(plain)
+    attachment.detach()
+
+
+class Unreadable:
+    """A path whose policy cannot be read, at length."""
+
+    def __fspath__(self) -> str:
+        raise zhooks.PolicyError("x" * 5000)
 
 
 # ---- waiting for a rank that does not come

@@ -51,7 +51,7 @@ from zhooks.checks import (
     optimizer_facts,
 )
 from zhooks.comm import CONTROL, Call, Comm, open_comm
-from zhooks.comm_meet import policy_facts
+from zhooks.comm_meet import meet, policy_facts, refused_by_all
 from zhooks.describe import describe
 from zhooks.held import tell
 from zhooks.hooks import casts_of, install, install_casts
@@ -106,21 +106,24 @@ def attach(
     Raises:
         PolicyError: the policy cannot be read.
         AttachError: model, optimizer or mesh cannot be attached; the model is as it was.
+        Either is raised on every rank, with ``rank N: `` before it on those that have no reason of their own.
     """
-    chosen = Policy.of(policy)
-    check_arguments(optimizer, mesh, init, sync)
-    device = check_model(model)
-    check_optimizer(model, optimizer)
-    check_scaled(model, chosen)
+    meeting = meet()
     # What is trained later must not be made of inference tensors; the first of the two would turn gradients on.
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
-        axes = resolve(mesh)
-        check_division(model, axes.tp)
+        with refused_by_all(meeting):
+            chosen = Policy.of(policy)
+            check_arguments(optimizer, mesh, init, sync)
+            device = check_model(model)
+            check_optimizer(model, optimizer)
+            check_scaled(model, chosen)
+            axes = resolve(mesh)
+            check_division(model, axes.tp)
+            check_axis(chosen, axes.names)
+            given = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, model.parameters())}
         forget_idle_graphs()
-        given = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, model.parameters())}
-        comm = open_comm(axes, chosen, device, given)
+        comm = open_comm(axes, chosen, device, given, meeting)
         undo.callback(comm.close)
-        check_axis(chosen, comm)
         return Attachment(model, optimizer, chosen, comm, Materializer(model, device, init, sync), undo)
 
 
@@ -312,7 +315,7 @@ class Attachment(Stateful, Calibrated):
             raise PolicyError(problem)
         check_change(self.policy, chosen, self._store)
         check_scaled(self.model, chosen)
-        check_axis(chosen, self._comm)
+        check_axis(chosen, self._comm.names)
         charted = chart(self.model, self._units, chosen)
         self._runtime.settle()
         table, device = Table.of(chosen.table()), self._units[0].flats[0].kind.device

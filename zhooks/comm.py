@@ -142,24 +142,32 @@ _CHANNELS_OF = {
 }
 
 
-def open_comm(mesh: Mesh, policy: Policy, device: torch.device, facts: Mapping[str, Facts] | None = None) -> Comm:
+def open_comm(
+    mesh: Mesh,
+    policy: Policy,
+    device: torch.device,
+    facts: Mapping[str, Facts] | None = None,
+    meeting: Meeting | None = None,
+) -> Comm:
     """Compare what ranks were given, then choose and open the transport of each axis.  Collective over the process group.
 
     Args:
         facts: what else must be the same on the ranks of one model, by subject.
+        meeting: that of this attach; None makes one where there are several ranks.
     Raises:
         AttachError: ranks were given other policies, meshes or facts; nothing has been opened.
         CapabilityError: the policy names a transport this machine or backend cannot give.
         DivergenceError: a rank does not come in time: it attaches fewer models, or has died.
+        ZhooksError: what another rank was refused with.
     """
     from zhooks.comm_shm import serve_together
 
-    meeting = meet(policy.comm.timeout_s)
+    meeting = meeting or meet()
     if meeting is not None:
         shared, own = policy_facts(policy)
         everywhere = {"policy": shared, "mesh": {"axes": mesh.arrangement}, "versions": _versions()}
         everywhere["device"] = {"type": device.type}
-        meeting.compare(everywhere, {"policy": own, **(facts or {})}, mesh.stage.ranks[0])
+        meeting.compare(everywhere, {"policy": own, **(facts or {})}, mesh.stage.ranks[0], policy.comm.timeout_s)
     needed: dict[tuple[int, ...], tuple[Axis, set[int]]] = {}
     for axis in (mesh.shard, mesh.replicate, mesh.data, mesh.tp, mesh.pp, mesh.stage):
         # Axes over the same ranks share a transport; on every rank alike, for a mesh is regular.

@@ -366,16 +366,16 @@ class Partition:
             self._bus.hold("activation on device", gather.slot.key, gather.full.untyped_storage())
 
 
-def check_axis(policy: Policy, comm: Comm) -> None:
-    """What [activation] partition names is an axis of the mesh.
+def check_axis(policy: Policy, names: Sequence[str]) -> None:
+    """What [activation] partition names is an axis of the mesh, one of ``names``.
 
     Raises:
         AttachError: it is not.
     """
     wanted = policy.activation.partition
-    if wanted != "none" and wanted not in comm.names:
+    if wanted != "none" and wanted not in names:
         raise AttachError(
-            f'[activation] partition: expected an axis named "{wanted}" in the mesh, found {", ".join(comm.names)}. Attach '
+            f'[activation] partition: expected an axis named "{wanted}" in the mesh, found {", ".join(names)}. Attach '
             f'with mesh = init_device_mesh(..., mesh_dim_names=("dp", "{wanted}")), or write partition = "none".'
         )
 

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from offload import errors
-from offload.errors import AttachError, CheckpointError, DivergenceError, ZhooksError
+from offload.errors import CheckpointError, DivergenceError, ZhooksError
 from offload.policy_text import shown_path
 from zhooks.agree import text_digest
 from zhooks.comm import CONTROL, Call, Comm, Transport
+from zhooks.comm_meet import error_of
 
 __all__ = ["Together", "all_or_none", "one_stage_a_path"]
 
@@ -163,9 +163,7 @@ def all_or_none(world: Transport, verb: str) -> Iterator[None]:
     kind, _, why = ranks._said(said).partition("\n")
     if problem is not None:
         raise problem
-    known = getattr(errors, kind, None)
-    raised = known if isinstance(known, type) and issubclass(known, ZhooksError) else AttachError
-    raise raised(f"rank {world.axis.ranks[failed]}: {why}")
+    raise error_of(kind)(f"rank {world.axis.ranks[failed]}: {why}")
 
 
 def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
