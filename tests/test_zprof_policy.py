@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -113,11 +114,30 @@ def test_convert_never_writes_over_what_it_reads_and_says_where_it_cannot(zprof:
     Path("ds.json").write_text(DEEPSPEED)
     result = zprof("policy", "convert", "ds.json", "-o", "./ds.json")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "./ds.json: is the file to convert; name another with -o\n"
+    assert result.stderr == "ds.json: is what is read; name another file with -o\n"
     assert Path("ds.json").read_text() == DEEPSPEED
     result = zprof("policy", "convert", "ds.json", "-o", "none/policy.toml")
     assert (result.exit_code, result.stderr) == (1, "none/policy.toml: cannot be written: No such file or directory\n")
     assert zprof("policy", "convert", "none.json").exit_code == 1
+
+
+def test_convert_replaces_a_file_when_told_to_and_nothing_that_is_none(zprof: Zprof) -> None:
+    Path("ds.json").write_text(DEEPSPEED)
+    Path("kept.toml").write_text("stage = 1\n")
+    result = zprof("policy", "convert", "ds.json", "-o", "kept.toml")
+    assert result.stderr == "kept.toml: exists already; overwrite it with -f, or name another with -o\n"
+    assert (result.exit_code, Path("kept.toml").read_text()) == (1, "stage = 1\n")
+    Path("link.toml").symlink_to("kept.toml")
+    os.mkfifo("pipe.toml")
+    for name, kind in (("link.toml", "a link"), ("pipe.toml", "a device or a pipe"), ("/dev/null", "a device or a pipe")):
+        assert zprof("policy", "convert", "ds.json", "-o", name).exit_code == 1
+        result = zprof("policy", "convert", "ds.json", "-o", name, "-f")
+        said = f"{name}: expected a plain file or none, found {kind}; name another with -o\n"
+        assert (result.exit_code, result.stderr) == (1, said)
+    assert Path("kept.toml").read_text() == "stage = 1\n"
+    assert zprof("policy", "convert", "ds.json", "-o", "kept.toml", "--force").exit_code == 0
+    with pytest.warns(IgnoredKeys):
+        assert Policy.load("kept.toml") == Policy.load("ds.json")
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

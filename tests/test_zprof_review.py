@@ -52,6 +52,27 @@ def test_what_is_no_plain_file_is_never_replaced(
     assert Path("target").read_text() == "kept"
 
 
+READERS = [
+    ["report"], ["report", "--json"], ["check", "--max", "device.peak=1GiB"], ["diff", "run.zprof"], ["timeline"],
+    ["flamegraph"], ["export", "-f", "csv", "-o", "out"], ["frag"], ["top", "-1"], ["policy", "check"], ["policy", "show"],
+    ["policy", "convert"],
+]  # fmt: skip
+
+
+def test_what_is_no_file_is_named_in_one_line_by_every_command_that_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("folder").mkdir()
+    write_trace(Path("run.zprof"), sample_rows(steps=1))
+    for command in READERS:
+        for name in ("pipe", "/dev/zero", "folder"):
+            result = CliRunner().invoke(main, [*command, name])
+            assert result.exit_code in (1, 2) and result.stderr.count("\n") == 1, (command, name, result.stderr)
+            assert result.stderr.startswith(f"{name}: "), (command, name, result.stderr)
+
+
 def test_a_model_made_before_the_recording_can_still_be_attached_and_runs_as_it_would(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     with zprof.record(tmp_path / "run.zprof", level="alloc"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import secrets
 import subprocess
 import sys
 import textwrap
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.zprof_traces import HEADER, MIB, sample_rows
 from zprof.rows import TIERS, Row, RowKind, placement
+from zprof.trace.bounding import Rewriting
 from zprof.trace.levels import Open, extremes, walked
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
@@ -259,7 +262,8 @@ def test_a_kill_while_the_file_is_made_smaller_leaves_a_whole_file(tmp_path: Pat
         trace = Trace.open(path)
         assert sum(map(len, trace.chunks())) == trace.count
         assert not trace.file.damages, trace.damage
-        assert set(tmp_path.iterdir()) <= {path, tmp_path / "run.zprof.part"}
+        beside = {each.name for each in tmp_path.iterdir()} - {path.name}
+        assert all(re.fullmatch(r"run\.zprof\.[0-9a-f]{8}\.part", name) for name in beside)
 
 
 def test_a_full_disk_stops_the_recording_with_one_warning_and_nothing_raised(tmp_path: Path) -> None:
@@ -291,8 +295,9 @@ def test_a_full_disk_stops_the_recording_with_one_warning_and_nothing_raised(tmp
     assert trace.damage is None and done.stderr == ""
 
 
-def test_no_room_for_the_smaller_file_stops_the_recording_too(tmp_path: Path) -> None:
-    (tmp_path / "run.zprof.part").mkdir()
+def test_no_room_for_the_smaller_file_stops_the_recording_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.zprof.00.part").mkdir()
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "00")
     rows = peaked(0, 100)
     writer = Writer(tmp_path / "run.zprof", HEADER, limit=LIMIT)
     with pytest.warns(RuntimeWarning, match="recording stopped.*goes on: the file cannot be made smaller") as said:
@@ -302,6 +307,29 @@ def test_no_room_for_the_smaller_file_stops_the_recording_too(tmp_path: Path) ->
     trace = Trace.open(writer.path)
     assert len(said) == 1
     assert sum(map(len, trace.chunks())) + writer.dropped_rows == 2 * len(rows)
+
+
+def test_what_others_put_beside_the_file_or_in_its_place_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.zprof.part").write_text("theirs")
+    rows = peaked(0, 100)
+    writer = Writer(tmp_path / "run.zprof", HEADER, limit=LIMIT)
+    real = Rewriting.run
+
+    def replaced(work: Rewriting) -> None:
+        real(work)
+        (tmp_path / "other.zprof").write_text("another recording")
+        (tmp_path / "other.zprof").rename(writer.path)
+        (beside,) = (each for each in tmp_path.iterdir() if each.suffix == ".part" and each.name != "run.zprof.part")
+        beside.rename(tmp_path / "moved")
+        beside.write_text("mine")
+
+    monkeypatch.setattr(Rewriting, "run", replaced)
+    with pytest.warns(RuntimeWarning, match="recording stopped.*run.zprof is another file by now"):
+        writer.rows(rows)
+        writer.rows(rows)
+        writer.close()
+    left = sorted(each.read_text() for each in tmp_path.iterdir() if each.name != "moved")
+    assert left == ["another recording", "mine", "theirs"]
 
 
 def test_making_it_smaller_takes_memory_of_a_few_chunks_only(tmp_path: Path) -> None:

@@ -209,11 +209,8 @@ def _allowed(text: str) -> str:
 def _write(path: Path, body: bytes, found: Sequence[Measured]) -> None:
     import os
 
-    from zprof.writing import committed
+    from zprof.output import write_output
 
     if any(os.path.realpath(path) == os.path.realpath(run.path) for run in found):
         raise Problem(f"{path}: is the run to check; name another file with --junit")
-    try:
-        committed(path, body, mode=0o666)
-    except (OSError, ValueError) as error:
-        raise Problem(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    write_output(path, body)

@@ -48,7 +48,8 @@ def flamegraph(run: Path, step: int | None, output: Path | None, force: bool, as
     \b
     Example:  zprof flamegraph run.zprof --at step:3
     """
-    from zprof.pages.page import check_output, page, page_path, plotly_source, write_page
+    from zprof.output import check_output, write_output
+    from zprof.pages.page import page, page_path, plotly_source
     from zprof.pages.tree import flamegraph as drawn
     from zprof.trace.reader import Trace
 
@@ -57,14 +58,15 @@ def flamegraph(run: Path, step: int | None, output: Path | None, force: bool, as
     plotly_source()
     title = f"zprof flamegraph: {path.name.removesuffix('.html').removesuffix('.flamegraph')}"
     data = drawn(Trace.open(run), step) | {"title": title}
-    nbytes = write_page(path, page(title, data, scripts=("flamegraph.js",)))
+    body = page(title, data, scripts=("flamegraph.js",)).encode()
+    write_output(path, body)
     tiers = {tier["tier"]: tier["total"] for tier in data["tiers"]}
     if as_json:
-        told = {"page": str(path), "bytes": nbytes, "at": data["at"], "tiers": tiers, "not_recorded": data["missing"]}
+        told = {"page": str(path), "bytes": len(body), "at": data["at"], "tiers": tiers, "not_recorded": data["missing"]}
         click.echo(json.dumps(told, indent=2))
         return
     held = ", ".join(f"{tier['shown']} on {tier['tier']}" for tier in data["tiers"]) or "no memory recorded"
-    click.echo(f"{path}: {nbytes / 2**20:.1f} MiB; {data['at']}: {held}")
+    click.echo(f"{path}: {len(body) / 2**20:.1f} MiB; {data['at']}: {held}")
     for line in data["missing"]:
         click.echo(f"not recorded on {line}")
     click.echo(f"Open it in a browser; for the same over time: zprof timeline {run}")

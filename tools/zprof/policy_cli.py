@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -105,20 +104,20 @@ def schema() -> None:
 
 @policy.command()
 @FILE
-@click.option("-o", "--output", type=click.Path(), help="The file to write; standard output unless said.")
-def convert(file: str, output: str | None) -> None:
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write; standard output unless said.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite the file if it is there.")
+def convert(file: str, output: Path | None, force: bool) -> None:
     """Write the DeepSpeed configuration FILE as a policy in TOML, with what is not honoured in comments."""
+    from zprof.output import check_output, write_output
+
+    if output is not None:
+        check_output(output, [Path(file)], force=force)
     loaded, ignored = _load(file)
     text = "\n".join([f"# {line}" for line in _heading(file, ignored)] + [""] + list(_written(loaded))) + "\n"
     if output is None:
         click.echo(text, nl=False)
-        return
-    if os.path.realpath(output) == os.path.realpath(file):
-        raise Problem(f"{output}: is the file to convert; name another with -o")
-    try:
-        Path(output).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise Problem(f"{output}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    else:
+        write_output(output, text.encode())
 
 
 def _load(file: str) -> tuple[Policy, list[str]]:

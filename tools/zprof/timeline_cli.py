@@ -30,7 +30,8 @@ def timeline(runs: tuple[Path, ...], output: Path | None, force: bool, as_json: 
     Example:  zprof timeline run.0.zprof run.1.zprof -o run.html
     """
     from zprof.ledger.ranks import traces_of
-    from zprof.pages.page import check_output, page, page_path, plotly_source, write_page
+    from zprof.output import check_output, write_output
+    from zprof.pages.page import page, page_path, plotly_source
     from zprof.pages.timeline import peak_line
     from zprof.pages.timeline import timeline as drawn
 
@@ -42,12 +43,13 @@ def timeline(runs: tuple[Path, ...], output: Path | None, force: bool, as_json: 
     check_output(path, [trace.path for trace in traces], force=force)
     title = f"zprof timeline: {path.name.removesuffix('.html').removesuffix('.timeline')}"
     data = drawn(traces) | {"title": title}
-    nbytes = write_page(path, page(title, data, scripts=SCRIPTS))
+    body = page(title, data, scripts=SCRIPTS).encode()
+    write_output(path, body)
     merged = data["merged"]
     if as_json:
-        click.echo(json.dumps({"page": str(path), "bytes": nbytes, "merged": merged, "steps": data["steps"]}, indent=2))
+        click.echo(json.dumps({"page": str(path), "bytes": len(body), "merged": merged, "steps": data["steps"]}, indent=2))
         return
-    click.echo(f"{path}: {nbytes / 2**20:.1f} MiB, {peak_line(data)}")
+    click.echo(f"{path}: {len(body) / 2**20:.1f} MiB, {peak_line(data)}")
     if merged["below_ns"]:
         click.echo(f"{merged['spans']:,} spans as {merged['kept']:,}: those below {merged['below_ns'] / 1e6:.3g} ms are merged")
     click.echo("Open it in a browser; for the same in the terminal: zprof report " + " ".join(map(str, runs)))

@@ -1,6 +1,6 @@
 """Owns the shell of a page: one self-contained HTML file with plotly.js, its data and its script inlined, that asks no network.
 
-``zprof timeline`` and ``zprof flamegraph`` build their data and call `page` and `write_page`. It never puts a name from a trace
+``zprof timeline`` and ``zprof flamegraph`` build their data and call `page`. It never puts a name from a trace
 into markup or into a script: names travel as escaped JSON, and the scripts set them as text.
 """
 
@@ -10,7 +10,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -19,13 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import CapabilityError
-from zprof.problem import Problem
-from zprof.writing import committed, replaceable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["check_output", "embedded", "packed", "page", "page_path", "plotly_source", "write_page"]
+__all__ = ["embedded", "packed", "page", "page_path", "plotly_source"]
 
 #: How an array travels: the letter of its JavaScript view. All little-endian.
 _VIEWS = {"uint8": "u1", "uint16": "u2", "uint32": "u4", "float32": "f4", "float64": "f8"}
@@ -111,34 +108,6 @@ def page_path(runs: Sequence[Path], kind: str) -> Path:
     if len(names) > 1:
         shared = re.sub(r"[.\-_]?r?\d*$", "", shared)
     return first.with_name(f"{shared or names[0]}.{kind}.html")
-
-
-def check_output(path: Path, runs: Sequence[Path], *, force: bool) -> None:
-    """Refuse before the work starts what `write_page` could not or must not write.
-
-    Raises:
-        Problem: the file is there already and ``force`` was not said, is a directory, or is one of the runs.
-    """
-    if path.is_dir():
-        raise Problem(f"{path}: expected a file to write, found a directory; name a file with -o")
-    if any(os.path.realpath(path) == os.path.realpath(run) for run in runs):
-        raise Problem(f"{path}: is the run to draw; name another file with -o")
-    if os.path.lexists(path) and not force:
-        raise Problem(f"{path}: exists already; overwrite it with -f, or name another with -o")
-    try:
-        replaceable(path)
-    except OSError as error:
-        raise Problem(f"{path}: {error.strerror}; name another with -o") from None
-
-
-def write_page(path: Path, text: str) -> int:
-    """Write the page whole or not at all; returns its bytes. Pages are for sharing, so the umask alone decides who reads."""
-    encoded = text.encode("utf-8")
-    try:
-        committed(path, encoded, mode=0o666)
-    except (OSError, ValueError) as error:
-        raise Problem(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
-    return len(encoded)
 
 
 def _file(name: str) -> str:

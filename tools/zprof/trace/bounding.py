@@ -1,16 +1,20 @@
 """Owns the rewriting of a trace file that grew past its bound: which part is thinned out, and how the new file takes over.
 
 The writer starts one `Rewriting` on a thread of its own and goes on recording meanwhile. At every moment the path names one
-complete file: the new one is made beside it and renamed over it.
+complete file: the new one is made beside it, under a name that nobody can have foreseen, and renamed over it. It removes and
+replaces only the two files that it has open.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 from bisect import bisect_left
 from contextlib import suppress
 from pathlib import Path
 
+from offload.regular import open_regular
 from zprof.trace.decimate import EFFORTS, Effort, smaller
 from zprof.trace.framefile import START, FrameFile
 from zprof.trace.frames import FrameKind, packed, sealed, unpacked
@@ -39,8 +43,8 @@ class Rewriting:
         self.dropped = dropped
         self._path = path
         self._limit = limit
-        self._beside = path.with_name(f"{path.name}.part")
-        self._from = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+        self._from = open_regular(path)
         self._copied = 0
 
     def run(self) -> None:
@@ -77,11 +81,9 @@ class Rewriting:
 
     def _begin(self, file: FrameFile) -> None:
         """A new file with the header and the notes of the part that is thinned out."""
-        if self.fd >= 0:
-            os.close(self.fd)
-        # One may be left of a process that was killed here.
-        self._beside.unlink(missing_ok=True)
-        self.fd = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if self.fd < 0:
+            self.fd = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self.fd, 0)
         self.nbytes = 0
         header, _ = file.read(START)
         self._write(file.bytes_at(header.end, 0))
@@ -104,9 +106,16 @@ class Rewriting:
             self._copied += len(block)
 
     def finish(self) -> int:
-        """Put the new file in the old one's place, and hand over its descriptor; nobody may append to the old one now."""
+        """Put the new file in the old one's place, and hand over its descriptor; nobody may append to the old one now.
+
+        Raises:
+            OSError: the disk is full, or somebody else has replaced one of the two files.
+        """
         self.catch_up()
         os.fsync(self.fd)
+        for path, fd in ((self._path, self._from), (self._beside, self.fd)):
+            if not _names(path, fd):
+                raise OSError(errno.ESTALE, f"{path.name} is another file by now")
         os.rename(self._beside, self._path)
         with suppress(OSError):
             # So that the new name outlives a loss of power; some file systems have no such thing.
@@ -122,6 +131,15 @@ class Rewriting:
         """Let go of both files, and of the new one where it did not take the old one's place."""
         os.close(self._from)
         if self.fd >= 0:
-            os.close(self.fd)
             with suppress(OSError):
-                self._beside.unlink()
+                if _names(self._beside, self.fd):
+                    self._beside.unlink()
+            os.close(self.fd)
+
+
+def _names(path: Path, fd: int) -> bool:
+    """The path is that of the open file itself, and no link to it."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False

@@ -146,4 +146,5 @@ def _opened(path: Path) -> int:
         return open_regular(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise TraceError(f"{path}: cannot be read: {reason}; record one with zprof run -o {path}") from None
+        advice = "check the path" if os.path.lexists(path) else f"record one with zprof run -o {path}"
+        raise TraceError(f"{path}: cannot be read: {reason}; {advice}") from None
