@@ -22,11 +22,11 @@ from tests.on_ranks import hooks_left, on_ranks, place
 
 #: What attach calls once units are being built, in the order of the calls; of methods the class is named.
 LATER = (
+    "zhooks.device_budget.DeviceBudget.open",
     "zhooks.attach.scratch_for",
     "zhooks.attach.open_arena",
     "zhooks.attach.shard_states",
     "zhooks.attach.chart",
-    "zhooks.attach.kept_budget",
     "zhooks.attach.reserve_rest",
     "zhooks.attach.Reducer",
     "zhooks.attach.make_node",

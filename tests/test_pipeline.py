@@ -20,7 +20,7 @@ import zhooks
 from offload.events import Recorder
 from tests.on_ranks import on_ranks
 from tests.pipelines import Pipeline, Plain, batch_of, loss_of, mean_over, mesh_of, mine_of, parts, pipeline, share
-from zhooks.tiers import device_floor
+from zhooks.device_budget import device_floor
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 10

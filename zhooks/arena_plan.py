@@ -28,7 +28,7 @@ from zhooks.schedule import keep_gathered
 from zhooks.unit import Unit
 from zhooks.units import Group
 
-__all__ = ["beside", "open_arena", "planned", "reserve_rest", "sizes"]
+__all__ = ["beside", "forget_plan", "open_arena", "planned", "reserve_rest", "sizes"]
 
 Move = tuple[object, int]
 """A range by its key, and its bytes when it is taken; 0 when it is given back."""
@@ -47,10 +47,7 @@ def open_arena(policy: Policy, device: torch.device, bus: Bus, plan: Callable[[]
     units = plan()
     arena = Arena(device, bus, paged=paged(units))
     arena.reserve({Use.SHARDS: sizes(policy, units, None)[Use.SHARDS]})
-    for flat in [flat for unit in units for flat in unit.flats]:
-        # Flats and their specs refer to each other: the plan would hold the model until the collector comes.
-        flat.specs.clear()
-        flat.params.clear()
+    forget_plan(units)
     return arena
 
 
@@ -70,6 +67,13 @@ def planned(model: nn.Module, groups: Sequence[Group], ground: Ground, device: t
     for group, unit in zip(groups, units, strict=True):
         flats_of(model, group, unit, ground, device)
     return units
+
+
+def forget_plan(units: Sequence[Unit]) -> None:
+    """Flats and their specs refer to each other: planned ones would hold the model until the collector comes."""
+    for flat in [flat for unit in units for flat in unit.flats]:
+        flat.specs.clear()
+        flat.params.clear()
 
 
 def paged(units: Sequence[Unit]) -> bool:

@@ -26,7 +26,7 @@ from offload.tier import Tier
 from zhooks import memory
 from zhooks.activation import open_inputs, open_stash
 from zhooks.agree import Agreement, disagreement
-from zhooks.arena_plan import open_arena, planned, reserve_rest
+from zhooks.arena_plan import forget_plan, open_arena, planned, reserve_rest
 from zhooks.attached_state import Stateful
 from zhooks.build import (
     Ground,
@@ -53,6 +53,7 @@ from zhooks.checks import (
 from zhooks.comm import CONTROL, Call, Comm, open_comm
 from zhooks.comm_meet import meet, policy_facts, refused_by_all
 from zhooks.describe import describe
+from zhooks.device_budget import DeviceBudget
 from zhooks.held import tell
 from zhooks.hooks import casts_of, install, install_casts
 from zhooks.islands import Map, chart
@@ -75,7 +76,7 @@ from zhooks.runtime import Runtime, forget_idle_graphs
 from zhooks.scaling import Scaling
 from zhooks.schedule import Choices
 from zhooks.stock_state import StockState
-from zhooks.tiers import change_store, check_change, groups_of, kept_budget, open_stepper, open_store
+from zhooks.tiers import change_store, check_change, groups_of, open_stepper, open_store
 from zhooks.together import all_or_none
 from zhooks.unit import Unit
 from zhooks.units import find_units
@@ -143,6 +144,7 @@ class Attachment(Stateful, Calibrated):
         self._stepper: Stepper | None = None
         self._rounding = Rounding(policy.optimizer.seed)
         self._optimizer = optimizer
+        self._device_budget = DeviceBudget(comm)
         self._registries = Registries()
         self._units: list[Unit] = []
         self._members = Members(model)
@@ -186,7 +188,9 @@ class Attachment(Stateful, Calibrated):
         self._registries.open()
         self._stock.open(watch_steps, () if self._optimizer is None else (self._optimizer,))
         self._first_steps = FirstSteps(self.model.parameters, self._comm.stage)
-        self._step_handles = watch_steps(self._first_steps)
+        self._device_budget.follow(self._units)
+        self._device_budget.spared = self._keep_within
+        self._step_handles = [*watch_steps(self._first_steps), *watch_steps(self._device_budget)]
         self._scaling.open(watch_steps)
         self._step_over_tiers()
         self._bus.told_by(self._tell)
@@ -236,9 +240,7 @@ class Attachment(Stateful, Calibrated):
 
     def _step_over_tiers(self) -> None:
         if self._store is not None:
-            self._stepper = open_stepper(
-                self.policy, self._store, self._bus, self._units, self._runtime, self._rounding
-            )
+            self._stepper = open_stepper(self.policy, self._store, self._bus, self._units, self._runtime, self._rounding)
 
     def _build(self, materializer: Materializer) -> int | None:
         """Shard the model; returns the bytes of gathered units that may stay between forward and backward."""
@@ -248,9 +250,10 @@ class Attachment(Stateful, Calibrated):
             self._store = open_store(self.policy, materializer.device, groups, self._table, self._comm, self._bus)
             self._ground = replace(self._ground, store=self._store)
         device = materializer.device
+        plan = partial(planned, self.model, groups, self._ground, device)
+        spare = self._spare(plan, device)
         with all_or_none(self._comm.stage, "attach"):
             scratch = scratch_for(groups, self._ground, device)
-            plan = partial(planned, self.model, groups, self._ground, device)
             self._pool.arena = open_arena(self.policy, device, self._bus, plan)
         with loose_references(self.model):
             for number, group in enumerate(groups):
@@ -260,10 +263,24 @@ class Attachment(Stateful, Calibrated):
                     shard_states(self._units[-1], self._optimizer, self._ground)
         materializer.buffers(self._comm)
         self._charted = chart(self.model, self._units, self.policy)
-        spare = kept_budget(self.policy, self._units, self._comm, device)
         with all_or_none(self._comm.stage, "attach"):
             self._size_pool(spare)
         return spare
+
+    def _spare(self, plan: Callable[[], list[Unit]], device: torch.device) -> int | None:
+        """Ask the device's budget before anything is allocated, for units that are not there yet."""
+        if not self._device_budget.open(self.policy, device):
+            return None
+        units = plan()
+        try:
+            return self._device_budget.room(units, () if self._optimizer is None else (self._optimizer,))
+        finally:
+            forget_plan(units)
+
+    def _keep_within(self, spare: int | None) -> None:
+        """So many bytes of gathered units may stay between forward and backward, from now on."""
+        self._size_pool(spare)
+        self._runtime.paths.choices = replace(self._runtime.paths.choices, budget=spare)
 
     def _size_pool(self, spare: int | None) -> None:
         """Keep as many idle buffers as the schedule has under way at once, or reserve memory for them."""
@@ -341,9 +358,8 @@ class Attachment(Stateful, Calibrated):
             self._size_pool(0)
             # Nothing is kept between forward and backward until the budget is known to allow it.
             self._runtime.paths.choices = Choices(chosen.schedule.prefetch, chosen.schedule.reshard_after_forward, 0)
-        spare = kept_budget(chosen, self._units, self._comm, device)
-        self._size_pool(spare)
-        self._runtime.paths.choices = replace(self._runtime.paths.choices, budget=spare)
+        bounded = self._device_budget.open(chosen, device)
+        self._keep_within(self._device_budget.room(self._units) if bounded else None)
 
     def _cast_as(self, charted: Map) -> None:
         """Cast where and to what another policy says."""

@@ -23,7 +23,6 @@ from offload.policy import Policy
 from offload.store import Store
 from offload.tier import Tier
 from zhooks.agree import least
-from zhooks.arena_plan import beside
 from zhooks.comm import Comm
 from zhooks.kind import DTYPES, PIECE_NBYTES
 from zhooks.optim import Stepper
@@ -37,7 +36,7 @@ from zhooks.together import all_or_none
 from zhooks.unit import Unit
 from zhooks.units import Group
 
-__all__ = ["Need", "needs", "open_stepper", "open_store"]
+__all__ = ["Need", "limit_of", "needs", "open_stepper", "open_store"]
 
 #: Arrays of a unit that an update works on (masters, gradient, two moments), for this unit and the next; write-backs of the
 #: one before are waited for.
@@ -64,9 +63,7 @@ def needs(groups: Sequence[Group], policy: Policy, table: Table, ranks: int) -> 
     return Need(resting, largest)
 
 
-def _cells(
-    name: str, param: torch.nn.Parameter, policy: Policy, table: Table, ranks: int
-) -> list[tuple[Tier, int]]:
+def _cells(name: str, param: torch.nn.Parameter, policy: Policy, table: Table, ranks: int) -> list[tuple[Tier, int]]:
     tiers = policy.tiers(name)
 
     def share(placement: Placement) -> int:
@@ -93,7 +90,7 @@ def open_store(policy: Policy, device: torch.device, groups: Sequence[Group], ta
     """
     check_compute(policy, device, groups)
     seam, axis = open_device(device), comm.stage.axis
-    limits = {tier: _limit(policy, tier, seam, comm) for tier in Tier}
+    limits = {tier: limit_of(policy, tier, seam, comm) for tier in Tier}
     need = needs(groups, policy, table, comm.shard.axis.world)
     _admit(limits, need, comm)
     budget = Budget(limits, rank=axis.ranks[axis.rank])
@@ -209,7 +206,7 @@ def change_store(
     if store is None:
         return open_store(policy, device, groups, table, comm, bus)
     check_compute(policy, device, groups)
-    limits = {tier: _limit(policy, tier, store.device, comm) for tier in Tier}
+    limits = {tier: limit_of(policy, tier, store.device, comm) for tier in Tier}
     need = needs(groups, policy, table, comm.shard.axis.world)
     _admit(limits, need, comm)
     store.change_limits(limits)
@@ -243,61 +240,8 @@ def open_stepper(
     return stepper
 
 
-def kept_budget(policy: Policy, units: Sequence[Unit], comm: Comm, device: torch.device) -> int | None:
-    """Bytes of gathered units that may stay between forward and backward: what [budget] device leaves beside the rest.
-
-    Raises:
-        BudgetError: it does not even hold what rests on the device and the units in flight.
-    """
-    seam = open_device(device)
-    try:
-        limit = _limit(policy, Tier.DEVICE, seam, comm)
-    finally:
-        seam.close()
-    if limit is None:
-        return None
-    floor = device_floor(policy, units, whole_sums=comm.pp.axis.world > 1) + beside(policy, units)
-    if floor > limit:
-        raise BudgetError(
-            f"[budget] device: expected room for what rests there and the units in flight, {shown(floor)} in all, found "
-            f"{shown(limit)}. Raise it, lower [schedule] prefetch or [units] max_numel, or place more on another tier."
-        )
-    return limit - floor
-
-
-def device_floor(policy: Policy, units: Sequence[Unit], *, whole_sums: bool = False) -> int:
-    """Bytes on the device whatever is kept: parameters and gradients that rest there, gathered units and sums in flight.
-
-    The optimizer's states on the device are not known before its first step and not counted.
-
-    Args:
-        whole_sums: microbatches of a pipeline add up unreduced: every sum is held until the last.
-    """
-    flats = [flat for unit in units for flat in unit.flats]
-    resting = 0
-    for flat in flats:
-        kind = flat.kind
-        if flat.ownership.resident:
-            resting += flat.full_nbytes
-        elif kind.tiers.parameter is Tier.DEVICE:
-            resting += flat.shard_numel * (kind.compute if kind.apart else kind.master).itemsize
-        if kind.trainable and kind.tiers.gradient is Tier.DEVICE:
-            resting += flat.shard_numel * kind.master.itemsize
-    gathered = sorted((unit.full_nbytes for unit in units if unit.releasable), reverse=True)
-    sums = sorted((flat.layout.padded * flat.kind.reduce.itemsize for flat in flats if flat.kind.trainable), reverse=True)
-    # Of a world of one gradients go where they rest, unless they are cast, or looked at before.
-    alone = (
-        flats[0].layout.world == 1
-        and policy.precision.loss_scale is None
-        and all(flat.kind.tiers.gradient is Tier.DEVICE and flat.kind.reduce == flat.kind.master for flat in flats)
-    )
-    flying = 1 if flats[0].layout.world == 1 else 1 + policy.schedule.max_reductions
-    under_way = 0 if alone else sum(sums if whole_sums else sums[:flying])
-    return resting + sum(gathered[: 1 + policy.schedule.prefetch]) + under_way
-
-
-def _limit(policy: Policy, tier: Tier, seam: Device, comm: Comm) -> int | None:
-    """The least that any rank's budget allows."""
+def limit_of(policy: Policy, tier: Tier, seam: Device, comm: Comm) -> int | None:
+    """The least that any rank's budget allows; None is no bound.  Collective."""
     folder = policy.disk.folder
     return least(comm.stage, policy.budget.resolve(tier, lambda: available(tier, seam, folder)))
 
