@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["share"]
+__all__ = ["flushes_denormals", "share"]
 
 #: Below this many elements another thread costs more than it takes over.
 LEAST_NUMEL = 1 << 17
@@ -41,7 +41,7 @@ def share(loop: Callable[[int, int], None], numel: int, *, threads: int, multipl
         loop(place, -(-numel // multiple) * multiple)
         return
     chunk = min(CHUNK_NUMEL, numel // (2 * threads)) // multiple * multiple
-    flush = _flushes_denormals()
+    flush = flushes_denormals()
 
     def join(claimed: array[int] = counter) -> None:
         # The pool may keep a job that it had no thread for, and do it much later: the counter lives as long as that.
@@ -76,6 +76,6 @@ def _pool(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="kernel")
 
 
-def _flushes_denormals() -> bool:
+def flushes_denormals() -> bool:
     """Whether this thread takes denormals for zero (torch.set_flush_denormal; torch has no question for it)."""
     return _TINY * float(1) == 0.0

@@ -122,8 +122,8 @@ class Lease:
     """
 
     __slots__ = (
-        "_arrived", "_arriving", "_bus", "_opened", "at", "blank", "buffer", "direct", "fresh", "holds", "key", "leaving",
-        "mode", "uses", "values",
+        "_arrived", "_arriving", "_bus", "_lent", "_opened", "at", "blank", "buffer", "direct", "fresh", "holds", "key",
+        "leaving", "mode", "uses", "values",
     )  # fmt: skip
 
     def __init__(self, key: str, at: Tier, values: Tensor, buffer: Tensor | None, mode: Mode, *, blank: bool) -> None:
@@ -139,6 +139,8 @@ class Lease:
         self._arriving: Step = Done()
         self._arrived = False
         self._bus: Bus | None = None
+        # What another thread does with the values, which nobody else gets until it is over.
+        self._lent: Step | None = None
         self._opened = values._version
         # Counted before a transfer begins, which refers to the buffer itself until it has ended.
         self.uses = storage_uses(values)
@@ -147,16 +149,28 @@ class Lease:
         """The values are there once ``step`` has ended; ``bus`` hears how long somebody stood still for them."""
         self._arriving, self._bus = step, bus
 
+    def lend(self, until: Step) -> None:
+        """Another thread works on the values, which have arrived, until this step is over: a wait of any other waits for it."""
+        self._lent = until
+
+    def take_back(self) -> None:
+        """That step is over."""
+        self._lent = None
+
     def share(self, mode: Mode) -> None:
         """Another holder, who does this with the values."""
         if mode is self.mode:
             return
+        if self._lent is not None:
+            self._lent.wait()
         # Until a whole write has been made, its buffer holds nothing of the block's.
         assert self.mode is not Mode.WRITE_ALL or self.direct or self.writes, f"block {self.key}: read before it was written"
         self.mode = Mode.UPDATE
 
     def wait(self) -> Tensor:
         """The values, ready to be used."""
+        if self._lent is not None:
+            self._lent.wait()
         if not self._arrived:
             waits = self._bus is not None and self._bus.active and not self._arriving.done()
             if waits and self._bus is not None:

@@ -6,6 +6,9 @@ pytest runs it on ranks over Gloo. It never looks at a clock.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import zhooks
-from offload.errors import ShardedOpError
+from offload.errors import CapabilityError, ShardedOpError, TierError
+from offload.events import Event
 from tests.on_ranks import on_ranks, place
 
 STEPS = 4
@@ -24,25 +28,38 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
 
 
-def policy(tier: str, *, overlap: bool) -> dict[str, Any]:
+def policy(tier: str, *, overlap: bool, param: str | None = None, **optimizer: str) -> dict[str, Any]:
     cell = {"tier": tier}
-    optimizer = {"tier": tier, "overlap": overlap}
-    return {"parameter": cell, "gradient": cell, "optimizer": optimizer, "units": {"min_numel": 0}}
+    chosen = {"parameter": cell, "gradient": cell, "optimizer": {"tier": tier, "overlap": overlap, **optimizer}}
+    return {**chosen, "units": {"min_numel": 0}, **({} if param is None else {"precision": {"param": param}})}
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
     rank, _ = place()
     inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(inputs).square().mean()
+    return model(inputs.to(next(model.parameters()).dtype)).float().square().mean()
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
 
 
 class Training:
     """A model under overlapped updates, with what it did written down."""
 
-    def __init__(self, tier: str = "host", *, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        tier: str = "host",
+        *,
+        overlap: bool = True,
+        make: Callable[[Any], torch.optim.Optimizer] = adamw,
+        **chosen: str,
+    ) -> None:
         self.model = build()
-        self.attachment = zhooks.attach(self.model, policy=policy(tier, overlap=overlap))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if chosen.get("rounding") == "stochastic":
+            self.model.bfloat16()
+        self.attachment = zhooks.attach(self.model, policy=policy(tier, overlap=overlap, **chosen))
+        self.optimizer = make(self.model.parameters())
         self.log = zhooks.Recorder()
         self.attachment.observe(self.log)
 
@@ -155,3 +172,230 @@ def test_arguments_of_a_step_whose_updates_were_made_in_backward_are_refused() -
     with pytest.raises(ShardedOpError, match=r"Factored.step: expected nothing between .* found arguments \(factor\)"):
         training.optimizer.step(factor=2.0)  # type: ignore[call-arg]
     training.step(2)
+
+
+# compute = "host": the arithmetic has a thread of its own.
+
+HERE = "zhooks-update-0"
+
+
+class Threads:
+    """Which thread made each update."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_event(self, event: Event) -> None:
+        if (event.kind, event.what) == ("begin", "update"):
+            self.seen.append(threading.current_thread().name)
+
+
+def workers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == HERE]
+
+
+@on_ranks(1, 2)
+def test_an_update_on_the_host_in_backward_has_a_thread_of_its_own() -> None:
+    training, threads = Training(compute="host").warm(), Threads()
+    training.attachment.observe(threads)
+    training.step(1)
+    assert threads.seen == [HERE] * 3
+    names = training.log.names()
+    end = next(place for place, name in enumerate(names) if name.startswith("end backward"))
+    assert not [name for name in names[end:] if "update" in name]
+    training.attachment.apply(policy("host", overlap=False))
+    assert not workers()
+    training.step(2)
+    assert threads.seen[3:] == [threading.current_thread().name] * 3
+    training.attachment.apply(policy("host", overlap=True, compute="host"))
+    assert workers()
+    training.attachment.detach()
+    assert not workers()
+
+
+class HeldUp:
+    """Holds up the first update until backward has come to another unit."""
+
+    def __init__(self) -> None:
+        self.came, self.in_time = threading.Event(), False
+
+    def on_event(self, event: Event) -> None:
+        if (event.kind, event.what, event.key) == ("begin", "update", "4"):
+            self.in_time = self.came.wait(60)
+        if (event.kind, event.what, event.key) == ("begin", "reduce", "2"):
+            self.came.set()
+
+
+@on_ranks(1, 2)
+def test_backward_goes_on_while_an_update_is_made() -> None:
+    training, held = Training(compute="host").warm(), HeldUp()
+    training.attachment.observe(held)
+    training.step(1)
+    assert held.in_time
+
+
+CELLS: dict[str, dict[str, Any]] = {
+    "host": {},
+    "disk": {"tier": "disk"},
+    "copies": {"param": "bf16"},
+    "copies on disk": {"tier": "disk", "param": "bf16"},
+    "kernels": {"kernel": "numba", "param": "bf16"},
+    "kernels on disk": {"kernel": "numba", "param": "bf16", "tier": "disk"},
+    "rounded": {"rounding": "stochastic"},
+}
+
+
+@on_ranks(1, 2, cell=tuple(CELLS))
+def test_updates_beside_backward_have_the_bits_of_updates_in_the_step(cell: str) -> None:
+    states = []
+    for overlap in (True, False):
+        training = Training(overlap=overlap, compute="host", **CELLS[cell])
+        for number in range(STEPS):
+            training.step(number)
+        states.append(training.state())
+    early, late = states
+    assert all(torch.equal(early[name], late[name]) for name in late)
+
+
+MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "ASGD": partial(torch.optim.ASGD, lr=0.02, t0=2),
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.02),
+    "Adam": partial(torch.optim.Adam, lr=torch.tensor(0.01), amsgrad=True),
+    "Adamax": partial(torch.optim.Adamax, lr=0.01),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "RAdam": partial(torch.optim.RAdam, lr=0.01),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.003, centered=True, momentum=0.5),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+@on_ranks(2)
+def test_every_optimizer_of_torch_that_updates_by_element_runs_beside_backward() -> None:
+    for name, make in MAKE.items():
+        states = []
+        for overlap in (True, False):
+            training, threads = Training(overlap=overlap, compute="host", make=make).warm(), Threads()
+            training.attachment.observe(threads)
+            for number in (1, 2):
+                training.step(number)
+            assert (set(threads.seen) == {HERE}) is overlap, name
+            states.append(training.state())
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[1]), name
+
+
+class Own(torch.optim.AdamW):
+    """An optimizer of the user's, whose step may do anything."""
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_of_the_users_own_is_stepped_on_the_thread_of_backward() -> None:
+    training, threads = Training(compute="host", make=partial(Own, lr=1e-2)).warm(), Threads()
+    training.attachment.observe(threads)
+    training.step(1)
+    assert threads.seen == [threading.current_thread().name] * 3
+
+
+@on_ranks(1)
+def test_whoever_looks_in_backward_finds_whole_groups_and_values_after_the_update() -> None:
+    training, seen = Training(compute="host").warm(), []
+    whole, last = list(training.model.parameters()), training.model[4].weight
+
+    def look(*_: Any) -> None:
+        groups = training.optimizer.param_groups
+        same = len(groups) == 1 and all(one is two for one, two in zip(groups[0]["params"], whole, strict=True))
+        seen.append((same, last.to_local().clone()))
+
+    before = last.to_local().clone()
+    handle = training.model[1].register_full_backward_pre_hook(look)
+    loss_of(training.model, 1).backward()
+    handle.remove()
+    training.optimizer.step()
+    (same, value), = seen
+    assert same
+    assert not torch.equal(value, before)
+    assert torch.equal(value, last.to_local())
+
+
+@on_ranks(1, kernel=("torch", "numba"))
+def test_whoever_gathers_in_backward_gathers_after_the_update(kernel: str) -> None:
+    training, seen = Training("disk", compute="host", param="bf16", kernel=kernel).warm(), []
+    overlap: Any = training.attachment._stepper.overlap
+    rest = training.attachment._units[-1].flats[0].rest
+    assert rest is not None and rest.copy is not None
+    wait, overlap._wait = overlap._wait, lambda most=0: None  # what is under way stays so until somebody asks
+
+    def look(*_: Any) -> None:
+        overlap._wait = wait
+        assert rest.lent
+        sent = rest.send().clone()
+        seen.append((rest.lent, torch.equal(sent, rest.shard().bfloat16())))
+        rest.sent()
+
+    handle = training.model[1].register_full_backward_pre_hook(look)
+    loss_of(training.model, 1).backward()
+    handle.remove()
+    assert seen == [(False, True)]
+    training.optimizer.step()
+
+
+@on_ranks(1, 2)
+def test_an_update_beside_backward_that_fails_is_raised_in_the_step_with_its_unit_and_rank() -> None:
+    training = Training(compute="host").warm()
+    kernel: Any = training.attachment._stepper.kernel
+    update = kernel.update
+
+    def fail(optimizer: Any, job: Any, arguments: Any) -> None:
+        if job.flat.name == "2":
+            raise TierError("no luck")
+        update(optimizer, job, arguments)
+
+    kernel.update = fail
+    loss_of(training.model, 1).backward()
+    with pytest.raises(TierError, match=rf"no luck. Found while unit 2 .* on rank {place()[0]}\."):
+        training.optimizer.step()
+    kernel.update = update
+    training.optimizer.zero_grad()
+    training.step(2)
+    training.step(3)
+
+
+class Broken(Exception):
+    pass
+
+
+@on_ranks(1)
+def test_updates_of_a_backward_that_raised_are_over_before_the_next_entry() -> None:
+    training = Training(compute="host").warm()
+
+    def fail(*_: Any) -> None:
+        raise Broken
+
+    handle = training.model[1].register_full_backward_pre_hook(fail)
+    with pytest.raises(Broken):
+        loss_of(training.model, 1).backward()
+    handle.remove()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.step(2)
+    names = training.log.names("update")
+    assert names == [f"{kind} update {unit}" for unit in (4, 2, 4, 2, 0) for kind in ("begin", "end")]
+
+
+@on_ranks(1)
+def test_a_thread_that_cannot_be_had_is_said_in_attach() -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == HERE:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refused  # type: ignore[method-assign]
+    try:
+        model = build()
+        with pytest.raises(CapabilityError, match=f"cannot start thread {HERE}"):
+            zhooks.attach(model, policy=policy("host", overlap=True, compute="host"))
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+    assert type(next(model.parameters())) is nn.Parameter

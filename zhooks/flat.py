@@ -87,6 +87,9 @@ class Flat:
     # What a bound tensor asks (home.Owner).
 
     def written(self, index: int | None = None) -> None:
+        if self.rest is not None and self.rest.lent:
+            # The update that writes has a thread of its own, and was told of when it began.
+            return
         self._writes += 1
         self._stale(index)
 

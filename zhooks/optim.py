@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,6 +77,10 @@ class Kernel(Protocol):
     def writes_copy(self, flat: Flat) -> bool:
         """An update of the flat writes all of its copy in the compute dtype, too."""
 
+    def apart(self, optimizer: Optimizer) -> bool:
+        """An update needs nothing but the values it is given and the optimizer's groups and states: any thread may make it, on
+        another optimizer of the same type that shares the states."""
+
     def update(self, optimizer: Optimizer, job: Job, arguments: Arguments) -> None:
         """Update the job's parameters and states; a copy that it writes is leased for a whole write."""
 
@@ -85,6 +90,15 @@ class Early(Protocol):
 
     def left(self, optimizer: Optimizer, jobs: Sequence[Job], arguments: Arguments) -> list[Job]:
         """The jobs that are left to the step."""
+
+    def close(self) -> None:
+        """Nothing more is updated before a step."""
+
+
+class _Present(threading.local):
+    """The job whose update this thread makes."""
+
+    job: Job | None = None
 
 
 class Stepper:
@@ -108,7 +122,7 @@ class Stepper:
         self._undo: Callable[[], None] | None = None
         #: The step whose rest is the optimizer's own, as torch calls it.
         self._outer: FrameType | None = None
-        self._present: Job | None = None
+        self._present = _Present()
         self._handles: list[RemovableHandle] = []
 
     def open(self) -> None:
@@ -117,6 +131,8 @@ class Stepper:
 
     def close(self) -> None:
         self.restore()
+        if self.overlap is not None:
+            self.overlap.close()
         while self._handles:
             self._handles.pop().remove()
 
@@ -135,7 +151,7 @@ class Stepper:
             TypeError: ``step`` does not take these arguments.
             TierError, BudgetError: a tier failed; the message says how far the step had come.
         """
-        if self._inside or self._present is not None:
+        if self._inside or self._present.job is not None:
             self._check_nested(optimizer)
             return
         if self._outer is not None and running(self._outer):
@@ -180,7 +196,8 @@ class Stepper:
 
     def _check_nested(self, optimizer: Optimizer) -> None:
         """A step within one flat's update may go over that flat alone."""
-        now = set() if self._present is None else {id(param) for param in self._present.params()}
+        present = self._present.job
+        now = set() if present is None else {id(param) for param in present.params()}
         if any(id(param) not in now for job in self.jobs(optimizer) for param in job.params()):
             raise ShardedOpError(
                 f"{type(optimizer).__name__}: expected an optimizer that is stepped by itself, or shares the groups of the one "
@@ -207,11 +224,7 @@ class Stepper:
         self, optimizer: Optimizer, jobs: Sequence[Job], arguments: Arguments = Arguments(), *, last: bool = True
     ) -> None:
         """Update the jobs' flats; ``last``: nothing more of this step follows."""
-        for flat in self.flats():
-            if flat.rest is not None and flat.state is not State.GATHERING:
-                # Fetched ahead for a use that never came.
-                flat.rest.sent()
-        self._store.rest()
+        self.make_way(self.flats() if last else [job.flat for job in jobs])
         jobs = [job for job in jobs if any(_grad(param) is not None for param in job.params())]
         start = numbers(optimizer)
         end: list[dict[str, Any]] | None = None
@@ -220,26 +233,34 @@ class Stepper:
         try:
             for index, job in enumerate(jobs):
                 while len(opened) < min(len(jobs), index + 1 + self._ahead):
-                    opened.append(self._fetch(optimizer, jobs[len(opened)]))
-                self._update(optimizer, job, opened[index], arguments)
+                    opened.append(self.fetch(optimizer, jobs[len(opened)]))
+                _await(opened[index])
+                self.update(optimizer, job, arguments)
                 done += 1
-                self._put_away(optimizer, job.flat)
+                self.put_away(optimizer, job.flat)
                 end = same_numbers(optimizer, start, end)
-                self._close(opened, index)
+                self.close_blocks(opened[index])
             if last:
                 self._store.trim()
         except ZhooksError as error:
-            self._close_all(opened)
+            self.give_up(*opened)
             if done or isinstance(error, ShardedOpError):
                 lost = f"{done} of {len(jobs)} units had been updated in this step"
                 mend = ": load the last checkpoint, or go on, under a larger budget (attachment.apply)"
                 error.args = (f"{str(error).rstrip('.')}. {lost}{mend if done and isinstance(error, BudgetError) else ''}.",)
             raise
         except BaseException:
-            self._close_all(opened)
+            self.give_up(*opened)
             raise
 
-    def _fetch(self, optimizer: Optimizer, job: Job) -> list[Block]:
+    def make_way(self, flats: Iterable[Flat]) -> None:
+        """These flats are about to be updated: what was fetched ahead of them for a use that never came goes home."""
+        for flat in flats:
+            if flat.rest is not None and flat.state is not State.GATHERING:
+                flat.rest.sent()
+        self._store.rest()
+
+    def fetch(self, optimizer: Optimizer, job: Job) -> list[Block]:
         """Start bringing everything of a job to where it is computed."""
         if self._place is Tier.HOST and job.flat.kind.device.type != "cpu":
             self._bring_strays(optimizer, job)
@@ -258,7 +279,17 @@ class Stepper:
                 self._store.fetch(rest.copy, self._place, Mode.WRITE_ALL)
                 fetched.append(rest.copy)
         except BaseException:
-            self._close_all([fetched])
+            self.give_up(fetched)
+            raise
+        return fetched
+
+    def fetch_now(self, optimizer: Optimizer, job: Job) -> list[Block]:
+        """The same, and wait until it is there: for a thread that must not wait for copies, whose order is this one's."""
+        fetched = self.fetch(optimizer, job)
+        try:
+            _await(fetched)
+        except BaseException:
+            self.give_up(fetched)
             raise
         return fetched
 
@@ -270,11 +301,12 @@ class Stepper:
             if isinstance(grad, ShardedTensor) and isinstance(grad._at, Tensor):
                 grad._at = grad._at.to("cpu")
 
-    def _close(self, opened: list[list[Block]], index: int) -> None:
-        while opened[index]:
-            self._store.close(opened[index].pop())
+    def close_blocks(self, blocks: list[Block]) -> None:
+        """They have been updated: changes start on their way home."""
+        while blocks:
+            self._store.close(blocks.pop())
 
-    def _close_all(self, opened: list[list[Block]]) -> None:
+    def give_up(self, *opened: list[Block]) -> None:
         """After an error: changes that were made start on their way home.  The first error is the one that counts."""
         for blocks in opened:
             while blocks:
@@ -282,23 +314,21 @@ class Stepper:
                     self._store.give_up(blocks.pop())
 
     @torch.no_grad()
-    def _update(self, optimizer: Optimizer, job: Job, blocks: Sequence[Block], arguments: Arguments) -> None:
+    def update(self, optimizer: Optimizer, job: Job, arguments: Arguments) -> None:
+        """The arithmetic of one job, with everything it needs in memory; on any thread where the kernel allows it."""
         flat = job.flat
-        for block in blocks:
-            assert block.lease is not None
-            block.lease.wait()
         if self._bus.active:
             self._bus.begin("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
-        self._present = job
+        self._present.job = job
         try:
             self.kernel.update(optimizer, job, arguments)
         finally:
-            self._present = None
+            self._present.job = None
         if self._bus.active:
             self._bus.end("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
 
     @torch.no_grad()
-    def _put_away(self, optimizer: Optimizer, flat: Flat) -> None:
+    def put_away(self, optimizer: Optimizer, flat: Flat) -> None:
         """What follows from an update that was made: new states go to their tier, the masters' copy is made."""
         self.adopt(optimizer, flat)
         if flat.rest is None:
@@ -373,11 +403,32 @@ def watch_steps(stepper: Around) -> list[RemovableHandle]:
     return handles
 
 
+#: torch's optimizers whose step goes over ranges alone: no rank is asked, nothing is gathered, no attribute is kept.
+_BY_RANGES = frozenset(
+    getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+)
+#: Options under which a step works on the device, in the order of a stream that another thread does not know.
+_ON_DEVICE = ("fused", "capturable", "differentiable")
+
+
 class Narrowed:
-    """The optimizer's own arithmetic, on the parameters of one flat."""
+    """The optimizer's own arithmetic, on the parameters of one flat.
+
+    Note: [Whose step may have a thread of its own]
+        Those of torch's own classes, as they are.  Any other may ask all ranks in its step (a norm), at a place that would
+        differ by rank, and may keep itself or its groups under other names, where a narrowed copy of it would not reach.
+    """
 
     def writes_copy(self, flat: Flat) -> bool:
         return False
+
+    def apart(self, optimizer: Optimizer) -> bool:
+        if type(optimizer) not in _BY_RANGES:
+            return False
+        groups = optimizer.param_groups
+        on_device = any(isinstance(value, Tensor) and value.is_cuda for group in groups for value in group.values())
+        return not on_device and not any(group.get(option) for group in groups for option in _ON_DEVICE)
 
     def update(self, optimizer: Optimizer, job: Job, arguments: Arguments) -> None:
         step: Any = type(optimizer).step
@@ -415,6 +466,12 @@ def _by_parameter(value: Any) -> bool:
     """It holds tensors, perhaps one for each parameter: which is whose only the optimizer knows."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return isinstance(value, ShardedTensor) or any(isinstance(one, Tensor) or _by_parameter(one) for one in inside)
+
+
+def _await(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        assert block.lease is not None
+        block.lease.wait()
 
 
 def _grad(param: nn.Parameter) -> Tensor | None:

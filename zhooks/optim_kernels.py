@@ -185,6 +185,9 @@ class Numba:
     def writes_copy(self, flat: Flat) -> bool:
         return flat.rest is not None and flat.rest.copy is not None and not self._rounds(flat)
 
+    def apart(self, optimizer: Optimizer) -> bool:
+        return True
+
     def update(self, optimizer: Optimizer, job: Job, arguments: Arguments) -> None:
         rule, flat = rule_for(optimizer), job.flat
         if arguments.given:

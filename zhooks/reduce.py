@@ -48,6 +48,8 @@ class Reducer:
         self.opened: Callable[[], None] = lambda: None
         # Told of every whole gradient that has landed, where updates may be made in backward.
         self.early: Callable[[Gradient], None] | None = None
+        # Waits for those that have a thread of their own: none outlives its backward.
+        self.early_over: Callable[[], None] = lambda: None
         self.scaling: Scaling | None = None
         self.finished: Callable[[], None] | None = None  # gradients are in place: calibrate.py measures them
         self.most, self._unreduced = most, unreduced
@@ -314,10 +316,13 @@ class Reducer:
     def _complete(self, *, held: bool) -> None:
         self.open = False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if not held:
-                self.accumulation.owed = False
-                if not (self.alone and self._idle()):
-                    self._finish()
+            try:
+                if not held:
+                    self.accumulation.owed = False
+                    if not (self.alone and self._idle()):
+                        self._finish()
+            finally:
+                self.early_over()
             if self.scaling is not None:
                 self.scaling.backward_over(landed=not held)
         if self.finished is not None:
@@ -339,6 +344,8 @@ class Reducer:
             for number in self._order[self._next :]:
                 self._launch(self.gradients[number])
             used, again = self._agree_used()
+            if again:
+                self.early_over()
             for number in again:
                 self._launch(self.gradients[number])
             self._make_way(0)

@@ -12,6 +12,8 @@ Note: [Master and copy]
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -47,9 +49,27 @@ class Resting:
         self._copied = -1
         self._sending: Block | None = None
         self._dropped: int | None = None
+        self._reclaim: Callable[[], None] | None = None
+
+    @property
+    def lent(self) -> bool:
+        """A thread of its own updates the values, and writes both blocks."""
+        return self._reclaim is not None
+
+    def lend(self, reclaim: Callable[[], None]) -> None:
+        """``reclaim`` waits for that thread, and leaves the blocks as an update leaves them; then it calls ``take_back``."""
+        self._reclaim = reclaim
+
+    def take_back(self) -> None:
+        self._reclaim = None
+
+    def _ours(self) -> None:
+        if self._reclaim is not None:
+            self._reclaim()
 
     def shard(self) -> Tensor:
         """The master values in memory, 1-D; short-lived where they rest on disk."""
+        self._ours()
         return self.master.tensor()
 
     def version(self) -> int:
@@ -71,6 +91,7 @@ class Resting:
         Raises:
             ShardedOpError: the flat was laid out anew since: a backward wants what its forward saw.
         """
+        self._ours()
         if self._dropped is not None:
             raise ShardedOpError(
                 f"{self.master.key}: expected the layout of its forward, found that apply() was called, or parameters were "
@@ -121,6 +142,7 @@ class Resting:
 
     def drop(self) -> None:
         """The blocks are not used again."""
+        self._ours()
         self.sent()
         self._dropped = self.master.version
         self.master.drop()

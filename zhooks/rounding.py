@@ -59,6 +59,9 @@ class StandIns:
     def writes_copy(self, flat: Flat) -> bool:
         return False
 
+    def apart(self, optimizer: Optimizer) -> bool:
+        return self._inner.apart(optimizer)
+
     def update(self, optimizer: Optimizer, job: Job, arguments: Arguments) -> None:
         if job.flat.kind.master is not torch.bfloat16:
             self._inner.update(optimizer, job, arguments)

@@ -27,7 +27,7 @@ from zhooks.comm import Comm
 from zhooks.kind import DTYPES, PIECE_NBYTES
 from zhooks.optim import Stepper
 from zhooks.optim_kernels import Numba
-from zhooks.overlap import Overlap
+from zhooks.overlap import Overlap, Worker
 from zhooks.placement import Placement, Table
 from zhooks.rounding import Rounding, StandIns, check_rounding
 from zhooks.runtime import Runtime
@@ -227,10 +227,14 @@ def open_stepper(
         place,
         min(policy.schedule.prefetch, 1),
     )
-    runtime.reducer.early = None
+    reducer = runtime.reducer
+    reducer.early, reducer.early_over = None, _nothing
     if policy.optimizer.overlap:
-        overlap = Overlap(stepper)
-        stepper.overlap, runtime.reducer.early = overlap, overlap.early
+        axis = reducer.comm.stage.axis
+        # On a device that computes by itself an update takes none of backward's time.
+        worker = Worker() if place is Tier.HOST else None
+        overlap = Overlap(stepper, worker, rank=axis.ranks[axis.rank])
+        stepper.overlap, reducer.early, reducer.early_over = overlap, overlap.early, overlap.finish
     stochastic = rounding if policy.optimizer.rounding == "stochastic" else None
     if policy.optimizer.kernel == "numba":
         stepper.kernel = Numba(stochastic)
@@ -238,6 +242,10 @@ def open_stepper(
         stepper.kernel = StandIns(stochastic)
     stepper.open()
     return stepper
+
+
+def _nothing() -> None:
+    """No update has a thread of its own."""
 
 
 def limit_of(policy: Policy, tier: Tier, seam: Device, comm: Comm) -> int | None:

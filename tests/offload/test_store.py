@@ -271,6 +271,31 @@ def test_a_lease_is_shared_and_lasts_until_the_last_has_closed(make: Make, tier:
         store.close(block)
 
 
+def test_values_that_are_lent_are_waited_for(make: Make) -> None:
+    store = make()
+    block = store.put("a", 4, torch.float32, Tier.HOST)
+    waited: list[str] = []
+
+    class Work:
+        def wait(self) -> None:
+            waited.append("wait")
+            block.home.fill_(1.0)  # type: ignore[union-attr]
+
+        def done(self) -> bool:
+            return bool(waited)
+
+    lease = store.fetch(block, Tier.HOST)
+    lease.wait()
+    lease.lend(Work())
+    assert torch.equal(block.tensor(), torch.ones(4))
+    assert waited
+    lease.take_back()
+    waited.clear()
+    block.tensor()
+    assert not waited
+    store.close(block)
+
+
 def test_only_what_was_changed_is_written_back(make: Make) -> None:
     io = Gated()
     store = make(io=io)
