@@ -106,8 +106,8 @@ def ranks4(ranks: Callable[[int], Pool]) -> Pool:
 def _earlier_objects_out_of_sight() -> None:
     """What earlier modules left alive is out of the collector's sight, or every collection would walk through it.
 
-    A whole run has collected thousands of tests and imported every library, so that one collection takes a second; zhooks
-    collects at each attach and at each ``memory()``.
+    A whole run has collected thousands of tests and imported every library, so that one collection takes a second, and one
+    look through all objects (zhooks takes one at each attach and detach) not much less.
     """
     _put_out_of_sight()
 

@@ -21,7 +21,6 @@ import zhooks
 from offload.events import Recorder
 from tests.on_ranks import on_ranks, place
 from tests.ranks import Pool
-from zhooks.build import optimizers_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -532,25 +531,3 @@ def test_a_gradient_kept_over_detach_has_its_range_and_says_what_it_lacks() -> N
     for use in (grad.full_tensor, grad.norm().item, grad.sum):
         with pytest.raises(zhooks.ShardedOpError, match=r"tensor of .*: expected an attached model, found"):
             use()
-
-
-def test_optimizers_of_the_same_parameters_are_found_in_an_order_that_memory_does_not_decide() -> None:
-    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
-    made = [torch.optim.SGD(params, lr=lr) for lr in (0.3, 0.1, 0.2)]
-    adam = [torch.optim.Adam(params), torch.optim.Adam(params)]
-    for param in params:
-        param.grad = torch.ones_like(param)
-    for _ in range(2):
-        adam[0].step()
-    adam[1].step()
-    wanted = [adam[1], adam[0], made[1], made[2], made[0]]
-    assert [id(one) for one in optimizers_of(params)] == [id(one) for one in wanted]
-
-
-def test_memory_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    attachment = zhooks.attach(nn.Linear(4, 4))
-    collected: list[int] = []
-    monkeypatch.setattr(gc, "collect", lambda *_: collected.append(1))
-    attachment.memory()
-    assert not collected
-    attachment.detach()

@@ -6,7 +6,7 @@ together and taken apart.  It never works during a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,6 @@ from zhooks.build import (
     Ground,
     build_unit,
     loose_references,
-    optimizers_of,
     plain_unit,
     relay_unit,
     scratch_for,
@@ -40,7 +39,6 @@ from zhooks.build import (
 )
 from zhooks.calibrate import Calibrated
 from zhooks.checks import (
-    FirstSteps,
     check_arguments,
     check_division,
     check_model,
@@ -48,7 +46,6 @@ from zhooks.checks import (
     check_ranks_equal,
     check_same_model,
     check_scaled,
-    optimizer_facts,
 )
 from zhooks.comm import CONTROL, Call, Comm, open_comm
 from zhooks.comm_meet import meet, policy_facts, refused_by_all
@@ -63,6 +60,7 @@ from zhooks.mesh import resolve
 from zhooks.node import Gather, make_node
 from zhooks.observation import Observation
 from zhooks.optim import Stepper, watch_steps
+from zhooks.optimizers import Optimizers, optimizer_facts
 from zhooks.overflow import Overflow
 from zhooks.partition import Owners, buffers_of, check_axis, open_partition
 from zhooks.paths import Paths
@@ -150,10 +148,10 @@ class Attachment(Stateful, Calibrated):
         self._members = Members(model)
         self._handles: list[RemovableHandle] = []
         self._cast_handles: list[RemovableHandle] = []
-        self._step_handles: list[RemovableHandle] = []
+        self._budget_handles: list[RemovableHandle] = []
         if not materializer.sync:
             check_ranks_equal(model, comm)
-        for put_back in (self._shut_store, self._pool.clear, self._make_plain):
+        for put_back in (self._shut_store, self._pool.clear, self._unmake):
             undo.callback(put_back)
         spare = self._build(materializer)
         with all_or_none(comm.stage, "attach"):
@@ -179,18 +177,19 @@ class Attachment(Stateful, Calibrated):
         self._casts = casts_of(policy.precision, self._charted.outside)
         self._casts.scaling = self._scaling
         self._stock = StockState(self.model, self._units, self._comm, self._runtime.settle)
-        closes = (self._members.close, self._registries.close, self._stock.close, self._scaling.close, self._close_stepper)
-        for put_back in (self._unhook, *closes):
+        self._optimizers = Optimizers(self.model, self._comm.stage, self._stock)
+        held = (self._members, self._registries, self._stock, self._optimizers, self._scaling)
+        for put_back in (self._unhook, *(each.close for each in held), self._close_stepper):
             undo.callback(put_back)
         self._handles = install(self.model, self._units, self._runtime, self._casts)
         self._cast_handles = install_casts(self._charted.islands)
         self._members.open()
         self._registries.open()
-        self._stock.open(watch_steps, () if self._optimizer is None else (self._optimizer,))
-        self._first_steps = FirstSteps(self.model.parameters, self._comm.stage)
+        self._stock.open()
+        self._optimizers.open(watch_steps, self._optimizer)
         self._device_budget.follow(self._units)
         self._device_budget.spared = self._keep_within
-        self._step_handles = [*watch_steps(self._first_steps), *watch_steps(self._device_budget)]
+        self._budget_handles = watch_steps(self._device_budget)
         self._scaling.open(watch_steps)
         self._step_over_tiers()
         self._bus.told_by(self._tell)
@@ -202,15 +201,18 @@ class Attachment(Stateful, Calibrated):
             self._stepper.close()
 
     def _unhook(self) -> None:
-        for handles in (self._step_handles, self._handles, self._cast_handles):
+        for handles in (self._budget_handles, self._handles, self._cast_handles):
             while handles:
                 handles.pop().remove()
 
-    def _make_plain(self) -> None:
-        """Full parameters, gradients and known optimizer states; of units that are plain already, nothing.  Collective."""
+    def _unmake(self) -> None:
+        """What ``detach`` has not done: an attach that failed knows the optimizer it was given alone."""
+        self._make_plain(() if self._optimizer is None else (self._optimizer,))
+
+    def _make_plain(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Full parameters, gradients and optimizer states; of units that are plain already, nothing.  Collective."""
         if self._store is not None:
             self._store.unwind()
-        optimizers = optimizers_of(self.model.parameters())
         with loose_references(self.model):
             for unit in self._units:
                 plain_unit(unit, optimizers, narrow=self.policy.optimizer.rounding == "stochastic")
@@ -222,8 +224,7 @@ class Attachment(Stateful, Calibrated):
     def _tell(self) -> None:
         if self._runtime.saved.partition is not None:
             self._runtime.saved.partition.tell()
-        optimizers = optimizers_of(self.model.parameters(), collective=False)
-        tell(self._live("observe", (), None), self.policy, self._store, optimizers)
+        tell(self._live("observe", (), None), self.policy, self._store, self._optimizers.here())
         if self._pool.arena is not None:
             self._pool.arena.tell()
 
@@ -298,11 +299,10 @@ class Attachment(Stateful, Calibrated):
 
     def _relay(self) -> None:
         """Follow parameters that were frozen or unfrozen since the last step."""
-        self._lay_out()
+        self._lay_out(self._optimizers.agreed("lay out"))
 
-    def _lay_out(self, before: Ground | None = None) -> None:
+    def _lay_out(self, optimizers: Sequence[torch.optim.Optimizer], before: Ground | None = None) -> None:
         self._runtime.reducer.flush()
-        optimizers = optimizers_of(self.model.parameters())
         try:
             for unit in self._units:
                 if relay_unit(unit, self._ground, optimizers, self.model, before=before) and self._stepper is not None:
@@ -335,6 +335,7 @@ class Attachment(Stateful, Calibrated):
         check_axis(chosen, self._comm.names)
         charted = chart(self.model, self._units, chosen)
         self._runtime.settle()
+        optimizers = self._optimizers.with_ranges("apply")
         table, device = Table.of(chosen.table()), self._units[0].flats[0].kind.device
         if chosen.tiered or self._store is not None:
             self._store = change_store(self._store, chosen, device, self._units, table, self._comm, self._bus)
@@ -349,7 +350,7 @@ class Attachment(Stateful, Calibrated):
                 self._step_over_tiers()
                 plan = partial(planned, self.model, groups_of(self._units), self._ground, device)
                 self._pool.arena = open_arena(chosen, device, self._bus, plan)
-            self._lay_out(before)
+            self._lay_out(optimizers, before)
         finally:
             self._cast_as(charted)
             self._scaling.change(chosen.precision)
@@ -369,7 +370,7 @@ class Attachment(Stateful, Calibrated):
         self._cast_handles.extend(install_casts(charted.islands))
 
     def detach(self) -> nn.Module:
-        """Restore the plain model: full parameters, gradients and known optimizer states, no hook left.  Collective.
+        """Restore the plain model: full parameters, gradients and optimizer states, no hook left.  Collective.
 
         Raises:
             AttachError: it was detached already.
@@ -378,8 +379,9 @@ class Attachment(Stateful, Calibrated):
         self._check_attached("detach")
         self._runtime.settle()
         self._runtime.reducer.flush()
+        optimizers = self._optimizers.with_ranges("detach")
         self._members.barred = "forward: expected a detach that has ended, found one that failed half way. Call detach() again."
-        self._make_plain()
+        self._make_plain(optimizers)
         self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
         undo, self._undo = self._undo, None
         assert undo is not None
@@ -429,7 +431,7 @@ class Attachment(Stateful, Calibrated):
 
         Activations are counted from the first call on.  ``heads``: of the attention, where the model's modules do not say.
         """
-        optimizers = optimizers_of(self.model.parameters(), collective=False)
+        optimizers = self._optimizers.here()
         residual = self._runtime.saved.residual.ask(heads)
         return memory.report(self._units, self._runtime.reducer, self._comm, self._table, optimizers, residual)
 

@@ -19,16 +19,15 @@ from offload.events import Bus
 from offload.policy import Policy
 from offload.policy_text import shown_path
 from zhooks import checkpoint, export, sharded_checkpoint
-from zhooks.build import optimizers_of
 from zhooks.checks import check_holds
 from zhooks.comm import Comm
 from zhooks.flat import Flat
 from zhooks.optim import Stepper
+from zhooks.optimizers import Optimizers
 from zhooks.rounding import Rounding
 from zhooks.runtime import Runtime
 from zhooks.scaling import Scaling
 from zhooks.shard_contents import check_handed
-from zhooks.stock_state import StockState
 from zhooks.together import Together
 from zhooks.unit import Unit
 
@@ -46,7 +45,7 @@ class Stateful:
     _stepper: Stepper | None
     _rounding: Rounding
     _scaling: Scaling
-    _stock: StockState
+    _optimizers: Optimizers
     _undo: ExitStack | None
 
     def _check_attached(self, verb: str) -> None:
@@ -78,7 +77,11 @@ class Stateful:
         self._check_attached("state_dict")
         self._runtime.settle()
         self._check_optimizers(optimizer, "state_dict")
-        state = checkpoint.full_state(self.model, self._units, self._comm, optimizer or self._optimizer)
+        chosen = optimizer or self._optimizer
+        if chosen is not None:
+            # What torch loaded into it and no step has met yet is ranges of this layout, too.
+            self._optimizers.meet(chosen, "state_dict")
+        state = checkpoint.full_state(self.model, self._units, self._comm, chosen)
         return {**state, **self._scaling.saved()} if state else state
 
     def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -96,6 +99,8 @@ class Stateful:
         found = ranks.run(lambda: checkpoint.loss_scale_of(state))
         follow = self._scaling.checked(ranks.share(found))
         checkpoint.load_full_state(self.model, self._units, self._comm, state, optimizer or self._optimizer)
+        if optimizer is not None:
+            self._optimizers.admit(optimizer)
         follow()
 
     def save_full(self, path: str | Path) -> None:
@@ -128,10 +133,11 @@ class Stateful:
         """
         self._check_attached("save")
         self._runtime.due()
-        live = Together(self._comm.stage, "save", shown_path(folder)).run(lambda: self._live("save", optimizer, objects, extra))
+        chosen = self._chosen("save", optimizer)
+        live = Together(self._comm.stage, "save", shown_path(folder)).run(lambda: self._live("save", chosen, objects, extra))
         for each in live.optimizers:
             # What torch loaded into it and no step has met yet is saved as ranges, too.
-            self._stock.meet(each)
+            self._optimizers.meet(each, "save")
         sharded_checkpoint.save(live, folder, extra or {})
 
     def load(
@@ -153,21 +159,28 @@ class Stateful:
         """
         self._check_attached("load")
         self._runtime.due()
-        live = Together(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", optimizer, objects))
-        return sharded_checkpoint.load(live, folder)
+        chosen = self._chosen("load", optimizer)
+        live = Together(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", chosen, objects))
+        extra = sharded_checkpoint.load(live, folder)
+        for each in live.optimizers:
+            self._optimizers.admit(each)
+        return extra
 
     def _check_optimizers(self, optimizer: Any, verb: str) -> None:
         given = () if optimizer is None else (optimizer,)
         Together(self._comm.stage, verb, "the optimizer").run(lambda: check_holds(given, self.model, verb))
 
-    def _live(
-        self, verb: str, optimizer: Any, objects: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
-    ) -> sharded_checkpoint.Live:
-        check_handed(verb, objects, extra)
+    def _chosen(self, verb: str, optimizer: Any) -> tuple[Any, ...]:
+        """What is given, or else meant.  Collective where that is not known from ``attach``."""
         chosen = self._optimizer if optimizer is None else optimizer
         if chosen is None:
-            chosen = list(optimizers_of(self.model.parameters()))
-        optimizers = tuple(chosen) if isinstance(chosen, (list, tuple)) else (chosen,)
+            chosen = self._optimizers.every(verb)
+        return tuple(chosen) if isinstance(chosen, (list, tuple)) else (chosen,)
+
+    def _live(
+        self, verb: str, optimizers: tuple[Any, ...], objects: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
+    ) -> sharded_checkpoint.Live:
+        check_handed(verb, objects, extra)
         check_holds(optimizers, self.model, verb)
 
         def landed(flat: Flat) -> None:

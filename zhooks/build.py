@@ -6,7 +6,6 @@ shards and one unit.  It never runs a forward and installs no hook.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -335,38 +334,6 @@ def shard_states(unit: Unit, optimizer: torch.optim.Optimizer, ground: Ground) -
                     made.append((param, key, ShardedTensor(spec.take(value).clone(), spec)))
     for param, key, state in made:
         optimizer.state[param][key] = state
-
-
-def optimizers_of(params: Iterable[nn.Parameter], *, collective: bool = True) -> list[torch.optim.Optimizer]:
-    """Every living optimizer that holds one of these parameters, in an order all ranks share.
-
-    ``collective``: ranks act on it together, so that one that nobody refers to any more must not be found on some of them.
-    """
-    place = {id(param): index for index, param in enumerate(params)}
-    if collective:
-        gc.collect()
-    found: list[tuple[tuple[Any, ...], torch.optim.Optimizer]] = []
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), torch.optim.Optimizer):
-            groups = getattr(candidate, "param_groups", ())
-            held = [place[id(p)] for group in groups for p in group["params"] if id(p) in place]
-            if held:
-                found.append(((held, *_told_apart(candidate)), candidate))
-    return [optimizer for _, optimizer in sorted(found, key=lambda entry: entry[0])]
-
-
-def _told_apart(optimizer: torch.optim.Optimizer) -> tuple[str, str, list[str]]:
-    """What tells optimizers of the same parameters apart, alike on every rank: class, options, states and counters."""
-    plain = (bool, int, float, str, tuple, type(None))
-    groups = optimizer.param_groups
-    options = [sorted((key, repr(value)) for key, value in group.items() if isinstance(value, plain)) for group in groups]
-    states = [
-        f"{key} {float(value) if type(value) is Tensor and value.dim() == 0 else ''}"
-        for group in groups
-        for param in group["params"][:1]
-        for key, value in sorted(optimizer.state.get(param, {}).items())
-    ]
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", repr(options), states
 
 
 @torch.no_grad()

@@ -5,25 +5,25 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from offload.errors import AttachError, CheckpointError, DivergenceError
+from offload.errors import AttachError, CheckpointError
 from offload.policy import Policy
 from offload.policy_text import shown
-from zhooks.agree import disagreement, text_digest
-from zhooks.build import loose_references, optimizers_of
+from zhooks.agree import text_digest
+from zhooks.build import loose_references
 from zhooks.comm import CONTROL, Call, Comm, Transport
-from zhooks.comm_meet import Facts
 from zhooks.division import Division, is_divided, part_of
 from zhooks.hooks import Before
 from zhooks.members import wrapper
 from zhooks.mesh import Axis
+from zhooks.optimizers import holders
 from zhooks.sharded import ShardedTensor
 from zhooks.units import Group
 
@@ -210,71 +210,21 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
             "of them. Build "
             "it from model.parameters()."
         )
-    for found in optimizers_of(params):
-        if found is not optimizer and any(found.state.get(param) for param in params):
-            raise AttachError(
-                f"attach: expected an optimizer without state, found {type(found).__name__} with state for this "
-                "model. Pass it: "
-                "attach(model, optimizer)."
-            )
 
+    def others() -> list[str]:
+        ours = None if optimizer is None else optimizer.state
+        return [
+            type(found).__name__
+            for found in holders(params)
+            if found.state is not ours and any(found.state.get(param) for param in params)
+        ]
 
-def optimizer_facts(optimizer: torch.optim.Optimizer | None, params: Iterable[Tensor]) -> Facts:
-    """What must be the same of an optimizer on every rank: its type, which of ``params`` it holds, and its plain numbers."""
-    if optimizer is None:
-        return {"type": "none"}
-    place = {id(param): number for number, param in enumerate(params)}
-    facts = {"type": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"}
-    for number, group in enumerate(optimizer.param_groups):
-        held = [place[id(param)] for param in group["params"] if id(param) in place]
-        facts[f"group {number} parameters"] = f"{len(held)} (of digest {text_digest(str(held)):x})"
-        for key, value in sorted(group.items(), key=str):
-            if isinstance(value, (bool, int, float, str, type(None))):
-                facts[f"group {number} {key}"] = repr(value)
-            elif key != "params":
-                facts[f"group {number} {key}"] = _plain(value)
-    return facts
-
-
-def _plain(value: object) -> str:
-    """A tuple of numbers as it is; of anything else, a tensor on a device among them, the type says enough."""
-    numbers = isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value)
-    return repr(value) if numbers else type(value).__name__
-
-
-class FirstSteps:
-    """Compares an optimizer over the ranks of one model when it first steps: only then every rank is known to have it.
-
-    Args:
-        params: those of the model, in its order.
-        stage: the ranks of the model.
-    """
-
-    def __init__(self, params: Callable[[], Iterable[nn.Parameter]], stage: Transport) -> None:
-        self._params, self._stage = params, stage
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's pre-hook.  Collective at the first step of an optimizer that holds parameters of the model.
-
-        Raises:
-            DivergenceError: ranks step other optimizers; nothing has been updated.
-        """
-        # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
-        if optimizer in self._seen or torch._C._current_graph_task_id() != -1:
-            return
-        self._seen.add(optimizer)
-        params = list(self._params())
-        ours = {id(param) for param in params}
-        if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
-            return
-        problem = disagreement(self._stage, {"optimizer": optimizer_facts(optimizer, params)})
-        if problem:
-            self._seen.discard(optimizer)
-            raise DivergenceError(problem)
-
-    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook."""
+    # One that nobody refers to any more may only wait for the collector.
+    if others() and gc.collect() >= 0 and (names := others()):
+        raise AttachError(
+            f"attach: expected an optimizer without state, found {names[0]} with state for this model. Pass it: "
+            "attach(model, optimizer)."
+        )
 
 
 def check_same_model(groups: Sequence[Group], world: Transport) -> None:

@@ -1,21 +1,16 @@
 """What torch's own state functions find at an attached model: ``load_state_dict`` of the model and of its optimizers, and
 ``torch.distributed.checkpoint.state_dict`` where it is asked for full values.
 
-``attach.py`` opens one an attachment.  Loading is compared over the ranks before anything is changed; full tensors that an
-optimizer was given become ranges before it steps.  It never writes a file: what a file of ranges would be, ``sharded.py``
-refuses.
-
-Note: [Met]
-    torch has no hook for an optimizer that nobody has seen yet, but ``Optimizer.load_state_dict`` puts a new ``state`` in
-    place of the old one.  So a step looks whether the optimizer still holds the ``state`` it had when it was last met, one
-    comparison, and meets it again where it does not.
+``attach.py`` opens one an attachment.  Loading is compared over the ranks before anything is changed; ``optimizers.py`` says
+when full tensors that an optimizer was given become ranges.  It never writes a file: what a file of ranges would be,
+``sharded.py`` refuses.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +31,8 @@ from zhooks.unit import Unit
 
 __all__ = ["StockState"]
 
-Steps = Callable[["StockState"], list[RemovableHandle]]
+Held = tuple[nn.Parameter, Spec, str, Tensor]
+"""A parameter, its description, and one state of it by name."""
 
 
 class StockState:
@@ -49,23 +45,20 @@ class StockState:
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], comm: Comm, settle: Callable[[], None]) -> None:
         self._model, self._units, self._comm, self._settle = model, units, comm, settle
-        self._met: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
 
-    def open(self, watch_steps: Steps, optimizers: Iterable[Optimizer]) -> None:
-        """Be called by every ``state_dict``, ``load_state_dict`` and step from now on."""
+    def open(self) -> None:
+        """Be called by every ``state_dict`` and ``load_state_dict`` of the model from now on."""
         for module in self._model.modules():
             root = module is self._model
             self._handles.append(module.register_load_state_dict_pre_hook(Loading(self, root=root)))
             self._handles.append(module.register_state_dict_post_hook(Saving(self, root=root)))
-        for optimizer in optimizers:
-            self._known(optimizer)
-        self._handles.extend(watch_steps(self))
 
     def close(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        self._met.clear()
+        self._watched.clear()
 
     # Into the model.
 
@@ -107,48 +100,28 @@ class StockState:
 
     # Into an optimizer.
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's pre-hook of every step.  Collective where the optimizer has another ``state`` than it had, see Note [Met].
-
-        Raises:
-            CheckpointError: ranks hold different states; nothing has been updated.
-            CapabilityError: Accelerate was asked for mixed precision, which it leaves out for this model.
-        """
-        if self._met.get(optimizer) is not optimizer.state:
-            self.meet(optimizer)
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's post-hook."""
-
-    def meet(self, optimizer: Optimizer) -> None:
-        """Make full tensors among its states ranges, once all ranks are known to hold the same states.  Collective."""
-        specs = {id(param): spec for flat in flats_of(self._units) for param, spec in _of(flat)}
-        params = [param for group in optimizer.param_groups for param in group["params"] if id(param) in specs]
-        if not params:
-            return
-        held = [
+    def held(self, optimizer: Optimizer) -> list[Held]:
+        """Its states of the model's parameters, but for numbers."""
+        specs = {id(param): spec for flat in flats_of(self._units) if flat.holds for param, spec in _of(flat)}
+        return [
             (param, specs[id(param)], key, value)
-            for param in params
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) in specs
             for key, value in optimizer.state.get(param, {}).items()
             if isinstance(value, Tensor) and value.dim()
         ]
-        self._check_autocast()
-        ranks = Together(self._comm.stage, "step", "the optimizer's state")
-        if not ranks.same("\n".join(f"{spec.name} {key} {_about(value)}" for _, spec, key, value in held)):
-            raise CheckpointError(
-                f"{type(optimizer).__name__}.step: expected the same optimizer states on every rank, found others: "
-                "load_state_dict was called on some ranks alone, or with other files. Load the same state on all ranks, or "
-                "rank 0's by attachment.load_state_dict."
-            )
+
+    def make_ranges(self, optimizer: Optimizer, held: Sequence[Held]) -> None:
+        """Full tensors and ranges of another layout among ``held`` become ranges.  Collective: alike on every rank."""
         ranges = [((param, spec, key), value, param) for param, spec, key, value in held if isinstance(value, ShardedTensor)]
         for (param, spec, key), value in self._of_another_layout(ranges):
             optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
         for param, spec, key, value in held:
             if not isinstance(value, ShardedTensor) and value.shape == spec.shape:
                 optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
-        self._known(optimizer)
 
-    def _check_autocast(self) -> None:
+    def check_autocast(self) -> None:
         """Accelerate wraps autocast around a model it prepares, and around none that is marked as prepared already."""
         room: Any = sys.modules.get("accelerate.state")
         about = vars(self._model)
@@ -164,17 +137,19 @@ class StockState:
             'policy for it ([precision] param = "bf16"), or set mixed_precision = "no" (Trainer: bf16=False).'
         )
 
-    def _known(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._met:
-            me = weakref.ref(self)
+    def watch(self, optimizer: Optimizer) -> None:
+        """Be called by its ``state_dict`` from now on."""
+        if optimizer in self._watched:
+            return
+        self._watched.add(optimizer)
+        me = weakref.ref(self)
 
-            def whole(found: Optimizer, state: dict[str, Any]) -> None:
-                stock, asked = me(), full_state_asked(sys._getframe())
-                if stock is not None and asked is not None:
-                    stock.whole_states(found, state, asked)
+        def whole(found: Optimizer, state: dict[str, Any]) -> None:
+            stock, asked = me(), full_state_asked(sys._getframe())
+            if stock is not None and asked is not None:
+                stock.whole_states(found, state, asked)
 
-            self._handles.append(optimizer.register_state_dict_post_hook(whole))
-        self._met[optimizer] = optimizer.state
+        self._handles.append(optimizer.register_state_dict_post_hook(whole))
 
     # Out of both, where full values are asked for.
 
