@@ -175,10 +175,32 @@ def test_moving_the_model_where_it_is_changes_nothing() -> None:
     model, plain = net(), net()
     zhooks.attach(model)
     before = list(model.parameters())
-    assert model.to("cpu") is model
-    model.float().cpu()
+    versions = [param._version for param in before]
+    model(torch.ones(4, 6)).sum().backward()
+    grads = [param.grad for param in before]
+    first = torch.device("cpu", 0)
+    for there in ("cpu", "cpu:0", first):
+        assert model.to(there) is model
+    model.float().cpu().to(device=first, dtype=torch.float32, non_blocking=True)
+    model._apply(lambda tensor: tensor.to("cpu:0"))
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert all(now.grad is then for now, then in zip(model.parameters(), grads, strict=True))
+    assert [param._version for param in before] == versions, "nothing was written"
+    for tensor in (before[0], before[0].detach(), grads[0]):
+        assert tensor.to("cpu:0") is tensor.to(first, torch.float32) is tensor.to(torch.zeros(1)) is tensor.cpu() is tensor
+    copied = before[0].detach().to("cpu:0", copy=True)
+    assert copied is not before[0] and copied.device == torch.device("cpu")
+    assert torch.zeros_like(before[0].detach(), device="cpu:0").device == torch.device("cpu")
     assert torch.equal(model(torch.ones(4, 6)), plain(torch.ones(4, 6)))
+
+
+@on_ranks(1)
+def test_a_model_that_is_moved_elsewhere_is_refused_at_its_next_forward() -> None:
+    model = net()
+    zhooks.attach(model)
+    model.to("meta")
+    with pytest.raises(zhooks.AttachError, match=r"0.weight: .* \(model.to\(\), .*Call detach\(\), change it, attach again"):
+        model(torch.ones(4, 6))
 
 
 @on_ranks(1, 2, dtype=(torch.bfloat16, torch.float64))

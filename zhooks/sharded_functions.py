@@ -127,6 +127,30 @@ def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return (_plain if itself else _with_values)(func, args, kwargs)
 
 
+def _to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is there already stays the object it is; ``cpu:0``, which libraries pass on, is not ``cpu`` to torch."""
+    tensor = args[0]
+    if isinstance(tensor, ShardedTensor) and not kwargs.get("copy") and _is_there(tensor, args[1:], kwargs):
+        return tensor
+    return _with_values(func, args, kwargs)
+
+
+def _is_there(tensor: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    named = {key: value for key, value in kwargs.items() if key != "copy"}
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            device, dtype, _, order = torch._C._nn._parse_to(*args, **named)
+    except (TypeError, RuntimeError):  # a copy by position, or what torch itself will refuse
+        return False
+    here = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"
+    return here and dtype in (None, tensor.dtype) and order in (None, torch.preserve_format)
+
+
+def _cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    there = isinstance(args[0], ShardedTensor) and args[0].device.type == "cpu" and len(args) == 1 and not kwargs
+    return args[0] if there else _with_values(func, args, kwargs)
+
+
 def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if tensor._bound is not None:
@@ -180,6 +204,8 @@ def _about(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, value = args[0], args[1]
+    if value is tensor:  # Module._apply of what changed nothing
+        return None
     if not isinstance(tensor, ShardedTensor):
         raise ShardedOpError(
             "data: expected a plain tensor, found a sharded one. Use full_tensor() for the whole value, or to_local()."
@@ -228,6 +254,8 @@ _HANDLERS: dict[Any, Handler] = {
     _PROPERTIES.grad.__delete__: _set_grad,
     _PROPERTIES.shape.__get__: _about,
     _PROPERTIES.is_meta.__get__: _about,
+    Tensor.to: _to,
+    Tensor.cpu: _cpu,
     Tensor.view_as: _like,
     Tensor.expand_as: _like,
     _PROPERTIES.requires_grad.__set__: _requires_grad,

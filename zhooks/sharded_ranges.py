@@ -100,6 +100,8 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named_outs = [kwargs[name] for name in outs_of(func) if name in kwargs]
         return (named_outs[0] if len(named_outs) == 1 else tuple(named_outs) or args[0]) if out is not None else None
     device = kwargs.get("device") or lead._on
+    if device.type == "cpu":
+        device = torch.device("cpu")  # a number means nothing there, and no plain tensor has it
     if isinstance(out, Tensor):
         return ShardedTensor(out, lead._spec, device=device)
     if isinstance(out, (list, tuple)):
