@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -106,11 +106,6 @@ class Device(ABC):
         """The point that the caller's current stream has been given work up to."""
         return None
 
-    def beside(self) -> AbstractContextManager[None]:
-        """What is issued inside runs after what the current stream has queued, and after what is waited for inside, for which
-        the current stream itself does not wait."""
-        return nullcontext()
-
     def on_host(self, tensor: Tensor) -> bool:
         """The host, and so the system's file calls, may use the tensor's memory."""
         return True
@@ -182,21 +177,29 @@ def open_device(device: torch.device, *, addresses_host: bool | None = None) -> 
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """What is waited for and started inside does not hold up the caller's stream: on CUDA a stream of its own is current.
+def beside(device: torch.device, lane: str, calls: CudaCalls | None = None) -> Iterator[None]:
+    """What is issued inside runs after what the current stream has queued, and after what is waited for inside, for which the
+    current stream itself does not wait.  Nothing on a CPU.
 
-    Tensors used inside must outlive a later wait of the caller's stream for what was started.
+    Tensors used inside must outlive a later wait of the current stream for what was started.
+    Args:
+        lane: what shares a stream, one a device: things of one lane run in the order in which they were issued.
+        calls: the streams of a device on paper, in tests.
     """
-    if device.type != "cuda":
+    if calls is None and device.type != "cuda":
         yield
         return
-    with torch.cuda.stream(_beside(device)):
+    calls = calls or _calls(device)
+    event, side = calls.event(), calls.side(lane)
+    event.record(calls.current())
+    side.wait_event(event)
+    with calls.using(side):
         yield
 
 
 @functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _calls(device: torch.device) -> CudaCalls:
+    return CudaCalls(device)
 
 
 class _WorkerTicket:
@@ -296,10 +299,17 @@ class CudaCalls:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._sides: dict[str, Any] = {}
 
     def stream(self) -> Any:
         """A new stream."""
         return torch.cuda.Stream(self.device)
+
+    def side(self, lane: str) -> Any:
+        """The stream of what is called ``lane``, made when it is first asked for."""
+        if lane not in self._sides:
+            self._sides[lane] = self.stream()
+        return self._sides[lane]
 
     def current(self) -> Any:
         """The stream that this thread queues work on."""
@@ -412,7 +422,6 @@ class CudaDevice(Device):
         self.calls = CudaCalls(device) if calls is None else calls
         self._to_device = self.calls.stream()
         self._to_host = self.calls.stream()
-        self._side = self.calls.stream()
         self._worker = _Worker()
         self._watch = Workers("zhooks-copied")
         self._in_flight: dict[Any, deque[_CudaTicket]] = {self._to_device: deque(), self._to_host: deque()}
@@ -452,12 +461,6 @@ class CudaDevice(Device):
         event = self.calls.event()
         event.record(self.calls.current())
         return event
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        self._side.wait_event(self.mark())
-        with self.calls.using(self._side):
-            yield
 
     def watch(self, event: Any, call: Callable[[], None]) -> None:
         """Run ``call`` in a thread of the device's once ``event`` has passed, or the device has failed."""

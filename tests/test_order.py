@@ -322,7 +322,7 @@ def test_a_sum_over_replicas_is_started_where_only_its_own_range_is_waited_for(m
     seen: list[str] = []
 
     @contextmanager
-    def beside(device: torch.device) -> Iterator[None]:
+    def beside(device: torch.device, lane: str) -> Iterator[None]:
         seen.append("another stream")
         yield
         seen.append("the caller's stream")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.block import Part
+from offload.device import beside
 from offload.errors import ShardedOpError, TierError
 from offload.events import Bus
 from offload.lease import Mode
@@ -209,7 +210,7 @@ class Flat:
         if self.rest is None:
             return gather(self.transport, call, self.shard, full, self.layout)
         # What is computed next must not wait for this shard's way from its tier: only the collective does.
-        with self.rest.store.device.beside():
+        with beside(self.kind.device, "gather"):
             return gather(self.transport, call, self._sent(full), full, self.layout)
 
     def _sent(self, full: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def begin_replicas(comm: Comm, flat: Flat, out: Tensor, work: Work) -> Work:
     if isinstance(replicate, Alone):
         return work
     layout = flat_layout([out.numel()], world=replicate.axis.world, itemsize=out.element_size())
-    with beside(out.device):
+    with beside(out.device, "reduce"):
         work.wait()
         return all_reduce_flat(replicate, Call(REDUCE, "reduce replicas", flat.name, flat.number), out, layout)
 

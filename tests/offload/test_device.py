@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.device import INLINE_NBYTES, CpuDevice, Device, open_device
+from offload.device import INLINE_NBYTES, CpuDevice, Device, beside, open_device
 from offload.errors import CapabilityError, TierError
 from offload.pages import ALIGN, aligned, locked_nbytes, round_up
 
@@ -418,7 +418,7 @@ class TestCuda:
         source.fill_(3)
         there, over = cuda.empty(1 << 28), torch.cuda.Event()
         ticket = cuda.copy(there, source, "up")
-        with cuda.beside():
+        with beside(torch.device("cuda", torch.cuda.current_device()), "gather"):
             ticket.wait()
             torch.cuda._sleep(1 << 31)
             total = there.sum(dtype=torch.int64)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offload.block import Block
 from offload.budget import Budget
+from offload.device import beside
 from offload.disk import DiskFile
 from offload.errors import CapabilityError, TierError
 from offload.events import Bus
@@ -177,7 +178,7 @@ def test_a_gather_waits_for_what_it_sends_and_compute_does_not(machine: Machine,
     release = paper.hold(machine.device._to_device)
     lease = machine.store.fetch(block, Tier.DEVICE)
     full = machine.device.empty(block.nbytes).view(torch.float32)
-    with machine.device.beside():
+    with beside(machine.device.device, "gather", paper):
         sent = lease.wait()
         paper.kernel("all-gather", lambda: alias(full).copy_(alias(sent)), reads=[sent], writes=[full])
         gathered = paper.event()
@@ -189,6 +190,30 @@ def test_a_gather_waits_for_what_it_sends_and_compute_does_not(machine: Machine,
     paper.compute.wait_event(gathered)
     assert machine.seen(full) == [3.0]
     machine.store.close(block)
+
+
+def test_a_sum_that_waits_for_its_range_holds_up_neither_compute_nor_a_gather(machine: Machine) -> None:
+    paper, here = machine.paper, machine.device.device
+    part, full = (machine.device.empty(256) for _ in range(2))
+    machine.written(part, 1)
+    reducing = paper.stream("reduce-scatter")
+    release = paper.hold(reducing)
+    ready = paper.event()
+    ready.record(reducing)
+    with beside(here, "reduce", paper):
+        assert paper.current() is paper.side("reduce")
+        paper.current().wait_event(ready)
+        paper.kernel("sum of replicas", lambda: alias(part).mul_(2), reads=[part], writes=[part])
+    with beside(here, "gather", paper):
+        paper.kernel("all-gather", lambda: alias(full).fill_(3), writes=[full])
+        gathered = paper.event()
+        gathered.record(paper.current())
+    assert gathered.query() and not paper.compute.queue, "only the sum waits"
+    release()
+    summed = paper.event()
+    summed.record(paper.side("reduce"))
+    paper.compute.wait_event(summed)
+    assert machine.seen(part) == [2] and paper.races == []
 
 
 def test_turns_of_fetching_changing_and_closing_are_all_ordered(machine: Machine) -> None:
