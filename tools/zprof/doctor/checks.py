@@ -198,15 +198,17 @@ def _processors(machine: Machine) -> Finding:
 
 
 def _shared_memory(machine: Machine) -> Finding:
+    """NCCL and the workers of a DataLoader exchange through files there; ranks on CPUs use memory without a name."""
     name, mend = "/dev/shm", "mount -o remount,size=8G /dev/shm (docker run --shm-size=8g or --ipc=host)"
+    users = "NCCL and data loader workers"
     try:
         stat = os.statvfs(machine.root / "dev/shm")
     except OSError as error:
-        return Finding(name, WARN, f"cannot be used: {error.strerror}; ranks exchange over sockets", mend)
+        return Finding(name, WARN, f"cannot be used: {error.strerror}; {users} exchange through it", mend)
     free = stat.f_bavail * stat.f_frsize
     found = f"{shown(free)} free of {shown(stat.f_blocks * stat.f_frsize)}"
     small = free < _SMALL_SHM
-    return Finding(name, WARN, f"{found}: too small for ranks to exchange through", mend) if small else Finding(name, OK, found)
+    return Finding(name, WARN, f"{found}: may be too small for {users}", mend) if small else Finding(name, OK, found)
 
 
 def _huge_pages(machine: Machine) -> Finding:
