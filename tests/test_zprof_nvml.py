@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -116,15 +117,17 @@ def test_one_bad_answer_is_left_out_and_the_next_one_counts(library: Path, tmp_p
 
 def test_a_counter_of_32_bits_is_followed_over_its_wrap(library: Path, tmp_path: Path) -> None:
     near = 2**32 - 1000
-    script = [MINE, SAMPLE, {"set": {"pcie_tx": 500, "pcie_rx": near + 10}}, {"wait": 0.1}, SAMPLE]
-    _, first, _, _, second = asked(library, tmp_path, {"pcie_type": 1, "pcie_tx": near, "pcie_rx": near}, *script)
+    wrapped = [{"set": {"pcie_rx": near + 10}}, {"set": {"pcie_tx": 500}}, {"until": {"gpu0 nvml pcie tx": 1500}}]
+    values = {"pcie_type": 1, "pcie_tx": near, "pcie_rx": near}
+    _, first, _, _, _, second = asked(library, tmp_path, values, MINE, SAMPLE, *wrapped, SAMPLE)
     assert first["gpu0 nvml pcie tx"] == 0
     assert (second["gpu0 nvml pcie tx"], second["gpu0 nvml pcie rx"]) == (1500, 10)
 
 
 def test_a_counter_of_32_bits_is_read_more_often_than_it_can_wrap(library: Path, tmp_path: Path) -> None:
     # Every reading finds half a wrap more, so the total shows how often it was read without anybody sampling.
-    script = [MINE, {"wait": 0.5}, SAMPLE, CLOSE]
+    # The fifth reading, of which the opening makes one, begins when three of the others are in the total.
+    script = [MINE, {"until": {"pcie_tx": 5 * 2**30}}, SAMPLE, CLOSE]
     values = {"pcie_type": 1, "pcie_step": 2**30, "link_generation": 5}
     opened, _, sample, left = asked(library, tmp_path, values, *script)
     assert opened["sources"]["nvml pcie"] == "fields 197/198"
@@ -144,13 +147,14 @@ def test_hopper_without_the_fields_is_read_through_gpm(library: Path, tmp_path: 
 
 def test_the_call_that_blocks_never_delays_the_other_samples(library: Path, tmp_path: Path) -> None:
     block_us = 200_000
-    script = [MINE, *[SAMPLE] * 50, {"wait": 1.2}, SAMPLE, CLOSE, {"get": ["throughput_calls", "shutdowns"]}]
+    # Two calls a reading; the third reading begins when the first two are in the total.
+    script = [MINE, *[SAMPLE] * 50, {"until": {"throughput_calls": 6}}, SAMPLE, CLOSE, {"get": ["shutdowns"]}]
     values = {"ret_pcie": 3, "gpm": 0, "block_us": block_us}
     answers = asked(library, tmp_path, values, *script)
     assert answers[0]["sources"]["nvml pcie"] == "nvmlDeviceGetPcieThroughput (20 ms windows x time)"
-    # Fifty samples that each waited for one blocking call would take ten seconds.
-    assert sum(sample["seconds"] for sample in answers[1:51]) < 50 * block_us / 1e6 / 5
-    assert answers[-1]["throughput_calls"] >= 4 and answers[-1]["shutdowns"] == 1
+    # Of samples that each waited for one blocking call, half would not be quicker than it; a busy machine delays a few.
+    assert statistics.median(sample["seconds"] for sample in answers[1:51]) < block_us / 1e6 / 2
+    assert answers[-1]["shutdowns"] == 1
     assert 0 < answers[-3]["gpu0 nvml pcie tx"] <= 1000 * 1000 * 10
     assert answers[-2] == ["MainThread"]
 
@@ -215,7 +219,7 @@ def test_without_the_library_the_state_is_absent_and_the_bindings_are_not_import
     # A file that is no library hides the one a machine with a driver has.
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"no library")
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment(tmp_path, tmp_path / "x")
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment(tmp_path, tmp_path / "x")
     )
     first, second = done.stdout.splitlines()
     assert not done.stderr and first.startswith("absent () no NVML: ") and second == "False False"
@@ -239,7 +243,7 @@ def test_recording_that_insists_on_nvml_is_refused_without_it(library: Path, tmp
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         env=environment(library, tmp_path / "slots"),
     )
     assert done.returncode == 1

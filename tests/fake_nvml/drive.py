@@ -1,7 +1,8 @@
 """Runs a list of steps against the NVML sampler, in a process whose loader finds the fake library.
 
 Read from standard input as JSON, answered on standard output as JSON, one answer a step: ``set`` slots, ``open`` the
-sampler, ``sample`` it (after ``wait`` seconds), tell its ``state``, ``get`` slots, ``close`` it.
+sampler, ``sample`` it (after ``wait`` seconds, or ``until`` slots or readings are at least so much), tell its ``state``,
+``get`` slots, ``close`` it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.fake_nvml import Slots
+from tests.fake_nvml import PLACES, Slots
+from tests.waiting import soon
 from zprof.nvml.sampling import NvmlSampler, open_nvml
+
+
+def reached(slots: Slots, sampler: NvmlSampler | None, name: str, least: int) -> bool:
+    if name in PLACES:
+        return slots[name] >= least
+    return sampler is not None and any(f"{key} {what}" == name and value >= least for what, key, value in sampler.sample())
 
 
 def main() -> None:
@@ -28,6 +37,9 @@ def main() -> None:
             slots.set(step["set"])
         if "wait" in step:
             time.sleep(step["wait"])
+        if "until" in step:
+            for name, least in step["until"].items():
+                assert soon(partial(reached, slots, sampler, name, least)), f"{name}: never {least}"
         if "open" in step:
             sampler = open_nvml(**step["open"])
             answer = sampler.state()
