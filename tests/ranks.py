@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -168,11 +169,7 @@ class Pool:
             self._folder = None
 
     def _start(self) -> None:
-        # A fork server imports these once and has no threads of its own, so a fork of it is cheap and safe.
-        context = get_context("forkserver")
-        whole = ["tests.preload"] if "PYTEST_XDIST_WORKER" in os.environ else []
-        context.set_forkserver_preload([*PRELOADED, *whole])
-        _serve_forks_of_this_checkout()
+        context = forks()
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(self.world):
             ours, theirs = context.Pipe()
@@ -218,6 +215,16 @@ class Pool:
             text = f"no answer within {limit_s:g} s, or within {GRACE_S:g} s of another rank's failure\n"
             outcomes[worker.rank] = Outcome(worker.rank, End.SILENT, text=text + worker.stack() + worker.log())
         return [outcomes[worker.rank] for worker in self._workers]
+
+
+def forks() -> ForkServerContext:
+    """Starts processes that have torch and zhooks imported: forks of one server, for all of this session."""
+    # It imports these once and has no threads of its own, so a fork of it is cheap and safe.
+    context = get_context("forkserver")
+    whole = ["tests.preload"] if "PYTEST_XDIST_WORKER" in os.environ else []
+    context.set_forkserver_preload([*PRELOADED, *whole])
+    _serve_forks_of_this_checkout()
+    return context
 
 
 def _serve_forks_of_this_checkout() -> None:

@@ -1,8 +1,8 @@
 """The pages tell the truth: programs run, policies load, outputs are what is printed, links and commands exist.
 
 pytest calls it. All Python blocks of a page are one program, run in a process of its own at world size 1 in an empty
-folder, warnings being errors; a ``text`` block right after a Python block is what that block prints. It never edits a
-page.
+folder (the README's in a fresh interpreter, others in one that has imported torch), warnings being errors; a ``text``
+block right after a Python block is what that block prints. It never edits a page.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from offload import errors
 from offload.policy import Policy, written
+from tests.forked import python
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,21 +86,32 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_the_programs_of_a_page_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
     write_policies(page, tmp_path)
     programs = of_language(page, "python")
-    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", DRIVER],
-        input=json.dumps([(page.name, block.line, block.text) for block in programs]),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    given = json.dumps([(page.name, block.line, block.text) for block in programs])
+    done = (fresh if page == PAGES[0] else forked)(given, tmp_path)
     assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
     printed = dict(zip((block.line for block in programs), json.loads(done.stdout), strict=True))
     for block in of_language(page, "text"):
         if block.after is not None and block.after.language == "python":
             assert printed[block.after.line] == block.text, f"{page.name}:{block.line}: the program printed otherwise"
+
+
+def forked(given: str, at: Path) -> subprocess.CompletedProcess[str]:
+    """In a process that has imported torch and zhooks."""
+    return python("-c", DRIVER, at=at, given=given, warn=("error", Warning))
+
+
+def fresh(given: str, at: Path) -> subprocess.CompletedProcess[str]:
+    """In a process that has imported nothing, so that what zhooks imports may not warn either."""
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", DRIVER],
+        input=given,
+        cwd=at,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def write_policies(page: Path, folder: Path) -> list[Path]:

@@ -25,6 +25,7 @@ from zprof.rows import CATEGORIES, TIERS, Row, RowKind, placed
 from zprof.running.child import Kills
 from zprof.trace.reader import Trace
 
+from .forked import python
 from .zprof_traces import HEADER, KIB, MIB, write_trace
 
 # What an error says.
@@ -323,7 +324,8 @@ def test_a_run_without_a_failure_is_not_explained(tmp_path: Path) -> None:
 # Real runs.
 
 
-def run(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
+def fresh(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
+    """In an interpreter that has imported nothing."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *words], cwd=at, env=environment, capture_output=True, text=True, timeout=120
@@ -346,7 +348,7 @@ for step in range(2):
 
 def test_a_budget_that_is_too_small_is_explained_and_the_remedy_is_one(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLACED)
-    failed = run("-m", "zprof", "run", "train.py", "host", "host", "4 MiB", at=tmp_path)
+    failed = python("-m", "zprof", "run", "train.py", "host", "host", "4 MiB", at=tmp_path)
     assert failed.returncode == 1
     assert "BudgetError: host tier cannot admit optimizer/" in failed.stderr
     said = failed.stderr[failed.stderr.index("zprof: out of memory") :].splitlines()
@@ -358,20 +360,20 @@ def test_a_budget_that_is_too_small_is_explained_and_the_remedy_is_one(tmp_path:
     [note] = trace.notes("oom")
     assert (note.body["kind"], note.body["tier"], note.body["limit"]) == ("budget", "host", 4 * MIB)
     assert [f"zprof: {line}" for line in explain(trace)] == said[:-2], "a report says the same"
-    mended = run("train.py", "host", "disk", "4 MiB", at=tmp_path)
+    mended = python("train.py", "host", "disk", "4 MiB", at=tmp_path)
     assert mended.returncode == 0, mended.stderr
 
 
 def test_where_one_change_is_not_enough_the_two_that_are_named_are(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLACED)
-    failed = run("-m", "zprof", "run", "train.py", "host", "host", "3 MiB", at=tmp_path)
+    failed = python("-m", "zprof", "run", "train.py", "host", "host", "3 MiB", at=tmp_path)
     said = failed.stderr.splitlines()
     fitting = said.index("zprof: would have let it fit:")
     both = said[fitting + 1].partition(": saves")[0]
     assert set(both.removeprefix("zprof:   ").split(" and ")) == {'[optimizer] tier = "disk"', '[gradient] tier = "disk"'}
     assert said[fitting + 2] == "zprof: not enough alone:"
-    assert run("train.py", "host", "disk", "3 MiB", at=tmp_path).returncode == 1
-    mended = run("train.py", "disk", "disk", "3 MiB", at=tmp_path)
+    assert python("train.py", "host", "disk", "3 MiB", at=tmp_path).returncode == 1
+    mended = python("train.py", "disk", "disk", "3 MiB", at=tmp_path)
     assert mended.returncode == 0, mended.stderr
 
 
@@ -398,7 +400,7 @@ except RuntimeError:
 @pytest.mark.parametrize("left_kib", [64, 4096])
 def test_an_allocation_the_system_refuses_is_explained_from_every_storage(tmp_path: Path, left_kib: int) -> None:
     (tmp_path / "train.py").write_text(SMALL)
-    failed = run("-m", "zprof", "run", "--level", "alloc", "train.py", "raised", str(left_kib), at=tmp_path)
+    failed = python("-m", "zprof", "run", "--level", "alloc", "train.py", "raised", str(left_kib), at=tmp_path)
     assert failed.returncode == 1
     assert "DefaultCPUAllocator: can't allocate memory" in failed.stderr
     said = failed.stderr[failed.stderr.index("zprof: out of memory") :]
@@ -412,7 +414,7 @@ def test_an_allocation_the_system_refuses_is_explained_from_every_storage(tmp_pa
 
 def test_a_failure_the_script_handles_is_none(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SMALL)
-    handled = run("-m", "zprof", "run", "train.py", "handled", "4096", at=tmp_path)
+    handled = python("-m", "zprof", "run", "train.py", "handled", "4096", at=tmp_path)
     assert handled.returncode == 0, handled.stderr
     assert "out of memory" not in handled.stderr
     assert Trace.open(tmp_path / "run.0.zprof").notes("oom") == []
@@ -430,7 +432,7 @@ while True:
 
 def test_a_script_without_torch_that_leaves_too_little_to_load_numpy_says_why_it_ended(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ALONE)
-    failed = run("-m", "zprof", "run", "train.py", at=tmp_path)
+    failed = fresh("-m", "zprof", "run", "train.py", at=tmp_path)
     assert failed.returncode == 1
     assert "zprof: out of memory: RLIMIT_AS refused memory" in failed.stderr
     [end] = Trace.open(tmp_path / "run.0.zprof").notes("end")
@@ -455,9 +457,9 @@ def test_a_script_that_leaves_little_memory_is_not_ended_by_what_the_recording_l
     tmp_path: Path, limit: str, left_mib: int
 ) -> None:
     (tmp_path / "train.py").write_text(NEAR)
-    ended = run("-m", "zprof", "run", "train.py", limit, str(left_mib), at=tmp_path)
+    ended = fresh("-m", "zprof", "run", "train.py", limit, str(left_mib), at=tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
-    died = run("-m", "zprof", "run", "-f", "train.py", limit, str(left_mib), "ask", at=tmp_path)
+    died = fresh("-m", "zprof", "run", "-f", "train.py", limit, str(left_mib), "ask", at=tmp_path)
     assert (died.returncode, died.stdout) == (1, "done\n"), died.stderr
     assert "\nMemoryError\n" in died.stderr and f"zprof: out of memory: {limit} refused memory" in died.stderr
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from zprof.rows import Row, RowKind, placed
 from zprof.running.child import Kills
@@ -18,6 +19,7 @@ from zprof.running.live import Follower
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
 
+from . import forked
 from .waiting import soon
 from .zprof_traces import HEADER
 
@@ -50,7 +52,9 @@ if mode.isdecimal(): sys.exit(int(mode))
 
 def zprof(*words: str, at: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     told = {**ENVIRONMENT, **environment}
-    return subprocess.run([*ZPROF, *words], cwd=at, env=told, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [*ZPROF, *words], cwd=at, env=told, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
 
 
 def python(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
@@ -165,7 +169,7 @@ heard = []
 for name in sys.argv[1:]:
     signal.signal(getattr(signal, name), lambda number, frame: heard.append(number))
 print("ready", flush=True)
-until = time.monotonic() + 30
+until = time.monotonic() + 100
 while not heard and time.monotonic() < until:
     time.sleep(0.01)
 time.sleep(0.3)
@@ -177,7 +181,7 @@ sys.exit(10 * len(heard) + len(set(heard)))
 def test_a_signal_sent_to_zprof_reaches_the_script_once(number: signal.Signals, tmp_path: Path) -> None:
     run = started(script(tmp_path, HEARS), number.name, at=tmp_path)
     run.send_signal(number)
-    run.communicate(timeout=60)
+    run.communicate(timeout=120)
     assert run.returncode == 11
 
 
@@ -188,19 +192,19 @@ def test_ctrl_c_on_a_terminal_reaches_the_script_once(tmp_path: Path) -> None:
 
 
 def test_a_script_that_a_signal_ends_ends_zprof_alike(tmp_path: Path) -> None:
-    run = started(script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)"), at=tmp_path)
+    run = started(script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(120)"), at=tmp_path)
     run.terminate()
-    _, said = run.communicate(timeout=60)
+    _, said = run.communicate(timeout=120)
     assert run.returncode == -signal.SIGTERM
     assert "ended by signal 15" in said
 
 
 def test_a_script_that_is_killed_leaves_a_trace_that_reads(tmp_path: Path) -> None:
-    run = started(script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)"), at=tmp_path)
+    run = started(script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(120)"), at=tmp_path)
     assert soon(lambda: Trace.open(tmp_path / "run.0.zprof").count > 0), "the recorder writes every second"
     [child] = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     os.kill(int(child), signal.SIGKILL)
-    _, said = run.communicate(timeout=60)
+    _, said = run.communicate(timeout=120)
     assert run.returncode == -signal.SIGKILL
     assert "killed by SIGKILL; no process was ended for want of memory meanwhile" in said
     trace = Trace.open(tmp_path / "run.0.zprof")
@@ -302,32 +306,48 @@ def test_an_attached_model_is_recorded_with_its_policy_and_its_tiers(tmp_path: P
 
 
 def test_under_torchrun_each_rank_has_its_trace_and_one_speaks(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    words = [*launcher, "-m", "zprof", "run", script(tmp_path, TRAINS)]
-    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    # The launcher has imported torch already; it starts both ranks as ever.
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    words = [*launcher, "-m", "zprof", "run", script(tmp_path, "import os; print('rank', os.environ['RANK'])")]
+    run = forked.python(*words, at=tmp_path, environment=ENVIRONMENT)
     assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["rank 0", "rank 1"]
     traces = [Trace.open(tmp_path / f"run.{rank}.zprof") for rank in (0, 1)]
     assert [(trace.header.rank, trace.header.world, trace.damage) for trace in traces] == [(0, 2, None), (1, 2, None)]
-    assert all("gather" in words_of(trace) for trace in traces)
     assert run.stderr.count("zprof: next: zprof report run.*.zprof") == 1
+
+
+def test_ranks_that_share_a_model_each_record_what_they_gather(tmp_path: Path) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # As torchrun: the agent's store is theirs too.
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    job["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    words = ("-m", "zprof", "run", script(tmp_path, TRAINS))
+    runs = [forked.start(*words, at=tmp_path, environment={**ENVIRONMENT, **job, "RANK": str(rank)}) for rank in (0, 1)]
+    for rank, run in enumerate(runs):
+        ended = run.wait()
+        assert ended.returncode == 0, ended.stderr
+        trace = Trace.open(tmp_path / f"run.{rank}.zprof")
+        assert trace.damage is None and "gather" in words_of(trace)
 
 
 # Live.
 
 
 PROGRESS = """
-import sys, time
+import select, sys, time
 print("first", sys.stdout.isatty())
 for number in range(3):
     print(f"\\r{number}/3", end="", flush=True)
-    time.sleep(0.6)
+    time.sleep(0.1)
+# Until somebody has seen the view.
+select.select([sys.stdin], [], [], 120)
 print("\\nlast")
 """
 
 
 def test_a_live_view_shares_the_terminal_with_what_the_script_prints(tmp_path: Path) -> None:
-    code, shown = on_a_terminal(["--live", script(tmp_path, PROGRESS)], tmp_path)
+    code, shown = on_a_terminal(["--live", script(tmp_path, PROGRESS)], tmp_path, "rss ", b"\n")
     assert code == 0
     for part in ("first True", "2/3", "last", "rss ", "zprof: next: zprof report run.0.zprof"):
         assert part in shown, shown

@@ -8,8 +8,6 @@ import pickle
 import random
 import resource
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import msgpack
 import pytest
 import torch.cuda._memory_viz as viewer
 
+from tests.forked import python
 from tests.zprof_snapshots import MIB, golden, made
 from tests.zprof_traces import sample_rows, write_trace
 from zprof.frag.recordings import snapshot_of
@@ -82,8 +81,8 @@ def test_what_is_written_reads_back_and_opens_in_torchs_viewer(text: str, tmp_pa
 def test_the_viewer_makes_a_page_of_a_written_file_from_the_command_line(tmp_path: Path) -> None:
     path, page = tmp_path / "s.pickle", tmp_path / "page.html"
     write_snapshot(path, checked(made(3), "made"))
-    command = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", str(path), "-o", str(page)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    ran = python("-m", "torch.cuda._memory_viz", "trace_plot", str(path), "-o", str(page))
+    assert ran.returncode == 0, ran.stderr
     assert "MemoryViz" in page.read_text(encoding="utf-8")
 
 
