@@ -6,6 +6,7 @@ pytest runs it, on one and two ranks. What attach refuses of a model at once is 
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -241,3 +242,22 @@ def test_an_apply_that_finds_no_room_on_one_rank_leaves_every_unit_usable_on_all
     with mock.patch.object(Flat, "reserve", instead), pytest.raises(zhooks.BudgetError, match="no room"):
         attachment.apply({**small, "stage": 1, "optimizer": {"tier": "host"}})
     trains_like_plain(model, attachment)
+
+
+@on_ranks(2, stage=(0, 3))
+def test_an_optimizer_that_partitions_the_parameters_itself_is_refused_by_name(stage: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    with pytest.raises(zhooks.AttachError, match=r"found ZeroRedundancyOptimizer.*Use the optimizer in it: AdamW\("):
+        zhooks.attach(model, optimizer, policy={"stage": stage})
+    attachment = zhooks.attach(model, policy={"stage": stage})
+    model(torch.ones(4, 6)).square().mean().backward()
+    for _ in range(2):
+        with pytest.raises(zhooks.ShardedOpError, match="found ZeroRedundancyOptimizer"):
+            optimizer.step()
+    assert not optimizer.optim.state
+    attachment.detach()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), net().parameters(), strict=True))

@@ -23,7 +23,7 @@ from zhooks.division import Division, is_divided, part_of
 from zhooks.hooks import Before
 from zhooks.members import wrapper
 from zhooks.mesh import Axis
-from zhooks.optimizers import holders
+from zhooks.optimizers import holders, partitions
 from zhooks.sharded import ShardedTensor
 from zhooks.units import Group
 
@@ -210,6 +210,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
             "of them. Build "
             "it from model.parameters()."
         )
+    problem = partitions(optimizer)
+    if problem:
+        raise AttachError(f"attach: {problem}")
 
     def others() -> list[str]:
         ours = None if optimizer is None else optimizer.state

@@ -12,12 +12,14 @@ Note: [Known on every rank]
 Note: [Met]
     ``Optimizer.load_state_dict`` puts a new ``state`` in place of the old one, ``add_param_group`` makes the list of groups
     longer.  So a step looks whether the optimizer still holds what it had when it was last met, and meets it again where it
-    does not.
+    does not.  Only the identity of ``state`` is kept, for the old states shall go; that another may come to lie where it lay is
+    why a hook of ``load_state_dict`` tells, too.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import CheckpointError, DivergenceError
+from offload.errors import CheckpointError, DivergenceError, ShardedOpError
 from zhooks.agree import disagreement, text_digest
 from zhooks.comm import CONTROL, Call, Transport
 from zhooks.comm_meet import Facts
@@ -35,7 +37,7 @@ from zhooks.sharded import ShardedTensor
 from zhooks.stock_state import StockState
 from zhooks.together import Together
 
-__all__ = ["Optimizers", "holders", "optimizer_facts"]
+__all__ = ["Optimizers", "holders", "optimizer_facts", "partitions"]
 
 Steps = Callable[["Optimizers"], list[RemovableHandle]]
 
@@ -54,7 +56,7 @@ class Optimizers:
         #: Those first seen in a backward, with a number that stands for what they hold.
         self._unordered: list[tuple[int, weakref.ref[Optimizer]]] = []
         #: What an optimizer held when it was last met, see Note [Met]; of those that hold nothing of the model, too.
-        self._met: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
+        self._met: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
 
     def open(self, watch_steps: Steps, optimizer: Optimizer | None) -> None:
@@ -79,9 +81,10 @@ class Optimizers:
             CheckpointError: ranks hold different states; nothing has been updated.
             DivergenceError: ranks step other optimizers; nothing has been updated.
             CapabilityError: Accelerate was asked for mixed precision, which it leaves out for this model.
+            ShardedOpError: the optimizer partitions the parameters itself; nothing has been updated.
         """
         met = self._met.get(optimizer)
-        if met is None or met[0] is not optimizer.state or met[1] != len(optimizer.param_groups):
+        if met is None or met[0] != id(optimizer.state) or met[1] != len(optimizer.param_groups):
             self.meet(optimizer, "step")
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -93,7 +96,7 @@ class Optimizers:
         Raises:
             CheckpointError, DivergenceError: as ``before``; nothing has been changed.
         """
-        params, now = list(self._model.parameters()), (optimizer.state, len(optimizer.param_groups))
+        params, now = list(self._model.parameters()), (id(optimizer.state), len(optimizer.param_groups))
         if not _places(optimizer, params):
             self._met[optimizer] = now
             return
@@ -112,6 +115,9 @@ class Optimizers:
             )
         if problem:
             raise DivergenceError(problem)
+        problem = partitions(optimizer)
+        if problem:
+            raise ShardedOpError(f"{verb}: {problem}")
         self._stock.make_ranges(optimizer, held)
         self.admit(optimizer)
         self._met[optimizer] = now
@@ -125,6 +131,18 @@ class Optimizers:
             else:
                 self._order.append(weakref.ref(optimizer))
             self._stock.watch(optimizer)
+            self._handles.append(optimizer.register_load_state_dict_post_hook(self._forgets()))
+
+    def _forgets(self) -> Callable[[Optimizer], None]:
+        """A hook that has an optimizer met again; it keeps nobody alive."""
+        me = weakref.ref(self)
+
+        def loaded(optimizer: Optimizer) -> None:
+            known = me()
+            if known is not None:
+                known._met.pop(optimizer, None)
+
+        return loaded
 
     # Which there are.
 
@@ -222,6 +240,20 @@ def holders(params: Iterable[Tensor]) -> list[Optimizer]:
         and hasattr(found, "state")
         and any(id(param) in wanted for group in getattr(found, "param_groups", ()) for param in group["params"])
     ]
+
+
+def partitions(optimizer: object) -> str:
+    """What is wrong with an optimizer that gives every rank whole parameters of its own to step; "" where it does not."""
+    known: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if known is None or not isinstance(optimizer, known.ZeroRedundancyOptimizer) or optimizer.world_size == 1:  # type: ignore[attr-defined]
+        return ""
+    inner = getattr(optimizer, "_optim_constructor", None)
+    name = inner.__name__ if isinstance(inner, type) else "AdamW"
+    return (
+        f"expected an optimizer that steps all parameters on every rank, for the model is partitioned already, found "
+        f"ZeroRedundancyOptimizer, which steps some of them on each of {optimizer.world_size} ranks. Use the optimizer in it: "  # type: ignore[attr-defined]
+        f"{name}(model.parameters(), ...); stages 1 to 3 partition its states."
+    )
 
 
 def optimizer_facts(optimizer: Optimizer | None, params: Iterable[Tensor]) -> Facts:
