@@ -245,13 +245,13 @@ def holders(params: Iterable[Tensor]) -> list[Optimizer]:
 def partitions(optimizer: object) -> str:
     """What is wrong with an optimizer that gives every rank whole parameters of its own to step; "" where it does not."""
     known: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if known is None or not isinstance(optimizer, known.ZeroRedundancyOptimizer) or optimizer.world_size == 1:  # type: ignore[attr-defined]
+    if known is None or not isinstance(optimizer, known.ZeroRedundancyOptimizer) or optimizer.world_size == 1:
         return ""
     inner = getattr(optimizer, "_optim_constructor", None)
     name = inner.__name__ if isinstance(inner, type) else "AdamW"
     return (
         f"expected an optimizer that steps all parameters on every rank, for the model is partitioned already, found "
-        f"ZeroRedundancyOptimizer, which steps some of them on each of {optimizer.world_size} ranks. Use the optimizer in it: "  # type: ignore[attr-defined]
+        f"ZeroRedundancyOptimizer, which steps some of them on each of {optimizer.world_size} ranks. Use the optimizer in it: "
         f"{name}(model.parameters(), ...); stages 1 to 3 partition its states."
     )
 
