@@ -12,7 +12,7 @@ import resource
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -27,7 +27,10 @@ from offload.events import Bus
 from offload.pages import ALIGN, aligned, locked_nbytes
 from offload.threads import Workers, finished
 
-__all__ = ["CudaCalls", "Device", "OnHost", "Ticket", "beside", "lane_of", "open_device", "used_by_current_stream"]
+__all__ = [
+    "CudaCalls", "Device", "OnHost", "OneStream", "Ticket", "beside", "lane_of", "one_stream", "open_device",
+    "used_by_current_stream",
+]  # fmt: skip
 
 #: Below this a copy is over before a thread would have woken.
 INLINE_NBYTES = 256 << 10
@@ -550,6 +553,71 @@ def _after(event: Any, call: Callable[[], None]) -> None:
 def lane_of(device: torch.device) -> int:
     """What orders work on ``device`` now: the number of its current stream, 0 on a CPU."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+class OneStream:
+    """Brings work that several streams give rise to under one of them: the first, until `end`.
+
+    Note: [One stream a backward]
+        Autograd runs each node of the graph on the stream of its forward, so gradients of a model that runs on several streams
+        arrive on several. What is done with them jointly is ordered by the one stream it all runs on: it waits for each
+        arrival, and keeps the memory that another stream allocated. Whoever ends it waits for that stream.
+    """
+
+    def __init__(self, calls: CudaCalls | None) -> None:
+        self._calls = calls
+        self._stream: Any = None
+
+    def work(self, given: Iterable[Tensor | None] = ()) -> AbstractContextManager[None]:
+        """What is queued inside runs under the one stream, after what the current one has queued; ``given`` are tensors that
+        it uses, whoever allocated them. Nothing on a CPU."""
+        return _NOTHING if self._calls is None else self._brought(self._calls, given)
+
+    def end(self, left: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
+        """As `work`, and the last of it: the current stream then goes on after it, and may use what ``left`` names."""
+        return _NOTHING if self._calls is None else self._ended(self._calls, left)
+
+    @contextmanager
+    def _brought(self, calls: CudaCalls, given: Iterable[Tensor | None]) -> Iterator[None]:
+        current = calls.current()
+        self._stream = current if self._stream is None else self._stream
+        if current == self._stream:
+            yield
+            return
+        _order(calls, self._stream, current)
+        for tensor in given:
+            if tensor is not None:
+                calls.keep(tensor, self._stream)
+        with calls.using(self._stream):
+            yield
+
+    @contextmanager
+    def _ended(self, calls: CudaCalls, left: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        current = calls.current()
+        try:
+            with self._brought(calls, ()):
+                yield
+        finally:
+            stream, self._stream = self._stream, None
+            if stream != current:
+                _order(calls, current, stream)
+                for tensor in left():
+                    calls.keep(tensor, current)
+
+
+def one_stream(device: torch.device) -> OneStream:
+    """The `OneStream` for work on ``device``."""
+    return OneStream(CudaCalls(device) if device.type == "cuda" else None)
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def _order(calls: CudaCalls, stream: Any, after: Any) -> None:
+    """What ``stream`` is given from now on runs after what ``after`` has been given."""
+    event = calls.event()
+    event.record(after)
+    stream.wait_event(event)
 
 
 def used_by_current_stream(tensor: Tensor) -> None:

@@ -358,3 +358,40 @@ def test_a_graph_inside_a_forward_runs_on_the_device_thread_and_ends_no_pass(tmp
         return seen
 
     assert losses(placed("host", tmp_path)) == losses(None)
+
+
+@pytest.mark.parametrize("buffer", ["32 MiB", "8 KiB"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_branch_on_a_stream_of_its_own_has_the_gradients_of_plain_training(stage: int, buffer: str, nccl: None) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.side = Block(64), Block(64), torch.cuda.Stream()
+
+        def forward(self, x: Tensor) -> Tensor:
+            here = torch.cuda.current_stream()
+            self.side.wait_stream(here)
+            with torch.cuda.stream(self.side):
+                torch.cuda._sleep(1 << 22)
+                right = self.right(x)
+            left = self.left(x)
+            here.wait_stream(self.side)
+            right.record_stream(here)
+            return left + right
+
+    def trained_on(policy: dict[str, Any] | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        under = Branches().cuda()
+        attachment = None if policy is None else zhooks.attach(under, policy=policy)
+        optimizer = OPTIMIZERS["foreach"](under)
+        for number in range(5):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number)).cuda()
+            under(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if attachment is not None:
+            attachment.detach()
+        return [param.detach().clone() for param in under.parameters()]
+
+    found = trained_on({"stage": stage, "units": {"min_numel": 0}, "comm": {"buffer": buffer}})
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, trained_on(None), strict=True))

@@ -14,13 +14,14 @@ Note: [Canonical order]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.arena import Use
+from offload.device import OneStream, one_stream
 from offload.errors import ShardedOpError
 from offload.events import Bus
 from zhooks.accumulation import Accumulation
@@ -55,6 +56,8 @@ class Reducer:
         self.most, self._unreduced = most, unreduced
         self._world = comm.shard.axis.world * comm.replicate.axis.world
         self.gradients: dict[int, Gradient] = {}
+        #: What all of a backward's gradients are added up, reduced and landed under.
+        self._streams = OneStream(None)
         self._order: list[int] = []
         self._agreed = False
         self._completed: list[int] = []
@@ -75,6 +78,7 @@ class Reducer:
             flat.number: old if (old := kept[flat.number]) is not None and old.flat is flat else Gradient(flat, self.pool)
             for flat in flats
         }
+        self._streams = one_stream(flats[0].kind.device) if flats else self._streams
         self._order = [flat.number for flat in reversed(flats) if flat.layout.padded]
         self._agreed = False
         if self.scaling is not None:
@@ -119,16 +123,21 @@ class Reducer:
             out = list(selected(self.comm, flat, grads, lambda out: self._mean(flat, out, self._world)))
         else:
             out = [None] * len(grads)
-            in_place = self.alone and flat.kind.reduce == flat.kind.master and not gradient.tiered and self.early is None
-            if flat.layout.padded == 0 or (in_place and scaling is None):
-                gradient.direct(grads)
-                self._tell(gradient, whole=False)
-            else:
-                gradient.hand(grads) if flat.long and not self._holds_back() else gradient.add(grads)
-                self._advance(flat.number)
+            with self._streams.work(grads):
+                self._accumulate(gradient, grads, scaled=scaling is not None)
         self.bus.instant("ready", flat.name)
         self.done(flat)
         return out
+
+    def _accumulate(self, gradient: Gradient, grads: Sequence[Tensor | None], *, scaled: bool) -> None:
+        flat = gradient.flat
+        in_place = self.alone and flat.kind.reduce == flat.kind.master and not gradient.tiered and self.early is None
+        if flat.layout.padded == 0 or (in_place and not scaled):
+            gradient.direct(grads)
+            self._tell(gradient, whole=False)
+        else:
+            gradient.hand(grads) if flat.long and not self._holds_back() else gradient.add(grads)
+            self._advance(flat.number)
 
     def _advance(self, number: int) -> None:
         self._completed.append(number)
@@ -315,7 +324,8 @@ class Reducer:
 
     def _complete(self, *, held: bool) -> None:
         self.open = False
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        streams = self._streams.work() if held else self._streams.end(self._gradients)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), streams:
             try:
                 if not held:
                     self.accumulation.owed = False
@@ -327,6 +337,14 @@ class Reducer:
                 self.scaling.backward_over(landed=not held)
         if self.finished is not None:
             self.finished()
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """The memory of gradients on the device."""
+        for gradient in self.gradients.values():
+            for param in gradient.flat.params:
+                at = param.grad._at if isinstance(param.grad, ShardedTensor) else None
+                if isinstance(at, Tensor) and at.device == gradient.flat.kind.device:
+                    yield at
 
     def _idle(self) -> bool:
         """Nothing waits for a reduction."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from offload.block import Block
 from offload.budget import Budget
-from offload.device import beside
+from offload.device import OneStream, beside
 from offload.disk import DiskFile
 from offload.errors import CapabilityError, TierError
 from offload.events import Bus
@@ -38,9 +39,7 @@ class Machine:
         self.paper: Paper = self.device.paper
         self.io = PaperIo(self.paper)
         host = HostPool(self.device)
-        self.store = Store(
-            self.device, host, lambda: DiskFile(folder, io=self.io), Budget({}), staging_nbytes=64 << 20
-        )
+        self.store = Store(self.device, host, lambda: DiskFile(folder, io=self.io), Budget({}), staging_nbytes=64 << 20)
 
     def filled(self, key: str, value: float, tier: Tier = Tier.DISK) -> Block:
         block = self.store.put(key, NUMEL, torch.float32, tier)
@@ -326,3 +325,51 @@ def test_unlocking_what_was_never_locked_is_noticed() -> None:
     with pytest.raises(AssertionError, match="not locked"):
         device.unpin(aligned(4096))
     device.close()
+
+
+# --- what several streams give rise to ----------------------------------------------------------------------------------
+
+
+def test_gradients_that_arrive_on_several_streams_are_added_up_reduced_and_used_in_order() -> None:
+    paper = Paper()
+    one, sides = OneStream(paper), [paper.stream("first"), paper.stream("second")]
+
+    found: list[float] = []
+
+    def note(memory: Tensor) -> None:
+        found.append(float(memory[0]))
+
+    def whole_pass() -> None:
+        sums: list[Tensor] = []
+        for number, side in enumerate(sides):
+            with paper.using(side):
+                made = paper.empty(64)
+                memory = alias(made)
+                paper.kernel("made", partial(memory.fill_, number + 1), writes=[made])
+                with one.work([made, None]):
+                    sums.append(paper.empty(64))
+                    paper.kernel("sum", partial(alias(sums[-1]).copy_, memory), reads=[made], writes=[sums[-1]])
+                    # Another's turn may come with this one: it was filled under another stream.
+                    paper.kernel("reduce", lambda: None, reads=sums, writes=sums)
+                del made
+        with one.end(lambda: sums):
+            paper.kernel("land", lambda: None, writes=sums)
+        for each in sums:
+            paper.kernel("step", partial(note, alias(each)), reads=[each])
+
+    release = paper.hold(sides[1])
+    whole_pass()
+    assert found == [], "what is summed waits for what is made"
+    release()
+    whole_pass()
+    assert found == [1.0, 2.0] * 2
+    assert paper.races == []
+
+
+def test_work_under_the_stream_it_is_on_already_waits_for_nothing() -> None:
+    paper = Paper()
+    one = OneStream(paper)
+    before = dict(paper.compute.clock)
+    with one.work(), one.end(list):
+        assert paper.current() is paper.compute
+    assert paper.compute.clock == before
