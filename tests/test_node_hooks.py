@@ -73,6 +73,32 @@ def test_hooks_that_wait_for_a_gradient_find_that_of_this_backward(stage: int) -
         attachment.detach()
 
 
+@on_ranks(1, 2, stage=(0, 3))
+def test_pre_hooks_of_a_node_see_the_reduced_gradient_and_what_they_return_takes_its_place(stage: int) -> None:
+    for tier in ("device", "host"):
+        model, plain = net(), net()
+        attachment = zhooks.attach(model, policy={"stage": stage, "gradient": {"tier": tier}, "optimizer": {"tier": tier}})
+        nodes = [param.view_as(param).grad_fn.next_functions[0][0] for param in model.parameters()]
+        seen: list[Tensor] = []
+
+        def halved(ins: Any, seen: list[Tensor] = seen) -> Any:
+            seen.append(ins[0].to_local().clone())
+            return (ins[0] * 0.5,)
+
+        handles = [node.register_prehook(halved) for node in nodes]
+        for factor in (0.5, 0.5, 1.0):
+            if factor == 1.0:
+                while handles:
+                    handles.pop().remove()
+            model(batch(0, place()[0])).square().mean().backward()
+            assert len(seen) == (len(nodes) if factor == 0.5 else 0)
+            for param, theirs in zip(model.parameters(), plain_gradients(plain, 0), strict=True):
+                torch.testing.assert_close(param.grad.full_tensor(), factor * theirs)
+            seen.clear()
+            model.zero_grad()
+        attachment.detach()
+
+
 @on_ranks(1, 2, stage=(0, 1, 2, 3))
 def test_optimizers_in_backward_step_with_the_gradients_of_this_backward(stage: int) -> None:
     with warnings.catch_warnings():

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -303,7 +303,7 @@ class _Later:
     """
 
     def __init__(self, hook: Callable[..., Any], table: weakref.ref[Any], key: int) -> None:
-        self._hook, self._table, self._key = hook, table, key
+        self._hook, self._table, self.key = hook, table, key
 
     def __call__(self, *_: Any) -> None:
         """Autograd's call, too early."""
@@ -311,10 +311,18 @@ class _Later:
     def landed(self, param: Tensor) -> None:
         """The gradient is there."""
         table = self._table()
-        if table is not None and table.get(self._key) is self:
+        if table is not None and table.get(self.key) is self:
             with torch._C.DisableTorchFunctionSubclass():
                 grad = param.grad
             self._hook((), (grad,))
+
+    def lands(self, grad: Tensor) -> Any:
+        """The gradient is reduced and about to be put in place; what the hook puts there instead, None for nothing."""
+        table = self._table()
+        if table is None or table.get(self.key) is not self:
+            return None
+        replaced = self._hook((grad,))
+        return replaced[0] if isinstance(replaced, tuple) else replaced
 
 
 def put_off_hooks(node: Any, flat: Flat) -> None:
@@ -325,14 +333,22 @@ def put_off_hooks(node: Any, flat: Flat) -> None:
     for (edge, _), spec in zip(node.next_functions, flat.specs, strict=True):
         if edge is None:
             continue
-        # torch shows the table of a node's hooks only to who registers one.
-        mine = edge.register_hook(_Later.__call__)
-        table = mine.hooks_dict_ref()
-        mine.remove()
-        for key, hook in list(table.items()):
-            if not isinstance(hook, _Later):
-                table[key] = later = _Later(hook, mine.hooks_dict_ref, key)
-                spec.post_hooks[-1 - key] = later.landed
+        for later in _put_off(edge.register_prehook):
+            spec.hooks[-1 - later.key] = later.lands
+        for later in _put_off(edge.register_hook):
+            spec.post_hooks[-1 - later.key] = later.landed
+
+
+def _put_off(register: Callable[[Any], Any]) -> Iterator[_Later]:
+    """What takes the place of a node's hooks of one kind, where nothing has yet."""
+    # torch shows the table of a node's hooks only to who registers one.
+    mine = register(_Later.__call__)
+    table = mine.hooks_dict_ref()
+    mine.remove()
+    for key, hook in list(table.items()):
+        if not isinstance(hook, _Later):
+            table[key] = later = _Later(hook, mine.hooks_dict_ref, key)
+            yield later
 
 
 def accumulates(node: Any) -> bool:
