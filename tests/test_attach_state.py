@@ -401,6 +401,25 @@ def test_nothing_of_an_attachment_outlives_detach_and_its_model() -> None:
     assert [flat() for flat in flats] == [None] * len(flats)
 
 
+@on_ranks(1, 2, more=({}, {"precision": {"loss_scale": 2.0}}, {"activation": {"tier": "host"}}))
+def test_a_graph_that_a_module_keeps_of_its_last_forward_keeps_no_detached_model(more: dict[str, Any]) -> None:
+    # Its weight is an attribute, the result of the last forward's division by the norm.
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, **more})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    loss = model(torch.ones(2, 4)).sum()
+    attachment.detach()
+    with pytest.raises(zhooks.AttachError, match="expected backward before detach"):
+        loss.backward()
+    gone = [weakref.ref(each) for each in (model, attachment, attachment._runtime)]
+    del attachment, optimizer, loss, model
+    gc.collect()
+    assert [each() for each in gone] == [None] * len(gone)
+
+
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from offload import events
 from tests.ranks import Pool
 from tests.zprof_traces import MIB, sample_rows, write_trace
 from zprof import Recorder
@@ -260,6 +262,10 @@ def train(folder: str, wrapper: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
+    # What other tests of this process have left attached would say so, and their waits would be seen.
+    gc.collect()
+    for bus in tuple(events._buses):
+        bus._tell = None
     rank, world = dist.get_rank(), dist.get_world_size()
     recorders = [
         Recorder(f"{folder}/{wrapper}.{level}.{rank}.zprof", level=level, nvml="off").listen()  # type: ignore[arg-type]

@@ -37,6 +37,7 @@ from zhooks.division import hollow, is_divided, part_of, rewrap
 from zhooks.flat import Flat
 from zhooks.inputs import Input, Inputs
 from zhooks.partition import Part, Partition
+from zhooks.refusals import too_old
 from zhooks.residual import Residual
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -115,6 +116,15 @@ class SavedParameters:
         """What was gathered ahead of it and never asked for goes."""
         if self.partition is not None:
             self.partition.rest()
+
+    def part(self) -> None:
+        """The attachment is over; a graph that somebody keeps refers to this, and must not keep the model."""
+
+        def refuse(flat: Flat) -> None:
+            raise too_old(f"parameter of unit {flat.name}")
+
+        self.parted, self._gather = True, refuse
+        self.residual.part()
 
     def watch(self, flats: list[Flat]) -> None:
         """Take over these flats (all of the attachment)."""

@@ -57,7 +57,7 @@ from zhooks.islands import Map, chart
 from zhooks.materialize import Materializer
 from zhooks.members import Members
 from zhooks.mesh import resolve
-from zhooks.node import Gather, make_node
+from zhooks.node import Gather, Node
 from zhooks.observation import Observation
 from zhooks.optim import Stepper, watch_steps
 from zhooks.optimizers import Optimizers, optimizer_facts
@@ -168,7 +168,7 @@ class Attachment(Stateful, Calibrated):
         reducer.scaling, self._scaling.gather = self._scaling, Gather
         self._scaling.held = lambda: [each.partial for each in reducer.gradients.values() if each.partial is not None]
         choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare)
-        self._node = make_node(reducer)
+        self._node = Node(reducer)
         self._wire()
         self._runtime = Runtime(self._units, reducer, self._bus, Paths(choices, Agreement(self._comm.world)), self._members)
         self._runtime.relay = self._relay  # type: ignore[method-assign]
@@ -179,7 +179,7 @@ class Attachment(Stateful, Calibrated):
         self._stock = StockState(self.model, self._units, self._comm, self._runtime.settle)
         self._optimizers = Optimizers(self.model, self._comm.stage, self._stock)
         held = (self._members, self._registries, self._stock, self._optimizers, self._scaling)
-        for put_back in (self._unhook, *(each.close for each in held), self._close_stepper):
+        for put_back in (self._node.close, self._unhook, *(each.close for each in held), self._close_stepper):
             undo.callback(put_back)
         self._handles = install(self.model, self._units, self._runtime, self._casts)
         self._cast_handles = install_casts(self._charted.islands)
@@ -386,7 +386,7 @@ class Attachment(Stateful, Calibrated):
         undo, self._undo = self._undo, None
         assert undo is not None
         undo.close()
-        self._runtime.saved.parted = True
+        self._runtime.saved.part()
         self._bus.counter("communication on host", "message rings", 0)
         return self.model
 

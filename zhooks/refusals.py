@@ -5,9 +5,9 @@ It formats messages and decides nothing.
 
 from __future__ import annotations
 
-from offload.errors import PolicyError, ShardedOpError
+from offload.errors import AttachError, PolicyError, ShardedOpError
 
-__all__ = ["no_accumulation", "too_late"]
+__all__ = ["no_accumulation", "too_late", "too_old"]
 
 
 def too_late(what: str, found: str) -> ShardedOpError:
@@ -23,4 +23,12 @@ def no_accumulation() -> PolicyError:
     return PolicyError(
         "[optimizer] overlap = true: expected one backward a step, found accumulate() or a pipeline's microbatches, whose "
         "gradients are complete after the last. Set overlap = false."
+    )
+
+
+def too_old(what: str) -> AttachError:
+    """A graph that was made while the model was attached is used afterwards."""
+    return AttachError(
+        f"{what}: expected backward before detach, found a graph of the attached model afterwards. Run backward() first, or "
+        "the forward again."
     )

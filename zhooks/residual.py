@@ -121,6 +121,10 @@ class Residual:
         self._own, self.least_nbytes = own, policy.min_bytes
         self.terms = replace(self.terms, tp=tp, checkpoint=policy.checkpoint, tier=policy.tier, partition=policy.partition)
 
+    def part(self) -> None:
+        """The attachment is over: keep nothing of the model."""
+        self._own = tuple
+
     def ask(self, heads: int | None = None) -> Residual:
         """Count from the next forward on; ``heads`` of the attention, where the modules do not say.
 

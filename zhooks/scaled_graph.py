@@ -95,7 +95,7 @@ def prove(scaler: Scaler, gather: type[torch.autograd.Function]) -> None:
     """Walk the graph of the backward that is running: every way to a parameter crosses a boundary inward, once.
 
     Args:
-        gather: the Function whose nodes stand for parameters; they have the attribute ``reducer.scaling``.
+        gather: the Function whose nodes stand for parameters; they have the attribute ``node.scaling``.
     Raises:
         ScaleError: something goes round the scale; nothing has been updated.
     """
@@ -125,7 +125,7 @@ def _walk(roots: list[Any], scaler: Scaler, gather: type[torch.autograd.Function
         seen[node] = scaled
         kind = getattr(type(node), "_forward_cls", None)
         if kind is not None:
-            if kind is gather and node.reducer.scaling is scaler:
+            if kind is gather and node.node.scaling is scaler:
                 if not scaled and _runs(node):
                     raise _around(f"a value inside the model, computed with parameters of unit {node.flat.name}")
                 continue

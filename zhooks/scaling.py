@@ -33,6 +33,7 @@ from zhooks.flat import Flat
 from zhooks.loss_scale import LossScale, leave_nothing
 from zhooks.mesh import SHARD, TP
 from zhooks.overflow import Name, Overflows, overflowed
+from zhooks.refusals import too_old
 from zhooks.scaled_graph import Boundary, each, prove
 from zhooks.sharded import ShardedTensor
 
@@ -86,6 +87,8 @@ class Scaling:
 
     def close(self) -> None:
         _open.discard(self)
+        # Kept graphs and tensors refer to this, and must not keep the attachment.
+        self.settle, self.inside, self.held = lambda: None, lambda: False, list
         self._restore()
         while self._handles:
             self._handles.pop().remove()
@@ -127,6 +130,8 @@ class Scaling:
         """See ``scaled_graph.Scaler``."""
         task = torch._C._current_graph_task_id()
         if task not in self._proved:
+            if self not in _open:
+                raise too_old("backward")
             self._proved.add(task)
             prove(self, self.gather)
         return self.scale.value if inward else 1.0 / self.scale.value
