@@ -21,6 +21,7 @@ import zhooks
 from offload.events import Recorder
 from tests.on_ranks import on_ranks, place
 from tests.ranks import Pool
+from zhooks.together import Together
 
 STAGES = (0, 1, 2, 3)
 
@@ -550,3 +551,13 @@ def test_a_gradient_kept_over_detach_has_its_range_and_says_what_it_lacks() -> N
     for use in (grad.full_tensor, grad.norm().item, grad.sum):
         with pytest.raises(zhooks.ShardedOpError, match=r"tensor of .*: expected an attached model, found"):
             use()
+
+
+def test_a_full_state_is_agreed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    attachment = zhooks.attach(model, policy={"precision": {"loss_scale": "dynamic"}})
+    state, shared, real = attachment.state_dict(), [], Together.share
+    monkeypatch.setattr(Together, "share", lambda self, value: shared.append(value) or real(self, value))
+    attachment.load_state_dict(state)
+    assert len(shared) == 1
+    attachment.detach()

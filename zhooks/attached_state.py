@@ -95,13 +95,10 @@ class Stateful:
         self._check_attached("load_state_dict")
         self._runtime.settle()
         self._check_optimizers(optimizer, "load_state_dict")
-        ranks = Together(self._comm.stage, "load_state_dict", "the loss scale")
-        found = ranks.run(lambda: checkpoint.loss_scale_of(state))
-        follow = self._scaling.checked(ranks.share(found))
-        checkpoint.load_full_state(self.model, self._units, self._comm, state, optimizer or self._optimizer)
-        if optimizer is not None:
-            self._optimizers.admit(optimizer)
-        follow()
+        chosen = optimizer or self._optimizer
+        checkpoint.load_full_state(self.model, self._units, self._comm, state, chosen, self._scaling.checked)
+        if chosen is not None:
+            self._optimizers.admit(chosen)
 
     def save_full(self, path: str | Path) -> None:
         """Write full parameters and buffers as safetensors from rank 0, one parameter in memory at a time.  Collective."""

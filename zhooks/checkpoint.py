@@ -6,7 +6,7 @@ than its shards and one unit.  It never decides what a checkpoint on tiers looks
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -108,8 +108,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, states: dict[int, dict[st
     return {"state": full, "param_groups": packed["param_groups"]}
 
 
-@torch.no_grad()
-def loss_scale_of(state: object) -> dict[str, Any]:
+def _loss_scale_of(state: object) -> dict[str, Any]:
     """What a full state says of the loss scale.
 
     Raises:
@@ -123,25 +122,37 @@ def loss_scale_of(state: object) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key == "loss_scale"}
 
 
+@torch.no_grad()
 def load_full_state(
-    model: nn.Module, units: Sequence[Unit], comm: Comm, state: dict[str, Any], optimizer: torch.optim.Optimizer | None
+    model: nn.Module,
+    units: Sequence[Unit],
+    comm: Comm,
+    state: dict[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    scale: Callable[[dict[str, Any]], Callable[[], None]],
 ) -> None:
-    """See ``Attachment.load_state_dict``."""
+    """See ``Attachment.load_state_dict``.
+
+    Args:
+        scale: checks what the state says of the loss scale, and returns what follows it.
+    """
     buffers, flats = dict(model.named_buffers()), list(flats_of(units))
     ranks = Together(comm.stage, "load_state_dict", "the state")
 
     def read() -> tuple[dict[str, Any], Any]:
-        """Rank 0's values, and what its optimizer state consists of; nothing has been changed yet."""
+        """Rank 0's values; what its loss scale is and its optimizer state consists of.  Nothing has been changed yet."""
+        scaled = _loss_scale_of(state)
         if not first(comm):
             return {}, None
         problem = _mismatch(model, state["model"]) if "model" in state else _unwrapped(state)
         if problem:
             raise CheckpointError(problem)
         known = None if optimizer is None else plan_of(state.get("optimizer"), optimizer, flats, SAFETENSORS)
-        return dict(state["model"]), known
+        return dict(state["model"]), (scaled, known)
 
-    values, plan = ranks.run(read)
-    plan = ranks.share(plan)
+    values, about = ranks.run(read)
+    scaled, plan = ranks.share(about)
+    follow = scale(scaled)
     if optimizer is not None and plan is not None:
         apply_plan(plan, state.get("optimizer"), optimizer, flats, comm, partial(_spread, comm))
     names = {id(param): name for name, param in model.named_parameters()}
@@ -156,6 +167,7 @@ def load_full_state(
             part.copy_(division.cut(_from_first(comm, name, values.get(name), whole)))
         else:
             _from_first(comm, name, values.get(name), part)
+    follow()
 
 
 def _unwrapped(state: dict[str, Any]) -> str:
