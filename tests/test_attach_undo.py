@@ -29,7 +29,7 @@ LATER = (
     "zhooks.attach.chart",
     "zhooks.attach.reserve_rest",
     "zhooks.attach.Reducer",
-    "zhooks.attach.make_node",
+    "zhooks.attach.Node",
     "zhooks.attach.Paths",
     "zhooks.attach.Runtime",
     "zhooks.attach.open_stash",
