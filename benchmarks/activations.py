@@ -80,7 +80,7 @@ class Runner:
         loss = self.model(*batch)
         stash = self.attachment._runtime.saved.stash
         if stash is not None:
-            stash.settle()
+            stash.flush()
         self.saved_nbytes = rss_nbytes() - before
         loss.backward()
         self.optimizer.zero_grad()

@@ -46,7 +46,7 @@ from torch import Tensor
 from offload.device import open_device
 from offload.disk import DiskFile
 from offload.errors import ZhooksError
-from offload.host import HostPool
+from offload.memory import HostPool
 
 MIB = 1 << 20
 WRITE, READ = "write", "read"

@@ -156,7 +156,7 @@ def bandwidth(folder: Path, nbytes: int = 256 * MIB, pieces: int = 16) -> tuple[
     """Bytes a second that all ranks together read and write through the disk tier, over extents written before."""
     from offload.device import open_device
     from offload.disk import DiskFile
-    from offload.host import HostPool
+    from offload.memory import HostPool
 
     pool = HostPool(open_device(torch.device("cpu")))
     file = DiskFile(folder, label=f"bandwidth{dist.get_rank()}")

@@ -198,7 +198,7 @@ def copies(ask: Ask) -> Record:
     """Bytes a second each way: a plain pinned copy, our seam on our pinned slabs, and the store with its buffers."""
     from offload.budget import Budget
     from offload.device import open_device
-    from offload.host import HostPool
+    from offload.memory import HostPool
     from offload.store import Store
     from offload.tier import Tier
 
@@ -233,7 +233,7 @@ def copies(ask: Ask) -> Record:
     def write_backs() -> None:
         for block, values in zip(blocks, far, strict=True):
             store.change(block, values, add=False)
-        store.settle()
+        store.flush()
 
     ways: dict[str, Callable[[], None]] = {
         "h2d plain": lambda: plain_copies(far, plain),

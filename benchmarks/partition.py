@@ -104,7 +104,7 @@ class Runner:
         with self.attachment.observe(recorder):
             loss = self.model(*batch)
             self.kept_nbytes = saved.partition.nbytes if saved.partition is not None else 0
-            self.kept_nbytes += saved.stash.settle() if saved.stash is not None else 0
+            self.kept_nbytes += saved.stash.flush() if saved.stash is not None else 0
             loss.backward()
         self.optimizer.zero_grad()
         ended = [e.nbytes for e in recorder.events if (e.kind, e.what) == ("end", "gather activation")]

@@ -1,6 +1,6 @@
 """Owns the error tree: every mistake the project reports to its user is one of these classes.
 
-Every room raises from here, and `zhooks` re-exports the tree. This room never formats a message and imports nothing.
+Every package raises from here, and `zhooks` re-exports the tree. It never formats a message and imports nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class ZhooksError(Exception):
-    """Base of every error raised on purpose; the message names subject, expected, found and mend."""
+    """Base of every error raised on purpose; the message names subject, expected, found and what to do."""
 
 
 class PolicyError(ZhooksError, ValueError):

@@ -1,6 +1,6 @@
 """Owns the event interface: what the runtime says about itself while it works, and who hears it.
 
-The runtime emits through a `Bus`; profilers, progress bars and tests listen as observers. This room never prints, never
+The runtime emits through a `Bus`; profilers, progress bars and tests listen as observers. It never prints, never
 writes a file, and never lets an observer's mistake reach the training loop; it uses the standard library only.
 """
 
@@ -52,7 +52,7 @@ class Observer(Protocol):
 
 
 class Memory(Protocol):
-    """A storage, as far as this room knows: its size, and that it can be referred to weakly."""
+    """A storage, as far as is known here: its size, and that it can be referred to weakly."""
 
     def nbytes(self) -> int: ...
 

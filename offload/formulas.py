@@ -1,7 +1,7 @@
 """What a transformer's activations take by the formulas of the field, in elements and bytes; integers only.
 
-``zhooks/residual.py`` says what repeats in a model, reports in ``zhooks`` and ``zprof`` ask what that should hold.  It knows
-no model and no tensor.
+``zhooks/activation/residual.py`` says what repeats in a model, reports in ``zhooks`` and ``zprof`` ask what that should hold.
+It knows no model and no tensor.
 
 Source: ZeRO, arXiv:1910.02054, section 3.2 (12 x hidden x batch x seq x layers elements); Korthikanti and others,
 arXiv:2205.05198, section 4 (sbh(34 + 5as/h) bytes a layer, sbh(10 + 24/t + 5as/(ht)) under tensor parallelism, 2sbh where a

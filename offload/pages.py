@@ -1,6 +1,6 @@
 """Host memory in whole pages, as tensors with a storage of their own.
 
-Everything that direct I/O or page-locking touches is cut here; ``host.py`` pools it.  It never looks at what it holds.
+Everything that direct I/O or page-locking touches is cut here; ``memory/host.py`` pools it.  It never looks at what it holds.
 """
 
 from __future__ import annotations

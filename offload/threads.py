@@ -1,7 +1,7 @@
-"""The threads that carry copies and disk requests: started at once or not at all, done with what they were given.
+"""The threads that carry copies, disk requests and updates: started at once or not at all, done with what they were given.
 
-``device.py``, ``disk.py`` and ``shard_stream.py`` submit to them.  A system that allows no more threads is named with its
-limits before anything was submitted; this module never knows what a job does.
+``device/cpu.py``, ``disk/disk.py`` and ``shards/stream.py`` submit to them.  A system that allows no more threads is named
+with its limits before anything was submitted; this module never knows what a job does.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 
 from offload.errors import CapabilityError
+from offload.work import Ending
 
-__all__ = ["Workers", "finished"]
+__all__ = ["Task", "Workers"]
 
 _Job = Callable[[], None]
 
@@ -74,14 +74,44 @@ class Workers:
                 thread.join()
 
 
-def finished(future: Future[None], job: _Job) -> None:
-    """Do ``job``; what it raises is the future's."""
-    try:
-        job()
-    except BaseException as error:
-        future.set_exception(error)
-        return
-    future.set_result(None)
+class Task(Ending):
+    """A job as work: what it raises is raised to whoever waits for it.
+
+    Args:
+        explain: makes the error to raise of what was raised.
+    """
+
+    def __init__(self, job: _Job, explain: Callable[[Exception], Exception] | None = None) -> None:
+        super().__init__()
+        self._job: _Job | None = job
+        self._explain = explain
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the job, once: here, or where this was submitted."""
+        # Its memory must not live as long as this does.
+        job, self._job = self._job, None
+        assert job is not None, "a task runs once"
+        try:
+            job()
+        except BaseException as error:
+            self._error = error
+        del job
+        self.end()
+
+    def error(self) -> BaseException | None:
+        """Block until it is over; what was raised."""
+        self.join()
+        return self._error
+
+    def wait(self) -> None:
+        error = self.error()
+        if isinstance(error, Exception) and self._explain is not None:
+            raise self._explain(error) from error
+        if error is not None:
+            raise error
+
+    synchronize = wait
 
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:

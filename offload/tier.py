@@ -1,6 +1,7 @@
 """The three places memory can be, as the policy and the store call them.
 
-Every room that places something names a ``Tier``; ``store.py`` says which moves between them are legal.  It holds no memory.
+Whatever places something names a ``Tier``; ``store/store.py`` says which moves between them are legal.  It holds no
+memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ __all__ = ["Tier", "Tiers"]
 
 
 class Tier(Enum):
-    """Where a block rests: with the compute, in (pinned) host memory, or in a file."""
+    """Where a block is kept: with the compute, in (pinned) host memory, or in a file."""
 
     DEVICE = "device"
     HOST = "host"
@@ -29,5 +30,5 @@ class Tiers:
 
     @property
     def anywhere(self) -> bool:
-        """Something rests off the device."""
+        """Something is kept off the device."""
         return any(tier is not Tier.DEVICE for tier in (self.parameter, self.gradient, self.optimizer))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.ranks import Pool
 from tests.selection import covering, row_of
+from tests.support.ranks import Pool
 
 # Torch's threads spin while they wait for each other: beside other work on the cores, one step takes seconds. The processes
 # that tests start are told too. Before torch is imported, or it is too late.

@@ -122,7 +122,7 @@ def at_import_time(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def within(here: Source, *rooms: str) -> bool:
-    """Whether the source is one of ``rooms``, given as patterns of paths such as "zhooks/comm*.py"."""
+    """Whether the source is one of ``rooms``, given as patterns of paths such as "zhooks/comm/*.py"."""
     return any(Path(here.path).match(room) for room in rooms)
 
 
@@ -134,6 +134,18 @@ def of_packages(sources: list[Source], *packages: str) -> list[Source]:
 
 MAY_IMPORT = {"offload": {"offload"}, "zprof": {"offload", "zprof"}, "zhooks": {"offload", "zhooks"}}
 
+#: From the top down: what is in a package imports from its own line and from lines below.
+ORDER = {
+    "zhooks": (
+        "__init__ attach attached_state", "setup", "report", "checkpoint", "run", "optim", "activation", "grad", "unit",
+        "tensor", "comm", "layout", "refusals tiling",
+    ),
+    "offload": (
+        "__init__", "shards", "stash", "store", "kernels", "disk", "memory", "device", "budget", "policy",
+        "formulas pages ranges references regular text threads", "work", "tier", "events errors",
+    ),
+}  # fmt: skip
+
 
 def imports_point_down(sources: list[Source]) -> list[str]:
     return [
@@ -143,6 +155,41 @@ def imports_point_down(sources: list[Source]) -> list[str]:
         for target in import_targets(node, here)
         if (top := target.partition(".")[0]) in PACKAGES and top not in MAY_IMPORT[here.package]
     ]
+
+
+def packages_point_down(sources: list[Source]) -> list[str]:
+    """Inside ``zhooks`` and ``offload``: no package imports from one above it in ``ORDER``."""
+    findings: list[str] = []
+    for here in of_packages(sources, *ORDER):
+        line = {name: number for number, names in enumerate(ORDER[here.package]) for name in names.split()}
+        own = (here.module.split(".")[1:] or ["__init__"])[0]
+        if own not in line:
+            findings.append(here.finding(1, f"{here.package}.{own} has no place in the order of packages"))
+            continue
+        for node in ast.walk(here.tree):
+            for target in import_targets(node, here):
+                top, _, rest = target.partition(".")
+                reached = rest.partition(".")[0]
+                if top == here.package and reached in line and line[reached] < line[own]:
+                    findings.append(here.finding(node, f"{here.package}.{own} imports {target}, which is above it"))
+    return findings
+
+
+def packages_have_one_door(sources: list[Source]) -> list[str]:
+    """What a package's ``__init__`` names is what others may use of it."""
+    packages = {here.module for here in sources if here.path.endswith("__init__.py") and "." in here.module}
+    packages = {name for name in packages if name.partition(".")[0] in ORDER}
+    modules = {here.module for here in sources}
+    findings: list[str] = []
+    for here in sources:
+        own = here.module if here.module in packages else here.module.rpartition(".")[0]
+        for node in ast.walk(here.tree):
+            for target in import_targets(node, here):
+                module = target if target in modules else target.rpartition(".")[0]
+                package = module.rpartition(".")[0]
+                if package in packages and package != own:
+                    findings.append(here.finding(node, f"{here.module} imports {target} past the door of {package}"))
+    return findings
 
 
 def no_import_cycles(sources: list[Source]) -> list[str]:
@@ -184,15 +231,15 @@ FUNCTIONAL = ("torch.distributed._functional_collectives", "torch.ops.c10d", "to
 def collectives_only_in_comm(sources: list[Source]) -> list[str]:
     findings: list[str] = []
     for here in of_packages(sources, "zhooks", "offload"):
-        if within(here, "zhooks/comm.py", "zhooks/comm_*.py"):
+        if within(here, "zhooks/comm/*.py"):
             continue
         for node, name in uses(here):
             called = name.startswith("torch.distributed.") and COLLECTIVE.fullmatch(name.rpartition(".")[2])
             if called or name.startswith(FUNCTIONAL):
-                findings.append(here.finding(node, f"{name} outside zhooks/comm*.py"))
+                findings.append(here.finding(node, f"{name} outside zhooks/comm/"))
         for node in ast.walk(here.tree):
             if isinstance(node, ast.Attribute) and node.attr in GROUP_METHODS:
-                findings.append(here.finding(node, f".{node.attr} outside zhooks/comm*.py"))
+                findings.append(here.finding(node, f".{node.attr} outside zhooks/comm/"))
     return findings
 
 
@@ -200,7 +247,7 @@ HOOK = re.compile(
     r"register_(module_)?(forward|full_backward|backward)\w*hook\w*|saved_tensors_hooks"
     r"|register_post_accumulate_grad_hook|register_(optimizer_)?step_(pre|post)_hook|register_(pre|multi_grad_)?hook"
 )
-HOOK_ROOMS = ("zhooks/hooks.py", "zhooks/activation.py", "zhooks/optim.py", "zhooks/grad.py")
+HOOK_ROOMS = ("zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/stepper.py", "zhooks/grad/user_hooks.py")
 
 
 def hooks_only_in_their_rooms(sources: list[Source]) -> list[str]:
@@ -232,17 +279,17 @@ STREAM_METHODS = {"record_stream", "wait_stream", "wait_event", "record_event", 
 def streams_only_in_device(sources: list[Source]) -> list[str]:
     findings: list[str] = []
     for here in of_packages(sources, "zhooks", "offload"):
-        if within(here, "offload/device.py"):
+        if within(here, "offload/device/*.py"):
             continue
         findings += [
-            here.finding(node, f"{name} outside offload/device.py") for node, name in uses(here) if STREAM.fullmatch(name)
+            here.finding(node, f"{name} outside offload/device/") for node, name in uses(here) if STREAM.fullmatch(name)
         ]
         for node in ast.walk(here.tree):
             if isinstance(node, ast.Attribute) and node.attr in STREAM_METHODS:
-                findings.append(here.finding(node, f".{node.attr} outside offload/device.py"))
+                findings.append(here.finding(node, f".{node.attr} outside offload/device/"))
             copies = isinstance(node, ast.keyword) and node.arg == "non_blocking"
             if copies and not (isinstance(node.value, ast.Constant) and node.value.value is False):
-                findings.append(here.finding(node.value, "non_blocking outside offload/device.py"))
+                findings.append(here.finding(node.value, "non_blocking outside offload/device/"))
     return findings
 
 
@@ -271,7 +318,7 @@ def clocks_only_in_events_and_comm(sources: list[Source]) -> list[str]:
     return [
         here.finding(node, f"{name} outside offload/events.py and zhooks/comm*.py: emit an event")
         for here in of_packages(sources, "zhooks", "offload")
-        if not within(here, "offload/events.py", "zhooks/comm.py", "zhooks/comm_*.py")
+        if not within(here, "offload/events.py", "zhooks/comm/*.py")
         for node, name in uses(here)
         if name.startswith(("time.", "timeit", "torch.cuda.nvtx")) or name == "time"
     ]

@@ -2,7 +2,8 @@
 
 pytest calls it. All Python blocks of a page are one program, run in a process of its own at world size 1 in an empty
 folder (the README's in a fresh interpreter, others in one that has imported torch), warnings being errors; a ``text``
-block right after a Python block is what that block prints. It never edits a page.
+block right after a Python block is what that block prints. A ``diff`` block is Python too: the lines it adds run with the
+program, and without them it prints the same. It never edits a page.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
+from torch.distributed.fsdp import _fully_shard as fully_shard
 
 from offload import errors
 from offload.policy import Policy, written
-from tests.forked import python
+from tests.support.forked import python
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = {"python", "toml", "sh", "text"}
+LANGUAGES = {"python", "diff", "toml", "sh", "text"}
 
 # Runs in the other process: executes each block in one namespace and says, as JSON, what each printed.
 DRIVER = """
@@ -74,6 +76,21 @@ def of_language(page: Path, language: str) -> list[Block]:
     return [block for block in blocks(page) if block.language == language]
 
 
+def programs(page: Path, without: str = "-") -> list[Block]:
+    """The Python of a page, in order; of a ``diff`` block the lines that do not begin with ``without``."""
+    return [block if block.language == "python" else one_side(block, without) for block in blocks(page) if runs(block)]
+
+
+def runs(block: Block) -> bool:
+    return block.language in ("python", "diff")
+
+
+def one_side(block: Block, without: str) -> Block:
+    # A line of the other side becomes a blank one, so that a traceback shows the page's own line.
+    lines = ("" if line.startswith(without) else line[1:] for line in block.text.splitlines())
+    return replace(block, text="\n".join(lines) + "\n")
+
+
 def by_name(page: Path) -> str:
     return page.name
 
@@ -85,14 +102,30 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=by_name)
 @with_python
 def test_the_programs_of_a_page_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
     write_policies(page, tmp_path)
-    programs = of_language(page, "python")
-    given = json.dumps([(page.name, block.line, block.text) for block in programs])
-    done = (fresh if page == PAGES[0] else forked)(given, tmp_path)
-    assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
-    printed = dict(zip((block.line for block in programs), json.loads(done.stdout), strict=True))
+    printed = run(page, programs(page), tmp_path)
     for block in of_language(page, "text"):
         if block.after is not None and block.after.language == "python":
             assert printed[block.after.line] == block.text, f"{page.name}:{block.line}: the program printed otherwise"
+
+
+with_diff = pytest.mark.parametrize("page", [p for p in PAGES if of_language(p, "diff")], ids=by_name)
+
+
+@with_diff
+def test_what_a_diff_adds_changes_nothing_that_is_printed(page: Path, tmp_path: Path) -> None:
+    write_policies(page, tmp_path)
+    first = of_language(page, "diff")[0].line
+    until = [[block for block in programs(page, without) if block.line <= first] for without in "-+"]
+    changed, plain = (run(page, program, tmp_path)[first] for program in until)
+    assert plain and changed == plain, f"{page.name}:{first}"
+
+
+def run(page: Path, program: list[Block], at: Path) -> dict[int, str]:
+    """What each block prints, by its line, when all are run as one program."""
+    given = json.dumps([(page.name, block.line, block.text) for block in program])
+    done = (fresh if page == PAGES[0] else forked)(given, at)
+    assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
+    return dict(zip((block.line for block in program), json.loads(done.stdout), strict=True))
 
 
 def forked(given: str, at: Path) -> subprocess.CompletedProcess[str]:
@@ -197,6 +230,17 @@ def test_the_architecture_page_names_every_file() -> None:
     missing = [
         path.relative_to(ROOT).as_posix()
         for path in files
-        if path.name != "__init__.py" and f"`{path.name}`" not in text
+        if path.name != "__init__.py" and f"`{path.name}`" not in text and f"`{'/'.join(path.parts[-2:])}`" not in text
     ]
     assert files and not missing
+
+
+def test_the_architecture_page_names_no_file_that_is_not_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = [*(ROOT / name for name in ("zhooks", "offload", "tools", "tests")), Path(fully_shard.__file__).parent]
+    files = {f"/{path.as_posix()}": path for folder in folders for path in folder.rglob("*.py")}
+    for name, symbol in re.findall(r"`([\w/]+\.py)(?:: (\w+))?`", text):
+        found = [path for whole, path in files.items() if whole.endswith(f"/{name}")]
+        assert found, name
+        defined = re.compile(rf"(def|class) {symbol}\b")
+        assert not symbol or any(defined.search(path.read_text(encoding="utf-8")) for path in found), f"{name}: {symbol}"

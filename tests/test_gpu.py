@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zhooks
-from offload.block import Part
 from offload.budget import Budget
 from offload.device import open_device
 from offload.disk import DiskFile
-from offload.host import HostPool
-from offload.store import Store
+from offload.memory import HostPool
+from offload.store import BlockRange, Store
 from offload.tier import Tier
 
 pytestmark = [
@@ -242,7 +241,7 @@ def test_parameters_say_cuda_while_their_ranges_lie_in_host_memory(tier: str, tm
     x = torch.randint(0, 64, (4, 16)).cuda()
     under(x).float().square().mean().backward()
     assert attachment._store is not None
-    attachment._store.settle()
+    attachment._store.flush()
     for param in under.parameters():
         states = [state for state in optimizer.state[param].values() if state.dim()]
         for tensor in (param, param.grad, *states):
@@ -255,7 +254,7 @@ def test_what_rests_on_the_host_is_page_locked(tmp_path: Path) -> None:
     under = model()
     attachment = zhooks.attach(under, policy=placed("host", tmp_path))
     for param in under.parameters():
-        assert isinstance(param, zhooks.ShardedTensor) and isinstance(param._at, Part)
+        assert isinstance(param, zhooks.ShardedTensor) and isinstance(param._at, BlockRange)
         home = param._at.block.home
         assert isinstance(home, Tensor) and home.is_pinned()
     attachment.detach()
@@ -283,7 +282,7 @@ def test_device_memory_is_the_same_after_the_third_step_and_after_the_twentieth(
         torch.cuda.reset_peak_memory_stats()
         train(under, optimizer, 1)
         assert attachment._store is not None
-        attachment._store.settle()
+        attachment._store.flush()
         torch.cuda.synchronize()
         if number >= 2:
             held.append(torch.cuda.memory_allocated())
@@ -310,7 +309,7 @@ def test_a_block_from_disk_reaches_the_device_while_the_stream_is_busy(tmp_path:
     store = Store(seam, host, lambda: DiskFile(tmp_path), Budget({}), staging_nbytes=64 << 20)
     block = store.put("layers.3", 1 << 20, torch.float32, Tier.DISK)
     store.change(block, torch.full((1 << 20,), 3.0, device="cuda"), add=False)
-    store.settle()
+    store.flush()
     lease = store.fetch(block, Tier.DEVICE)
     torch.cuda._sleep(1 << 32)
     busy = torch.cuda.Event()

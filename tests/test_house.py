@@ -21,6 +21,8 @@ from tests.house import (
     no_environment_is_read,
     no_import_cycles,
     nothing_prints,
+    packages_have_one_door,
+    packages_point_down,
     source,
     streams_only_in_device,
 )
@@ -33,6 +35,14 @@ def keeps(rule: Rule) -> None:
 
 def test_imports_point_down() -> None:
     keeps(imports_point_down)
+
+
+def test_packages_import_from_below_alone() -> None:
+    keeps(packages_point_down)
+
+
+def test_packages_are_entered_by_their_door() -> None:
+    keeps(packages_have_one_door)
 
 
 def test_no_module_imports_itself_round_a_corner() -> None:
@@ -98,47 +108,50 @@ def test_zprof_help_imports_no_torch() -> None:
 # --- and would notice if it did not -----------------------------------------------------------------------------------
 
 BROKEN: list[tuple[Rule, str, str, str]] = [
-    (imports_point_down, "offload/store.py", "from zhooks import attach", ":1: offload imports zhooks.attach"),
-    (imports_point_down, "offload/store.py", "def f():\n    import zprof.cli", ":2: offload imports zprof.cli"),
+    (imports_point_down, "offload/store/store.py", "from zhooks import attach", ":1: offload imports zhooks.attach"),
+    (imports_point_down, "offload/store/store.py", "def f():\n    import zprof.cli", ":2: offload imports zprof.cli"),
     (imports_point_down, "tools/zprof/top.py", "import zhooks.comm", ":1: zprof imports zhooks.comm"),
-    (imports_point_down, "zhooks/unit.py", "from zprof import cli", ":1: zhooks imports zprof.cli"),
-    (collectives_only_in_comm, "zhooks/grad.py", "import torch.distributed as d\nd.all_reduce(t)", ":2: torch.dist"),
-    (collectives_only_in_comm, "zhooks/grad.py", "import torch\ntorch.distributed.barrier()", ":2: torch.dist"),
-    (collectives_only_in_comm, "zhooks/grad.py", "from torch import distributed as d\ny = d.isend", ":2: torch.dist"),
-    (collectives_only_in_comm, "zhooks/grad.py", "from torch.distributed import broadcast_object_list", ":1: torch"),
-    (collectives_only_in_comm, "zhooks/grad.py", "group._allgather_base(a, b)", ":1: ._allgather_base"),
-    (collectives_only_in_comm, "zhooks/grad.py", "import torch\ntorch.ops.c10d.allreduce_(t)", ":2: torch.ops.c10d"),
-    (hooks_only_in_their_rooms, "zhooks/unit.py", "m.register_forward_pre_hook(f)", ":1: .register_forward_pre_hook"),
-    (hooks_only_in_their_rooms, "zhooks/unit.py", "m.register_full_backward_hook(f)", ":1: .register_full_backward"),
-    (hooks_only_in_their_rooms, "zhooks/unit.py", "p.register_post_accumulate_grad_hook(f)", ":1: .register_post_ac"),
-    (hooks_only_in_their_rooms, "zhooks/unit.py", "o.register_optimizer_step_pre_hook(f)", ":1: .register_optim"),
-    (hooks_only_in_their_rooms, "zhooks/unit.py", "t.register_hook(f)", ":1: .register_hook"),
+    (imports_point_down, "zhooks/unit/unit.py", "from zprof import cli", ":1: zhooks imports zprof.cli"),
+    (packages_point_down, "zhooks/comm/shm.py", "from zhooks.unit import Flat", ":1: zhooks.comm imports zhooks.unit.Flat"),
+    (packages_point_down, "offload/device/cpu.py", "def f():\n    import offload.store", ":2: offload.device imports"),
+    (packages_point_down, "zhooks/new/file.py", "", ":1: zhooks.new has no place"),
+    (collectives_only_in_comm, "zhooks/grad/gradient.py", "import torch.distributed as d\nd.all_reduce(t)", ":2: torch.dist"),
+    (collectives_only_in_comm, "zhooks/grad/gradient.py", "import torch\ntorch.distributed.barrier()", ":2: torch.dist"),
+    (collectives_only_in_comm, "zhooks/grad/gradient.py", "from torch import distributed as d\ny = d.isend", ":2: torch.dist"),
+    (collectives_only_in_comm, "zhooks/grad/gradient.py", "from torch.distributed import broadcast_object_list", ":1: torch"),
+    (collectives_only_in_comm, "zhooks/grad/gradient.py", "group._allgather_base(a, b)", ":1: ._allgather_base"),
+    (collectives_only_in_comm, "zhooks/grad/gradient.py", "import torch\ntorch.ops.c10d.allreduce_(t)", ":2: torch.ops.c10d"),
+    (hooks_only_in_their_rooms, "zhooks/unit/unit.py", "m.register_forward_pre_hook(f)", ":1: .register_forward_pre_hook"),
+    (hooks_only_in_their_rooms, "zhooks/unit/unit.py", "m.register_full_backward_hook(f)", ":1: .register_full_backward"),
+    (hooks_only_in_their_rooms, "zhooks/unit/unit.py", "p.register_post_accumulate_grad_hook(f)", ":1: .register_post_ac"),
+    (hooks_only_in_their_rooms, "zhooks/unit/unit.py", "o.register_optimizer_step_pre_hook(f)", ":1: .register_optim"),
+    (hooks_only_in_their_rooms, "zhooks/unit/unit.py", "t.register_hook(f)", ":1: .register_hook"),
     (
         hooks_only_in_their_rooms,
-        "zhooks/unit.py",
+        "zhooks/unit/unit.py",
         "from torch.autograd.graph import saved_tensors_hooks as s",
         ":1: saved_tensors_hooks",
     ),
-    (streams_only_in_device, "zhooks/runtime.py", "import torch\ns = torch.cuda.Stream()", ":2: torch.cuda.Stream"),
-    (streams_only_in_device, "offload/host.py", "from torch.cuda import current_stream", ":1: torch.cuda"),
-    (streams_only_in_device, "offload/host.py", "import torch\nwith torch.cuda.stream(s): pass", ":2: torch.cuda"),
-    (streams_only_in_device, "zhooks/grad.py", "import torch\ntorch.cuda.Event()", ":2: torch.cuda.Event"),
-    (streams_only_in_device, "zhooks/grad.py", "import torch\ntorch.cuda.streams.Stream()", ":2: torch.cuda.streams"),
-    (streams_only_in_device, "zhooks/grad.py", "import torch\ntorch.cuda.synchronize()", ":2: torch.cuda.synchronize"),
-    (streams_only_in_device, "zhooks/grad.py", "import torch\ntorch.accelerator.current_stream()", ":2: torch.acc"),
-    (streams_only_in_device, "zhooks/grad.py", "import torch.accelerator as a\na.synchronize()", ":2: torch.acc"),
-    (streams_only_in_device, "zhooks/grad.py", "grad.record_stream(stream)", ":1: .record_stream"),
-    (streams_only_in_device, "zhooks/grad.py", "stream.wait_event(event)", ":1: .wait_event"),
-    (streams_only_in_device, "zhooks/grad.py", "host.copy_(grad, non_blocking=True)", ":1: non_blocking"),
-    (no_environment_is_read, "zhooks/mesh.py", "import os\nos.environ['RANK']", ":2: os.environ"),
-    (no_environment_is_read, "zhooks/mesh.py", "from os import getenv as g\ng('RANK')", ":2: os.getenv"),
-    (nothing_prints, "offload/disk.py", "def f():\n    print(1)", ":2: print"),
-    (clocks_only_in_events_and_comm, "zhooks/unit.py", "import time\nt = time.perf_counter()", ":2: time.perf"),
-    (clocks_only_in_events_and_comm, "zhooks/unit.py", "from time import monotonic", ":1: time.monotonic"),
-    (clocks_only_in_events_and_comm, "zhooks/unit.py", "import torch\ntorch.cuda.nvtx.mark('')", ":2: torch.cuda"),
-    (names_mean_something, "zhooks/unit.py", "class UnitManager: ...", ":1: UnitManager"),
-    (names_mean_something, "zhooks/unit.py", "def gather_helper(): ...", ":1: gather_helper"),
-    (names_mean_something, "zhooks/unit.py", "def f(io_utils): ...", ":1: io_utils"),
+    (streams_only_in_device, "zhooks/run/runtime.py", "import torch\ns = torch.cuda.Stream()", ":2: torch.cuda.Stream"),
+    (streams_only_in_device, "offload/memory/host.py", "from torch.cuda import current_stream", ":1: torch.cuda"),
+    (streams_only_in_device, "offload/memory/host.py", "import torch\nwith torch.cuda.stream(s): pass", ":2: torch.cuda"),
+    (streams_only_in_device, "zhooks/grad/gradient.py", "import torch\ntorch.cuda.Event()", ":2: torch.cuda.Event"),
+    (streams_only_in_device, "zhooks/grad/gradient.py", "import torch\ntorch.cuda.streams.Stream()", ":2: torch.cuda.streams"),
+    (streams_only_in_device, "zhooks/grad/gradient.py", "import torch\ntorch.cuda.synchronize()", ":2: torch.cuda.synchronize"),
+    (streams_only_in_device, "zhooks/grad/gradient.py", "import torch\ntorch.accelerator.current_stream()", ":2: torch.acc"),
+    (streams_only_in_device, "zhooks/grad/gradient.py", "import torch.accelerator as a\na.synchronize()", ":2: torch.acc"),
+    (streams_only_in_device, "zhooks/grad/gradient.py", "grad.record_stream(stream)", ":1: .record_stream"),
+    (streams_only_in_device, "zhooks/grad/gradient.py", "stream.wait_event(event)", ":1: .wait_event"),
+    (streams_only_in_device, "zhooks/grad/gradient.py", "host.copy_(grad, non_blocking=True)", ":1: non_blocking"),
+    (no_environment_is_read, "zhooks/layout/mesh.py", "import os\nos.environ['RANK']", ":2: os.environ"),
+    (no_environment_is_read, "zhooks/layout/mesh.py", "from os import getenv as g\ng('RANK')", ":2: os.getenv"),
+    (nothing_prints, "offload/disk/disk.py", "def f():\n    print(1)", ":2: print"),
+    (clocks_only_in_events_and_comm, "zhooks/unit/unit.py", "import time\nt = time.perf_counter()", ":2: time.perf"),
+    (clocks_only_in_events_and_comm, "zhooks/unit/unit.py", "from time import monotonic", ":1: time.monotonic"),
+    (clocks_only_in_events_and_comm, "zhooks/unit/unit.py", "import torch\ntorch.cuda.nvtx.mark('')", ":2: torch.cuda"),
+    (names_mean_something, "zhooks/unit/unit.py", "class UnitManager: ...", ":1: UnitManager"),
+    (names_mean_something, "zhooks/unit/unit.py", "def gather_helper(): ...", ":1: gather_helper"),
+    (names_mean_something, "zhooks/unit/unit.py", "def f(io_utils): ...", ":1: io_utils"),
     (names_mean_something, "zhooks/utils.py", "", ":1: module zhooks.utils"),
 ]
 
@@ -159,20 +172,29 @@ def test_the_cycle_rule_notices_each_way_of_writing_an_import(text: str) -> None
     assert findings == ["zhooks/b.py:2: import cycle zhooks.a -> zhooks.b -> zhooks.a"]
 
 
+def test_the_door_rule_notices_who_goes_past_it() -> None:
+    package = [source("zhooks/comm/__init__.py", "from zhooks.comm.shm import Ring"), source("zhooks/comm/shm.py", "")]
+    assert packages_have_one_door([*package, source("zhooks/unit.py", "from zhooks.comm import Ring")]) == []
+    for text in ("from zhooks.comm.shm import Ring", "import zhooks.comm.shm", "from zhooks.comm import shm"):
+        findings = packages_have_one_door([*package, source("zhooks/unit.py", text)])
+        assert len(findings) == 1 and "past the door of zhooks.comm" in findings[0]
+
+
 SOUND: list[tuple[Rule, str, str]] = [
     (imports_point_down, "tools/zprof/top.py", "from offload.events import Event"),
-    (imports_point_down, "zhooks/unit.py", "from offload import policy"),
-    (collectives_only_in_comm, "zhooks/comm_shm.py", "import torch.distributed as d\nd.all_reduce(t)"),
-    (collectives_only_in_comm, "zhooks/grad.py", "comm.all_reduce(t)\nimport torch.distributed as d\nd.get_rank()"),
-    (hooks_only_in_their_rooms, "zhooks/hooks.py", "m.register_forward_hook(f)"),
-    (hooks_only_in_their_rooms, "zhooks/sharded.py", "overridden = {Tensor.register_hook: f}"),
-    (streams_only_in_device, "offload/device.py", "import torch\ntorch.cuda.Stream()"),
-    (streams_only_in_device, "offload/disk.py", "import threading\nthreading.Event().wait()\nticket.synchronize()"),
-    (streams_only_in_device, "zhooks/memory.py", "import torch\ntorch.cuda.memory_stats(device)"),
-    (no_environment_is_read, "zhooks/mesh.py", "import os\nos.path.join('a', os.sep)"),
+    (imports_point_down, "zhooks/unit/unit.py", "from offload import policy"),
+    (packages_point_down, "zhooks/unit/unit.py", "from zhooks.comm import Call\nfrom zhooks.unit.flat import Flat"),
+    (collectives_only_in_comm, "zhooks/comm/shm.py", "import torch.distributed as d\nd.all_reduce(t)"),
+    (collectives_only_in_comm, "zhooks/grad/gradient.py", "comm.all_reduce(t)\nimport torch.distributed as d\nd.get_rank()"),
+    (hooks_only_in_their_rooms, "zhooks/run/hooks.py", "m.register_forward_hook(f)"),
+    (hooks_only_in_their_rooms, "zhooks/tensor/sharded.py", "overridden = {Tensor.register_hook: f}"),
+    (streams_only_in_device, "offload/device/cuda.py", "import torch\ntorch.cuda.Stream()"),
+    (streams_only_in_device, "offload/disk/disk.py", "import threading\nthreading.Event().wait()\nticket.synchronize()"),
+    (streams_only_in_device, "zhooks/report/memory.py", "import torch\ntorch.cuda.memory_stats(device)"),
+    (no_environment_is_read, "zhooks/layout/mesh.py", "import os\nos.path.join('a', os.sep)"),
     (clocks_only_in_events_and_comm, "offload/events.py", "import time\ntime.perf_counter_ns()"),
     (no_import_cycles, "zhooks/a.py", "def f():\n    import zhooks.a\nif TYPE_CHECKING:\n    import zhooks.a"),
-    (names_mean_something, "zhooks/unit.py", "import torch.utils\nutilisation = torch.utils.swap_tensors"),
+    (names_mean_something, "zhooks/unit/unit.py", "import torch.utils\nutilisation = torch.utils.swap_tensors"),
 ]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import End, Pool, RanksFailed
+from tests.support.ranks import End, Pool, RanksFailed
 
 
 @pytest.fixture

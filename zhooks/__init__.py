@@ -1,6 +1,6 @@
 """ZeRO training for any PyTorch model in one line: ``zhooks.attach(model)``.
 
-Users import from here; everything else is the house behind it (see docs/architecture.md).  Importing it patches nothing.
+Users import from here; everything else is how it works (see docs/architecture.md).  Importing it patches nothing.
 """
 
 from offload.errors import (
@@ -19,7 +19,7 @@ from offload.errors import (
 from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
-from zhooks.sharded import ShardedTensor
+from zhooks.tensor import ShardedTensor
 from zhooks.tiling import TiledLinear
 
 __all__ = [

@@ -9,75 +9,49 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError, PolicyError
 from offload.events import Bus, Observer
 from offload.policy import Policy
 from offload.store import Store
 from offload.tier import Tier
-from zhooks import memory
-from zhooks.activation import open_inputs, open_stash
-from zhooks.agree import Agreement, disagreement
-from zhooks.arena_plan import forget_plan, open_arena, planned, reserve_rest
+from zhooks.activation import check_axis
 from zhooks.attached_state import Stateful
-from zhooks.build import (
-    Ground,
-    build_unit,
-    loose_references,
-    plain_unit,
-    relay_unit,
-    scratch_for,
-    shard_states,
-)
-from zhooks.calibrate import Calibrated
-from zhooks.checks import (
-    check_arguments,
-    check_division,
-    check_model,
-    check_optimizer,
-    check_ranks_equal,
-    check_same_model,
+from zhooks.checkpoint import StockState
+from zhooks.comm import CONTROL, Call, Comm, all_or_none, disagreement, meet, open_comm, policy_facts, refused_by_all
+from zhooks.layout import Table
+from zhooks.optim import Optimizers, Rounding, Stepper, watch_steps
+from zhooks.report import Calibrated, MemoryReport, Observation, describe, memory_report, state_held
+from zhooks.run import Casts, Choices, Map, Runtime, chart, install, remove
+from zhooks.setup import (
+    BuildContext,
+    DeviceBudget,
+    Plan,
+    build_units,
+    change_store,
+    check_change,
     check_scaled,
+    forget_laid_out,
+    groups_of,
+    lay_out,
+    look,
+    open_arena,
+    open_stepper,
+    open_store,
+    plain_unit,
+    read,
+    relayout_unit,
+    reserve_rest,
+    shards_reserve,
 )
-from zhooks.comm import CONTROL, Call, Comm, open_comm
-from zhooks.comm_meet import meet, policy_facts, refused_by_all
-from zhooks.describe import describe
-from zhooks.device_budget import DeviceBudget
-from zhooks.held import tell
-from zhooks.hooks import casts_of, install, install_casts
-from zhooks.islands import Map, chart
-from zhooks.materialize import Materializer
-from zhooks.members import Members
-from zhooks.mesh import resolve
-from zhooks.node import Gather, Node
-from zhooks.observation import Observation
-from zhooks.optim import Stepper, watch_steps
-from zhooks.optimizers import Optimizers, optimizer_facts
-from zhooks.overflow import Overflow
-from zhooks.partition import Owners, buffers_of, check_axis, open_partition
-from zhooks.paths import Paths
-from zhooks.placement import Table
-from zhooks.pool import Pool
-from zhooks.recompute import Recompute, recomputed
-from zhooks.reduce import Reducer
-from zhooks.registries import Registries
-from zhooks.rounding import Rounding
-from zhooks.runtime import Runtime, forget_idle_graphs
-from zhooks.scaling import Scaling
-from zhooks.schedule import Choices
-from zhooks.stock_state import StockState
-from zhooks.tiers import change_store, check_change, groups_of, open_stepper, open_store
-from zhooks.together import all_or_none
-from zhooks.unit import Unit
-from zhooks.units import find_units
+from zhooks.tensor import Overflow, Registries
+from zhooks.unit import Pool, Unit, loose_references
 
 
 def attach(
@@ -111,88 +85,69 @@ def attach(
     # What is trained later must not be made of inference tensors; the first of the two would turn gradients on.
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
         with refused_by_all(meeting):
-            chosen = Policy.of(policy)
-            check_arguments(optimizer, mesh, init, sync)
-            device = check_model(model)
-            check_optimizer(model, optimizer)
-            check_scaled(model, chosen)
-            axes = resolve(mesh)
-            check_division(model, axes.tp)
-            check_axis(chosen, axes.names)
-            given = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, model.parameters())}
-        forget_idle_graphs()
-        comm = open_comm(axes, chosen, device, given, meeting)
+            request = read(model, optimizer, policy, mesh, init, sync)
+        comm = open_comm(request.mesh, request.policy, request.device, request.facts, meeting)
         undo.callback(comm.close)
-        return Attachment(model, optimizer, chosen, comm, Materializer(model, device, init, sync), undo)
+        return Attachment(look(request, comm), comm, undo)
 
 
 class Attachment(Stateful, Calibrated):
     """A model under ZeRO.  Made by ``attach``; the model knows it until ``detach``."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Any, policy: Policy, comm: Comm, materializer: Materializer, undo: ExitStack
-    ) -> None:
+    def __init__(self, plan: Plan, comm: Comm, undo: ExitStack) -> None:
         """``undo`` puts everything back that was done before; it is taken over once all is done."""
-        self.model, self.policy = model, policy
-        self._comm, self._bus = comm, Bus()
-        self._table = Table.of(policy.table())
+        request, policy, stage = plan.request, plan.request.policy, comm.stage
+        self.model, self.policy, self._known = request.model, policy, request.known
+        self._comm, self._table, self._bus = comm, plan.table, Bus()
         self._pool = Pool(policy.comm.buffer, self._bus)
-        self._ground = Ground(policy, self._table, comm, self._pool, self._bus, materializer.sync)
-        self._store: Store | None = None
-        self._stepper: Stepper | None = None
         self._rounding = Rounding(policy.optimizer.seed)
-        self._optimizer = optimizer
-        self._device_budget = DeviceBudget(comm)
-        self._registries = Registries()
         self._units: list[Unit] = []
-        self._members = Members(model)
-        self._handles: list[RemovableHandle] = []
-        self._cast_handles: list[RemovableHandle] = []
-        self._budget_handles: list[RemovableHandle] = []
-        if not materializer.sync:
-            check_ranks_equal(model, comm)
+        self._stepper: Stepper | None = None
+        self._store: Store | None = None
+        if plan.tiers is not None:
+            self._store = open_store(policy, request.device, plan.tiers, comm, self._bus)
         for put_back in (self._shut_store, self._pool.clear, self._unmake):
             undo.callback(put_back)
-        spare = self._build(materializer)
-        with all_or_none(comm.stage, "attach"):
-            self._start(spare, undo)
+        self._context = BuildContext(policy, plan.table, comm, self._pool, self._bus, request.sync, self._store)
+        with all_or_none(stage, "attach"):
+            self._pool.arena = open_arena(plan.arena, request.device, self._bus)
+            self._runtime = Runtime(
+                self.model, policy, comm, self._pool, self._bus, spare=plan.headroom.spare, follow_freezes=self._follow_freezes
+            )
+            undo.callback(self._runtime.close)
+        self._context = replace(self._context, runtime=self._runtime)
+        build_units(plan, self._context, self._units)
+        with all_or_none(stage, "attach"):
+            self._size_pool(plan.headroom.spare)
+            self._listen(plan, undo)
         self._undo: ExitStack | None = undo.pop_all()
 
-    def _start(self, spare: int | None, undo: ExitStack) -> None:
-        """Run the model that was built: everything that listens is put together, and begins to."""
-        policy, schedule = self.policy, self.policy.schedule
-        reducer = Reducer(
-            self._comm, self._pool, self._bus, most=schedule.max_reductions, unreduced=self._table.accumulates_unreduced
-        )
-        self._scaling = Scaling(self._comm, self._bus, policy.precision)
-        reducer.scaling, self._scaling.gather = self._scaling, Gather
-        self._scaling.held = lambda: [each.partial for each in reducer.gradients.values() if each.partial is not None]
-        choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare)
-        self._node = Node(reducer)
-        self._wire()
-        self._runtime = Runtime(self._units, reducer, self._bus, Paths(choices, Agreement(self._comm.world)), self._members)
-        self._runtime.relay = self._relay  # type: ignore[method-assign]
-        self._keep_activations()
-        self._scaling.settle, self._scaling.inside = self._runtime.due, lambda: not self._runtime.outermost
-        self._casts = casts_of(policy.precision, self._charted.outside)
-        self._casts.scaling = self._scaling
-        self._stock = StockState(self.model, self._units, self._comm, self._runtime.settle)
-        self._optimizers = Optimizers(self.model, self._comm.stage, self._stock)
-        held = (self._members, self._registries, self._stock, self._optimizers, self._scaling)
-        for put_back in (self._node.close, self._unhook, *(each.close for each in held), self._close_stepper):
-            undo.callback(put_back)
-        self._handles = install(self.model, self._units, self._runtime, self._casts)
-        self._cast_handles = install_casts(self._charted.islands)
-        self._members.open()
-        self._registries.open()
-        self._stock.open()
-        self._optimizers.open(watch_steps, self._optimizer)
-        self._device_budget.follow(self._units)
-        self._device_budget.spared = self._keep_within
-        self._budget_handles = watch_steps(self._device_budget)
-        self._scaling.open(watch_steps)
+    def _listen(self, plan: Plan, undo: ExitStack) -> None:
+        """Run the model that was built: modules, optimizers and observers are listened to from now on."""
+        runtime, scaling = self._runtime, self._runtime.scaling
+        runtime.take(self._units)
+        runtime.saved.follow(self.policy, self._units, self._store, self._pool.arena)
+        self._casts, registries = Casts(scaling), Registries()
+        self._device_budget = DeviceBudget(self._comm, self._units, self.policy, plan.headroom, self._keep_within)
+        stock = StockState(self.model, self._units, self._comm, runtime.finish_backward)
+        self._optimizers = Optimizers(self.model, self._comm.stage, stock)
+
+        def begin(listener: Any, *given: Any) -> None:
+            undo.callback(listener.close)
+            listener.open(*given)
+
+        undo.callback(remove, install(self.model, self._units, runtime, self._casts))
+        begin(self._casts, self.policy.precision, plan.islands)
+        begin(runtime.members)
+        begin(registries)
+        begin(stock)
+        # A step calls them in this order.
+        begin(self._optimizers, self._known)
+        begin(self._device_budget)
+        begin(scaling, watch_steps)
+        undo.callback(self._close_stepper)
         self._step_over_tiers()
-        self._bus.told_by(self._tell)
+        self._bus.told_by(self._state_held)
 
     # Each puts back what one step of attach has done, if it was done.
 
@@ -200,14 +155,9 @@ class Attachment(Stateful, Calibrated):
         if self._stepper is not None:
             self._stepper.close()
 
-    def _unhook(self) -> None:
-        for handles in (self._budget_handles, self._handles, self._cast_handles):
-            while handles:
-                handles.pop().remove()
-
     def _unmake(self) -> None:
         """What ``detach`` has not done: an attach that failed knows the optimizer it was given alone."""
-        self._make_plain(() if self._optimizer is None else (self._optimizer,))
+        self._make_plain(self._known)
 
     def _make_plain(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Full parameters, gradients and optimizer states; of units that are plain already, nothing.  Collective."""
@@ -221,62 +171,16 @@ class Attachment(Stateful, Calibrated):
         if self._store is not None:
             self._store.shut()
 
-    def _tell(self) -> None:
+    def _state_held(self) -> None:
         if self._runtime.saved.partition is not None:
-            self._runtime.saved.partition.tell()
-        tell(self._live("observe", (), None), self.policy, self._store, self._optimizers.here())
+            self._runtime.saved.partition.state_held()
+        state_held(self._live("observe", (), None), self.policy, self._store, self._optimizers.here())
         if self._pool.arena is not None:
             self._pool.arena.tell()
-
-    def _keep_activations(self) -> None:
-        """What autograd saves stays, goes to its tier or is computed again, as the policy says."""
-        saved, arena = self._runtime.saved, self._pool.arena
-        saved.stash = open_stash(self.policy, self._store, self._bus, saved)
-        saved.residual.follow(self.policy.activation, self._comm.tp.axis.world, self.model.buffers)
-        owners = Owners(partial(buffers_of, self.model), saved.holds)
-        saved.partition = open_partition(self.policy, self._comm, saved.stash, self._bus, owners)
-        again = recomputed(self.model, self._units) if self.policy.activation.checkpoint == "unit" else {}
-        saved.inputs = open_inputs(self.policy, arena, self._bus, len(again))
-        self._runtime.recompute = Recompute(again, saved) if again else None
 
     def _step_over_tiers(self) -> None:
         if self._store is not None:
             self._stepper = open_stepper(self.policy, self._store, self._bus, self._units, self._runtime, self._rounding)
-
-    def _build(self, materializer: Materializer) -> int | None:
-        """Shard the model; returns the bytes of gathered units that may stay between forward and backward."""
-        groups = find_units(self.model, self.policy)
-        check_same_model(groups, self._comm.stage)
-        if self.policy.tiered:
-            self._store = open_store(self.policy, materializer.device, groups, self._table, self._comm, self._bus)
-            self._ground = replace(self._ground, store=self._store)
-        device = materializer.device
-        plan = partial(planned, self.model, groups, self._ground, device)
-        spare = self._spare(plan, device)
-        with all_or_none(self._comm.stage, "attach"):
-            scratch = scratch_for(groups, self._ground, device)
-            self._pool.arena = open_arena(self.policy, device, self._bus, plan)
-        with loose_references(self.model):
-            for number, group in enumerate(groups):
-                self._units.append(Unit(group.name, number, group.entries))
-                build_unit(self.model, group, self._units[-1], self._ground, materializer, scratch)
-                if self._optimizer is not None:
-                    shard_states(self._units[-1], self._optimizer, self._ground)
-        materializer.buffers(self._comm)
-        self._charted = chart(self.model, self._units, self.policy)
-        with all_or_none(self._comm.stage, "attach"):
-            self._size_pool(spare)
-        return spare
-
-    def _spare(self, plan: Callable[[], list[Unit]], device: torch.device) -> int | None:
-        """Ask the device's budget before anything is allocated, for units that are not there yet."""
-        if not self._device_budget.open(self.policy, device):
-            return None
-        units = plan()
-        try:
-            return self._device_budget.room(units, () if self._optimizer is None else (self._optimizer,))
-        finally:
-            forget_plan(units)
 
     def _keep_within(self, spare: int | None) -> None:
         """So many bytes of gathered units may stay between forward and backward, from now on."""
@@ -292,25 +196,19 @@ class Attachment(Stateful, Calibrated):
         reserve_rest(self._pool.arena, self.policy, self._units, spare)
         self._pool.idle_nbytes = sum(sizes[: 2 + self.policy.schedule.prefetch])
 
-    def _wire(self) -> None:
-        for unit in self._units:
-            for flat in unit.flats:
-                flat.node, flat.home.watch = self._node if flat.kind.trainable else None, self._scaling
-
-    def _relay(self) -> None:
-        """Follow parameters that were frozen or unfrozen since the last step."""
+    def _follow_freezes(self) -> None:
+        """Lay parameters out anew that were frozen or unfrozen since the last step.  Collective."""
         self._lay_out(self._optimizers.agreed("lay out"))
 
-    def _lay_out(self, optimizers: Sequence[torch.optim.Optimizer], before: Ground | None = None) -> None:
-        self._runtime.reducer.flush()
+    def _lay_out(self, optimizers: Sequence[torch.optim.Optimizer], before: BuildContext | None = None) -> None:
+        self._runtime.reducer.reduce_owed()
         try:
             for unit in self._units:
-                if relay_unit(unit, self._ground, optimizers, self.model, before=before) and self._stepper is not None:
+                if relayout_unit(unit, self._context, optimizers, self.model, before=before) and self._stepper is not None:
                     for optimizer in optimizers:
                         for flat in unit.flats:
-                            self._stepper.adopt(optimizer, flat)
+                            self._stepper.updater.adopt(optimizer, flat)
         finally:
-            self._wire()
             self._runtime.take(self._units)
 
     def apply(self, policy: Policy | str | Path | dict[str, Any]) -> None:
@@ -334,40 +232,39 @@ class Attachment(Stateful, Calibrated):
         check_scaled(self.model, chosen)
         check_axis(chosen, self._comm.names)
         charted = chart(self.model, self._units, chosen)
-        self._runtime.settle()
+        with self._runtime.laying_out():
+            self._check_at_rest("apply")
+            device = self._apply(chosen, charted)
+        self._keep_within(self._device_budget.change(chosen, device))
+
+    def _apply(self, chosen: Policy, charted: Map) -> torch.device:
+        """Take everything over to a policy that was found possible; returns the device of the shards.  Collective."""
         optimizers = self._optimizers.with_ranges("apply")
         table, device = Table.of(chosen.table()), self._units[0].flats[0].kind.device
         if chosen.tiered or self._store is not None:
             self._store = change_store(self._store, chosen, device, self._units, table, self._comm, self._bus)
         self.policy, self._table = chosen, table
         self._rounding.seed = chosen.optimizer.seed
-        before, self._ground = self._ground, replace(self._ground, policy=chosen, table=self._table, store=self._store)
+        before, self._context = self._context, replace(self._context, policy=chosen, table=self._table, store=self._store)
         self._close_stepper()
         self._pool.clear()
         self._pool.arena = None
         try:
             with all_or_none(self._comm.stage, "apply"):
                 self._step_over_tiers()
-                plan = partial(planned, self.model, groups_of(self._units), self._ground, device)
-                self._pool.arena = open_arena(chosen, device, self._bus, plan)
+                units = lay_out(self.model, groups_of(self._units), self._context, device)
+                self._pool.arena = open_arena(shards_reserve(chosen, device, units), device, self._bus)
+                forget_laid_out(units)
             self._lay_out(optimizers, before)
         finally:
-            self._cast_as(charted)
-            self._scaling.change(chosen.precision)
+            self._casts.open(chosen.precision, charted)
+            self._runtime.scaling.change(chosen.precision)
             self._runtime.reducer.change(most=chosen.schedule.max_reductions, unreduced=self._table.accumulates_unreduced)
-            self._keep_activations()
+            self._runtime.saved.follow(chosen, self._units, self._store, self._pool.arena)
             self._size_pool(0)
             # Nothing is kept between forward and backward until the budget is known to allow it.
             self._runtime.paths.choices = Choices(chosen.schedule.prefetch, chosen.schedule.reshard_after_forward, 0)
-        bounded = self._device_budget.open(chosen, device)
-        self._keep_within(self._device_budget.room(self._units) if bounded else None)
-
-    def _cast_as(self, charted: Map) -> None:
-        """Cast where and to what another policy says."""
-        while self._cast_handles:
-            self._cast_handles.pop().remove()
-        self._casts.change(casts_of(self.policy.precision, charted.outside))
-        self._cast_handles.extend(install_casts(charted.islands))
+        return device
 
     def detach(self) -> nn.Module:
         """Restore the plain model: full parameters, gradients and optimizer states, no hook left.  Collective.
@@ -377,16 +274,18 @@ class Attachment(Stateful, Calibrated):
             TierError: a tier cannot be read; what is plain stays plain, and detach may be called again.
         """
         self._check_attached("detach")
-        self._runtime.settle()
-        self._runtime.reducer.flush()
-        optimizers = self._optimizers.with_ranges("detach")
-        self._members.barred = "forward: expected a detach that has ended, found one that failed half way. Call detach() again."
-        self._make_plain(optimizers)
+        with self._runtime.laying_out():
+            self._check_at_rest("detach")
+            self._runtime.reducer.reduce_owed()
+            optimizers = self._optimizers.with_ranges("detach")
+            self._runtime.members.barred = (
+                "forward: expected a detach that has ended, found one that failed half way. Call detach() again."
+            )
+            self._make_plain(optimizers)
         self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
         undo, self._undo = self._undo, None
         assert undo is not None
         undo.close()
-        self._runtime.saved.part()
         self._bus.counter("communication on host", "message rings", 0)
         return self.model
 
@@ -404,12 +303,12 @@ class Attachment(Stateful, Calibrated):
         ``accumulate`` never does."""
         self._check_attached("no_sync")
         reducer = self._runtime.reducer
-        self._runtime.settle()
+        self._runtime.finish_backward()
         before, reducer.sync = reducer.sync, False
         try:
             yield
         finally:
-            self._runtime.settle()
+            self._runtime.finish_backward()
             reducer.sync = before
 
     @contextmanager
@@ -426,14 +325,14 @@ class Attachment(Stateful, Calibrated):
         with self._runtime.accumulating():
             yield
 
-    def memory(self, *, heads: int | None = None) -> memory.MemoryReport:
+    def memory(self, *, heads: int | None = None) -> MemoryReport:
         """Bytes this rank holds, what x tier, from the storages that exist, beside the formula.
 
         Activations are counted from the first call on.  ``heads``: of the attention, where the model's modules do not say.
         """
         optimizers = self._optimizers.here()
         residual = self._runtime.saved.residual.ask(heads)
-        return memory.report(self._units, self._runtime.reducer, self._comm, self._table, optimizers, residual)
+        return memory_report(self._units, self._runtime.reducer, self._comm, self._table, optimizers, residual)
 
     def observe(self, observer: Observer) -> Observation:
         """Send the runtime's events to ``observer`` until the returned handle is closed.
@@ -450,17 +349,17 @@ class Attachment(Stateful, Calibrated):
 
     def describe(self) -> str:
         """A table: unit, parameters, numel, padding, placement; after a step also what the plan moves."""
-        return describe(self.model, self._units, self.policy, self._comm, self.payload(), self._scaling)
+        return describe(self.model, self._units, self.policy, self._comm, self.payload(), self._runtime.scaling)
 
     @property
     def loss_scale(self) -> float | None:
         """What gradients are scaled by inside the model now; None where [precision] loss_scale is unset."""
-        return self._scaling.scale.value if self._scaling.on else None
+        return self._runtime.scaling.scale.value if self._runtime.scaling.on else None
 
     @property
     def overflows(self) -> tuple[Overflow, ...]:
         """The latest steps (64 at most, oldest first) whose gradients were not finite, under a loss scale or a GradScaler."""
-        return self._scaling.overflows.latest
+        return self._runtime.scaling.overflows.latest
 
     def payload(self) -> int | None:
         """Bytes of gathers and reductions one training step moves by the plan (full payloads); None before a first step."""

@@ -1,6 +1,6 @@
 """What an attachment does with its state as a whole: full values, state dicts and checkpoints.
 
-``Attachment`` is one of these.  It hands each verb to the room that does it, once nothing of a backward is open; it never
+``Attachment`` is one of these.  It hands each verb to the package that does it, once nothing of a backward is open; it never
 decides what a state consists of.
 """
 
@@ -17,19 +17,13 @@ from torch import Tensor, nn
 from offload.errors import AttachError
 from offload.events import Bus
 from offload.policy import Policy
-from offload.policy_text import shown_path
-from zhooks import checkpoint, export, sharded_checkpoint
-from zhooks.checks import check_holds
-from zhooks.comm import Comm
-from zhooks.flat import Flat
-from zhooks.optim import Stepper
-from zhooks.optimizers import Optimizers
-from zhooks.rounding import Rounding
-from zhooks.runtime import Runtime
-from zhooks.scaling import Scaling
-from zhooks.shard_contents import check_handed
-from zhooks.together import Together
-from zhooks.unit import Unit
+from offload.text import shown_path
+from zhooks import checkpoint
+from zhooks.comm import Comm, Together
+from zhooks.optim import Optimizers, Rounding, Stepper
+from zhooks.run import Runtime
+from zhooks.setup import check_holds
+from zhooks.unit import Flat, Unit
 
 
 class Stateful:
@@ -41,10 +35,9 @@ class Stateful:
     _runtime: Runtime
     _comm: Comm
     _bus: Bus
-    _optimizer: torch.optim.Optimizer | None
+    _known: tuple[torch.optim.Optimizer, ...]
     _stepper: Stepper | None
     _rounding: Rounding
-    _scaling: Scaling
     _optimizers: Optimizers
     _undo: ExitStack | None
 
@@ -55,6 +48,12 @@ class Stateful:
                 f"{verb}: expected an attached model, found one that was detached already. Attach it again first."
             )
 
+    def _check_at_rest(self, verb: str) -> None:
+        """What reads or writes values comes after the step that early updates were made for, too."""
+        self._check_attached(verb)
+        self._runtime.finish_backward()
+        self._runtime.reducer.updates_due(verb)
+
     @contextmanager
     def gathered(self, *parameters: Tensor, write: bool = False) -> Iterator[list[Tensor]]:
         """Full plain values of ``parameters`` (all of them when none is named) inside the block; yields them in order.
@@ -62,7 +61,7 @@ class Stateful:
         Also found at the modules' attributes inside the block.  With ``write=True`` rank 0's changes reach every shard.
         Collective: every rank enters with the same parameters.
         """
-        self._check_attached("gathered")
+        self._check_at_rest("gathered")
         with checkpoint.gathered(
             self._units, self._runtime, self._comm, parameters or tuple(self.model.parameters()), write
         ) as full:
@@ -74,15 +73,15 @@ class Stateful:
 
         Streamed unit by unit.  The plain model loads it.  Collective.
         """
-        self._check_attached("state_dict")
-        self._runtime.settle()
+        self._check_at_rest("state_dict")
+        self._runtime.finish_backward()
         self._check_optimizers(optimizer, "state_dict")
-        chosen = optimizer or self._optimizer
+        chosen = optimizer or next(iter(self._known), None)
         if chosen is not None:
             # What torch loaded into it and no step has met yet is ranges of this layout, too.
             self._optimizers.meet(chosen, "state_dict")
         state = checkpoint.full_state(self.model, self._units, self._comm, chosen)
-        return {**state, **self._scaling.saved()} if state else state
+        return {**state, **self._runtime.scaling.saved()} if state else state
 
     def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Load what ``state_dict`` made (rank 0's is used; others may pass {}), on any number of ranks.  Collective.
@@ -92,19 +91,19 @@ class Stateful:
         Raises:
             CheckpointError: it is of another model or optimizer; nothing has been changed.
         """
-        self._check_attached("load_state_dict")
-        self._runtime.settle()
+        self._check_at_rest("load_state_dict")
+        self._runtime.finish_backward()
         self._check_optimizers(optimizer, "load_state_dict")
-        chosen = optimizer or self._optimizer
-        checkpoint.load_full_state(self.model, self._units, self._comm, state, chosen, self._scaling.checked)
+        chosen = optimizer or next(iter(self._known), None)
+        checkpoint.load_full_state(self.model, self._units, self._comm, state, chosen, self._runtime.scaling.checked)
         if chosen is not None:
             self._optimizers.admit(chosen)
 
     def save_full(self, path: str | Path) -> None:
         """Write full parameters and buffers as safetensors from rank 0, one parameter in memory at a time.  Collective."""
-        self._check_attached("save_full")
-        self._runtime.settle()
-        export.save_full(self.model, self._units, self._comm, path)
+        self._check_at_rest("save_full")
+        self._runtime.finish_backward()
+        checkpoint.save_full(self.model, self._units, self._comm, path)
 
     def save(
         self,
@@ -114,7 +113,7 @@ class Stateful:
         objects: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write what this run needs to go on, each rank its own shards from the tiers they rest on.  Collective.
+        """Write what this run needs to go on, each rank its own shards from the tiers they are kept on.  Collective.
 
         ``folder`` becomes the new checkpoint in one rename once every rank has written and synced its file; an earlier one
         there stays loadable until then.  Saved: parameters, gradients held, optimizer states and options, buffers, random
@@ -128,14 +127,14 @@ class Stateful:
         Raises:
             CheckpointError: on every rank, naming the first that failed; nothing was committed.
         """
-        self._check_attached("save")
+        self._check_at_rest("save")
         self._runtime.due()
         chosen = self._chosen("save", optimizer)
         live = Together(self._comm.stage, "save", shown_path(folder)).run(lambda: self._live("save", chosen, objects, extra))
         for each in live.optimizers:
             # What torch loaded into it and no step has met yet is saved as ranges, too.
             self._optimizers.meet(each, "save")
-        sharded_checkpoint.save(live, folder, extra or {})
+        checkpoint.save(live, folder, extra or {})
 
     def load(
         self,
@@ -154,11 +153,11 @@ class Stateful:
         Raises:
             CheckpointError: on every rank; the run is as it was, unless the message says that it is partly loaded.
         """
-        self._check_attached("load")
+        self._check_at_rest("load")
         self._runtime.due()
         chosen = self._chosen("load", optimizer)
         live = Together(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", chosen, objects))
-        extra = sharded_checkpoint.load(live, folder)
+        extra = checkpoint.load(live, folder)
         for each in live.optimizers:
             self._optimizers.admit(each)
         return extra
@@ -169,25 +168,23 @@ class Stateful:
 
     def _chosen(self, verb: str, optimizer: Any) -> tuple[Any, ...]:
         """What is given, or else meant.  Collective where that is not known from ``attach``."""
-        chosen = self._optimizer if optimizer is None else optimizer
-        if chosen is None:
-            chosen = self._optimizers.every(verb)
+        chosen = (self._known or self._optimizers.every(verb)) if optimizer is None else optimizer
         return tuple(chosen) if isinstance(chosen, (list, tuple)) else (chosen,)
 
     def _live(
         self, verb: str, optimizers: tuple[Any, ...], objects: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
-    ) -> sharded_checkpoint.Live:
-        check_handed(verb, objects, extra)
+    ) -> checkpoint.RunState:
+        checkpoint.check_handed(verb, objects, extra)
         check_holds(optimizers, self.model, verb)
 
         def landed(flat: Flat) -> None:
             if self._stepper is not None:
                 for each in optimizers:
-                    self._stepper.adopt(each, flat)
+                    self._stepper.updater.adopt(each, flat)
 
         about = {"stage": self.policy.stage, "table": dict(self.policy.table())}
         reducer = self._runtime.reducer
-        return sharded_checkpoint.Live(
-            self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, self._scaling, landed,
+        return checkpoint.RunState(
+            self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, self._runtime.scaling, landed,
             self._rounding,
         )

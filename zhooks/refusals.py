@@ -1,4 +1,4 @@
-"""Errors that several rooms raise alike.
+"""Errors that several packages raise alike.
 
 It formats messages and decides nothing.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from offload.errors import AttachError, PolicyError, ShardedOpError
 
-__all__ = ["no_accumulation", "too_late", "too_old"]
+__all__ = ["modified", "no_accumulation", "not_stepped", "too_late", "too_old"]
 
 
 def too_late(what: str, found: str) -> ShardedOpError:
@@ -15,6 +15,15 @@ def too_late(what: str, found: str) -> ShardedOpError:
     return ShardedOpError(
         f"{what}: expected nothing between backward and step, for [optimizer] overlap = true updates in backward, found "
         f"{found}. This step's early updates were made without it; set overlap = false."
+    )
+
+
+def not_stepped(what: str, optimizer: str, found: str) -> ShardedOpError:
+    """Parameters were updated in backward for an optimizer whose step did not come."""
+    return ShardedOpError(
+        f"{what}: expected {optimizer}.step() after backward, for [optimizer] overlap = true has updated in backward what that "
+        f"{optimizer} stepped before, found {found}. These updates have been made: load a checkpoint where the values matter. "
+        "Step the same optimizer after every backward and delete one that is replaced, or set overlap = false."
     )
 
 
@@ -31,4 +40,12 @@ def too_old(what: str) -> AttachError:
     return AttachError(
         f"{what}: expected backward before detach, found a graph of the attached model afterwards. Run backward() first, or "
         "the forward again."
+    )
+
+
+def modified(what: str, found: int, expected: int) -> RuntimeError:
+    """Plain PyTorch's error for a value that was changed between its use in forward and backward."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{what}] is at version {found}; expected version {expected} instead."
     )

@@ -1,7 +1,7 @@
 """A Linear whose weight is too large to be gathered whole: tiles of it, each gathered, used and released by itself.
 
-``units.py`` makes every tile a unit of its own, wherever it lies; models hold a ``TiledLinear`` where they held the Linear.  It
-never knows of ranks or policies: without ``attach`` it is an ordinary module.
+``layout/units.py`` makes every tile a unit of its own, wherever it lies; models hold a ``TiledLinear`` where they held the
+Linear.  It never knows of ranks or policies: without ``attach`` it is an ordinary module.
 
 Source: DeepSpeed's memory-centric tiling, ZeRO-Infinity, arXiv:2104.07857, section 5.1.3.
 """

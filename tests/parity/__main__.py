@@ -15,7 +15,7 @@ import torch
 from tests.parity import oracle, run
 from tests.parity.cells import Cell
 from tests.parity.closeness import EXACT, differences, tolerance_of
-from tests.ranks import Pool
+from tests.support.ranks import Pool
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from tests.parity.closeness import EXACT, REORDERED, tensor_difference
 from tests.parity.oracle import SEED
-from tests.ranks import Pool, find
+from tests.support.ranks import Pool, find
 
 Notes = list[tuple[str, Tensor]]
 

@@ -105,6 +105,13 @@ class Cell:
     def quiet(self) -> bool:
         return self.accumulation == "twicequiet"
 
+    @property
+    def holds_back(self) -> bool:
+        """Gradients of a micro step under ``no_sync`` stay with their rank: stages 2 and 3 keep shards alone, so they
+        reduce every backward.
+        """
+        return self.quiet and self.stage < 2
+
     def policy(self) -> dict[str, Any]:
         """The policy a user would write for this cell."""
         policy: dict[str, Any] = {"stage": self.stage, "comm": {"transport": self.transport, "timeout_s": 60}}

@@ -32,7 +32,8 @@ class Tolerance:
 
 
 EXACT = Tolerance(exact=True)
-# fp32 arithmetic in another order: three or four ranks' sums, a norm's partial sums, a sum of averages.
+# fp32 arithmetic in another order: four ranks' sums, a norm's partial sums. Seven times what that comes to in any model
+# of the zoo at most (test_oracle.py); models with kinks, which no tolerance would fit, are not in it.
 REORDERED = Tolerance(exact=False, loss=2e-5, drift=2e-4, rounding=2e-7)
 FP16 = Tolerance(exact=False, loss=2e-3, drift=2e-2, rounding=2e-5)
 BF16 = Tolerance(exact=False, loss=1e-2, drift=4e-2, rounding=1e-4)
@@ -41,17 +42,18 @@ BF16_REDUCED = Tolerance(exact=False, loss=1e-2, drift=6e-2, rounding=1e-4)
 
 
 def tolerance_of(cell: Cell) -> Tolerance:
-    """The cell's bound: exact where the oracle and zhooks do the same fp32 operations in the same order."""
-    if cell.precision != "fp32":
-        return {"fp16": FP16, "bf16": BF16, "bf16reduce": BF16_REDUCED}[cell.precision]
-    if cell.world == 1:
+    """The cell's bound: exact where the oracle and zhooks do the same operations in the same order, whatever the
+    dtypes.
+    """
+    # Two gradients have one sum; more are added in rank order by all transports but the backend's own, which promises
+    # no order. Averages are exact, for the worlds are powers of two.
+    one_order = cell.world <= 2 or cell.transport == "auto"
+    # A clip's norm is summed shard by shard. torch's fused AdamW rounds the tail of a tensor otherwise than its
+    # vectorised body, and a shard ends elsewhere.
+    element_wise = cell.clip == "unclipped" and cell.optimizer != "adamwfused"
+    if cell.world == 1 or (one_order and element_wise):
         return EXACT
-    # Two gradients have one sum, and halving is exact. A clip's norm is summed shard by shard, and "twice" sums
-    # before it averages at the stages that keep partial sums.
-    # torch's fused AdamW rounds the tail of a tensor otherwise than its vectorised body, and a shard ends elsewhere.
-    if cell.world == 2 and cell.optimizer != "adamwfused" and cell.clip == "unclipped" and cell.accumulation != "twice":
-        return EXACT
-    return REORDERED
+    return {"fp32": REORDERED, "fp16": FP16, "bf16": BF16, "bf16reduce": BF16_REDUCED}[cell.precision]
 
 
 def differences(found: Record, expected: Record, tolerance: Tolerance) -> list[str]:

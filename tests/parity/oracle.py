@@ -5,10 +5,11 @@ here. It never imports zhooks or torch.distributed.
 
 Note: [What the oracle computes]
 Each micro step runs every rank's batch through the one model, one rank after the other, and keeps each rank's
-gradients apart. A rank's gradients are summed over the micro steps of an accumulation, then averaged over the ranks
-in rank order; without ``no_sync`` each backward is a boundary, so the average comes first and the sum after. A
-parameter that got no gradient on some rank counts as zeros there; one that got none on any rank keeps ``grad =
-None``, as in plain training, and the optimizer passes it over.
+gradients apart. Each backward's gradients are averaged over the ranks in rank order and added to what the model has;
+under ``no_sync`` at stages 0 and 1 a rank's gradients are summed first, and that sum is averaged at the last micro
+step. (Stages 2 and 3 promise never to hold a whole gradient, so there ``no_sync`` changes no number.) A parameter that
+got no gradient on some rank counts as zeros there; one that got none on any rank keeps ``grad = None``, as in plain
+training, and the optimizer passes it over.
 
 Buffers (BatchNorm's statistics) differ by rank, because the ranks see different batches and nobody averages them:
 each rank's set is put into the model before that rank's forward and taken out after it. Rank 0's set is the one
@@ -109,7 +110,7 @@ def train(cell: Cell) -> Record:
         losses = []
         for micro in range(cell.micro_steps):
             number = step * cell.micro_steps + micro
-            boundary = micro == cell.micro_steps - 1 or not cell.quiet
+            boundary = micro == cell.micro_steps - 1 or not cell.holds_back
             scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
             losses.append([ranks.backward(specimen, number, rank, scale=scale) for rank in range(cell.world)])
             if boundary:

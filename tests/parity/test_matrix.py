@@ -13,7 +13,7 @@ import pytest
 from tests.parity import oracle, run
 from tests.parity.cells import FACTORS, Cell, cell_of, pairwise, sample, why_excluded
 from tests.parity.closeness import EXACT, REORDERED, differences, state_differences, tolerance_of
-from tests.ranks import Pool
+from tests.support.ranks import Pool
 
 COVERING = [pytest.param(cell_of(row).name, id=cell_of(row).name) for row in pairwise(FACTORS, why_excluded)]
 SAMPLED = [pytest.param(cell_of(row).name, id=cell_of(row).name) for row in sample(400, seed=20250101)]
@@ -30,6 +30,17 @@ def test_training_equals_plain_training_in_a_sample_of_the_full_product(
     name: str, ranks: Callable[[int], Pool]
 ) -> None:
     hold_to_the_oracle(Cell.parse(name), ranks)
+
+
+# In a reduce dtype of 8 bits every other order of additions shows.
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("world", "transport"), [(2, "stock"), (4, "auto")], ids=["world2-stock", "world4-auto"])
+def test_accumulated_gradients_are_added_in_the_order_of_plain_training(
+    stage: int, world: int, transport: str, ranks: Callable[[int], Pool]
+) -> None:
+    cell = Cell("recursion", stage, "bf16reduce", world, "twicequiet", optimizer="rmsprop", transport=transport)
+    assert tolerance_of(cell) == EXACT
+    hold_to_the_oracle(cell, ranks)
 
 
 def hold_to_the_oracle(cell: Cell, ranks: Callable[[int], Pool]) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from tests.parity import oracle
 from tests.parity.cells import Cell
-from tests.parity.closeness import BF16, EXACT, FP16, REORDERED, differences
+from tests.parity.closeness import BF16, BF16_REDUCED, EXACT, FP16, REORDERED, differences, tolerance_of
 from tests.parity.oracle import CLIP_NORM, OPTIMIZERS, SEED, STEPS, Record, snapshot
 from tests.parity.run import gather
 from tests.parity.zoo import ZOO
-from tests.ranks import Pool
+from tests.support.ranks import Pool
 
 MODELS = sorted(ZOO)
 
@@ -82,6 +82,97 @@ def test_the_tolerances_see_a_missing_clip_and_a_missing_micro_step(model: str, 
     assert differences(found, expected, BF16)
 
 
+class Reversed(oracle.Ranks):
+    """The same numbers added in another order."""
+
+    def reduce(self) -> None:
+        self._grads.reverse()
+        super().reduce()
+
+
+class LostRank(oracle.Ranks):
+    """Planted: zeros take the place of one rank's gradients."""
+
+    def reduce(self) -> None:
+        self._grads[1] = [None if grad is None else torch.zeros_like(grad) for grad in self._grads[1]]
+        super().reduce()
+
+
+class LostMicroStep(oracle.Ranks):
+    """Planted: every other backward's gradients are lost."""
+
+    lost = True
+
+    def reduce(self) -> None:
+        self.lost = not self.lost
+        if self.lost:
+            self._grads = [[None for _ in rank] for rank in self._grads]
+        super().reduce()
+
+
+class WrongWorld(oracle.Ranks):
+    """Planted: sums are divided by half the number of ranks."""
+
+    def reduce(self) -> None:
+        right, self._cell = self._cell, replace(self._cell, world=self._cell.world // 2)
+        super().reduce()
+        self._cell = right
+
+
+def train_as(ranks: type[oracle.Ranks], cell: Cell, monkeypatch: pytest.MonkeyPatch) -> Record:
+    with monkeypatch.context() as patch:
+        patch.setattr(oracle, "Ranks", ranks)
+        return oracle.train.__wrapped__(cell)
+
+
+def in_four_ranks(model: str, optimizer: str) -> Cell:
+    return Cell(model=model, stage=0, world=4, accumulation="twice", optimizer=optimizer, transport="stock")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_order_in_which_ranks_are_added_moves_no_model_by_more_than_rounding(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tight = replace(REORDERED, loss=REORDERED.loss / 7, drift=REORDERED.drift / 7, rounding=REORDERED.rounding / 7)
+    for optimizer in ("sgd", "adamw", "adagrad"):
+        cell = in_four_ranks(model, optimizer)
+        assert differences(train_as(Reversed, cell, monkeypatch), oracle.train(cell), tight) == [], optimizer
+
+
+# AdamW is the hardest to tell: the size of a gradient all but cancels in its step.
+@pytest.mark.parametrize("fault", [LostRank, LostMicroStep, WrongWorld])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_widest_tolerance_of_full_precision_sees_what_is_lost_or_wrongly_averaged(
+    model: str, fault: type[oracle.Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for optimizer in ("adamw", "adagrad"):
+        cell = in_four_ranks(model, optimizer)
+        assert tolerance_of(cell) == REORDERED
+        expected = oracle.train(cell)
+        found = replace(train_as(fault, cell, monkeypatch), losses=expected.losses)
+        assert differences(found, expected, REORDERED), optimizer
+
+
+@pytest.mark.parametrize("fault", [LostRank, LostMicroStep, WrongWorld])
+@pytest.mark.parametrize("model", ["mlp", "tied", "mixture", "recursion"])
+def test_the_widest_tolerance_of_all_sees_what_is_lost_or_wrongly_averaged(
+    model: str, fault: type[oracle.Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = replace(in_four_ranks(model, "sgd"), precision="bf16reduce")
+    assert tolerance_of(cell) == BF16_REDUCED
+    expected = oracle.train(cell)
+    found = replace(train_as(fault, cell, monkeypatch), losses=expected.losses)
+    assert differences(found, expected, BF16_REDUCED)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16reduce"])
+def test_no_sync_changes_the_order_of_additions_at_stages_0_and_1_alone(precision: str) -> None:
+    for stage in (0, 1, 2, 3):
+        quiet = Cell(stage=stage, precision=precision, world=2, accumulation="twicequiet")
+        lines = differences(oracle.train(quiet), oracle.train(replace(quiet, accumulation="twice")), EXACT)
+        assert bool(lines) == (stage < 2)
+
+
 def test_a_mixture_trains_experts_on_one_rank_alone_and_leaves_the_others_untouched() -> None:
     specimen, cell = ZOO["mixture"], Cell(model="mixture", world=2)
     model = specimen.build(SEED)
@@ -101,7 +192,7 @@ def test_batch_norm_statistics_are_rank_zeros_own() -> None:
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "mixture"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamwfused"])
 def test_distributed_data_parallel_agrees_with_the_oracle(model: str, optimizer: str, ranks2: Pool) -> None:
-    cell = Cell(model=model, world=2, optimizer=optimizer, accumulation="twicequiet", clip="clipped")
+    cell = Cell(model=model, stage=0, world=2, optimizer=optimizer, accumulation="twicequiet", clip="clipped")
     found = gather(ranks2.run("tests.parity.test_oracle:train_by_replicas", name=cell.name))
     assert differences(found, oracle.train(cell), REORDERED) == []
 

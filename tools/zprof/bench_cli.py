@@ -18,7 +18,7 @@ import click
 
 from offload.budget import available, shown
 from offload.errors import CapabilityError
-from offload.policy_text import parse_size
+from offload.text import parse_size
 from offload.tier import Tier
 from zprof.bench.store import Figure, bench_path, keep
 

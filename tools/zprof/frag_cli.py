@@ -10,7 +10,7 @@ import json
 import click
 
 from offload.errors import PolicyError
-from offload.policy_text import parse_size
+from offload.text import parse_size
 from zprof.problem import BudgetProblem, CapabilityProblem
 
 __all__ = ["frag"]

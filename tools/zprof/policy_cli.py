@@ -16,10 +16,8 @@ from typing import Any
 import click
 
 from offload.errors import ZhooksError
-from offload.policy import IgnoredKeys, Policy, written
-from offload.policy_cost import Cost, cost
-from offload.policy_tables import Table
-from offload.policy_text import Share, format_amount
+from offload.policy import Cost, IgnoredKeys, Policy, Table, cost, written
+from offload.text import Share, format_amount
 from zprof.problem import BudgetProblem, Problem, problem_of
 
 __all__ = ["policy"]

@@ -16,9 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from offload.policy import Policy, written
-from offload.policy_rules import CELLS, Rule, RuleCell, RulePrecision
-from offload.policy_tables import Table
+from offload.policy import CELLS, Policy, Rule, RuleCell, RulePrecision, Table, written
 
 __all__ = ["render", "tables"]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from offload.regular import open_regular
 from zprof.problem import Problem
 from zprof.recording.recorder import LEVELS, Level, ranks
 from zprof.running.child import Child, Ending, Kills, end_as
@@ -183,6 +184,11 @@ def _check_script(script: str, module: bool) -> None:
         raise Misuse(f"{script}: expected a script, found no such file{'; a module needs -m' if named else ''}")
     if not os.access(path, os.R_OK):
         raise Misuse(f"{script}: expected a script that can be read, found no permission")
+    if not path.is_dir():
+        try:
+            os.close(open_regular(path))
+        except OSError as error:
+            raise Misuse(f"{script}: expected a script, found {error.strerror}; write it into a file") from None
 
 
 def _output(output: str, rank: int, world: int, force: bool) -> Path:

@@ -15,7 +15,7 @@ import torch
 
 from offload.device import Device, open_device
 from offload.disk import DiskFile
-from offload.host import HostPool
+from offload.memory import HostPool
 from zprof.clock import now_ns
 
 __all__ = ["REPEATS", "copies_to_device", "disk", "gather", "memcpy"]

@@ -171,7 +171,7 @@ def host_findings(folder: Path, machine: Machine, *, gpu: bool) -> Iterator[Find
 def _memory(machine: Machine) -> Iterator[Finding]:
     for bound in machine.memory_bounds():
         short = bound.free < _SMALL_MEMORY
-        yield Finding(one_line(bound.name), WARN if short else OK, f"{shown(bound.free)} free", bound.mend if short else "")
+        yield Finding(one_line(bound.name), WARN if short else OK, f"{shown(bound.free)} free", bound.remedy if short else "")
 
 
 def _locking(machine: Machine, gpu: bool) -> Finding:
@@ -184,7 +184,7 @@ def _locking(machine: Machine, gpu: bool) -> Finding:
     if not gpu:
         return Finding(name, OK, f"{found}; without a GPU nothing is locked")
     # Some drivers lock past the limit; the preflight of `attach` tries which this one is.
-    return Finding(name, WARN, f"{found}, which some drivers enforce on pinned memory", locking[0].mend)
+    return Finding(name, WARN, f"{found}, which some drivers enforce on pinned memory", locking[0].remedy)
 
 
 def _processors(machine: Machine) -> Finding:

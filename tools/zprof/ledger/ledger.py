@@ -2,6 +2,12 @@
 
 Reports, pages, checks and exports make one with `Ledger.of` and ask it. It reads the trace once, then at most a few chunks a
 question; it never loses a byte: at every moment the sum over the series is the total.
+
+Note: [Named after it was made]
+    A storage that changes its category is freed and allocated again, often in the rows right after its allocation: a gradient
+    is known as one when it has been made. So a peak is the place after the highest row and after all such pairs that follow
+    it, where the tier is as full and all that is known of what it holds has been said. They are looked for in the rows
+    themselves, for they may lie in any chunk.
 """
 
 from __future__ import annotations
@@ -103,9 +109,10 @@ class Ledger:
     # Moments.
 
     def peak(self, tier: str, category: str | None = None) -> Moment:
-        """When ``tier`` held most, of ``category`` or in all; the first such place in the file."""
+        """When ``tier`` held most, of ``category`` or in all; the first such place in the file, see Note: [Named after it was
+        made]."""
         if category is None:
-            return self._tally.tier_peaks[TIERS.index(tier)]
+            return self._named(self._tally.tier_peaks[TIERS.index(tier)], TIERS.index(tier), self.count)
         return self._tally.place_peaks[PLACES.index((category, tier))]
 
     def peak_between(self, tier: str, begin_ns: int, end_ns: int) -> Moment:
@@ -116,7 +123,7 @@ class Ledger:
         first, last = np.searchsorted(whole, begin), np.searchsorted(whole, end, side="right") - 1
         candidates: list[Moment] = [Moment(begin_ns, int(self._levels(begin)[self._on(number)].sum()), begin)]
         if first > last:
-            return _highest(candidates + self._walked(number, begin, end))
+            return self._named(_highest(candidates + self._walked(number, begin, end)), number, end)
         inside = (log.rows >= whole[first]) & (log.rows <= whole[last])
         totals = self._totals(number)
         candidates += self._walked(number, begin, int(whole[first]))
@@ -124,7 +131,7 @@ class Ledger:
             Moment(int(log.time_ns[at]), int(totals[at]), int(log.rows[at]))
             for at in [int(np.flatnonzero(inside)[np.argmax(totals[inside])])]
         ]
-        return _highest(candidates + self._walked(number, int(whole[last]), end))
+        return self._named(_highest(candidates + self._walked(number, int(whole[last]), end)), number, end)
 
     # Levels.
 
@@ -254,6 +261,24 @@ class Ledger:
                 top = inside[np.argmax(levels[inside])]
                 moments.append(Moment(int(times[top]), int(levels[top]), int(at[top]) + 1))
         return moments
+
+    def _named(self, peak: Moment, tier: int, end: int) -> Moment:
+        """``peak``, after the pairs of rows that follow it at once; see Note: [Named after it was made]."""
+        end = min(end, peak.rows + STRETCH_ROWS)
+        if not peak.nbytes or peak.rows >= end:
+            return peak
+        _, counted, done = self._state(peak.rows)
+        freed = 0
+        for at, times, series, change in self._changes(done, end, counted):
+            mine = np.flatnonzero(self._on(tier)[series] & (change != 0) & (at >= peak.rows))
+            for row, time_ns, nbytes in zip(at[mine].tolist(), times[mine].tolist(), change[mine].tolist(), strict=True):
+                if freed + nbytes == 0:
+                    peak, freed = Moment(time_ns, peak.nbytes, row + 1), 0
+                elif freed:
+                    return peak
+                else:
+                    freed = nbytes
+        return peak
 
     def _totals(self, tier: int) -> Int64s:
         """Bytes on a tier at the end of each piece."""

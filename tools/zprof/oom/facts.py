@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from offload.budget import Machine
 from offload.errors import BudgetError, PolicyError
-from offload.policy_text import parse_size
+from offload.text import parse_size
 from zprof.rows import RowKind
 
 if TYPE_CHECKING:

@@ -1,0 +1,114 @@
+"""Bytes per tier: how many are allowed, how many are held now, and the most that ever were.
+
+Tiers ask it before they take room, and it names what would not fit.  Arithmetic alone: it knows no tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from offload.budget.account import Account
+from offload.errors import BudgetError
+from offload.tier import Tier
+
+UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_REMEDIES = {
+    Tier.DEVICE: 'raise [budget] device, or set [optimizer] tier = "host"',
+    Tier.HOST: 'raise [budget] host, or set [optimizer] tier = "disk"',
+    Tier.DISK: "raise [budget] disk, or run on more ranks",
+}
+
+
+def shown(nbytes: int) -> str:
+    """``nbytes`` for a reader: three digits in a unit that suits, exact where that is a whole number."""
+    for unit, name in UNITS:
+        if abs(nbytes) >= unit:
+            value = nbytes / unit
+            return f"{nbytes // unit if nbytes % unit == 0 else f'{value:.3g}' if value < 999.5 else f'{value:.0f}'} {name}"
+    return f"{nbytes} B"
+
+
+def cannot_admit(tier: Tier, key: str, nbytes: int, *, used: int, limit: int, note: str = "") -> BudgetError:
+    """The error of a tier that is full, with its arithmetic and the remedy.
+
+    Args:
+        used: bytes in use before the request.
+        note: more to say between the arithmetic and the remedy, e.g. "on rank 3".
+    """
+    unit, name = next(((unit, name) for unit, name in UNITS if limit >= unit), (1, "B"))
+    digits = 0 if unit == 1 else 1
+    held = f"{used / unit:.{digits}f} of {limit / unit:.{digits}f} {name} in use"
+    # Rounded figures can look as if there were room.
+    short = f"{shown(used + nbytes - limit)} short" if used + nbytes > limit else "no hole is large enough"
+    said = f" {note}" if note else ""
+    return BudgetError(f"{tier.value} tier cannot admit {key} ({shown(nbytes)}): {held}, {short}{said}; {_REMEDIES[tier]}")
+
+
+class Budget:
+    """Bytes admitted to each tier, against each tier's limit; any thread may call.
+
+    Args:
+        limits: bytes per tier; a tier that is missing or None has no limit.
+        rank: named in errors where given.
+    """
+
+    def __init__(self, limits: Mapping[Tier, int | None], *, rank: int | None = None) -> None:
+        assert all(limit is None or limit >= 0 for limit in limits.values()), "a limit is not negative"
+        self._limits = {tier: limits.get(tier) for tier in Tier}
+        self._used = dict.fromkeys(Tier, 0)
+        self._high_water = dict.fromkeys(Tier, 0)
+        self._note = "" if rank is None else f"on rank {rank}"
+        #: Who holds what was admitted.
+        self.account = Account()
+        self._change = threading.Lock()
+
+    def admit(self, tier: Tier, key: str, nbytes: int) -> None:
+        """Count ``nbytes`` for block ``key`` as held by ``tier``.
+
+        Raises:
+            BudgetError: the limit does not allow it; nothing is counted.
+        """
+        if not self.try_admit(tier, nbytes):
+            limit = self._limits[tier]
+            assert limit is not None, "a tier without a limit admits everything"
+            raise cannot_admit(tier, key, nbytes, used=self._used[tier], limit=limit, note=self._note)
+
+    def try_admit(self, tier: Tier, nbytes: int) -> bool:
+        """As `admit`, answering instead of raising: for whoever can wait or evict."""
+        assert nbytes >= 0, "a block's size is not negative"
+        with self._change:
+            used, limit = self._used[tier] + nbytes, self._limits[tier]
+            if limit is not None and used > limit and nbytes:
+                return False
+            self._used[tier] = used
+            self._high_water[tier] = max(self._high_water[tier], used)
+            return True
+
+    def release(self, tier: Tier, nbytes: int) -> None:
+        """Count ``nbytes`` that were admitted as held no longer."""
+        with self._change:
+            assert 0 <= nbytes <= self._used[tier], f"{tier.value}: {nbytes} B released, {self._used[tier]} B were admitted"
+            self._used[tier] -= nbytes
+
+    def used(self, tier: Tier) -> int:
+        """Bytes held now."""
+        return self._used[tier]
+
+    def high_water(self, tier: Tier) -> int:
+        """The most bytes held since the start or the last `reset_high_water`."""
+        return self._high_water[tier]
+
+    def reset_high_water(self) -> None:
+        """Start the marks again from what is held now, as a profiler does between steps."""
+        with self._change:
+            self._high_water = dict(self._used)
+
+    def change(self, limits: Mapping[Tier, int | None]) -> None:
+        """Other limits from now on; what is held above one stays, and nothing more is admitted."""
+        with self._change:
+            self._limits = {tier: limits.get(tier) for tier in Tier}
+
+    def limit(self, tier: Tier) -> int | None:
+        """Bytes the tier may hold; None is no limit."""
+        return self._limits[tier]

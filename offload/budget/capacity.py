@@ -1,0 +1,123 @@
+"""Whether the machine has what a plan needs, asked before anything is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from offload.budget.budget import shown
+from offload.budget.machine import Bound, Machine
+from offload.errors import BudgetError
+from offload.tier import Tier
+
+if TYPE_CHECKING:
+    # For its name only: the arithmetic of budgets runs where torch is not.
+    import torch
+
+
+
+THIS_MACHINE = Machine()
+
+
+class Measured(Protocol):
+    """A device that says what it has (`offload.device.Device`)."""
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device, with its index."""
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes (free, total)."""
+
+
+def preflight(
+    need: Mapping[Tier, int],
+    *,
+    device: Measured | None = None,
+    folder: Path | None = None,
+    pinned: bool = False,
+    ranks: int = 1,
+    machine: Machine = THIS_MACHINE,
+) -> None:
+    """Refuse a plan that this machine cannot hold, before anything of it is allocated.
+
+    Args:
+        need: bytes per tier that one rank will hold.
+        device: where DEVICE is; None and a CPU share the host's memory, so DEVICE and HOST are summed.
+        folder: where DISK is; it need not exist yet. In memory (tmpfs) it counts as host memory too.
+        pinned: locked memory counts against RLIMIT_MEMLOCK here (`Device.memlock_applies`).
+        ranks: ranks on this machine, which share its memory and its disk, each with a device of its own.
+    Raises:
+        BudgetError: names the bound, the need, what is free and the remedy.
+    """
+    in_memory, terms = _in_memory(need, device, folder, machine)
+    if in_memory:
+        said = f"host memory for {shown(in_memory)} a rank ({' + '.join(terms)})"
+        bounds = machine.memory_bounds(pinned=pinned)
+        _refuse(said, in_memory, ranks, bounds, 'lower [budget], or set tier = "disk" with a [disk] path on a disk')
+    wanted = need.get(Tier.DEVICE, 0)
+    if wanted and not _shares_memory(device):
+        assert device is not None, "no device shares the host's memory"
+        free, total = device.memory()
+        bound = Bound(f"device {device.device} ({shown(total)} in all)", free, "end what else runs on it", of_process=True)
+        _refuse(f"device memory for {shown(wanted)} a rank", wanted, 1, [bound], 'lower [budget] device, or set tier = "host"')
+    wanted = need.get(Tier.DISK, 0)
+    if wanted:
+        assert folder is not None, "a need of disk names its folder"
+        name = f"free disk below {folder} (a 20th of the disk, at most 1 GiB, stays free)"
+        bound = Bound(name, machine.disk_free(folder), "free some")
+        said = f"disk for {shown(wanted)} a rank"
+        _refuse(said, wanted, ranks, [bound], "point [disk] path at a larger disk, or lower [budget] disk")
+
+
+def available(
+    tier: Tier,
+    device: Measured | None = None,
+    folder: Path | None = None,
+    *,
+    pinned: bool = False,
+    machine: Machine = THIS_MACHINE,
+) -> int:
+    """Bytes of ``tier`` that this process could take now, alone on the machine: what "80%" in a policy is of.
+
+    Arguments as `preflight`. On a CPU DEVICE and HOST are the same bytes, and each answer is all of them.
+    """
+    if tier is Tier.DISK:
+        assert folder is not None, "the disk tier has a folder"
+        return machine.disk_free(folder)
+    if tier is Tier.DEVICE and device is not None and not _shares_memory(device):
+        return device.memory()[0]
+    return max(0, min(bound.free for bound in machine.memory_bounds(pinned=pinned)))
+
+
+def _shares_memory(device: Measured | None) -> bool:
+    return device is None or device.device.type == "cpu"
+
+
+def _in_memory(
+    need: Mapping[Tier, int], device: Measured | None, folder: Path | None, machine: Machine
+) -> tuple[int, list[str]]:
+    """What of the need lies in host memory, and its terms as text."""
+    tiers = [Tier.HOST]
+    if _shares_memory(device):
+        tiers.insert(0, Tier.DEVICE)
+    if need.get(Tier.DISK, 0) and folder is not None and machine.is_memory(folder):
+        tiers.append(Tier.DISK)
+    held = {tier: need[tier] for tier in tiers if need.get(tier, 0)}
+    note = {Tier.DISK: f", {folder} being in memory"}
+    return sum(held.values()), [f"{tier.value} {shown(nbytes)}{note.get(tier, '')}" for tier, nbytes in held.items()]
+
+
+def _refuse(said: str, wanted: int, ranks: int, bounds: list[Bound], remedy: str) -> None:
+    """Raise for the bound that falls shortest of the need."""
+    short = {bound: wanted * (1 if bound.of_process else ranks) - bound.free for bound in bounds}
+    worst = max(short, key=lambda bound: short[bound])
+    if short[worst] <= 0:
+        return
+    total = "" if worst.of_process or ranks == 1 else f", {shown(wanted * ranks)} for {ranks} ranks"
+    raise BudgetError(
+        f"preflight: expected {said}{total}; {worst.name} leaves {shown(max(0, worst.free))}, {shown(short[worst])} short; "
+        f"{worst.remedy}, or {remedy}"
+    )

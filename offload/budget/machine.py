@@ -1,0 +1,192 @@
+"""What the machine has: memory by the kernel, by cgroups and by limits of the process; room in file systems.
+
+``capacity.py`` holds a plan against it, ``zprof doctor`` shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from offload.budget.budget import shown
+
+#: cgroup v1 says "no limit" as the largest whole number of pages.
+_NO_LIMIT = 1 << 60
+_CAP_IPC_LOCK = 14
+
+
+def kept_free(total: int) -> int:
+    """Bytes of a file system of ``total`` that scratch files leave free: a checkpoint, a log, or the system may need them."""
+    return min(total // 20, 1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One thing that bounds memory.
+
+    Attributes:
+        name: what it is and what it says, e.g. "cgroup /a (memory.max 4 GiB, 1 GiB in use)".
+        free: bytes it still allows; may be negative.
+        remedy: what raises it.
+        of_process: it bounds this process alone, not all ranks of the machine together.
+    """
+
+    name: str
+    free: int
+    remedy: str
+    of_process: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the facts are read; ``root`` is "/" outside tests."""
+
+    root: Path = Path("/")
+
+    def memory_bounds(self, *, pinned: bool = False) -> list[Bound]:
+        """Everything that bounds host memory: what is available, each cgroup above this process, its own limits.
+
+        Args:
+            pinned: the memory is to be locked, and locking counts against RLIMIT_MEMLOCK.
+        """
+        bounds = [Bound("available memory (MemAvailable)", self._mem_available(), "end other processes or add memory")]
+        return [*bounds, *self._cgroup_bounds(), *self._process_bounds(pinned)]
+
+    def disk_free(self, folder: Path) -> int:
+        """Bytes this user may still write below ``folder``, or below what exists of it, without those of `kept_free`."""
+        usage = shutil.disk_usage(existing(folder))
+        return max(0, usage.free - kept_free(usage.total))
+
+    def is_memory(self, folder: Path) -> bool:
+        """Whether files below ``folder`` are held in memory (tmpfs), so that the disk tier is a second host tier."""
+        # By device number: mounts may lie on or under each other in any order.
+        number = existing(folder).stat().st_dev
+        device = f"{os.major(number)}:{os.minor(number)}"
+        mounts = _mounts(self._read("proc/self/mountinfo"))
+        return any(mount.device == device and mount.kind in ("tmpfs", "ramfs") for mount in mounts)
+
+    def _mem_available(self) -> int:
+        values = _counts(self._read("proc/meminfo"))
+        if "MemAvailable" in values:
+            return values["MemAvailable"]
+        # Here, for commands that must answer at once start without it where the kernel says.
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+
+    def _cgroup_bounds(self) -> list[Bound]:
+        mounts = _mounts(self._read("proc/self/mountinfo"))
+        bounds: list[Bound] = []
+        for controllers, path in re.findall(r"^\d+:([^:\n]*):(/.*)$", self._read("proc/self/cgroup"), re.MULTILINE):
+            version = 1 if controllers else 2
+            if version == 1 and "memory" not in controllers.split(","):
+                continue
+            for mount in mounts:
+                if mount.kind == "cgroup2" if version == 2 else mount.kind == "cgroup" and "memory" in mount.options:
+                    bounds.extend(self._along(mount, PurePosixPath(path), version))
+        return bounds
+
+    def _along(self, mount: _Mount, path: PurePosixPath, version: int) -> list[Bound]:
+        """Bounds of the cgroup at ``path`` and of all above it that the mount shows."""
+        # A container without a cgroup namespace sees its host's path, and only its own part of the tree mounted.
+        seen = path.is_relative_to(mount.root) and ".." not in path.parts
+        inside = path.relative_to(mount.root) if seen else PurePosixPath(".")
+        bounds = []
+        for here in (inside, *inside.parents):
+            folder = str(mount.point / here).lstrip("/")
+            limit = self._number(f"{folder}/{'memory.max' if version == 2 else 'memory.limit_in_bytes'}")
+            usage = self._number(f"{folder}/{'memory.current' if version == 2 else 'memory.usage_in_bytes'}")
+            if limit is None or usage is None or limit >= _NO_LIMIT:
+                continue
+            held = max(0, usage - _reclaimable(self._read(f"{folder}/memory.stat"), version))
+            name = f"cgroup /{folder} (limit {shown(limit)}, {shown(held)} in use)"
+            bounds.append(Bound(name, limit - held, "raise the container's or the job's memory limit"))
+        return bounds
+
+    def _process_bounds(self, pinned: bool) -> list[Bound]:
+        status = _counts(self._read("proc/self/status"))
+        limits = _limits(self._read("proc/self/limits"))
+        watched = [("Max address space", "RLIMIT_AS", "VmSize", "-v"), ("Max data size", "RLIMIT_DATA", "VmData", "-d")]
+        if pinned and not _may_lock_all(self._read("proc/self/status")):
+            watched.append(("Max locked memory", "RLIMIT_MEMLOCK", "VmLck", "-l"))
+        bounds = []
+        for line, name, held_line, option in watched:
+            limit = limits.get(line)
+            if limit is None:
+                continue
+            held = status.get(held_line, 0) + (status.get("VmPin", 0) if option == "-l" else 0)
+            remedy = f"raise it with ulimit {option} unlimited"
+            remedy += " (docker run --ulimit memlock=-1)" if option == "-l" else ""
+            said = f"{name} (limit {shown(limit)}, {shown(held)} in use)"
+            bounds.append(Bound(said, limit - held, remedy, of_process=True))
+        return bounds
+
+    def _read(self, path: str) -> str:
+        """A small text below the root; empty where there is none."""
+        try:
+            return (self.root / path).read_text()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def _number(self, path: str) -> int | None:
+        text = self._read(path).strip()
+        return int(text) if text.isascii() and text.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    """One line of mountinfo: the part ``root`` of a file system of ``kind`` on ``device`` is seen at ``point``."""
+
+    device: str
+    root: PurePosixPath
+    point: PurePosixPath
+    kind: str
+    options: tuple[str, ...]
+
+
+def _mounts(mountinfo: str) -> list[_Mount]:
+    found = []
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, more = left.split(), right.split()
+        if len(fields) >= 5 and len(more) >= 2:
+            root, point = (PurePosixPath(_unescaped(field)) for field in fields[3:5])
+            found.append(_Mount(fields[2], root, point, more[0], tuple(more[-1].split(","))))
+    return found
+
+
+def _unescaped(field: str) -> str:
+    """A path of mountinfo, which writes spaces and the like as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
+
+
+def _counts(text: str) -> dict[str, int]:
+    """Bytes by name from lines such as "MemAvailable:  123 kB"; other lines are left out."""
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+    return {name: int(count) << 10 for name, count in found}
+
+
+def _limits(text: str) -> dict[str, int]:
+    """Soft limits by name from /proc/self/limits; those that are unlimited are left out."""
+    found = re.findall(r"^(Max [a-z ]+?)\s{2,}(\d+)\s", text, re.MULTILINE)
+    return {name: int(soft) for name, soft in found}
+
+
+def _reclaimable(stat: str, version: int) -> int:
+    """Page cache that is charged to a cgroup and given up before anybody is killed."""
+    names = ("inactive_file", "active_file") if version == 2 else ("total_inactive_file", "total_active_file")
+    return sum(int(count) for name, count in re.findall(r"^(\w+) (\d+)$", stat, re.MULTILINE) if name in names)
+
+
+def _may_lock_all(status: str) -> bool:
+    """Whether CAP_IPC_LOCK lifts RLIMIT_MEMLOCK."""
+    found = re.search(r"^CapEff:\s+([0-9a-f]+)$", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
+
+
+def existing(folder: Path) -> Path:
+    """``folder``, or the nearest above it that exists."""
+    return next((here for here in (folder, *folder.absolute().parents) if here.exists()), Path("/"))

@@ -1,0 +1,19 @@
+"""The seam to the device: streams and events on CUDA, a thread on a CPU; the only package that names streams."""
+
+from __future__ import annotations
+
+from offload.device.cuda import CudaCalls
+from offload.device.open import open_device
+from offload.device.seam import Device
+from offload.device.streams import OneStream, beside, lane_of, one_stream, used_by_current_stream
+
+__all__ = [
+    "CudaCalls",
+    "Device",
+    "OneStream",
+    "beside",
+    "lane_of",
+    "one_stream",
+    "open_device",
+    "used_by_current_stream",
+]

@@ -1,0 +1,110 @@
+"""What the store needs of a compute device: copies under way, page-locking, free memory, where it sits.
+
+``cpu.py`` and ``cuda.py`` are devices; ``open.py`` chooses.  It never decides what moves, and never keeps a tensor past
+its copy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import TierError
+from offload.events import Bus
+from offload.work import HostWork
+
+#: A point of a stream; None on a CPU, where nothing is queued.
+Mark = Any
+
+
+class Device(ABC):
+    """A compute device as the store needs it.
+
+    Attributes:
+        device: with its index where it has one.
+        addresses_host: compute reads HOST memory where it lies, so nothing need be copied to be used.
+        bus: hears spans "copy h2d" and "copy d2h", "copy h2h" between host tensors; on CUDA one ends when it is noticed, which
+            is late rather than early.
+    """
+
+    def __init__(self, device: torch.device, addresses_host: bool) -> None:
+        self.device = device
+        self.addresses_host = addresses_host
+        self.bus = Bus()
+
+    @abstractmethod
+    def copy(self, out: Tensor, source: Tensor, key: str = "", *, after: Mark = None) -> HostWork:
+        """Start ``out.copy_(source)``; same shape, dtypes may differ, and both are kept alive until it is over.
+
+        It runs after what the caller's current stream has queued. Copies in one direction run in the order of issue;
+        between directions only ``wait`` orders. Until then nobody writes either tensor, nor reads ``out``.
+
+        Args:
+            out: contiguous where it lies on the other side than ``source``; its version counts up before this returns.
+            key: what errors call it.
+            after: where `mark` was called it runs after that instead: for a copy that another thread starts, or one that what
+                was queued since must not hold up.
+        Raises:
+            TierError: it could not even be started, for the device has failed.
+        """
+
+    def mark(self) -> Mark:
+        """The point that the caller's current stream has been given work up to."""
+        return None
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """The host, and so the system's file calls, may use the tensor's memory."""
+        return True
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the threads that copies may need.
+
+        Raises:
+            CapabilityError: the system does not allow them; without this call it is raised by the first copy that needs one.
+        """
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes] on the device, contents undefined, not an inference tensor; page aligned on a CPU."""
+
+    def pin(self, memory: Tensor) -> None:
+        """Page-lock host ``memory`` (a storage of whole pages) for this device; nothing on a CPU.
+
+        Raises:
+            CapabilityError: the driver or RLIMIT_MEMLOCK does not let it.
+        """
+        assert not self.pins(), "a device that pins says how"
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo `pin` of the same storage; no copy that uses it may be under way."""
+        assert not self.pins(), "a device that pins says how"
+
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """Bytes (free, total) of the device; what torch's allocator caches but does not use counts as free."""
+
+    def pins(self) -> bool:
+        """Whether `pin` locks anything here."""
+        return False
+
+    def memlock_applies(self) -> bool:
+        """Whether what `pin` locks counts against RLIMIT_MEMLOCK; some drivers lock past it."""
+        return False
+
+    def pci_address(self) -> str | None:
+        """Where sysfs has the device, e.g. "0000:3b:00.0"; None where it is no PCI device or torch does not say."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for every copy; none may be started afterwards."""
+
+
+def failed(key: str, error: Exception) -> TierError:
+    """The error of a copy that failed."""
+    what = f"found {type(error).__name__}: {error}"
+    return TierError(f"copy of {key or 'a block'}: expected it to finish, {what}; what it was to fill is undefined")

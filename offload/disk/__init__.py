@@ -1,0 +1,18 @@
+"""The disk tier: extents of one scratch file, written and read by threads, with checksums."""
+
+from __future__ import annotations
+
+from offload.disk.disk import DiskFile, Extent
+from offload.disk.io import BufferedIo, Bytes, Mover, SystemIo
+from offload.disk.scratch import Owner, started_ticks
+
+__all__ = [
+    "BufferedIo",
+    "Bytes",
+    "DiskFile",
+    "Extent",
+    "Mover",
+    "Owner",
+    "SystemIo",
+    "started_ticks",
+]

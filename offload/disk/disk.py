@@ -1,0 +1,340 @@
+"""The disk tier: extents of one preallocated scratch file, written and read by several threads at once, checksums verified.
+
+``store/store.py`` allocates an extent a block and starts transfers; the errors of the threads surface where their ``Request``
+is waited for.  It never keeps memory past the transfer that uses it, and nothing of it outlives its process.
+
+Note: [One after the other]
+    A request that overlaps one under way on the same extent, unless both read, starts after it: the call waits.  So does
+    ``free``, or the next owner of the range would be overwritten.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.budget import cannot_admit, shown
+from offload.disk.extent import CHECK, Extent, ExtentState, Request, Verb
+from offload.disk.io import Io, SystemIo
+from offload.disk.scratch import ScratchFile, open_scratch, remove_stale, trouble
+from offload.errors import BudgetError, TierError
+from offload.events import Bus
+from offload.pages import ALIGN, round_up
+from offload.ranges import Space
+from offload.threads import Workers
+from offload.tier import Tier
+
+__all__ = ["ALIGN", "CHECK", "DiskFile", "Extent", "Request"]
+
+#: The file grows by at least so much, where limit and disk allow it.
+STEP = 64 << 20
+
+#: What says that there is no room: the disk, a quota, the system's limit on the size of files.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class DiskFile:
+    """The scratch file of one process; any thread may call, until ``close``.
+
+    Args:
+        folder: where the file lies; created where it is missing.  Stale files of dead processes there are removed.
+        label: part of the file's name, say the rank.
+        limit: bytes the file may hold, the gaps between extents included; its first page, and what extents lose by starting on
+            pages of their own, come on top.  None is all that the disk has.  It may be changed.
+        threads: requests that the system gets at once.  Sixteen of 4 MiB were as fast as any split that was measured
+            (`benchmarks/disk.py --settings`), and kept the disk busiest where the cores were busy with other work.
+        block: bytes of such a request at most, rounded up to whole CHECKs.
+        io: the seam to the system's calls.
+        bus: hears spans "disk read" and "disk write", and instants "disk buffered" and "disk stale" (a file removed).
+
+    Attributes:
+        path: the file; its owner alone may read it.
+        direct: transfers pass the page cache by; False where the file system cannot do that.
+        used: bytes that extents take now, in whole pages; ``high_water`` is the most it ever was.
+    Raises:
+        PolicyError: the folder cannot be used.  TierError: its file system fails.  CapabilityError: the system does not allow
+            so many threads; no file is left.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        label: str = "r0",
+        limit: int | None = None,
+        threads: int = 16,
+        block: int = 4 << 20,
+        io: Io | None = None,
+        bus: Bus | None = None,
+    ) -> None:
+        assert threads > 0 and block > 0 and "/" not in label, f"{threads} threads, blocks of {block}, label {label}"
+        self._bus = Bus() if bus is None else bus
+        stale = remove_stale(folder)
+        self._file = open_scratch(folder, label, SystemIo() if io is None else io)
+        self.path, self.direct = self._file.path, self._file.direct
+        self.limit = limit
+        self.used = self.high_water = 0
+        #: Bytes between the ends of extents and of their pages.
+        self._rounded = 0
+        self._threads, self._block = threads, -(-block // CHECK) * CHECK
+        self._mover = self._file.mover(self._block)
+        self._space = Space(self._file.size)
+        self._states: dict[int, ExtentState] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._workers = Workers("zhooks-disk", threads)
+        # Neither of the two knows this object: a file that nobody refers to goes too, at the latest at exit.
+        self._discard = weakref.finalize(self, _discard, self._file, self._workers)
+        try:
+            self._workers.start()
+        except BaseException:
+            self._closed = True
+            self._discard()
+            raise
+        for path, nbytes in stale:
+            self._bus.instant("disk stale", str(path), nbytes)
+        if not self.direct:
+            self._bus.instant("disk buffered", str(self.path))
+
+    @property
+    def reserved(self) -> int:
+        """Bytes the file has room for, used or not."""
+        return self._space.end - ALIGN
+
+    @property
+    def holes(self) -> list[tuple[int, int]]:
+        """The free ranges of the file as (offset, nbytes), by offset; none touches another."""
+        with self._lock:
+            return self._space.holes()
+
+    # Ranges.
+
+    def allocate(self, nbytes: int, key: str) -> Extent:
+        """A range for a block; it holds nothing yet.
+
+        Raises:
+            BudgetError: the limit or the disk does not hold it.  TierError: the file system fails, or the file is closed.
+        """
+        assert nbytes >= 0, f"{key}: {nbytes} bytes"
+        taken = _taken(nbytes)
+        self._check_process(key)
+        with self._lock:
+            self._check_open(key)
+            start = self._space.take(taken)
+            if start is None:
+                self._grow(self._space.lacking(taken), nbytes, key)
+                start = self._space.take(taken)
+            assert start is not None
+            extent = Extent(start, nbytes)
+            self._states[start] = ExtentState(extent, key, self.path)
+            self.used += taken
+            self._rounded += taken - nbytes
+            self.high_water = max(self.high_water, self.used)
+            return extent
+
+    def free(self, extent: Extent) -> None:
+        """Give the range back once what is under way there has ended; nothing once the file is closed."""
+        self._check_process("a freed block")
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                state = self._find(extent)
+                if not state.flying:
+                    del self._states[extent.offset]
+                    taken = _taken(extent.nbytes)
+                    self._space.give(extent.offset, taken)
+                    self.used -= taken
+                    self._rounded -= taken - extent.nbytes
+                    return
+                before = state.flying[0]
+            before.join()
+
+    def _grow(self, lacking: int, nbytes: int, key: str) -> None:
+        """Make the file longer by ``lacking`` bytes, and by more where that costs nobody anything."""
+        within = None
+        if self.limit is not None:
+            within = self.limit + self._rounded + _taken(nbytes) - nbytes - self.reserved
+            if lacking > within:
+                used = self.used - self._rounded
+                raise cannot_admit(Tier.DISK, key, nbytes, used=used, limit=self.limit, note=f"on {self.path}")
+        refused: OSError | None = None
+        try:
+            free, kept = self._file.free_nbytes()
+            # Ahead of need it takes of what is free at most half, or a step here would be a full disk there.
+            most = min(STEP, free // 2 if within is None else min(free // 2, within)) // ALIGN * ALIGN
+            for step in sorted({max(lacking, most), lacking}, reverse=True):
+                if lacking > free:
+                    break
+                refused = self._grown(step)
+                if refused is None:
+                    return
+        except OSError as error:
+            raise TierError(f"disk tier cannot hold {key} ({shown(nbytes)}): {self.path}: {trouble(error)}") from error
+        subject = f"disk tier cannot admit {key} ({shown(nbytes)}): {shown(self.used)} in use on {self.path}"
+        if refused is not None and refused.errno == errno.EFBIG:
+            size = self._space.end
+            raise BudgetError(
+                f"{subject}: expected a file of {shown(size + lacking)} to be allowed, found {_largest_file(size)}; raise "
+                "that, choose another [disk] path, or run on more ranks"
+            ) from refused
+        left = f"has {shown(free)} left beside the {shown(kept)} that are kept for checkpoints and others"
+        raise BudgetError(f"{subject}, whose file system {left}; free space there or choose another [disk] path")
+
+    def _grown(self, nbytes: int) -> OSError | None:
+        """None where the file is longer now, else what says that there is no room for that."""
+        try:
+            self._file.grow(nbytes)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            return error
+        self._space.extend(nbytes)
+        return None
+
+    def _find(self, extent: Extent) -> ExtentState:
+        state = self._states.get(extent.offset)
+        assert state is not None and state.extent is extent, f"{extent} was freed before, or is not of {self.path}"
+        return state
+
+    # Transfers.
+
+    def write(self, extent: Extent, source: Tensor, offset: int = 0, key: str = "") -> Request:
+        """Start writing ``source`` at ``offset`` of the extent.
+
+        Args:
+            source: uint8 [n] on the CPU, contiguous; kept alive, and not to be changed, until the transfer is over.  From
+                where it lies if that is page aligned, else through a bounce buffer.
+            offset: a multiple of CHECK; n is one too, unless it reaches the extent's end.
+            key: what events and errors call it; where empty, the key it was allocated for.
+        Raises:
+            TierError: the file is closed, or belongs to the process that this one was forked from.
+        """
+        return self._start(Verb.WRITE, extent, source, offset, key)
+
+    def read(self, extent: Extent, into: Tensor, offset: int = 0, key: str = "") -> Request:
+        """Start filling ``into`` from ``offset`` of the extent, verified before ``wait`` returns; arguments as in ``write``.
+
+        The version of ``into`` counts up before this returns; its bytes are undefined until the end, and after an error.
+        """
+        request = self._start(Verb.READ, extent, into, offset, key)
+        if not into.is_inference():
+            # Autograd must see a write although the system makes it behind its back.
+            torch.autograd.graph.increment_version(into)
+        return request
+
+    def _start(self, verb: Verb, extent: Extent, tensor: Tensor, offset: int, key: str) -> Request:
+        stop = offset + tensor.numel()
+        plain = tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_cuda
+        assert plain, f"{key}: expected contiguous bytes on the CPU, found {tensor.dtype} {tuple(tensor.shape)}"
+        whole = offset % CHECK == 0 and (stop % CHECK == 0 or stop == extent.nbytes) and 0 <= offset <= stop <= extent.nbytes
+        assert whole, f"{key}: bytes {offset} to {stop} are not whole CHECKs of {extent}"
+        request = Request(verb, key, offset, tensor.numpy())
+        state = self._enter(request, extent)
+        if not request.nbytes:
+            request.end()
+            return request
+        step = min(self._block, _whole_checks(-(-request.nbytes // self._threads)))
+        try:
+            self._bus.begin(f"disk {verb.value}", request.key, request.nbytes)
+        finally:
+            # What was entered is submitted, whatever an observer does: the next in line waits for it.
+            for start in range(0, request.nbytes, step):
+                self._workers.submit(partial(self._run, state, request, start, min(start + step, request.nbytes)))
+        return request
+
+    def _enter(self, request: Request, extent: Extent) -> ExtentState:
+        """Put the request in its extent's list, once nothing there is in its way."""
+        self._check_process(request.key)
+        while True:
+            with self._lock:
+                self._check_open(request.key)
+                state = self._find(extent)
+                before = next((other for other in state.flying if other.excludes(request)), None)
+                if before is None:
+                    request.key = request.key or state.key
+                    if request.nbytes:
+                        state.flying.append(request)
+                    if request.verb is Verb.WRITE:
+                        state.forget(request)
+                    return state
+            before.join()
+
+    def _run(self, state: ExtentState, request: Request, start: int, stop: int) -> None:
+        """Move one block, in a worker."""
+        try:
+            if request.error is None:
+                state.move(request, self._mover, start, stop)
+        except BaseException as error:
+            request.fail(error)
+        with self._lock:
+            request.left -= stop - start
+            if request.left:
+                return
+            if request.error is not None and request.verb is Verb.WRITE:
+                state.forget(request)
+            state.flying.remove(request)
+        try:
+            self._bus.end(f"disk {request.verb.value}", request.key, request.nbytes)
+        except BaseException as error:
+            request.fail(error)
+        finally:
+            request.end()
+
+    # The end.
+
+    def close(self) -> None:
+        """Wait for everything under way, close the file and remove it; nothing in a forked child, or if closed before."""
+        if os.getpid() != self._file.pid:
+            return
+        with self._lock:
+            self._closed = True
+            flying = [request for state in self._states.values() for request in state.flying]
+        for request in flying:
+            request.join()
+        self._discard()
+
+    def _check_process(self, key: str) -> None:
+        # Before the lock, which another thread may have held when this process was forked.
+        if os.getpid() != self._file.pid:
+            raise TierError(
+                f"disk tier cannot serve {key}: expected process {self._file.pid}, which opened {self.path}, found "
+                f"{os.getpid()}; open another file there"
+            )
+
+    def _check_open(self, key: str) -> None:
+        if self._closed:
+            raise TierError(f"disk tier cannot serve {key}: {self.path} was closed; attach again")
+
+
+def _discard(file: ScratchFile, workers: Workers) -> None:
+    """End the threads and remove the file; a forked child has neither."""
+    if os.getpid() == file.pid:
+        workers.stop()
+        file.remove()
+
+
+def _largest_file(nbytes: int) -> str:
+    """What does not let a file of ``nbytes`` grow, though the disk has room."""
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if soft == resource.RLIM_INFINITY:
+        return f"the file system's limit on the size of one file (EFBIG at {shown(nbytes)})"
+    return f"this process's limit on the size of files, ulimit -f (RLIMIT_FSIZE): {shown(soft)}"
+
+
+def _taken(nbytes: int) -> int:
+    """What an extent takes of the file; even an empty one has a place of its own."""
+    return max(ALIGN, round_up(nbytes))
+
+
+def _whole_checks(nbytes: int) -> int:
+    """``nbytes`` in whole CHECKs, at least one."""
+    return max(CHECK, -(-nbytes // CHECK) * CHECK)

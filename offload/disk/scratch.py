@@ -1,0 +1,254 @@
+"""The scratch file itself: opened private and direct where the file system allows, grown in steps, removed with its process.
+
+``disk.py`` opens one, and with it the stale files of dead processes in the same folder go.  It never touches a file of a living
+process, of another machine or of a format it does not know, and never removes a file from a forked child.
+
+Note: [Whose file]
+    The first page says who owns the file: machine, boot, process id space, process id, and when that process started, for
+    ids are used again.  The owner also locks the file.  A file is stale when its machine is this one, its process is
+    certainly over (an earlier boot, or the same id space without that process) and nobody holds the lock, which covers
+    machines that share a name and a folder.  Whatever is in doubt stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import stat
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offload.budget import kept_free
+from offload.disk.io import Bytes, Io, Mover
+from offload.errors import PolicyError, TierError
+from offload.pages import ALIGN, aligned
+
+__all__ = ["Owner", "ScratchFile", "open_scratch", "remove_stale", "started_ticks", "trouble"]
+
+MAGIC = "zhooks scratch 1"
+PATTERN = "zhooks-*.scratch"
+
+#: What a file system says when it does not do direct I/O; some say so only at the first transfer.
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+_FULL = "free space there or choose another [disk] path"
+_LARGE = "the file is as large as ulimit -f (RLIMIT_FSIZE) or its file system allows: raise that or choose another [disk] path"
+_GONE = "its file system went away: mount it again and start anew, or choose another [disk] path"
+_REMEDIES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: _LARGE,
+    errno.EIO: "the device is failing: choose another [disk] path",
+    errno.EBADF: _GONE,
+    errno.ENODEV: _GONE,
+    errno.ENXIO: _GONE,
+    errno.ESTALE: _GONE,
+}
+
+
+def trouble(error: OSError) -> str:
+    """What happened and what to do about it, as the end of an error's line."""
+    code = error.errno or 0
+    return f"{errno.errorcode.get(code, code)}, {os.strerror(code)}; {_REMEDIES.get(code, 'choose another [disk] path')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, told apart from every other of every machine; see Note [Whose file]."""
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started_ticks: int
+
+    @staticmethod
+    def here() -> Owner:
+        """This process."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        pid = os.getpid()
+        return Owner(socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"), pid, started_ticks(pid) or 0)
+
+    def page(self) -> bytes:
+        """The first page of a file that this process owns."""
+        return f"{MAGIC}\n{json.dumps(asdict(self))}\n".encode().ljust(ALIGN, b"\0")
+
+    @staticmethod
+    def of_page(page: bytes) -> Owner | None:
+        """Who owns the file that starts with ``page``; None where it is not one of ours or was cut."""
+        magic, _, rest = page.partition(b"\n")
+        if magic != MAGIC.encode() or len(page) != ALIGN:
+            return None
+        try:
+            facts: Any = json.loads(rest.partition(b"\n")[0])
+            owner = Owner(**facts)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        return owner if all(type(value) is type(facts_of) for value, facts_of in _pairs(owner)) else None
+
+    def is_over(self) -> bool:
+        """Whether the process certainly does not live any more."""
+        here = Owner.here()
+        if self.host != here.host:
+            return False
+        if self.boot != here.boot:
+            return True
+        return self.namespace == here.namespace and started_ticks(self.pid) != self.started_ticks
+
+
+def _pairs(owner: Owner) -> list[tuple[object, object]]:
+    """Each fact beside one of the type it should have."""
+    return list(zip(asdict(owner).values(), ("", "", "", 0, 0), strict=True))
+
+
+def started_ticks(pid: int) -> int | None:
+    """When the process started, in the kernel's ticks since boot; None when it has ended, reaped or not."""
+    try:
+        # The name, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZXx" else int(fields[19])
+
+
+class ScratchFile:
+    """An open scratch file.
+
+    Attributes:
+        direct: transfers pass the page cache by.
+        size: bytes the file holds, its first page among them; ``grow`` alone changes it.
+    """
+
+    def __init__(self, path: Path, io: Io, plain_fd: int, direct_fd: int | None) -> None:
+        self.path = path
+        self.direct = direct_fd is not None
+        self.size = ALIGN
+        self.pid = os.getpid()
+        self._io = io
+        self._plain_fd = plain_fd
+        self._fd = plain_fd if direct_fd is None else direct_fd
+
+    def mover(self, bounce_nbytes: int) -> Mover:
+        """What moves data to and from this file."""
+        return Mover(self._io, self._fd, direct=self.direct, bounce_nbytes=bounce_nbytes)
+
+    def free_nbytes(self) -> tuple[int, int]:
+        """What the file system still has for this file, and what of its room is kept for others: see `kept_free`."""
+        free, total = self._io.free_nbytes(self._plain_fd)
+        kept = min(free, kept_free(total))
+        return free - kept, kept
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` more at the end; after an OSError the file is as long as before."""
+        try:
+            # Not on the direct descriptor: where the library has to write zeros it writes single bytes.
+            self._io.fallocate(self._plain_fd, self.size, nbytes)
+        except OSError:
+            with suppress(OSError):
+                self._io.truncate(self._plain_fd, self.size)
+            raise
+        self.size += nbytes
+
+    def remove(self) -> None:
+        """Delete and close the file; nothing in a forked child, and never a stranger that took its name."""
+        if os.getpid() != self.pid:
+            return
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._plain_fd), os.lstat(self.path)):
+                self.path.unlink()
+        for fd in {self._plain_fd, self._fd}:
+            with suppress(OSError):
+                os.close(fd)
+
+
+def open_scratch(folder: Path, label: str, io: Io) -> ScratchFile:
+    """A new file in ``folder``, which is created where it is missing.
+
+    Raises:
+        PolicyError: the folder cannot be used.
+        TierError: its file system fails.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder.absolute() / f"zhooks-{label}-{os.getpid()}-{secrets.token_hex(4)}.scratch"
+        plain_fd = io.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    except OSError as error:
+        found = "a file" if isinstance(error, (FileExistsError, NotADirectoryError)) else os.strerror(error.errno or 0)
+        raise PolicyError(
+            f"[disk] path: {folder}: expected a folder this process may write, found {found}; choose another [disk] path"
+        ) from error
+    direct_fd: int | None = None
+    try:
+        # A file system without locks has none to test either, and keeps its stale files.
+        with suppress(OSError):
+            fcntl.flock(plain_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        page = aligned(ALIGN).numpy()
+        page[:] = np.frombuffer(Owner.here().page(), np.uint8)
+        direct_fd = _open_direct(path, io, plain_fd, page)
+        file = ScratchFile(path, io, plain_fd, direct_fd)
+        if file.mover(ALIGN).write(page, 0) != ALIGN:
+            raise OSError(errno.EIO, "the first page was not taken")
+        # Whose file it is must outlive the machine's fall, or its room would be lost for good.
+        os.fdatasync(plain_fd)
+    except BaseException as error:
+        ScratchFile(path, io, plain_fd, direct_fd).remove()
+        if isinstance(error, OSError):
+            raise TierError(f"disk tier cannot open {path}: {trouble(error)}") from error
+        raise
+    return file
+
+
+def _open_direct(path: Path, io: Io, plain_fd: int, page: Bytes) -> int | None:
+    """A second descriptor past the page cache, tried with the first page; None where the file system does not have that."""
+    fd: int | None = None
+    try:
+        fd = io.open(path, os.O_RDWR | os.O_DIRECT)
+        if not os.path.samestat(os.fstat(fd), os.fstat(plain_fd)):
+            raise OSError(errno.EEXIST, "another file took its name")
+        io.pwritev(fd, [page], 0)
+        io.preadv(fd, [aligned(ALIGN).numpy()], 0)
+    except OSError as error:
+        if fd is not None:
+            os.close(fd)
+        if error.errno not in _NOT_DIRECT:
+            raise
+        return None
+    return fd
+
+
+def remove_stale(folder: Path) -> list[tuple[Path, int]]:
+    """Remove the files that dead processes of this machine left in ``folder``; the paths and sizes of those removed."""
+    try:
+        paths = sorted(folder.glob(PATTERN))
+    except OSError:
+        return []
+    return [(path, size) for path in paths if (size := _remove_if_stale(path)) is not None]
+
+
+def _remove_if_stale(path: Path) -> int | None:
+    """The size of the file if it was stale and is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        owner = Owner.of_page(os.read(fd, ALIGN)) if stat.S_ISREG(status.st_mode) else None
+        if owner is None or status.st_uid != os.geteuid() or not owner.is_over():
+            return None
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(status, os.lstat(path)):
+            return None
+        path.unlink()
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return status.st_size

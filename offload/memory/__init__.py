@@ -1,0 +1,15 @@
+"""Memory reserved ahead: the slabs of the host tier, and the arena on the device."""
+
+from __future__ import annotations
+
+from offload.memory.arena import Arena, Use, grain, rounded
+from offload.memory.host import HostPool, slab_within
+
+__all__ = [
+    "Arena",
+    "HostPool",
+    "Use",
+    "grain",
+    "rounded",
+    "slab_within",
+]

@@ -1,0 +1,26 @@
+"""What a policy may say, read from files, tables and DeepSpeed configurations; names and sizes only, without torch."""
+
+from __future__ import annotations
+
+from offload.policy.costs import Cost, Footprint, cost, footprint
+from offload.policy.policy import IgnoredKeys, Policy, written
+from offload.policy.precision import Precision
+from offload.policy.rules import CELLS, Rule, RuleCell, RulePrecision
+from offload.policy.tables import Activation, Table
+
+__all__ = [
+    "CELLS",
+    "Activation",
+    "Cost",
+    "Footprint",
+    "IgnoredKeys",
+    "Policy",
+    "Precision",
+    "Rule",
+    "RuleCell",
+    "RulePrecision",
+    "Table",
+    "cost",
+    "footprint",
+    "written",
+]

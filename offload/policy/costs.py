@@ -1,0 +1,158 @@
+"""Owns the bytes a rank holds between steps: of one buffer's cells, and of a policy with Adam for a number of parameters.
+
+``zhooks`` asks for the footprint of its flat buffers, ``zprof policy show`` for the cost of a policy; a planner may ask it of
+many. Pure arithmetic: it never looks at a model or a machine, and counts no buffers that come and go.
+
+Source: ZeRO, arXiv:1910.02054, section 3, with the masters in fp32 and gradients in the masters' dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.policy.policy import Policy
+from offload.policy.rules import CELLS
+from offload.text import Share
+from offload.tier import Tier, Tiers
+
+__all__ = ["CellCost", "Cost", "Footprint", "TierCost", "cost", "footprint"]
+
+_MASTER_NBYTES = 4
+_STATES_NBYTES = 8
+_HALF_NBYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one cell of the table takes on one rank between steps: ``numel`` elements of ``itemsize`` bytes on a tier."""
+
+    what: str
+    tier: Tier
+    numel: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cell."""
+        return self.numel * self.itemsize
+
+    def on(self, tier: Tier) -> int:
+        """Bytes of it that lie on ``tier``: all, or none."""
+        return self.nbytes if self.tier is tier else 0
+
+
+def footprint(
+    tiers: Tiers, *, parameter: int, shard: int, master: int, compute: int, apart: bool, trainable: bool = True
+) -> tuple[Footprint, Footprint, Footprint]:
+    """The three cells of parameters that share tiers and dtypes; the optimizer's is their masters alone.
+
+    Args:
+        parameter: elements of the parameters that a rank keeps between uses.
+        shard: elements that a rank updates: of masters, gradients and states.
+        master, compute: bytes of an element the optimizer updates, and of one the model computes with.
+        apart: masters and parameters are two buffers; else parameters are kept in the masters' dtype and are both.
+    """
+    return (
+        Footprint("parameter", tiers.parameter, parameter, compute if apart else master),
+        Footprint("gradient", tiers.gradient, shard, master if trainable else 0),
+        Footprint("optimizer", tiers.optimizer, shard, master if apart else 0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CellCost:
+    """One cell of the table on one rank.
+
+    Attributes:
+        numel: elements this rank holds, rounded up.
+        per_numel: bytes of each.
+        holds: what those bytes are.
+    """
+
+    what: str
+    tier: Tier
+    numel: int
+    per_numel: int
+    holds: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cell."""
+        return self.numel * self.per_numel
+
+
+@dataclass(frozen=True, slots=True)
+class TierCost:
+    """All cells of one tier beside its budget, as it was written."""
+
+    tier: Tier
+    nbytes: int
+    budget: int | Share | None
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the budget holds it; None where there is no budget, or it is a share of what a machine has free."""
+        return self.nbytes <= self.budget if isinstance(self.budget, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one rank holds at the end of backward, buffers that come and go apart."""
+
+    numel: int
+    ranks: int
+    cells: tuple[CellCost, ...]
+    tiers: tuple[TierCost, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells."""
+        return sum(cell.nbytes for cell in self.cells)
+
+
+def cost(policy: Policy, numel: int, ranks: int) -> Cost:
+    """The cost of ``policy`` on each of ``ranks`` for a model of ``numel`` fp32 parameters trained with Adam.
+
+    With ``rounding = "stochastic"`` the parameters are bf16, and nothing of them is kept in fp32.
+
+    Rules are left out: which parameters they match only a model can tell.
+    """
+    narrow = policy.optimizer.rounding == "stochastic"
+    half = policy.precision.param in ("bf16", "fp16") and not narrow
+    # The 16-bit copy is apart from the masters where every rank has it whole, and where the two are on tiers.
+    apart = half and (policy.partition("parameter") == "replicate" or _placed(policy))
+    master = _HALF_NBYTES if narrow else _MASTER_NBYTES
+    placed = policy.table()
+    # A partial sum is sharded by the end of a backward that steps.
+    shard = numel if placed["optimizer"] == "R" else -(-numel // ranks)
+    taken = footprint(
+        Tiers(*(Tier(getattr(policy, cell).tier) for cell in CELLS)),
+        parameter=numel if placed["parameter"] == "R" else shard,
+        shard=shard,
+        master=master,
+        compute=_HALF_NBYTES,
+        apart=apart,
+    )
+    words = "bf16" if narrow else "fp32"
+    states = {"optimizer": _STATES_NBYTES}
+    holds = {
+        "parameter": f"{policy.precision.param} copy" if apart else f"{words} parameters",
+        "gradient": f"{words} gradients",
+        "optimizer": f"fp32 {'masters and ' if apart else ''}moments",
+    }
+    cells = tuple(
+        CellCost(cell.what, cell.tier, cell.numel, cell.itemsize + states.get(cell.what, 0), holds[cell.what])
+        for cell in taken
+    )
+    tiers = tuple(
+        TierCost(tier, sum(cell.nbytes for cell in cells if cell.tier is tier), getattr(policy.budget, tier.value))
+        for tier in Tier
+    )
+    return Cost(numel, ranks, cells, tiers)
+
+
+def _placed(policy: Policy) -> bool:
+    """Parameters or masters may lie off the device, by a table or by a rule."""
+    cells = ("parameter", "optimizer")
+    ruled = [rule.tiers().get(cell) for rule in policy.rule for cell in cells]
+    return any(tier not in (None, "device") for tier in [*(getattr(policy, cell).tier for cell in cells), *ruled])

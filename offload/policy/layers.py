@@ -1,0 +1,143 @@
+"""Owns how several files make one policy: the files it extends, read first, and the dialect each of them speaks.
+
+`offload.policy` calls it for a path or a mapping and gets one document. It never judges a value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from offload.errors import PolicyError
+from offload.policy import deepspeed
+from offload.policy.load import Document, Place, Spot, member, plain, read
+from offload.policy.problems import complain
+from offload.text import shown, shown_path
+
+__all__ = ["EXTENDS", "handed", "load"]
+
+#: The key that names the files a policy builds on; it is gone once they are read.
+EXTENDS = "extends"
+#: Editors write and read it; it says nothing about the policy.
+_SCHEMA = "$schema"
+#: Lists that grow from file to file, where other keys are replaced.
+_GROWING = "rule"
+
+MAX_DEPTH = 8
+MAX_FILES = 64
+MAX_TOTAL_NCHARS = 4 << 20
+
+
+@dataclass(slots=True)
+class _Chain:
+    """What has been read so far, the documents in the order a reader meets them: extended files first."""
+
+    own: frozenset[str]
+    documents: list[Document] = field(default_factory=list)
+    files: int = 0
+    nchars: int = 0
+
+
+def load(path: Path, own: frozenset[str]) -> Document:
+    """Read a file and those it extends; ``own`` are the names of a policy's own keys.
+
+    Raises:
+        PolicyError: a file is missing, unreadable or malformed, speaks two dialects, or extends itself.
+    """
+    chain = _Chain(own | {EXTENDS})
+    _follow(read(path), path.parent, (os.path.realpath(path),), chain)
+    return _merged(chain.documents)
+
+
+def handed(values: Mapping[str, Any], own: frozenset[str]) -> Document:
+    """As `load`, for values handed over in the program; what they extend lies in the working directory."""
+    chain = _Chain(own | {EXTENDS})
+    checked = plain(values)
+    if not isinstance(checked, dict):
+        raise PolicyError(f"policy: expected a table of settings, found {checked!r}")
+    _follow(Document("policy", checked), Path(), (), chain)
+    return _merged(chain.documents)
+
+
+def _follow(document: Document, folder: Path, trail: tuple[str, ...], chain: _Chain) -> None:
+    """Add the documents that ``document`` extends, then itself; ``trail`` are the real paths from the first to here."""
+    chain.files += 1
+    chain.nchars += document.nchars
+    for name in _extended(document):
+        if len(trail) > MAX_DEPTH:
+            raise _refusal(f"extends goes deeper than {MAX_DEPTH} files; flatten it", document)
+        if chain.files >= MAX_FILES or chain.nchars > MAX_TOTAL_NCHARS:
+            limit = f"{MAX_FILES} files or {MAX_TOTAL_NCHARS >> 20} MiB"
+            raise _refusal(f"extends adds up to more than {limit}; a policy is a page of settings", document)
+        path = folder / name
+        try:
+            base = read(path)
+        except PolicyError as error:
+            raise _refusal(str(error), document) from None
+        real = os.path.realpath(path)
+        if real in trail:
+            raise _refusal(f"{shown_path(path)} extends itself by way of this file; leave one of them out", document)
+        _follow(base, path.parent, (*trail, real), chain)
+    chain.documents.append(_own_dialect(document, chain.own))
+
+
+def _extended(document: Document) -> list[str]:
+    value = document.values.get(EXTENDS)
+    names = [value] if isinstance(value, str) else value
+    if names is None and EXTENDS not in document.values:
+        return []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name and name.isprintable() for name in names):
+        raise _refusal(f"expected the path of a policy file or a list of them, found {shown(value)}", document)
+    return list(names)
+
+
+def _refusal(why: str, document: Document) -> PolicyError:
+    return complain([((EXTENDS,), why)], document)
+
+
+def _own_dialect(document: Document, own: frozenset[str]) -> Document:
+    """The document in a policy's own words, without the keys that are none."""
+    values = document.values
+    if deepspeed.speaks(values, own):
+        translated, ignored = deepspeed.translate(values, at=document)
+        # The places that were written are DeepSpeed's; what is wrong with a whole of several files leads to this line.
+        spot = document.spot(("zero_optimization",))
+        spots: dict[Place, Spot] = {(key,): spot for key in translated} if spot else {}
+        return replace(document, values=translated, spots=spots, ignored=ignored)
+    deepspeed.mixed(document, own)
+    return replace(document, values={key: value for key, value in values.items() if key not in (EXTENDS, _SCHEMA)})
+
+
+def _merged(documents: list[Document]) -> Document:
+    """One document: tables key by key, the later file's value; rules one after the other."""
+    last = documents[-1]
+    if len(documents) == 1:
+        return last
+    values: dict[str, Any] = {}
+    spots: dict[Place, Spot] = {}
+    ignored: list[str] = []
+    for layer, document in enumerate(documents, 1 - len(documents)):
+        before = values.get(_GROWING)
+        rules = document.values.get(_GROWING)
+        shift = len(before) if isinstance(before, (list, tuple)) and isinstance(rules, (list, tuple)) else 0
+        for place, spot in document.spots.items():
+            spots[_shifted(place, shift)] = replace(spot, layer=layer)
+        for key, value in document.values.items():
+            held = values.get(key)
+            if isinstance(held, Mapping) and isinstance(value, Mapping):
+                values[key] = {**held, **value}
+            elif key == _GROWING and isinstance(held, (list, tuple)) and isinstance(value, (list, tuple)):
+                values[key] = [*held, *value]
+            else:
+                values[key] = value
+        ignored += [f"{document.source}: {line}" for line in document.ignored]
+    return Document(last.source, values, spots, ignored=tuple(ignored))
+
+
+def _shifted(place: Place, shift: int) -> Place:
+    if not shift or place[0] != _GROWING or len(place) < 2 or not place[1].startswith("#"):
+        return place
+    return (place[0], member(int(place[1][1:]) + shift), *place[2:])

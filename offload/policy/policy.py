@@ -1,0 +1,410 @@
+"""Owns the policy: one file that says what is partitioned, in which precision, on which tier and when it is gathered.
+
+`attach` resolves a policy once and hands its decisions on; `zprof policy` checks and shows one without a model. It
+never looks at a model, a device or a process group, and never guesses: what it cannot honour it refuses.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from offload.errors import PolicyError
+from offload.policy import layers as policy_layers
+from offload.policy.deepspeed import IgnoredKeys
+from offload.policy.device_and_host import DeviceMemory, Host
+from offload.policy.load import Document, Place, member, plain
+from offload.policy.precision import Precision, misscaled
+from offload.policy.problems import explain
+from offload.policy.rules import CELLS, Dtypes, Rule, RuleCell, RulePrecision, Tiers, dtypes_of, tiers_of
+from offload.policy.tables import (
+    Activation,
+    Budget,
+    Comm,
+    Disk,
+    Dtype,
+    Optimizer,
+    Partition,
+    Placed,
+    Schedule,
+    Table,
+    TierName,
+    Units,
+    sized,
+    words,
+)
+from offload.text import Share, format_size, parse_size, toml_value
+
+__all__ = [
+    "Activation",
+    "Budget",
+    "Comm",
+    "DeviceMemory",
+    "Disk",
+    "Dtype",
+    "Dtypes",
+    "Host",
+    "IgnoredKeys",
+    "Optimizer",
+    "Partition",
+    "Placed",
+    "Policy",
+    "Precision",
+    "Rule",
+    "RuleCell",
+    "RulePrecision",
+    "Schedule",
+    "Share",
+    "TierName",
+    "Tiers",
+    "Units",
+    "format_size",
+    "parse_size",
+    "written",
+]
+
+Placement = Literal["R", "P", "S"]
+
+# The four rows that exist (ZeRO, arXiv:1910.02054, section 5), in the order of `CELLS`: what a file may write, and
+# below what it means: R replicated, S sharded, P a partial sum on every rank until the accumulation boundary.
+_ROWS: dict[int, tuple[Partition, Partition, Partition]] = {
+    0: ("replicate", "replicate", "replicate"),
+    1: ("replicate", "replicate", "shard"),
+    2: ("replicate", "shard", "shard"),
+    3: ("shard", "shard", "shard"),
+}
+_PLACEMENTS: dict[int, tuple[Placement, Placement, Placement]] = {
+    0: ("R", "R", "R"),
+    1: ("R", "P", "S"),
+    2: ("R", "S", "S"),
+    3: ("S", "S", "S"),
+}
+
+
+_RULES = "a list of tables, each written [[rule]]"
+Rules = Annotated[
+    tuple[Rule, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+]
+#: What a policy cannot say anew: a change of stage or of the tier of replicated parameters.
+_KEPT_ON_DEVICE = (
+    "replicated parameters are on the device at every use; use stage 3 (or 0) to place them, or tier \"device\""
+)
+
+
+class Policy(Table):
+    """What to partition, in which precision, on which tier, and when.
+
+    Build one with `load` (a file) or `of` (anything `attach` takes); ``Policy(stage=2)`` works too. A written stage and
+    written cells must agree; cells without a stage must spell exactly one of the four rows.
+
+    Raises:
+        PolicyError: one line a problem.
+    """
+
+    stage: int = words(
+        3,
+        expected="0, 1, 2 or 3",
+        does="The row of the table below.",
+        why="3 has everything sharded: the least memory, for at most half as much traffic again.",
+        ge=0,
+        le=3,
+    )
+    parameter: Placed = Field(Placed(), description="The tensors the model computes with.")
+    gradient: Placed = Field(Placed(), description="What backward leaves for the optimizer.")
+    optimizer: Optimizer = Field(Optimizer(), description="The optimizer's states and the masters it updates.")
+    activation: Activation = Field(Activation(), description="What autograd saves for backward.")
+    precision: Precision = Field(Precision(), description="Dtypes of compute and of reduction.")
+    units: Units = Field(Units(), description="Which modules are gathered together.")
+    schedule: Schedule = Field(Schedule(), description="When units are gathered, released and reduced.")
+    budget: Budget = Field(Budget(), description="Bytes a rank may use on each tier.")
+    device: DeviceMemory = Field(DeviceMemory(), description="The memory of the device.")
+    host: Host = Field(Host(), description="The memory of the host tier.")
+    disk: Disk = Field(Disk(), description="The scratch file of the disk tier.")
+    comm: Comm = Field(Comm(), description="How ranks talk.")
+    rule: Rules = words((), expected=_RULES, does="Other tiers and dtypes for parameters by name; the last wins.")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**plain(values))
+        except ValidationError as error:
+            raise explain(error, Document("policy", values), Policy) from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a TOML or JSON policy file of at most 1 MiB and the files it extends, or a DeepSpeed configuration.
+
+        Raises:
+            PolicyError: missing, unreadable, malformed or contradictory; one line a problem, with the file and line.
+        Warns:
+            IgnoredKeys: a DeepSpeed configuration asks for something that is not done here.
+        """
+        try:
+            file = Path(path)
+        except TypeError:
+            raise PolicyError(f"policy: expected the path of a policy file, found {type(path).__name__[:50]}") from None
+        return cls._build(policy_layers.load(file, _own_keys(cls)))
+
+    @classmethod
+    def of(cls, value: str | os.PathLike[str] | Mapping[str, Any] | Policy | None) -> Policy:
+        """The policy ``value`` means: a path is loaded, a mapping checked, a policy is itself, None is every default.
+
+        Raises:
+            PolicyError: as `load`, or ``value`` is none of these.
+        Warns:
+            IgnoredKeys: as `load`.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, Policy):
+            return value
+        if isinstance(value, (str, os.PathLike)):
+            return cls.load(value)
+        if not isinstance(value, Mapping):
+            raise PolicyError(f"policy: expected a path, a mapping, a Policy or None, found {type(value).__name__}")
+        strangers = [key for key in value if not isinstance(key, str)]
+        if strangers:
+            raise PolicyError(f"policy: expected names for keys, found {type(strangers[0]).__name__[:50]}")
+        return cls._build(policy_layers.handed(value, _own_keys(cls)))
+
+    @classmethod
+    def _build(cls, document: Document) -> Self:
+        policy = cls.__new__(cls)
+        try:
+            # Past this class's own __init__, whose error would name neither file nor line.
+            BaseModel.__init__(policy, **document.values)
+        except ValidationError as error:
+            raise explain(error, document, cls) from None
+        if document.ignored:
+            warnings.warn(IgnoredKeys(document.source, document.ignored), stacklevel=_callers_level())
+        return policy
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stage_from_cells(cls, values: Any) -> Any:
+        """Fill in the stage that the written cells spell; where they spell none or several, `_agree` says so."""
+        if not isinstance(values, Mapping) or "stage" in values:
+            return values
+        written = {cell: _partition(values.get(cell)) for cell in CELLS if _partition(values.get(cell)) is not None}
+        stages = _stages(written)
+        return {**values, "stage": stages[0]} if written and len(stages) == 1 else values
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        """Refuse cells that contradict the stage, that spell none or several of the four rows, or that cannot be placed."""
+        problems = self._rows() or self._misplaced() or self._unkept() or self._uncomputed()
+        problems = problems or misscaled(self.precision, self.optimizer)
+        if problems:
+            raise PydanticCustomError("policy_cells", "cells contradict", {"problems": problems})
+        return self
+
+    def _rows(self) -> list[tuple[Place, str]]:
+        written = {cell: part for cell in CELLS if (part := getattr(self, cell).partition) is not None}
+        if "stage" in self.model_fields_set:
+            wanted = dict(zip(CELLS, _ROWS[self.stage], strict=True))
+            return [
+                ((cell, "partition"), f'stage {self.stage} expects "{wanted[cell]}", found "{part}"; change either')
+                for cell, part in written.items()
+                if part != wanted[cell]
+            ]
+        if not written:
+            return []
+        rows = "; ".join(f"stage {stage} = {', '.join(row)}" for stage, row in _ROWS.items())
+        stages = _stages(written)
+        fit = f"stages {', '.join(map(str, stages))} fit, write stage too" if stages else "no stage fits"
+        spelt = f"the cells spell no single row ({fit}); {', '.join(CELLS)} are: {rows}"
+        return [((next(iter(written)), "partition"), spelt)]
+
+    def _misplaced(self) -> list[tuple[Place, str]]:
+        """Parameters that are replicated for the optimizer's sake (stages 1 and 2) have no tier to come from."""
+        if self.stage not in (1, 2):
+            return []
+        tiers: dict[Place, str | None] = {("parameter", "tier"): self.parameter.tier}
+        tiers |= {("rule", member(n), "parameter", "tier"): rule.parameter.tier for n, rule in enumerate(self.rule)}
+        return [
+            (place, f'found "{tier}" at stage {self.stage}: {_KEPT_ON_DEVICE}')
+            for place, tier in tiers.items()
+            if tier not in (None, "device")
+        ]
+
+    def _unkept(self) -> list[tuple[Place, str]]:
+        """Only the inputs of recomputed units are the same on all ranks of an axis."""
+        chosen = self.activation
+        if chosen.partition == "none" or chosen.checkpoint == "unit":
+            return []
+        found = f'found "{chosen.partition}" and checkpoint = "{chosen.checkpoint}"'
+        return [(("activation", "partition"), f'{found}: unit inputs are what is partitioned; write checkpoint = "unit" too')]
+
+    def _uncomputed(self) -> list[tuple[Place, str]]:
+        """What an update on the host works on must rest off the device, by a table or by a rule."""
+        if self.optimizer.compute == "device":
+            return []
+        ruled = {cell for rule in self.rule for cell, tier in rule.tiers().items() if tier != "device"}
+        narrow = {self.precision.param, *(rule.precision.param for rule in self.rule)} != {None}
+        left = [cell for cell in CELLS if getattr(self, cell).tier == "device" and cell not in ruled]
+        left = [cell for cell in left if cell != "parameter" or not narrow]
+        if not left:
+            return []
+        # Replicated parameters stay; those of 16 bit may anywhere, for their masters go with the states.
+        moves = [cell for cell in left if cell != "parameter" or self.stage not in (1, 2)]
+        fixes = [f'tier = "host" or "disk" for {_listed(moves)}'] if moves else []
+        if "parameter" in left:
+            fixes.append('param = "bf16" in [precision]')
+        fix = (" (or, for [parameter], " if "parameter" in moves else " and ").join(fixes) + ")" * ("parameter" in moves)
+        why = (
+            f'found "host" and {_listed(left)} on the device: an update on the host needs masters, gradient and states off the '
+            f'device; write {fix}, or compute = "device"'
+        )
+        return [(("optimizer", "compute"), why)]
+
+    def partition(self, cell: str) -> Partition:
+        """The effective partition of "parameter", "gradient" or "optimizer"."""
+        return _ROWS[self.stage][CELLS.index(cell)]
+
+    def table(self) -> dict[str, Placement]:
+        """The effective placement of each cell: "R" replicated, "S" sharded, "P" partial sums until the boundary."""
+        return dict(zip(CELLS, _PLACEMENTS[self.stage], strict=True))
+
+    def tiers(self, name: str) -> Tiers:
+        """Where the cells of the parameter ``name`` rest: the last rule that matches and says so, else the tables."""
+        return tiers_of(name, self.rule, {cell: getattr(self, cell).tier for cell in CELLS})
+
+    def dtypes(self, name: str) -> Dtypes:
+        """What the parameter ``name`` is computed and its gradients are summed in; None is its own dtype.
+
+        The last rule that matches and says so, else [precision]; an unset ``reduce`` is fp32 where ``param`` is set.
+        """
+        chosen = dtypes_of(name, self.rule, Dtypes(self.precision.param, self.precision.reduce))
+        return Dtypes(chosen.param, chosen.reduce or ("fp32" if chosen.param else None))
+
+    @property
+    def tiered(self) -> bool:
+        """Whether anything, by a table or a rule, is to rest or be updated elsewhere than plain PyTorch has it."""
+        cells = (self.parameter, self.gradient, self.optimizer, self.activation)
+        ruled = (tier for rule in self.rule for tier in rule.tiers().values())
+        moved = any(tier != "device" for tier in (*(cell.tier for cell in cells), *ruled))
+        chosen = self.optimizer
+        own = chosen.kernel != "torch" or chosen.compute != "device" or chosen.overlap or chosen.rounding != "nearest"
+        return moved or own
+
+    def values(self) -> dict[str, Any]:
+        """Every key that is set, defaults included, as plain values that `of` takes back to an equal policy."""
+        tables = {
+            name: {key: str(value) if isinstance(value, Share) else _plain(value) for key, value in table if value is not None}
+            for name, table in self
+            if isinstance(table, Table)
+        }
+        rules = [{"match": rule.match} | rule.says() for rule in self.rule]
+        return {"stage": self.stage, **tables, "rule": rules}
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """A JSON schema of policy files, for editors."""
+        schema: dict[str, Any] = _bare(cls.model_json_schema())
+        path = {"type": "string", "minLength": 1}
+        schema["properties"] |= {
+            policy_layers.EXTENDS: {
+                "anyOf": [path, {"type": "array", "items": path}],
+                "description": "Policy files this one builds on, relative to it; what is written here wins.",
+            },
+            "$schema": {"type": "string", "description": "The schema an editor checks this file with."},
+        }
+        rule = schema["$defs"]["Rule"]["properties"]
+        rule |= {f"{cell}.tier": schema["$defs"]["RuleCell"]["properties"]["tier"] for cell in CELLS}
+        rule |= {f"precision.{key}": says for key, says in schema["$defs"]["RulePrecision"]["properties"].items()}
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "zhooks policy"}
+
+    def describe(self) -> str:
+        """The effective table and every key, as a policy file that loads back to an equal policy."""
+        table = self.table()
+        lines = [f"# {'what':<10} partition  placed  tier"]
+        for cell in CELLS:
+            lines.append(f"# {cell:<10} {self.partition(cell):<9}  {table[cell]:<6}  {getattr(self, cell).tier}")
+        lines += ["# R replicated, S sharded, P a partial sum on every rank until the accumulation boundary", ""]
+        lines.append(f"stage = {self.stage}")
+        for name, section in self:
+            if isinstance(section, Table):
+                lines += ["", f"[{name}]", *(self._line(name, key, value) for key, value in section)]
+        for rule in self.rule:
+            lines += ["", "[[rule]]", f"match = {toml_value(rule.match)}"]
+            says = rule.says().items()
+            lines += [f"{table}.{key} = {toml_value(value)}" for table, keys in says for key, value in keys.items()]
+        return "\n".join(lines)
+
+    def _line(self, section: str, key: str, value: object) -> str:
+        note = self._meaning(section, key, value)
+        if value is None:
+            return f"# {key} is unset: {note}"
+        line = f"{key} = {written(type(getattr(self, section)), key, value)}"
+        return f"{line}  # {note}" if note else line
+
+    def _meaning(self, section: str, key: str, value: object) -> str:
+        """What an unset or automatic value comes to in this policy."""
+        if key == "partition" and value is None:
+            return f"{self.partition(section)}, which follows from stage {self.stage}"
+        if key == "reshard_after_forward" and value == "auto":
+            return "the last unit, as no [budget] device is set" if self.budget.device is None else "as [budget] device allows"
+        if (section, key) == ("precision", "reduce") and value is None:
+            return "fp32, as param is set" if self.precision.param else "each gradient's own dtype"
+        if isinstance(value, Share):
+            return "of what is free when it is attached"
+        unset = {
+            ("precision", "param"): "each parameter's own dtype",
+            ("precision", "output"): "as the model computed it",
+            ("precision", "loss_scale"): "gradients are not scaled",
+            ("disk", "path"): "the system's folder for temporary files",
+        }
+        return unset.get((section, key), "no bound") if value is None else ""
+
+
+def written(table: type[BaseModel], key: str, value: object) -> str:
+    """``value`` of a table's ``key`` as a policy file would have it."""
+    if isinstance(value, Share):
+        return toml_value(str(value))
+    return toml_value(format_size(value) if isinstance(value, int) and sized(table.model_fields[key]) else value)
+
+
+def _callers_level() -> int:
+    """How far above `_build` the user's own line is, which may have called `load`, `of` or ``zhooks.attach``."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("offload", "zhooks"):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _listed(cells: Sequence[str]) -> str:
+    *some, last = (f"[{cell}]" for cell in cells)
+    return f"{', '.join(some)} and {last}" if some else last
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _own_keys(model: type[Policy]) -> frozenset[str]:
+    return frozenset(model.model_fields)
+
+
+def _bare(schema: Any) -> Any:
+    """A schema without the words that only errors and pages use."""
+    if isinstance(schema, dict):
+        return {key: _bare(value) for key, value in schema.items() if key not in ("expected", "does", "why")}
+    return [_bare(value) for value in schema] if isinstance(schema, list) else schema
+
+
+def _partition(section: object) -> object:
+    return section.get("partition") if isinstance(section, Mapping) else getattr(section, "partition", None)
+
+
+def _stages(written: Mapping[str, object]) -> list[int]:
+    return [
+        stage
+        for stage, row in _ROWS.items()
+        if all(written.get(cell) in (None, part) for cell, part in zip(CELLS, row, strict=True))
+    ]

@@ -1,0 +1,120 @@
+"""Owns [precision]: the dtypes of compute and of reduction, and the loss scale that keeps small fp16 gradients alive.
+
+`offload.policy` puts it among the other tables, and asks it what contradicts what. It never sees a tensor.
+
+Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2; the defaults are torch.amp.GradScaler's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from offload.policy.load import Place
+from offload.policy.tables import DTYPES, Dtype, Optimizer, Table, words
+
+__all__ = ["Precision", "misscaled"]
+
+_SCALE = "a number, above 0 and at most 2**127"
+#: Beyond it a scaled gradient of one overflows fp32.
+_LARGEST = 2.0**127
+_Number = Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False)]
+
+
+class Precision(Table):
+    """[precision]: the dtypes of compute and of reduction; the masters keep the model's own (fp32)."""
+
+    param: Dtype | None = words(
+        None,
+        expected=DTYPES,
+        does="The dtype parameters are gathered and computed in; BatchNorm and InstanceNorm keep their own.",
+        why="Unset leaves each parameter's own dtype: attach alone must not change a result.",
+    )
+    reduce: Dtype | None = words(
+        None,
+        expected=DTYPES,
+        does="The dtype gradients are summed in.",
+        why="Unset is fp32 where param is set, else the gradient's own: long sums are where 16 bits lose most.",
+    )
+    output: Dtype | None = words(
+        None,
+        expected=DTYPES,
+        does="The dtype floating outputs of the outermost module are cast to.",
+        why="Unset leaves the model's output as it computed it; losses are usually taken in fp32 by the loss itself.",
+    )
+    cast_inputs: bool = words(
+        True,
+        expected="true or false",
+        does="Casts floating-point inputs of the outermost module to param.",
+        why="Else the first layer would refuse them.",
+    )
+    loss_scale: Literal["dynamic"] | _Number | None = words(
+        None,
+        expected='"dynamic" or a number, above 0 and at most 2**127',
+        does="Multiplies gradients inside the model, and divides them as they land; a step that overflowed is skipped.",
+        why="Unset scales nothing: fp16 then needs torch.amp.GradScaler in the loop, bf16 and fp32 need neither.",
+    )
+    initial_scale: _Number = words(
+        65536.0,
+        expected=_SCALE,
+        does='The first scale of "dynamic".',
+        why="As GradScaler's; too large a scale costs a skipped step each time it is halved, too small a one gradients.",
+    )
+    growth_interval: int = words(
+        2000,
+        expected="an integer from 1 to 2**31 - 1",
+        does="Steps without an overflow until the scale grows (DeepSpeed's loss_scale_window).",
+        why="As GradScaler's: one step lost in two thousand is cheap.",
+        ge=1,
+        le=(1 << 31) - 1,
+    )
+    hysteresis: int = words(
+        1,
+        expected="an integer from 1 to 1024",
+        does="Overflows since the scale last grew until it backs off; each of them skips its step.",
+        why="1 backs off at once, as GradScaler does.",
+        ge=1,
+        le=1024,
+    )
+    min_scale: _Number = words(
+        1.0,
+        expected=_SCALE,
+        does="The least scale; an overflow there raises `ScaleError`.",
+        why="A gradient that overflows unscaled is no matter of the scale.",
+    )
+    growth_factor: float = words(
+        2.0,
+        expected="a number, above 1 and at most 2**127",
+        does="What the scale is multiplied by when it grows.",
+        why="Powers of two lose no bits.",
+        gt=1,
+        le=_LARGEST,
+        allow_inf_nan=False,
+    )
+    backoff_factor: float = words(
+        0.5,
+        expected="a number between 0 and 1",
+        does="What the scale is multiplied by when it backs off.",
+        why="Powers of two lose no bits.",
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+    )
+
+
+def misscaled(precision: Precision, optimizer: Optimizer) -> list[tuple[Place, str]]:
+    """What contradicts the loss scale, place and words."""
+    if precision.loss_scale is None:
+        return []
+    found: list[tuple[Place, str]] = []
+    if optimizer.overlap:
+        why = "expected false beside [precision] loss_scale, found true: whether to step is known when backward is over"
+        found.append((("optimizer", "overlap"), why))
+    if precision.output == "fp16":
+        why = 'expected "fp32" or nothing beside loss_scale, found "fp16": gradients would vanish before they are scaled'
+        found.append((("precision", "output"), why))
+    if precision.loss_scale == "dynamic" and precision.min_scale > precision.initial_scale:
+        why = f"expected at most initial_scale, {precision.initial_scale:g}, found {precision.min_scale:g}"
+        found.append((("precision", "min_scale"), why))
+    return found

@@ -1,0 +1,162 @@
+"""Owns the way from a rejected value back to its file, its line and what to do.
+
+`offload.policy`, `policy_layers` and `deepspeed` raise what it makes. It never reads a file and never decides
+what is wrong.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from offload.errors import PolicyError
+from offload.policy.load import Document, Place, Spot, member
+from offload.text import one_line, shown
+
+__all__ = ["complain", "explain", "nearest"]
+
+#: Problems listed before the rest is only counted.
+MAX_PROBLEMS = 10
+#: Characters of one line, and of all of them: whoever reads more has stopped reading.
+MAX_LINE_NCHARS = 600
+MAX_NCHARS = 4000
+
+_LAST = Spot(sys.maxsize, 0, "")
+_MEMBER = re.compile(r"#\d+", re.ASCII)
+
+
+def complain(problems: Sequence[tuple[Place, str]], document: Document) -> PolicyError:
+    """The error of one line a problem, each with the file and line of its place, in the order a reader meets them."""
+    return _said([(place, partial(str, text)) for place, text in problems], document)
+
+
+def _said(problems: Sequence[tuple[Place, Callable[[], str]]], document: Document) -> PolicyError:
+    """As `complain`, with texts that are made only for the lines that are shown."""
+    found = sorted(problems, key=lambda problem: document.spot(problem[0]) or _LAST)
+    # Both branches of a union complain about one value in the same words; a dict keeps one of them, and the order.
+    lines: dict[str, None] = {}
+    told = 0
+    for place, text in found[:MAX_PROBLEMS]:
+        line = f"{_prefix(place, document)}{text()}"
+        line = line if len(line) <= MAX_LINE_NCHARS else f"{line[: MAX_LINE_NCHARS - 3]}..."
+        if sum(map(len, lines)) + len(line) > MAX_NCHARS:
+            break
+        lines[line] = None
+        told += 1
+    if len(found) > told:
+        lines[f"{document.source}: and {len(found) - told} more"] = None
+    return PolicyError("\n".join(lines))
+
+
+def explain(error: ValidationError, document: Document, schema: type[BaseModel]) -> PolicyError:
+    """Turn pydantic's findings into what `complain` makes.
+
+    A field says what it expects in ``json_schema_extra["expected"]``. A validator that speaks for several places raises
+    a custom error whose context holds ``problems``, a list of (place, text), the places being below its own.
+    """
+    found: list[tuple[Place, Callable[[], str]]] = []
+    for detail in error.errors(include_url=False):
+        place = _place(detail["loc"], schema)
+        spoken = detail.get("ctx", {}).get("problems")
+        if spoken:
+            found.extend(((*place, *below), partial(str, text)) for below, text in spoken)
+        else:
+            found.append((place, partial(_complaint, detail, place, schema)))
+    return _said(found, document)
+
+
+def nearest(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known key that is most like ``key``, if any is."""
+    # Names are short; a long key is no misspelling, and comparing it would take time without end.
+    near = difflib.get_close_matches(key[:64], list(known), n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
+def _place(location: tuple[int | str, ...], schema: type[BaseModel]) -> Place:
+    """The part of pydantic's location that the file knows: no union branches, no positions in lists of plain values."""
+    place: list[str] = []
+    model: type[BaseModel] | None = schema
+    for part in location:
+        if model is None:
+            break
+        if isinstance(part, str):
+            place.append(part)
+            model = _table(model, part)
+        else:
+            place.append(member(part))
+    return tuple(place)
+
+
+def _table(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The model of the table ``key``, or of the tables of the array ``key``; None for a plain value."""
+    known = model.model_fields.get(key)
+    kind = known.annotation if known is not None else None
+    for part in (kind, *typing.get_args(kind)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            return part
+    return None
+
+
+def _complaint(detail: Mapping[str, Any], place: Place, schema: type[BaseModel]) -> str:
+    if not place:
+        return f"expected a table of settings with names for keys, found {shown(detail['input'])}"
+    model: type[BaseModel] = schema
+    for part in place[:-1]:
+        model = _table(model, part) or model
+    key = place[-1]
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key; {_nearest(place, model, schema)}"
+    if detail["type"] == "invalid_key":
+        return f"expected names for keys, found {shown(detail['loc'][-1])}"
+    if key in model.model_fields:
+        extra = model.model_fields[key].json_schema_extra
+        expected = extra.get("expected") if isinstance(extra, dict) else None
+        if detail["type"] == "missing":
+            return f"expected {expected}, found nothing; write it"
+        if expected is None and _table(model, key) is not None:
+            expected = "a table"
+        return f"expected {expected or detail['msg']}, found {shown(detail['input'])}"
+    return f"expected a table, found {shown(detail['input'])}"
+
+
+def _nearest(place: Place, model: type[BaseModel], schema: type[BaseModel]) -> str:
+    """Name the closest key of the same table, else one that is much alike in another table, else all that are known."""
+    key = place[-1]
+    near = nearest(key, model.model_fields)
+    if near:
+        return f"did you mean {_label((*place[:-1], near))}?" if len(place) == 1 else f"did you mean {near}?"
+    for name in schema.model_fields:
+        table = _table(schema, name)
+        elsewhere = nearest(key, table.model_fields, 0.8) if table else None
+        if elsewhere:
+            return f"did you mean {_label((name, elsewhere))}?"
+    return f"known here are {', '.join(model.model_fields)}"
+
+
+def _label(place: Place) -> str:
+    """A place as a reader of the file would name it: [units] names, or [[rule]] parameter.tier."""
+    names = [part for part in place if not _MEMBER.fullmatch(part)]
+    if len(place) == 1 or not names:
+        return place[0] if place else ""
+    table = f"[[{names[0]}]]" if len(names) < len(place) else f"[{names[0]}]"
+    return " ".join([table, ".".join(names[1:])]).rstrip()
+
+
+def _prefix(place: Place, document: Document) -> str:
+    spot = document.spot(place)
+    where = f"{spot.source}:{spot.line}" if spot else document.source
+    if not place:
+        return f"{where}: "
+    # A line says which of several tables of an array is meant; without one, its number does.
+    label = _label(place)
+    if spot is None and len(place) > 1 and _MEMBER.fullmatch(place[1]):
+        label = label.replace("]]", f"]] {int(place[1][1:]) + 1}", 1)
+    label = one_line(label)
+    return f"{where}: {label if len(label) <= 120 else f'{label[:117]}...'}: "

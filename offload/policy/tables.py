@@ -1,0 +1,363 @@
+"""Owns the tables of a policy file: every key, what it may be, its default and the reason for it.
+
+`offload.policy` puts them together; the page ``docs/policy.md`` and the JSON schema are made from them. It never
+compares one table with another and never reads a file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, WithJsonSchema
+from pydantic.fields import FieldInfo
+
+from offload.text import Share, parse_amount, parse_size
+from offload.tier import Tier
+
+__all__ = [
+    "DTYPES",
+    "TIERS",
+    "Activation",
+    "Amount",
+    "Budget",
+    "Comm",
+    "Disk",
+    "Dtype",
+    "Name",
+    "Optimizer",
+    "Partition",
+    "Placed",
+    "Schedule",
+    "Size",
+    "Table",
+    "TierName",
+    "Units",
+    "sized",
+    "words",
+]
+
+Partition = Literal["shard", "replicate"]
+TierName = Literal["device", "host", "disk"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+Transport = Literal["auto", "stock", "p2p", "shm"]
+Toggle = bool | Literal["auto"]
+
+
+def words(default: Any, *, expected: str, does: str, why: str = "", **bounds: Any) -> Any:
+    """A field with the words its error uses, what it does, and the reason for its default beside it."""
+    extra: dict[str, Any] = {"expected": expected, "does": does, "why": why}
+    return Field(default, description=f"{does} {why}".rstrip(), json_schema_extra=extra, **bounds)
+
+
+def sized(field: FieldInfo) -> bool:
+    """Whether a field's numbers are bytes, which a file may write with a unit."""
+    inner = [part for kind in typing.get_args(field.annotation) for part in getattr(kind, "__metadata__", ())]
+    checks = [part.func for part in (*field.metadata, *inner) if isinstance(part, BeforeValidator)]
+    return parse_size in checks or parse_amount in checks
+
+
+def _tuple(value: object) -> object:
+    """Files have lists; a frozen policy keeps tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _name(value: str) -> str:
+    if not 0 < len(value) <= 256 or not value.isprintable():
+        raise ValueError("not a name")
+    return value
+
+
+def _path(value: str) -> str:
+    if not 0 < len(value) <= 4096 or not value.isprintable():
+        raise ValueError("not a path")
+    return value
+
+
+_SIZE_PATTERN = r"^\s*\d{1,20}(\.\d{1,20})?\s*([Bb]|[KkMmGgTt][Ii]?[Bb])?\s*$"
+_SIZE_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE_PATTERN, "examples": ["20 GiB"]}]
+}
+_SHARE_SCHEMA = {"type": "string", "pattern": r"^\s*\d{1,3}(\.\d+)?\s*%\s*$", "examples": ["80%"]}
+
+Name = Annotated[str, AfterValidator(_name)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_tuple)]
+Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
+Amount = Annotated[
+    int | InstanceOf[Share],
+    BeforeValidator(parse_amount),
+    WithJsonSchema({"anyOf": [*_SIZE_SCHEMA["anyOf"], _SHARE_SCHEMA]}),
+]
+
+_NAMES = "a list of non-empty names"
+DTYPES = '"fp32", "bf16" or "fp16"'
+_SIZES = 'bytes or a size like "20 GiB"'
+_AMOUNTS = 'bytes, a size like "20 GiB" or a share like "80%"'
+TIERS = '"device", "host" or "disk"'
+_AUTO = 'true, false or "auto"'
+_BOOL = "true or false"
+
+
+class Table(BaseModel):
+    """One table of the file: frozen, and strict about its keys and their types."""
+
+    # Strict: a policy that says "3" for 3 or 1 for true was not written by someone who read the schema.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+class Placed(Table):
+    """One row of the table of placements: [parameter] or [gradient]."""
+
+    partition: Partition | None = words(
+        None,
+        expected='"shard" or "replicate"',
+        does="Whether each rank holds its range or all of it.",
+        why="Unset follows from the stage, so that a file says the stage or the cells and seldom both.",
+    )
+    tier: TierName = words(
+        "device",
+        expected=TIERS,
+        does="Where a rank keeps what it holds between uses: with the compute, in host memory, or in a file.",
+        why="The device is where the compute is.",
+    )
+
+
+class Optimizer(Placed):
+    """[optimizer]: the states and the masters, and how they are updated."""
+
+    kernel: Literal["torch", "numba"] = words(
+        "torch",
+        expected='"torch" or "numba"',
+        does="Who updates: the optimizer itself, or one pass of our own over gradient, master, states and 16-bit copy.",
+        why="torch is plain PyTorch bit for bit; numba agrees within a tolerance, and runs on CPUs.",
+    )
+    compute: Literal["device", "host"] = words(
+        "device",
+        expected='"device" or "host"',
+        does="Where the update is computed, wherever the states rest.",
+        why="The device is faster; the host spares the transfer of states that rest there.",
+    )
+    overlap: bool = words(
+        False,
+        expected=_BOOL,
+        does="Updates a unit in backward, as soon as its gradients are reduced.",
+        why="A later clip, unscale or second backward of the step could not be honoured.",
+    )
+    rounding: Literal["nearest", "stochastic"] = words(
+        "nearest",
+        expected='"nearest" or "stochastic"',
+        does="How updates of parameters that rest in bf16 are rounded; stochastic updates them in fp32, states included.",
+        why="nearest is what torch does; it loses updates below half a unit in the last place, which stochastic keeps.",
+    )
+    seed: int = words(
+        0,
+        expected="an integer from 0 to 2**63 - 1",
+        does="The seed of stochastic rounding.",
+        why="Any will do; the same one rounds the same way, on every tier and over any number of ranks.",
+        ge=0,
+        lt=1 << 63,
+    )
+
+
+class Activation(Table):
+    """[activation]: where what autograd saves for backward waits, and what is computed again instead."""
+
+    tier: TierName = words(
+        "device",
+        expected=TIERS,
+        does="Where saved tensors wait for backward; brought back ahead of it.",
+        why="The device is where the compute is.",
+    )
+    checkpoint: Literal["none", "unit"] = words(
+        "none",
+        expected='"none" or "unit"',
+        does="unit keeps the inputs of each unit alone, and computes the rest again in backward.",
+        why="Computing forward twice costs time.",
+    )
+    partition: Literal["none", "tp"] = words(
+        "none",
+        expected='"none" or "tp"',
+        does="tp keeps 1/t of each unit input that the t ranks of that axis hold alike, and gathers it for backward.",
+        why="Only a mesh with a tp axis holds inputs more than once.",
+    )
+    sharded_inputs: Names = words(
+        (),
+        expected=_NAMES,
+        does="Globs over units whose plain inputs differ from rank to rank (sequence parallelism), left alone by partition.",
+        why="DTensors say so themselves; of plain tensors it would be an error.",
+    )
+    min_bytes: Size = words(
+        1 << 20,
+        expected=_SIZES,
+        does="Smaller tensors stay on the device, and whole; of one that is partitioned the whole counts.",
+        why="Below this latency outweighs transfer.",
+    )
+    keep: Size = words(
+        0,
+        expected=_SIZES,
+        does="The last bytes saved in a forward that stay on the device, for backward needs them at once.",
+        why="0 moves everything: the most memory is free, and the transfer of the last unit is waited for.",
+    )
+
+
+class Units(Table):
+    """[units]: which modules are gathered together."""
+
+    classes: Names = words(
+        (),
+        expected=_NAMES,
+        does="Each outermost module of these classes is a unit.",
+        why="None lets repeated blocks find themselves.",
+    )
+    names: Names = words(
+        (),
+        expected=_NAMES,
+        does='Globs over module names, e.g. "layers.*": each outermost module that matches is a unit.',
+        why="None as above.",
+    )
+    min_numel: int = words(
+        65536,
+        expected="an integer from 0 to 2**40",
+        does="Neighbours of fewer elements are joined; a leaf from it on is a unit of its own; 0 joins none.",
+        why="Below this latency outweighs transfer.",
+        ge=0,
+        le=1 << 40,
+    )
+    max_numel: int = words(
+        1 << 26,
+        expected="an integer from 1 to 2**40",
+        does="A sharded flat buffer of more elements is cut into segments, each split evenly.",
+        why="2**26 of fp32 are 256 MiB, where size no longer helps.",
+        ge=1,
+        le=1 << 40,
+    )
+
+
+class Schedule(Table):
+    """[schedule]: when units are gathered, released and reduced."""
+
+    reshard_after_forward: Toggle = words(
+        "auto",
+        expected=_AUTO,
+        does="Releases units between forward and backward, keeps all, or keeps the last ones that fit the budget.",
+        why="auto keeps what [budget] device has room for; with no budget the very last one.",
+    )
+    prefetch: int = words(
+        1,
+        expected="an integer from 0 to 16",
+        does="Units fetched and gathered ahead of use, in forward and in backward.",
+        why="One hides the transfer behind the compute and costs one more unit's buffer.",
+        ge=0,
+        le=16,
+    )
+    max_reductions: int = words(
+        2,
+        expected="an integer from 1 to 64",
+        does="Reductions under way before backward waits for the oldest.",
+        why="One runs while the next fills, more only pile up gradient buffers.",
+        ge=1,
+        le=64,
+    )
+
+
+class Budget(Table):
+    """[budget]: bytes a rank may use on each tier; the least of all ranks counts."""
+
+    device: Amount | None = words(
+        None,
+        expected=_AMOUNTS,
+        does="Device memory in all: what rests there, gathered units in flight, units kept until backward.",
+        why="Unset bounds nothing and keeps the last unit alone.",
+    )
+    host: Amount | None = words(
+        None,
+        expected=_AMOUNTS,
+        does="Host memory of what rests there and of buffers on the way to disk.",
+        why="Unset bounds nothing but what the machine has.",
+    )
+    disk: Amount | None = words(
+        None,
+        expected=_AMOUNTS,
+        does="The size of the scratch file.",
+        why="Unset bounds nothing but what the file system has.",
+    )
+
+    def resolve(self, tier: Tier, available: Callable[[], int]) -> int | None:
+        """Bytes the budget allows on ``tier``, None for no bound; ``available`` is asked only for a share of it."""
+        amount: int | Share | None = getattr(self, tier.value)
+        return amount.of(available()) if isinstance(amount, Share) else amount
+
+
+class Disk(Table):
+    """[disk]: the scratch file of the disk tier, one a rank, removed at the end."""
+
+    path: Annotated[str, AfterValidator(_path)] | None = words(
+        None,
+        expected="the path of a folder",
+        does="The folder of the scratch files, made where it is missing; best on NVMe, and never on a network. ~ is your home.",
+        why="Unset is the system's folder for temporary files.",
+    )
+    block: Size = words(
+        4 << 20,
+        expected=f"{_SIZES}, at least 1 MiB and a multiple of 4 KiB",
+        does="Bytes of one request.",
+        why="Requests of this size reach a disk's bandwidth.",
+        ge=1 << 20,
+        multiple_of=4096,
+    )
+    threads: int = words(
+        16,
+        expected="an integer from 1 to 64",
+        does="Requests in flight.",
+        why="An NVMe disk needs several to be busy; more only pile up.",
+        ge=1,
+        le=64,
+    )
+    direct: Toggle = words(
+        "auto",
+        expected=_AUTO,
+        does="Reads and writes past the page cache, which would hold everything twice.",
+        why="auto does where the file system allows it, and says once where it does not.",
+    )
+
+    @property
+    def folder(self) -> Path:
+        """The folder meant, the system's own for temporary files where ``path`` is unset."""
+        return Path(self.path if self.path is not None else tempfile.gettempdir()).expanduser()
+
+
+class Comm(Table):
+    """[comm]: how ranks talk."""
+
+    transport: Transport = words(
+        "auto",
+        expected='"auto", "stock", "p2p" or "shm"',
+        does="How ranks exchange tensors, below.",
+        why="auto takes the fastest that the backend and the hosts allow.",
+    )
+    timeout_s: float = words(
+        300.0,
+        expected="seconds, above 0 and at most 86400",
+        does="After so long without progress a waiting rank raises `DivergenceError`; not for CUDA tensors.",
+        why="Long enough for a slow first step, short enough that a missing rank is named within a coffee.",
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
+    bucket: Size = words(
+        16 << 20,
+        expected=f"{_SIZES}, at least 256 B",
+        does='Shared memory of one rank that gathers and reductions pass through; read by "shm" only.',
+        why="Constant, whatever the model.",
+        ge=256,
+    )
+    buffer: Size = words(
+        256 << 20,
+        expected=f"{_SIZES}, at least 64 B",
+        does="No buffer that values are copied, cast, reduced or saved through is larger; what is larger goes in pieces.",
+        why="Units of up to 67 million fp32 elements stay whole, and above that size no longer helps a transfer.",
+        ge=64,
+    )

@@ -1,0 +1,277 @@
+"""One rank's shard file: safetensors written and read piece by piece, with an xxh3 checksum a tensor kept outside it.
+
+The saver hands tensors in the order it announced them; the loader reads them back in pieces of a bounded size.  It
+knows tensors and bytes; it never knows what a tensor means, and never trusts a length it read before comparing it with the
+file's size.
+
+Source: the safetensors format, https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from offload.disk import Bytes
+from offload.errors import CheckpointError
+from offload.regular import open_regular
+from offload.shards.stream import Stream
+
+__all__ = ["CHUNK", "CODES", "Entry", "Record", "ShardReader", "ShardWriter", "digest"]
+
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+#: Bytes of a tensor that are in memory at once; a multiple of every element size.
+CHUNK = 8 << 20
+HEADER_MOST = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of the file: its name, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Record(BaseModel):
+    """What a manifest keeps of one shard file: its name and size, and checksums of its header and of every tensor."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str
+    nbytes: int
+    header: str
+    tensors: dict[str, str]
+
+
+def digest(pieces: Iterable[Tensor]) -> str:
+    """The checksum of these tensors' bytes, one after the other."""
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        for part in _parts(piece):
+            state.update(part.data)
+    return state.hexdigest()
+
+
+class ShardWriter:
+    """A new shard file.  Tensors come in the order of ``entries``; ``finish`` makes them durable, ``abort`` removes all.
+
+    Raises:
+        OSError: from any call; the caller decides what to tell whom.
+        CheckpointError: a dtype or name the format does not know.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], dir_fd: int | None = None) -> None:
+        self.path = path
+        self._entries = iter(entries)
+        self._digests: dict[str, str] = {}
+        raw = _header(entries)
+        self._header = xxhash.xxh3_64_hexdigest(raw)
+        self.nbytes = len(raw) + sum(entry.nbytes for entry in entries)
+        self._stream = Stream(path, dir_fd)
+        try:
+            self._stream.write(np.frombuffer(raw, np.uint8))
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """The next tensor's elements, in any number of 1-D or shaped pieces, on any device."""
+        entry = next(self._entries)
+        assert entry.name == name, f"{self.path}: expected {entry.name} next, found {name}"
+        state, written = xxhash.xxh3_64(), 0
+        for piece in pieces:
+            assert piece.dtype == entry.dtype, f"{name}: announced as {entry.dtype}, found {piece.dtype}"
+            for part in _parts(piece):
+                state.update(part.data)
+                self._stream.write(part)
+                written += part.size
+        assert written == entry.nbytes, f"{name}: announced {entry.nbytes} bytes, found {written}"
+        self._digests[name] = state.hexdigest()
+
+    def finish(self) -> Record:
+        """Flush, sync and close."""
+        assert next(self._entries, None) is None, f"{self.path}: a tensor that was announced is missing"
+        self._stream.finish()
+        return Record(name=self.path.name, nbytes=self.nbytes, header=self._header, tensors=self._digests)
+
+    def abort(self) -> None:
+        """Close and remove what was written; what cannot be removed is left to the next save."""
+        self._stream.abort()
+
+
+class ShardReader:
+    """A shard file that agrees with its record in size and header; ``verify`` says whether its tensors do.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, or differs from its record.
+    """
+
+    def __init__(self, folder: Path, record: Record) -> None:
+        self.path, self._record = folder / record.name, record
+        self._handle = -1
+        try:
+            self._handle = open_regular(self.path)
+            self._open()
+        except OSError as error:
+            self.close()
+            raise self._damaged(error.strerror or str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        nbytes = os.fstat(self._handle).st_size
+        if nbytes != self._record.nbytes:
+            raise self._damaged(f"{nbytes} bytes, not {self._record.nbytes}")
+        start = os.pread(self._handle, 8, 0)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_MOST
+        if length > min(HEADER_MOST, nbytes - 8):
+            raise self._damaged(f"a header of {length} bytes")
+        raw = bytearray(length)
+        self._read(memoryview(raw), 8)
+        if xxhash.xxh3_64_hexdigest(start + raw) != self._record.header:
+            raise self._damaged("a header whose checksum does not match")
+        self._entries, self._offsets = self._parse(raw, 8 + length)
+
+    def _parse(self, raw: bytearray, base: int) -> tuple[dict[str, Entry], dict[str, int]]:
+        entries: dict[str, Entry] = {}
+        offsets: dict[str, int] = {}
+        end = 0
+        try:
+            described = json.loads(raw)
+            described.pop("__metadata__", None)
+            for name, about in described.items():
+                entry = Entry(name, DTYPES[about["dtype"]], tuple(int(size) for size in about["shape"]))
+                start, stop = about["data_offsets"]
+                if min(entry.shape, default=0) < 0 or (start, stop) != (end, end + entry.nbytes):
+                    raise ValueError(name)
+                entries[name], offsets[name], end = entry, base + start, stop
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self._damaged("a header that contradicts itself") from error
+        if base + end != self._record.nbytes or entries.keys() != self._record.tensors.keys():
+            raise self._damaged("other tensors than its manifest lists")
+        return entries, offsets
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        return self._entries
+
+    def entry(self, name: str) -> Entry:
+        """The tensor of that name.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if name not in self._entries:
+            raise self._damaged(f"no tensor {name}")
+        return self._entries[name]
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Read these tensors (all by default) once, in bounded memory.
+
+        Raises:
+            CheckpointError: bytes are not those that were written, or cannot be read.
+        """
+        for name in self._entries if names is None else names:
+            for _ in self.chunks(name):
+                pass
+
+    def chunks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """The tensor's elements as (offset, 1-D CPU tensor), in order; a piece is valid until the next is asked for.
+
+        Raises:
+            CheckpointError: after the last piece, when the checksum does not match.
+        """
+        entry = self.entry(name)
+        itemsize, total = entry.dtype.itemsize, entry.nbytes
+        buffer = torch.empty(min(CHUNK, total), dtype=torch.uint8)
+        memory = buffer.numpy().data
+        state = xxhash.xxh3_64()
+        for offset in range(0, total, CHUNK):
+            nbytes = min(CHUNK, total - offset)
+            self._read(memory[:nbytes], self._offsets[name] + offset)
+            state.update(memory[:nbytes])
+            yield offset // itemsize, buffer[:nbytes].view(entry.dtype)
+        if state.hexdigest() != self._record.tensors[name]:
+            raise self._damaged(f"bytes of {name} whose checksum does not match")
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor, new, on the CPU."""
+        entry = self.entry(name)
+        whole = torch.empty(math.prod(entry.shape), dtype=entry.dtype)
+        for start, piece in self.chunks(name):
+            whole[start : start + piece.numel()] = piece
+        return whole.reshape(entry.shape)
+
+    def close(self) -> None:
+        """Idempotent."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    def _read(self, into: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(into):
+            try:
+                count = os.preadv(self._handle, [into[done:]], offset + done)
+            except OSError as error:
+                raise self._damaged(error.strerror or str(error)) from error
+            if count == 0:
+                raise self._damaged(f"its end at byte {offset + done}")
+            done += count
+
+    def _damaged(self, found: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: expected the shard file its manifest describes, found {found}. Load another checkpoint, or copy "
+            "this one again."
+        )
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        assert entry.name not in described, f"two tensors are called {entry.name}"
+        if entry.dtype not in CODES:
+            raise CheckpointError(
+                f"save: expected dtypes safetensors knows, found {entry.dtype} in {entry.name}. Convert it, or leave it out."
+            )
+        offsets = [offset, offset + entry.nbytes]
+        described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        offset += entry.nbytes
+    raw = json.dumps(described, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _parts(piece: Tensor) -> Iterator[Bytes]:
+    """The tensor's bytes in storage order of a contiguous copy, at most CHUNK at a time from another device."""
+    flat = piece.detach().resolve_conj().resolve_neg().reshape(-1)
+    step = CHUNK // piece.dtype.itemsize
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step].to("cpu").contiguous()
+        yield part.view(torch.uint8).numpy()

@@ -1,0 +1,135 @@
+"""Bytes in order into a new file, past the page cache where the file system has that: written while the next are made.
+
+``file.py`` writes its files through here: a checkpoint as large as memory would push everything else out of the page
+cache, and wait for all of it at the end.  It knows no format.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from offload.disk import Bytes, Mover, SystemIo
+from offload.pages import aligned
+from offload.threads import Task, Workers
+
+__all__ = ["Stream"]
+
+#: Two buffers of this size: one is filled while the other is written.
+BUFFER = 8 << 20
+
+
+class Stream:
+    """A new file, its owner's alone.
+
+    Args:
+        path: its name, for errors too.
+        dir_fd: the folder that it is made in, looked up by its last name alone; it stays open longer than the stream.
+    Raises:
+        OSError: from any call; what failed in the background surfaces at the next.
+        CapabilityError: the system allows no thread to write with; there is no file.
+    """
+
+    def __init__(self, path: Path, dir_fd: int | None = None) -> None:
+        self.path, self._io = path, SystemIo()
+        self._dir_fd, self._name = dir_fd, path if dir_fd is None else Path(path.name)
+        self._buffers: list[Bytes] = [aligned(BUFFER).numpy() for _ in range(2)]
+        self._filled = self._written = 0
+        self._under_way: Task | None = None
+        self._direct_fd = -1
+        self._thread = Workers("zhooks-save")
+        self._thread.start()
+        try:
+            self._fd = self._io.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd)
+        except BaseException:
+            self._thread.stop()
+            raise
+        self._plain = Mover(self._io, self._fd, direct=False, bounce_nbytes=BUFFER)
+        self._direct = self._open_direct()
+
+    def _open_direct(self) -> Mover | None:
+        try:
+            self._direct_fd = self._io.open(self._name, os.O_WRONLY | os.O_DIRECT, self._dir_fd)
+            if not os.path.samestat(os.fstat(self._direct_fd), os.fstat(self._fd)):
+                raise FileExistsError(errno.EEXIST, "another file took its name", str(self.path))
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOTSUP):
+                return None
+            self.abort()
+            raise
+        return Mover(self._io, self._direct_fd, direct=True, bounce_nbytes=BUFFER)
+
+    def write(self, data: Bytes) -> None:
+        """Append ``data``; it may be changed once this returns."""
+        done = 0
+        while done < data.size:
+            count = min(data.size - done, BUFFER - self._filled)
+            self._buffers[0][self._filled : self._filled + count] = data[done : done + count]
+            self._filled, done = self._filled + count, done + count
+            if self._filled == BUFFER:
+                self._push()
+
+    def _push(self) -> None:
+        """Start writing the buffer that was filled, when the one before it is done."""
+        self._wait()
+        memory, offset = self._buffers[0][: self._filled], self._written
+        self._under_way = Task(partial(self._put, memory, offset))
+        self._thread.submit(self._under_way.run)
+        self._written, self._filled = self._written + self._filled, 0
+        self._buffers.reverse()
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.wait()
+
+    def _put(self, memory: Bytes, offset: int) -> None:
+        if self._direct is not None:
+            try:
+                self._complete(self._direct.write(memory, offset), memory.size)
+                return
+            except OSError as error:
+                # Some file systems open a file for direct I/O and refuse it at the first write.
+                if error.errno != errno.EINVAL or offset:
+                    raise
+                self._direct = None
+        self._complete(self._plain.write(memory, offset), memory.size)
+
+    def _complete(self, moved: int, nbytes: int) -> None:
+        if moved < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def finish(self) -> None:
+        """Everything is in the file, and the file on the disk."""
+        if self._filled:
+            self._push()
+        self._wait()
+        # Direct writes end on a page.
+        self._io.truncate(self._fd, self._written)
+        os.fsync(self._fd)
+        self._close()
+
+    def abort(self) -> None:
+        """Close and remove the file; idempotent, and raises nothing."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.join()
+        with suppress(OSError):
+            if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), self._stat()):
+                os.unlink(self._name, dir_fd=self._dir_fd)
+        with suppress(OSError):
+            self._close()
+
+    def _stat(self) -> os.stat_result:
+        return os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
+
+    def _close(self) -> None:
+        self._thread.stop()
+        self._direct = None
+        for fd in (self._direct_fd, self._fd):
+            if fd >= 0:
+                os.close(fd)
+        self._direct_fd = self._fd = -1

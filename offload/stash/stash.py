@@ -1,0 +1,387 @@
+"""Short-lived values of a pass on a slower tier: copied out when they are saved, back ahead of their use, freed when dropped.
+
+``zhooks/activation/saved.py`` puts what autograd saves and opens it again in backward; copies are made by the device's copy
+stream and the scratch file's threads.  It knows tensors and tiers, never models, and never keeps a tensor's own memory alive
+once its copy is made.
+
+Note: [One copy an extent]
+    What is copied is a range of a storage, so that views share it.  A storage is known by its address together with a weak
+    reference, which keeps the address from being used again but not the memory.  A view that spans more than half of its
+    storage takes the whole of it: the parts of one projection (q, k and v) then share a copy whichever is saved first.
+    Versions tell whether the bytes are still those that were copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.disk import Extent
+from offload.errors import BudgetError, TierError
+from offload.events import Bus
+from offload.stash.saved import START, Copy, Note, Saved, extent_of
+from offload.store import Grant, Grants, Pools
+from offload.tier import Tier
+from offload.work import DONE, HostWork, then
+
+__all__ = ["Limits", "Stash"]
+
+#: How many copies to look through for one worth fetching ahead.
+_LOOK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds in bytes.
+
+    Attributes:
+        min_nbytes: extents below this are not worth a transfer.
+        keep_nbytes: the last bytes that were put stay where they are.
+        window_nbytes: how much is fetched ahead, and how much may be on its way out before ``put`` waits.
+    """
+
+    min_nbytes: int = 1 << 20
+    keep_nbytes: int = 0
+    window_nbytes: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Departure:
+    """A copy on its way out."""
+
+    work: HostWork
+    copy: weakref.ref[Copy]
+    key: str
+    nbytes: int
+
+
+class Stash:
+    """What one attachment has put away.
+
+    Args:
+        pools: where buffers, extents and copies come from.
+        tier: HOST or DISK.
+        bus: hears "stash" and "unstash" spans, ended when the end is noticed.
+        label: names what is running now, for events and errors.
+    """
+
+    def __init__(
+        self, pools: Pools, tier: Tier, limits: Limits, bus: Bus, label: Callable[[], str] = lambda: "model"
+    ) -> None:
+        assert tier is not Tier.DEVICE, "what stays on the device needs no stash"
+        self.limits, self.device, self.account = limits, pools.device.device, pools.budget.account
+        self._device, self._tier, self._bus, self._label = pools.device, tier, bus, label
+        # The copy on the host is what compute reads: nothing comes back.
+        self._reads_away = tier is Tier.HOST and pools.device.addresses_host
+        # A model's own activations are not charged to the device's budget, and neither is what comes back.
+        self._pools, self._grants = pools, Grants(pools, uncharged=Tier.DEVICE)
+        self._notes: deque[Note] = deque()
+        self._copies: dict[int, weakref.ref[Copy]] = {}
+        self._numbers: list[int] = []
+        self._storages: dict[int, list[weakref.ref[Copy]]] = {}
+        self._kept: deque[weakref.ref[Copy]] = deque()
+        self._kept_nbytes = 0
+        self._departures: list[_Departure] = []
+        self._failed: list[weakref.ref[Copy]] = []
+        self._empty: dict[torch.dtype, Tensor] = {}
+        self._next = 0
+        # Autograd may run nodes of two devices on two threads.
+        self._lock = threading.RLock()
+
+    # Putting away.
+
+    def put(self, tensor: Tensor, least: int | None = None) -> Saved | None:
+        """Put a plain strided tensor on the device away; None where it has less than ``least`` bytes (the limits').
+
+        Raises:
+            BudgetError: the tier is full.  TierError: an earlier transfer of a value still needed has failed.
+        """
+        span = extent_of(tensor)
+        known = self._storages.get(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+        nbytes, least = span[1] - span[0], self.limits.min_nbytes if least is None else least
+        if nbytes == 0 or (known is None and nbytes < least):
+            return None
+        with self._lock:
+            self._sweep()
+            copy = self._find(known, tensor, span)
+            if copy is None:
+                if nbytes < least:
+                    return None
+                self._raise_failures()
+                copy = self._new(tensor, span)
+            copy.saves += 1
+            probe = tensor.detach()
+            probe.data = self._nothing(tensor.dtype)
+            offset = int(tensor.storage_offset() * tensor.element_size()) - copy.start
+            return Saved(copy, probe, tensor._version, tensor.shape, tensor.stride(), offset)
+
+    def _find(self, known: list[weakref.ref[Copy]] | None, tensor: Tensor, span: tuple[int, int]) -> Copy | None:
+        for reference in known or ():
+            copy = reference()
+            if copy is not None and copy.holds(tensor, span):
+                return copy
+        return None
+
+    def _new(self, tensor: Tensor, span: tuple[int, int]) -> Copy:
+        whole = tensor.untyped_storage().nbytes()
+        span = (0, whole) if 2 * (span[1] - span[0]) > whole else (span[0] - span[0] % START, span[1])
+        number, self._next = self._next, self._next + 1
+        copy = Copy(f"{self._label()} activation {number}", number, tensor, span, self._notes)
+        reference = weakref.ref(copy)
+        self._copies[number] = reference
+        insort(self._numbers, number)
+        self._storages.setdefault(copy.address, []).append(reference)
+        self._kept.append(reference)
+        self._kept_nbytes += copy.nbytes
+        if len(self._kept) > 2 * len(self._copies):
+            self._kept = deque(one for one in self._kept if one() is not None)
+        while self._kept and self._kept_nbytes > self.limits.keep_nbytes:
+            oldest = self._kept.popleft()()
+            if oldest is not None:
+                self._kept_nbytes -= oldest.nbytes
+                self._send(oldest)
+        return copy
+
+    def _send(self, copy: Copy) -> None:
+        source = copy.source
+        assert source is not None
+        # Whatever comes of it: the transfer keeps the memory alive until it is over, and nothing of ours does.
+        copy.source = None
+        try:
+            self._make_way(copy.nbytes)
+            copy.away = away = self._take(self._tier, copy.nbytes, copy.key)
+            if self._tier is Tier.HOST:
+                copy.leaving = self._device.copy(away.values, source, key=copy.key)
+            else:
+                copy.leaving = self._write(away.extent, source, copy.key)
+        except BaseException as error:
+            copy.lost = f"{copy.key}: expected it to be put away, found {error}"
+            raise
+        self._departures.append(_Departure(copy.leaving, weakref.ref(copy), copy.key, copy.nbytes))
+        if self._bus.active:
+            self._bus.begin("stash", copy.key, copy.nbytes)
+
+    def _write(self, extent: Extent, source: Tensor, key: str) -> HostWork:
+        """To disk through a buffer on the host: the original is free sooner, and nobody can change what is being written."""
+        passing = self._take(Tier.HOST, extent.nbytes, key, private=True)
+        try:
+            first = self._device.copy(passing.values, source, key=key)
+        except BaseException:
+            self._grants.free(passing)
+            raise
+        work = then(first, lambda: self._pools.disk.write(extent, passing.values, 0, key))
+        self._grants.free_later(passing, work)
+        return work
+
+    def _make_way(self, nbytes: int) -> None:
+        """Wait until so much more may be under way: a tier slower than compute must not pile the originals up."""
+        # Two at least, or the next copy would never begin while one runs.
+        while len(self._departures) > 1 and sum(one.nbytes for one in self._departures) + nbytes > self.limits.window_nbytes:
+            departure = self._departures.pop(0)
+            self._bus.begin("wait stash", departure.key)
+            self._departed(departure)
+            self._bus.end("wait stash", departure.key)
+
+    def _departed(self, departure: _Departure) -> None:
+        """Wait for a copy to be out; a failure is kept for whoever puts or opens next."""
+        copy = departure.copy()
+        try:
+            departure.work.synchronize()
+        except Exception as error:
+            if copy is not None and copy.lost is None:
+                copy.lost = str(error)
+                self._failed.append(departure.copy)
+        if copy is not None:
+            copy.leaving = DONE
+        if self._bus.active:
+            self._bus.end("stash", departure.key, departure.nbytes)
+
+    def _raise_failures(self) -> None:
+        """What could not be put away is lost: better said in this forward than in its backward."""
+        failed, self._failed = self._failed, []
+        for reference in failed:
+            if (copy := reference()) is not None and copy.lost is not None:
+                raise TierError(copy.lost)
+
+    # Bringing back.
+
+    def open(self, saved: Saved) -> Tensor:
+        """The tensor's values on the device, with its geometry; what is likely to be asked for next is set on its way.
+
+        Raises:
+            TierError: they are lost.  BudgetError: no room to bring them back to.
+        """
+        with self._lock:
+            copy = saved.copy
+            self._sweep()
+            base = copy.source
+            if base is None:
+                base = self._bring(copy)
+            empty = torch.empty(0, dtype=saved.probe.dtype, device=self.device)
+            first = saved.offset + base.storage_offset()
+            values = empty.set_(base.untyped_storage(), first // empty.element_size(), saved.shape, saved.stride)
+            copy.reads += 1
+            if copy.back is not None and copy.reads >= copy.saves:
+                # Everybody has read it; a graph that is kept and run again fetches it again.
+                self._drop(copy)
+            return values
+
+    def _bring(self, copy: Copy) -> Tensor:
+        self._land(copy)
+        if self._bus.active:
+            self._bus.begin("unstash", copy.key, copy.nbytes)
+        if self._reads_away:
+            assert copy.away is not None
+            base = copy.away.values
+        else:
+            self._fetch(copy)
+            self._fetch_ahead(copy.number)
+            base = self._arrive(copy)
+        if self._bus.active:
+            self._bus.end("unstash", copy.key, copy.nbytes)
+        return base
+
+    def _land(self, copy: Copy) -> None:
+        """Wait until a copy is away."""
+        if copy.lost is None:
+            self._bus.begin("wait stash", copy.key)
+            try:
+                copy.leaving.wait()
+            except Exception as error:
+                copy.lost = str(error)
+            self._bus.end("wait stash", copy.key)
+        if copy.lost is not None:
+            raise TierError(copy.lost)
+
+    def _fetch(self, copy: Copy) -> None:
+        """Start bringing a copy back."""
+        if copy.back is not None:
+            return
+        away, device, key = copy.away, self._device, copy.key
+        assert away is not None
+        if away.tier is Tier.HOST:
+            back = self._grants.take(Tier.DEVICE, key, copy.nbytes)
+            copy.arriving = device.copy(back.values, away.values, key=key)
+            copy.back = back
+            return
+        direct = device.addresses_host
+        buffer = self._take(Tier.HOST, copy.nbytes, key, private=not direct)
+        try:
+            back = buffer if direct else self._grants.take(Tier.DEVICE, key, copy.nbytes)
+            first = self._pools.disk.read(away.extent, buffer.values, 0, key)
+        except BaseException:
+            self._grants.free(buffer)
+            raise
+        if direct:
+            copy.back, copy.arriving = buffer, first
+            return
+        ready = device.mark()
+        work = then(first, lambda: device.copy(back.values, buffer.values, key=key, after=ready))
+        copy.back, copy.arriving = back, work
+        self._grants.free_later(buffer, work)
+
+    def _fetch_ahead(self, number: int) -> None:
+        """Autograd asks in the reverse order of saving: what was put before this comes next."""
+        ahead = 0
+        place = bisect_left(self._numbers, number)
+        for older in reversed(self._numbers[max(0, place - _LOOK) : place]):
+            copy = self._copies[older]()
+            if copy is None or copy.source is not None or copy.lost is not None:
+                continue
+            ahead += copy.nbytes
+            if copy.back is None:
+                if ahead > max(copy.nbytes, self.limits.window_nbytes) or not copy.leaving.done():
+                    return
+                try:
+                    self._fetch(copy)
+                except Exception:
+                    # Whoever asks for it is told; this was only early.
+                    return
+
+    def _arrive(self, copy: Copy) -> Tensor:
+        back = copy.back
+        assert back is not None
+        self._bus.begin("wait unstash", copy.key, copy.nbytes)
+        try:
+            copy.arriving.wait()
+        except BaseException:
+            self._drop(copy)
+            raise
+        finally:
+            self._bus.end("wait unstash", copy.key, copy.nbytes)
+        return back.values
+
+    def _drop(self, copy: Copy) -> None:
+        """Keep what was brought back only as long as somebody has a view of it."""
+        back, copy.back, copy.reads = copy.back, None, 0
+        if back is not None:
+            self._grants.free_later(back, copy.arriving)
+
+    # Memory.
+
+    def _take(self, tier: Tier, nbytes: int, key: str, *, private: bool = False) -> Grant:
+        """Room on the host or the disk; where there is none, after waiting for what is about to become free."""
+        try:
+            with suppress(BudgetError):
+                return self._grants.take(tier, key, nbytes, private=private)
+            self._catch_up()
+            return self._grants.take(tier, key, nbytes, private=private)
+        except BudgetError as error:
+            raise BudgetError(f'{error}; or set [activation] keep or tier, or [activation] checkpoint = "unit"') from error
+
+    def _nothing(self, dtype: torch.dtype) -> Tensor:
+        empty = self._empty.get(dtype)
+        if empty is None:
+            empty = self._empty[dtype] = torch.empty(0, dtype=dtype, device=self.device)
+        return empty
+
+    def _sweep(self) -> None:
+        """Take note of everything that has ended since the last call."""
+        while self._notes:
+            note = self._notes.popleft()
+            del self._copies[note.number], self._numbers[bisect_left(self._numbers, note.number)]
+            alive = [one for one in self._storages.pop(note.address, ()) if one() is not None]
+            if alive:
+                self._storages[note.address] = alive
+            self._kept_nbytes -= note.kept
+            for grant in note.grants:
+                self._grants.free_later(grant, *note.works)
+        if self._departures:
+            self._see_off()
+        self._grants.sweep()
+
+    def _see_off(self) -> None:
+        """Take note of the copies that are out."""
+        # Copies to the host end in their order; those to disk in any.
+        in_order = self._tier is Tier.HOST
+        for departure in tuple(self._departures):
+            if departure.work.done():
+                self._departures.remove(departure)
+                self._departed(departure)
+            elif in_order:
+                return
+
+    def _catch_up(self) -> None:
+        """Wait for everything that is on its way out."""
+        while self._departures:
+            self._departed(self._departures.pop(0))
+        self._sweep()
+
+    def near(self) -> int:
+        """Bytes of copies that are in their own memory still: kept there, or on their way out."""
+        return self._kept_nbytes + sum(one.nbytes for one in self._departures)
+
+    def flush(self) -> int:
+        """Wait for what is on its way out and give back what is free; the bytes that graphs still keep away."""
+        with self._lock:
+            self._catch_up()
+            copies = (reference() for reference in self._copies.values())
+            return sum(copy.nbytes for copy in copies if copy is not None and copy.away is not None)

@@ -1,0 +1,18 @@
+"""Blocks of elements at home on a tier, and the leases that bring their values into memory for a while."""
+
+from __future__ import annotations
+
+from offload.store.block import Block, BlockRange
+from offload.store.grants import Grant, Grants, Pools
+from offload.store.lease import Mode
+from offload.store.store import Store
+
+__all__ = [
+    "Block",
+    "BlockRange",
+    "Grant",
+    "Grants",
+    "Mode",
+    "Pools",
+    "Store",
+]

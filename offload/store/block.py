@@ -1,0 +1,132 @@
+"""A block: a 1-D run of elements with one home tier, and ranges of it.
+
+``store.py`` makes blocks and moves them; whoever holds one asks it for its values.  It never moves anything itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.disk import Extent
+from offload.store.grants import Grant
+from offload.store.lease import Lease, Mode
+from offload.tier import Tier
+from offload.work import DONE, HostWork
+
+__all__ = ["Block", "BlockRange", "Keeper"]
+
+
+class Keeper(Protocol):
+    """What a block asks of the store it lies in."""
+
+    @property
+    def compute(self) -> torch.device:
+        """Where values are used."""
+
+    def tensor(self, block: Block, mode: Mode) -> Tensor:
+        """The block's values in memory."""
+
+    def drop(self, block: Block) -> None:
+        """Give the block's memory back."""
+
+    def forsake(self, block: Block) -> None:
+        """Nobody refers to the block any more."""
+
+
+class Block:
+    """A 1-D run of elements with one home.  Made by ``Store.put``."""
+
+    def __init__(self, store: Keeper, key: str, numel: int, dtype: torch.dtype, grant: Grant) -> None:
+        self.key, self.numel, self.dtype = key, numel, dtype
+        self.store, self.grant = store, grant
+        # Nothing was ever written: its values are zeros that lie nowhere yet.
+        self.blank = True
+        self.lease: Lease | None = None
+        # The last copy from the home to a device, which the host may overtake.
+        self.outgoing: HostWork = DONE
+        self.base = 0
+
+    @property
+    def home(self) -> Tensor | Extent:
+        """Where its values lie while no lease has others."""
+        return self.grant.memory
+
+    @property
+    def tier(self) -> Tier:
+        """Where that is."""
+        return self.grant.tier
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        """Where the block's values are used, whatever its home."""
+        return self.store.compute
+
+    @property
+    def paged(self) -> bool:
+        """At home on disk: opening it may read, and push others out."""
+        return self.tier is Tier.DISK
+
+    @property
+    def version(self) -> int:
+        """Grows with every in-place change, across homes and leases."""
+        if self.lease is not None and not self.lease.direct:
+            return self.base + self.lease.writes
+        return self.base + (int(self.home._version) if isinstance(self.home, Tensor) else 0)
+
+    def wait_for_readers(self) -> None:
+        """Nobody reads the home any more: it may be handed out, written or given back."""
+        outgoing, self.outgoing = self.outgoing, DONE
+        outgoing.synchronize()
+
+    def switch(self, lease: Lease | None) -> None:
+        """The values are read through another lease, or at home, from now on; the version stays."""
+        version = self.version
+        self.lease = lease
+        self.base += version - self.version
+
+    def tensor(self, mode: Mode = Mode.UPDATE) -> Tensor:
+        """The values in memory, 1-D: writes to them reach the block.  Short-lived where the home is a disk."""
+        return self.store.tensor(self, mode)
+
+    def touch(self) -> None:
+        """The values were written where torch counts no version: below autograd, or by a kernel of our own."""
+        lease = self.lease
+        values = self.home if lease is None or lease.direct else lease.values
+        assert isinstance(values, Tensor), f"block {self.key}: written while it is not in memory"
+        torch.autograd.graph.increment_version(values)
+
+    def drop(self) -> None:
+        """Give its memory back; the block is not used again."""
+        self.store.drop(self)
+
+    def __del__(self) -> None:
+        self.store.forsake(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRange:
+    """A range of a block: what a sharded tensor holds where its values may be anywhere."""
+
+    block: Block
+    start: int
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.block.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.block.device
+
+    def open(self) -> Tensor:
+        """The range in memory: writes reach the block; short-lived where the home is a disk."""
+        return self.block.tensor()[self.start : self.start + self.numel]

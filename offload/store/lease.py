@@ -1,0 +1,146 @@
+"""A block's values in memory for a while: the lease, the work that brings it there, and the work that takes it back.
+
+``store.py`` opens and closes leases; whoever fetched one waits for it, works on its values and closes it.  Whether anything
+has to be written back is read from the version counter that torch keeps for every tensor.  It never decides what is evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from offload.events import Bus
+from offload.store.grants import Grant
+from offload.tier import Tier
+from offload.work import DONE, HostWork, Work
+
+__all__ = ["Lease", "Mode", "as_bytes", "seen"]
+
+
+class Mode(Enum):
+    """What a holder does with the values of a block."""
+
+    #: Nothing is changed.
+    READ = "read"
+    #: Every element is overwritten, padding included: nothing is read, and the old values are gone once it ends well.
+    WRITE_ALL = "write all"
+    #: Elements are read, and some or all of them are changed.
+    UPDATE = "update"
+
+
+class Lease:
+    """One block's values at one tier, shared by all who fetched it and have not closed it yet.
+
+    Attributes:
+        mode: the most that any of them does with the values.
+        values: 1-D [numel], the block's dtype.  The block's own memory where that is at ``at`` already (``direct``), else
+            a buffer; valid after ``wait`` and until the last ``close``.
+    """
+
+    __slots__ = (
+        "_arrived", "_arriving", "_bus", "_lent", "_opened", "at", "blank", "direct", "fresh", "grant", "holds", "key",
+        "mode", "values", "write_back",
+    )  # fmt: skip
+
+    def __init__(self, key: str, at: Tier, values: Tensor, grant: Grant | None, mode: Mode, *, blank: bool) -> None:
+        self.key, self.at, self.values, self.grant, self.mode = key, at, values, grant, mode
+        self.direct = grant is None
+        # The block had never been written.
+        self.blank = blank
+        # Nothing was read: whatever the values become is what the block holds.
+        self.fresh = not self.direct and (blank or mode is Mode.WRITE_ALL)
+        self.holds = 1
+        # The write-back, once the last holder has closed.
+        self.write_back: HostWork | None = None
+        self._arriving: HostWork = DONE
+        self._arrived = False
+        self._bus: Bus | None = None
+        # What another thread does with the values, which nobody else gets until it is over.
+        self._lent: Work | None = None
+        self._opened = values._version
+
+    def arrive(self, work: HostWork, bus: Bus) -> None:
+        """The values are there once ``work`` has ended; ``bus`` hears how long somebody stood still for them."""
+        self._arriving, self._bus = work, bus
+
+    def lend(self, until: Work) -> None:
+        """Another thread works on the values, which have arrived, until this is over: a wait of any other waits for it."""
+        self._lent = until
+
+    def take_back(self) -> None:
+        """That work is over."""
+        self._lent = None
+
+    def share(self, mode: Mode) -> None:
+        """Another holder, who does this with the values."""
+        if mode is self.mode:
+            return
+        if self._lent is not None:
+            self._lent.wait()
+        # Until a whole write has been made, its buffer holds nothing of the block's.
+        assert self.mode is not Mode.WRITE_ALL or self.direct or self.writes, f"block {self.key}: read before it was written"
+        self.mode = Mode.UPDATE
+
+    def wait(self) -> Tensor:
+        """The values, ready to be used."""
+        if self._lent is not None:
+            self._lent.wait()
+        if not self._arrived:
+            waits = self._bus is not None and self._bus.active and not self._arriving.done()
+            if waits and self._bus is not None:
+                self._bus.begin("wait fetch", self.key)
+            self._arriving.synchronize() if self.at is Tier.HOST else self._arriving.wait()
+            if waits and self._bus is not None:
+                self._bus.end("wait fetch", self.key)
+            self._arriving, self._arrived = DONE, True
+            # What arrived counts as no change: nobody may write before this.
+            self._opened = self.values._version
+        return self.values
+
+    def arrived(self) -> bool:
+        """Wait; whether it went well.  What did not was raised where the values were wanted."""
+        try:
+            self.wait()
+        except Exception:
+            return False
+        return True
+
+    @property
+    def writes(self) -> int:
+        """In-place changes since it was opened."""
+        return int(self.values._version) - self._opened if self._arrived else 0
+
+    @property
+    def changed(self) -> bool:
+        return self.fresh or self.writes > 0
+
+    def written_back(self) -> None:
+        """The block's own memory holds these values now, or shall not."""
+        self.fresh, self._opened = False, self.values._version
+
+    @property
+    def held(self) -> bool:
+        """Somebody still has a view of the buffer."""
+        return self.grant is not None and self.grant.held
+
+    def release(self, free: Callable[..., None]) -> None:
+        """The lease is over: ``free`` its buffer after whatever moves there."""
+        grant, self.grant = self.grant, None
+        if grant is not None:
+            # No operation of torch's: this may be a finalizer, inside anybody's call.
+            del self.values
+            free(grant, self._arriving, self.write_back or DONE)
+
+
+def seen(values: Tensor) -> Tensor:
+    """Another tensor on the same memory and version counter: as long as it lives the buffer counts as held."""
+    return values.view(-1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as 1-D uint8."""
+    with torch.no_grad(), torch.inference_mode(False):
+        return tensor.view(torch.uint8)

@@ -1,0 +1,439 @@
+"""The tiered store: blocks of memory, each at home on one tier, fetched to another for use and written back when changed.
+
+The runtime puts parameters, gradients and optimizer states here; every block has one authoritative tier, and everything
+that moves one goes through here.  It never knows what a block means and never decides when it is needed.
+
+Note: [Opened on demand]
+    ``Block.tensor`` answers anybody at any time: a block on disk is read into a staging buffer and stays open among the few
+    most recently used.  What was changed there is written back when it is pushed out.  A write that fails loses nothing:
+    the buffer stays open and stays the truth, and the error is raised where somebody next waits for the store.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from offload.budget import Budget
+from offload.device import Device
+from offload.disk import DiskFile
+from offload.errors import BudgetError, TierError
+from offload.memory import HostPool
+from offload.store.block import Block
+from offload.store.grants import Grant, Grants
+from offload.store.lease import Lease, Mode, as_bytes, seen
+from offload.store.transfer import Transfers
+from offload.tier import Tier
+from offload.work import DONE, HostWork
+
+__all__ = ["MOVES", "Store"]
+
+#: From home to home: what ``Store.move`` may do.  Everything goes through host memory.
+MOVES = frozenset((one, other) for one in Tier for other in Tier if one is not other)
+
+
+class Store:
+    """All blocks of one attachment on this rank.
+
+    Args:
+        device: the seam to the compute device; a CPU device computes on host memory directly.
+        host: where HOST blocks and staging buffers come from.
+        disk: opens the scratch file; called at the first block that needs it.
+        budget: bytes a tier may hold; staging counts as host memory.
+        staging_nbytes: how much staging may be under way before a fetch waits for write-backs to end.
+
+    Attributes:
+        staging_limit: that, from now on.
+    """
+
+    #: Blocks that stay open after they were opened on demand.
+    RECENT = 2
+    #: Bytes that pass through the allocator's tensors before it returns what it keeps of them.
+    RELEASE_NBYTES = 256 << 20
+
+    def __init__(
+        self, device: Device, host: HostPool, disk: Callable[[], DiskFile], budget: Budget, *, staging_nbytes: int = 0
+    ) -> None:
+        self.device, self.host, self.budget = device, host, budget
+        self.staging_limit = staging_nbytes
+        self._open_disk = disk
+        self._disk: DiskFile | None = None
+        self._homes, self._staging = Grants(self), Grants(self)
+        self._transfers = Transfers(self, self._staging, self._stage)
+        self._recent: OrderedDict[int, Block] = OrderedDict()
+        self._writing_back: dict[int, Block] = {}
+        self._passed = 0
+        self._closed = self._unwinding = False
+
+    # Blocks.
+
+    @property
+    def compute(self) -> torch.device:
+        return self.device.device
+
+    @property
+    def disk(self) -> DiskFile:
+        """The scratch file, opened when it is first asked for."""
+        if self._disk is None:
+            self._disk = self._open_disk()
+        return self._disk
+
+    @property
+    def staged(self) -> int:
+        """Bytes of host memory that blocks pass through now."""
+        return self._staging.used[Tier.HOST]
+
+    def put(self, key: str, numel: int, dtype: torch.dtype, tier: Tier) -> Block:
+        """A new block of zeros.
+
+        Raises:
+            BudgetError: the tier cannot admit it.
+        """
+        self._sweep()
+        return Block(self, key, numel, dtype, self._admitted(lambda: self._homes.take(tier, key, numel, dtype)))
+
+    def drop(self, block: Block) -> None:
+        lease, block.lease = block.lease, None
+        if lease is not None:
+            self._recent.pop(id(block), None)
+            self._writing_back.pop(id(block), None)
+            with suppress(Exception):
+                lease.wait()
+            if lease.write_back is not None:
+                with suppress(Exception):
+                    lease.write_back.synchronize()
+            lease.release(self._staging.free)
+        with suppress(TierError):
+            block.wait_for_readers()
+        self._homes.free(block.grant)
+
+    def forsake(self, block: Block) -> None:
+        """Nobody refers to the block any more; its memory is given back at a later call (this may be any thread)."""
+        if self._closed:
+            return
+        if block.lease is not None:
+            block.lease.release(self._staging.free_later)
+        self._homes.free_later(block.grant, block.outgoing)
+
+    def change_limits(self, limits: Mapping[Tier, int | None]) -> None:
+        """Other budgets from now on, and other bounds of the memory and the file behind them; nothing that is held goes."""
+        self.budget.change(limits)
+        self.host.limit = limits.get(Tier.HOST)
+        if self._disk is not None:
+            self._disk.limit = limits.get(Tier.DISK)
+
+    @property
+    def unused(self) -> dict[Tier, int]:
+        """Bytes that host memory and scratch file have reserved and no block or buffer asked for."""
+        reserved = {Tier.HOST: self.host.reserved, Tier.DISK: 0 if self._disk is None else self._disk.reserved}
+        return {tier: max(0, nbytes - self.budget.used(tier)) for tier, nbytes in reserved.items()}
+
+    # Leases.
+
+    @contextmanager
+    def lease(self, block: Block, at: Tier, mode: Mode) -> Iterator[Tensor]:
+        """The values at ``at`` inside; a whole write that raises in a buffer has not happened.
+
+        Raises:
+            As ``fetch``.  TierError: the values could not be read.
+        """
+        lease = self.fetch(block, at, mode)
+        try:
+            yield lease.wait()
+        except BaseException:
+            self.give_up(block)
+            raise
+        self.close(block)
+
+    def fetch(self, block: Block, at: Tier, mode: Mode = Mode.UPDATE) -> Lease:
+        """Start bringing the values to ``at`` (DEVICE or HOST); close what is returned.
+
+        Raises:
+            BudgetError: no room for a buffer.  TierError: an earlier write-back of this block failed.
+        """
+        at = Tier.HOST if self.device.addresses_host else at
+        self._sweep()
+        held = block.lease
+        if held is not None and held.at is not at:
+            if held.write_back is None:
+                assert held.holds == 1 and id(block) in self._recent, f"block {block.key}: fetched to two tiers at once"
+                self._evict(block)
+            self._finish_write_back(block)
+            held = None
+        if held is not None and held.write_back is not None:
+            self._revive(block, held)
+        if held is not None:
+            held.share(mode)
+            held.holds += 1
+            return held
+        lease = self._transfers.lease(block, at, mode)
+        block.switch(lease)
+        return lease
+
+    def close(self, block: Block) -> None:
+        """One holder is done; after the last, changes start on their way home."""
+        lease = block.lease
+        assert lease is not None and lease.holds > 0, f"block {block.key}: closed more often than fetched"
+        lease.holds -= 1
+        if lease.holds:
+            return
+        if lease.direct:
+            block.switch(None)
+            return
+        if not lease.arrived() or not lease.changed:
+            block.switch(None)
+            lease.release(self._staging.free)
+            return
+        assert lease.fresh or lease.mode is not Mode.READ, f"block {block.key}: written by who said it would read"
+        try:
+            lease.write_back = self._transfers.write(block, lease)
+        except BaseException:
+            self._keep_open(block, lease)
+            raise
+        self._writing_back[id(block)] = block
+
+    def give_up(self, block: Block) -> None:
+        """``close`` for a holder that raised: changes are kept, but a whole write in a buffer has not happened."""
+        lease = block.lease
+        if lease is not None and lease.mode is Mode.WRITE_ALL and not lease.direct:
+            self._count_as_written(block, lease)
+            block.blank = lease.blank
+        self.close(block)
+
+    def _revive(self, block: Block, lease: Lease) -> None:
+        """Fetched again while it is on its way home: the buffer has the values."""
+        self._await_write_back(block, lease)
+        lease.write_back, lease.holds, lease.mode = None, 0, Mode.READ
+
+    def _await_write_back(self, block: Block, lease: Lease) -> None:
+        """Wait until what was changed is written back."""
+        write_back = lease.write_back
+        assert write_back is not None
+        self._writing_back.pop(id(block), None)
+        try:
+            write_back.synchronize()
+        except BaseException:
+            self._keep_open(block, lease)
+            raise
+        self._count_as_written(block, lease)
+
+    def _count_as_written(self, block: Block, lease: Lease) -> None:
+        """Nothing of the lease is to be written back (any more); the version stays."""
+        version = block.version
+        lease.written_back()
+        block.base += version - block.version
+
+    def _keep_open(self, block: Block, lease: Lease) -> None:
+        """Its way home is barred: the buffer is the truth until somebody writes it back."""
+        lease.write_back, lease.holds = None, 1
+        self._recent[id(block)] = block
+
+    def _finish_write_back(self, block: Block) -> None:
+        """Wait until a block is home, and give its buffer back."""
+        lease = block.lease
+        if lease is None or lease.write_back is None:
+            return
+        self._await_write_back(block, lease)
+        block.switch(None)
+        lease.release(self._staging.free)
+
+    # Opened on demand.
+
+    def tensor(self, block: Block, mode: Mode = Mode.UPDATE) -> Tensor:
+        lease = block.lease
+        if lease is None and isinstance(block.home, Tensor):
+            if block.blank and mode is not Mode.WRITE_ALL:
+                block.home.data.zero_()  # data: reading counts as no change
+            block.blank = False
+            block.wait_for_readers()
+            return block.home
+        if lease is not None and lease.write_back is None:
+            if id(block) in self._recent:
+                self._recent.move_to_end(id(block))
+            values = lease.wait()
+            lease.share(mode)
+            return seen(values)
+        if lease is not None:
+            self._revive(block, lease)
+            lease.share(mode)
+            lease.holds += 1
+        else:
+            lease = self.fetch(block, Tier.HOST, mode)
+        try:
+            values = seen(lease.wait())
+        except BaseException:
+            self._recent.pop(id(block), None)
+            self.close(block)
+            raise
+        self._recent[id(block)] = block
+        self._limit_recent(block)
+        return values
+
+    def _limit_recent(self, newest: Block) -> None:
+        """Close what was not asked for lately and nobody has a view of."""
+        for block in list(self._recent.values()):
+            if len(self._recent) <= self.RECENT:
+                return
+            if block is not newest and self._idle(block):
+                self._evict(block)
+
+    def _idle(self, block: Block) -> bool:
+        """Opened on demand, and free to go home."""
+        lease = block.lease
+        return lease is not None and not lease.held and not (self._unwinding and lease.changed)
+
+    def _evict(self, block: Block) -> None:
+        del self._recent[id(block)]
+        self.close(block)
+
+    def evict(self) -> None:
+        """Send everything that was opened on demand home; returns at once."""
+        for block in list(self._recent.values()):
+            if not self._unwinding or self._idle(block):
+                self._evict(block)
+
+    def unwind(self) -> None:
+        """The end is near: nothing is written back any more, and what could not be stays the truth in memory."""
+        for home in (self.evict, lambda: self._finish_all(list(self._writing_back.values()))):
+            with suppress(TierError):
+                home()
+        self._unwinding = True
+
+    # Whole blocks.
+
+    def read_into(self, block: Block, out: Tensor) -> HostWork:
+        """Start copying the values into ``out``: 1-D on the compute device, same numel; cast where dtypes differ."""
+        self._sweep()
+        home, lease = block.home, block.lease
+        if lease is not None or block.blank or out.dtype != block.dtype:
+            out.copy_(self.tensor(block))
+            return DONE
+        if isinstance(home, Tensor):
+            block.outgoing = self.device.copy(out, home, key=block.key)
+            return block.outgoing
+        return self._transfers.read(out, home, block.key)
+
+    def change(self, block: Block, values: Tensor, *, add: bool) -> None:
+        """The whole block becomes ``values`` (1-D, on the compute device), or they are added there; then it goes home."""
+        with self.lease(block, Tier.DEVICE, Mode.UPDATE if add else Mode.WRITE_ALL) as mine:
+            mine.add_(values) if add else mine.copy_(values)
+            block.touch()
+        self.passed(block.nbytes)
+
+    def passed(self, nbytes: int, limit: int = RELEASE_NBYTES) -> None:
+        """So much went through tensors of the allocator's, which keeps what they leave: it is returned every ``limit``."""
+        self._passed += nbytes
+        if self._passed >= limit and self._disk is not None:
+            self._passed = 0
+            self.host.release_heap()
+
+    def trim(self) -> None:
+        """A step has ended: give the system what was not needed for some steps."""
+        self.host.trim()
+        if self._disk is not None:
+            self.host.release_heap()
+
+    def move(self, block: Block, tier: Tier) -> None:
+        """Change the home; the values and the version stay.
+
+        Raises:
+            BudgetError: the new tier cannot admit the block, which stays where it was.
+        """
+        if tier is block.tier:
+            return
+        assert (block.tier, tier) in MOVES
+        values = self.tensor(block)
+        version = block.version
+        new = self._admitted(lambda: self._homes.take(tier, block.key, block.numel, block.dtype))
+        home = new.memory
+        try:
+            if isinstance(home, Tensor):
+                home.copy_(values)
+            else:
+                self.disk.write(home, as_bytes(values.to("cpu").contiguous()), 0, block.key).wait()
+        except BaseException:
+            self._homes.free(new)
+            raise
+        lease, block.lease = block.lease, None
+        self._recent.pop(id(block), None)
+        del values
+        if lease is not None:
+            lease.release(self._staging.free)
+        old, block.grant = block.grant, new
+        self._homes.free(old)
+        block.base = version - (home._version if isinstance(home, Tensor) else 0)
+
+    # At rest.
+
+    def _stage(
+        self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, *, private: bool = False
+    ) -> Grant:
+        """A buffer for a transfer, once those on their way home leave room for it."""
+        nbytes, limit = numel * dtype.itemsize, self.staging_limit
+        while tier is Tier.HOST and self._writing_back and self.staged and self.staged + nbytes > limit:
+            self._finish_write_back(next(iter(self._writing_back.values())))
+        while tier is Tier.DEVICE and self._writing_back and self._on_device() + nbytes > limit:
+            self._finish_write_back(next(iter(self._writing_back.values())))
+        return self._admitted(lambda: self._staging.take(tier, f"staging of {key}", numel, dtype, private=private))
+
+    def _on_device(self) -> int:
+        """Bytes that wait on the device to go home: a host that runs ahead must not pile them up."""
+        return sum(block.nbytes for block in self._writing_back.values() if block.lease and block.lease.at is Tier.DEVICE)
+
+    def _admitted(self, take: Callable[[], Grant]) -> Grant:
+        """What ``take`` takes; where a tier is full, after waiting for what is on its way home, or sending there what was
+        opened on demand."""
+        while True:
+            try:
+                return take()
+            except BudgetError:
+                idle = [block for block in self._recent.values() if self._idle(block)]
+                if self._writing_back:
+                    self._finish_write_back(next(iter(self._writing_back.values())))
+                elif idle:
+                    self._evict(idle[0])
+                else:
+                    raise
+
+    def _sweep(self) -> None:
+        """Take note of everything that has ended since the last call."""
+        self._homes.sweep()
+        self._staging.sweep()
+        write_back = [(block, block.lease.write_back) for block in self._writing_back.values() if block.lease is not None]
+        self._finish_all([block for block, work in write_back if work is not None and work.done()])
+
+    def _finish_all(self, blocks: Sequence[Block]) -> None:
+        """Wait for all of them, whatever happens to one; raises the first error."""
+        errors: list[Exception] = []
+        for block in blocks:
+            try:
+                self._finish_write_back(block)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def flush(self) -> None:
+        """Wait until everything is home.
+
+        Raises:
+            TierError: a write-back failed; the values stay in memory.
+        """
+        self.evict()
+        self._finish_all(list(self._writing_back.values()))
+        self._sweep()
+
+    def shut(self) -> None:
+        """Release everything; blocks are not used again."""
+        self._closed = True
+        self._writing_back.clear()
+        self._recent.clear()
+        if self._disk is not None:
+            self._disk.close()
+        self.device.close()
+        self.host.close()
+        self.budget.account.close()

@@ -1,0 +1,142 @@
+"""Owns the way between one value and its text: sizes, shares of what is free, TOML values, and values shown in errors.
+
+The policy's modules and ``zprof`` call it. It never reads a file and never knows which key a value belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+from offload.errors import PolicyError
+
+__all__ = [
+    "Share",
+    "format_amount",
+    "format_size",
+    "one_line",
+    "parse_amount",
+    "parse_size",
+    "shown",
+    "shown_path",
+    "toml_key",
+    "toml_value",
+]
+
+#: Sizes stay within a signed 64-bit integer, as every allocator and file interface below does.
+MAX_SIZE_NBYTES = (1 << 63) - 1
+
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,400})?)\s*%", re.ASCII)
+_DECIMAL_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SIZE_UNITS = _DECIMAL_UNITS | _BINARY_UNITS
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of what is free when it is asked for; ``fraction`` is from 0 to 1, written "80%" in a file."""
+
+    fraction: float
+
+    def of(self, nbytes: int) -> int:
+        """The share of ``nbytes``, a fraction of a byte rounded down."""
+        return int(Fraction(self.fraction) * nbytes)
+
+    def __str__(self) -> str:
+        # Decimal of the shortest text that is this float: 0.07 is 7 %, not 7.000000000000001 %.
+        percent = (Decimal(repr(self.fraction)) * 100).normalize()
+        return f"{percent:f}%"
+
+
+def parse_size(value: object) -> int:
+    """Bytes meant by an int or by text such as "20 GiB", "1.5 GB" or "4096"; a fraction of a byte is rounded down.
+
+    Raises:
+        PolicyError: neither, negative, or beyond 2**63 - 1 bytes.
+    """
+    nbytes: int | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        scale = _SIZE_UNITS.get(match[2].lower())
+        nbytes = None if scale is None else int(Fraction(match[1]) * scale)
+    if nbytes is None or not 0 <= nbytes <= MAX_SIZE_NBYTES:
+        raise PolicyError(f'expected bytes or a size like "20 GiB" (units KB to TB, KiB to TiB), found {shown(value)}')
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """Text that `parse_size` reads back to exactly ``nbytes``, in the largest binary unit that divides it."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def parse_amount(value: object) -> int | Share:
+    """As `parse_size`, or the share that text such as "80%" means.
+
+    Raises:
+        PolicyError: neither a size nor a percentage from 0% to 100%.
+    """
+    if isinstance(value, Share):
+        percent = value.fraction * 100
+        share = value
+    elif isinstance(value, str) and (match := _PERCENT.fullmatch(value.strip())):
+        percent = float(match[1])
+        share = Share(float(Decimal(match[1]) / 100))
+    else:
+        return parse_size(value)
+    if not 0 <= percent <= 100:
+        raise PolicyError(f"expected a percentage from 0% to 100%, found {shown(str(value))}")
+    return share
+
+
+def format_amount(amount: int | Share) -> str:
+    """Text that `parse_amount` reads back to an equal amount."""
+    return str(amount) if isinstance(amount, Share) else format_size(amount)
+
+
+def toml_value(value: object) -> str:
+    """A bool, number, text, or sequence or mapping of these as TOML writes it on one line; texts must be printable."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_value(member) for member in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{toml_key(key)} = {toml_value(member)}' for key, member in value.items())} }}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def toml_key(key: str) -> str:
+    """A key as TOML writes it: bare where it may be."""
+    return key if _BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)
+
+
+def shown(value: object) -> str:
+    """A value as the file would write it, short enough for a line."""
+    if isinstance(value, (str, bool, int, float, list, dict)) or value is None:
+        try:
+            text = json.dumps(value, ensure_ascii=True, default=str)
+        except (ValueError, TypeError, RecursionError):
+            text = f"a {type(value).__name__} that cannot be shown"
+    else:
+        text = repr(value)
+    text = one_line(text)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def shown_path(path: object) -> str:
+    """A path as it is written, on one line; of one that is very long both ends."""
+    text = one_line(str(path)) if isinstance(path, (str, os.PathLike)) else shown(path)
+    return text if len(text) <= 240 else f"{text[:80]}...{text[-157:]}"
+
+
+def one_line(text: str) -> str:
+    """``text`` without anything that does not print, on one line."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

@@ -1,0 +1,157 @@
+"""Owns a libnvidia-ml.so.1 made for tests: builds it with gcc, and steers what it answers through a shared file.
+
+Tests of the NVML sampler start a Python whose loader finds it, so that the real bindings call it. It says nothing about
+what a real driver does: only that what NVML documents is asked for, read and survived.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+MIB = 1 << 20
+
+#: Slot -> what it holds at first. ``ret_*`` are return codes; a slot is a 64-bit integer.
+DEFAULTS: dict[str, int] = {
+    "ret_init": 0,
+    "ret_driver": 0,
+    "ret_count": 0,
+    "ret_handle": 0,
+    "ret_name": 0,
+    "ret_uuid": 0,
+    "ret_memory": 0,
+    "ret_memory_v1": 0,
+    "ret_utilisation": 0,
+    "ret_power": 0,
+    "ret_power_field": 0,
+    "ret_energy": 0,
+    "ret_temperature": 0,
+    "ret_temperature_v": 0,
+    "ret_clock": 0,
+    "ret_reasons": 0,
+    "ret_throttle_reasons": 0,
+    "ret_link": 0,
+    "ret_throughput": 0,
+    "ret_fields": 0,
+    "ret_pcie": 0,
+    "ret_nvlink": 0,
+    "ret_gpm": 0,
+    "ret_gpm_sample": 0,
+    "ret_metric": 0,
+    "ret_mig": 0,
+    "inits": 0,
+    "shutdowns": 0,
+    "text": 0,
+    "cuda": 12080,
+    "count": 1,
+    "lost": 0,
+    "unreachable": 0,
+    "other": 0,
+    "memory_total": 141_000 * MIB,
+    "memory_used": 1000 * MIB,
+    "utilisation": 37,
+    "power": 250_000,
+    "power_now": 251_000,
+    "energy": 5_000_000,
+    "temperature": 41,
+    "sm_clock": 1980,
+    "memory_clock": 3201,
+    "reasons": 0,
+    "link_generation": 5,
+    "throughput_tx": 1000,
+    "throughput_rx": 2000,
+    "throughput_calls": 0,
+    "block_us": 20_000,
+    "pcie_tx": 10_000,
+    "pcie_rx": 20_000,
+    "pcie_step": 0,
+    "pcie_type": 3,
+    "nvlink_tx": 1800,
+    "nvlink_rx": 3600,
+    "nvlink_type": 3,
+    "stamp": 1_700_000_000_000_000,
+    "stamp_step": 1000,
+    "nan": 0,
+    "gpm": 1,
+    "gpm_time": 0,
+    "gpm_held": 0,
+    "gpm_tx": 100,
+    "gpm_rx": 200,
+    "mig": 0,
+    "mig_gpu": 0,
+    "mig_most": 7,
+    "mig_parts": 2,
+}
+PLACES = {name: place for place, name in enumerate(DEFAULTS)}
+#: What the code under test does not steer: counters of calls.
+COUNTS = ("inits", "shutdowns", "throughput_calls", "gpm_time", "gpm_held")
+
+
+def build(folder: Path, *missing: str) -> Path:
+    """Compile the library into ``folder``, without the functions named by ``missing`` ("FIELDS", "GPM", ...)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / "libnvidia-ml.so.1"
+    defines = [f"-DS_{name}={place}" for name, place in PLACES.items()] + [f"-DSLOTS={len(PLACES)}"]
+    defines += [f"-DNO_{name}" for name in missing]
+    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
+    command = ["gcc", *flags, *defines, "-o", str(library), str(HERE / "fake_nvml.c")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Slots:
+    """The shared file, by the names of its slots."""
+
+    def __init__(self, path: Path, values: Mapping[str, int] = {}) -> None:
+        self.path = path
+        if not path.exists():
+            path.write_bytes(struct.pack(f"<{len(PLACES)}q", *DEFAULTS.values()))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self.set(values)
+
+    def __getitem__(self, name: str) -> int:
+        return int(struct.unpack_from("<q", self._memory, 8 * PLACES[name])[0])
+
+    def __setitem__(self, name: str, value: int) -> None:
+        struct.pack_into("<q", self._memory, 8 * PLACES[name], value)
+
+    def set(self, values: Mapping[str, int]) -> None:
+        for name, value in values.items():
+            self[name] = value
+
+    def reset(self) -> None:
+        self.set({name: value for name, value in DEFAULTS.items() if name not in COUNTS})
+
+
+def environment(folder: Path, slots: Path, **more: str) -> dict[str, str]:
+    """Of a process that finds the library in ``folder`` and its answers in ``slots``."""
+    told = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    return {**told, "LD_LIBRARY_PATH": str(folder), "FAKE_NVML": str(slots), "NO_COLOR": "1", **more}
+
+
+def drive(folder: Path, slots: Path, script: Sequence[Mapping[str, Any]], **more: str) -> list[Any]:
+    """Run `drive.py` on ``script`` against the library in ``folder``; the answer of each of its lines."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tests.support.fake_nvml.drive"],
+        input=json.dumps(script),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=environment(folder, slots, **more),
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert isinstance(answers, list) and not done.stderr, done.stderr
+    return answers

@@ -1,0 +1,55 @@
+"""Makes a test of a function that every rank shall run: ``@on_ranks(1, 2)`` above it.
+
+Test modules decorate with it; the assertions are the function's own, and a rank that fails fails the test.
+It never compares ranks with each other: a function that must do so communicates.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.ranks import LIMIT_S, Pool
+
+Job = Callable[..., Any]
+
+
+def on_ranks(*worlds: int, limit_s: float = LIMIT_S, **choices: tuple[Any, ...]) -> Callable[[Job], Any]:
+    """Run the function on every rank of each world, for each combination of ``choices``, given as keywords."""
+
+    def decorate(job: Job) -> Any:
+        cases = [
+            pytest.param(world, dict(zip(choices, row, strict=True)), id="-".join([f"world{world}", *map(str, row)]))
+            for world in worlds
+            for row in itertools.product(*choices.values())
+        ]
+
+        @pytest.mark.parametrize(("world", "chosen"), cases)
+        def test(world: int, chosen: dict[str, Any], ranks: Callable[[int], Pool]) -> None:
+            ranks(world).run(f"{job.__module__}:{job.__name__}.job", limit_s=limit_s, **chosen)
+
+        test.__name__ = test.__qualname__ = job.__name__
+        test.__module__, test.__doc__ = job.__module__, job.__doc__
+        test.job = job  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def place() -> tuple[int, int]:
+    """This rank and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def hooks_left(model: nn.Module) -> list[str]:
+    """Modules of ``model`` that carry a hook of any kind."""
+    tables = (
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+        "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    )  # fmt: skip
+    return [name or "the root" for name, module in model.named_modules() if any(getattr(module, t) for t in tables)]

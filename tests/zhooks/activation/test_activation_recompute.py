@@ -1,0 +1,384 @@
+"""Units that are recomputed: which ones, how often, beside every other kind of checkpoint, and what stays in memory.
+
+pytest runs it.  It never asks for other tiers in general: tests/zhooks/activation/test_activation.py trains under all of them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zhooks
+from offload.errors import CapabilityError
+from tests.house import ROOT
+from tests.zhooks.activation.test_activation import Block, Net, built, same, step_of
+
+POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "activation": {"checkpoint": "unit"}}
+HOST: dict[str, Any] = {"units": {"min_numel": 0}, "activation": {"checkpoint": "unit", "tier": "host", "min_bytes": 0}}
+BOTH = pytest.mark.parametrize("policy", [POLICY, HOST], ids=["device", "host"])
+
+
+class Counting(Block):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: dict[str, Tensor] | None = None) -> Tensor:
+        self.runs += 1
+        return super().forward(x, scale, shift=shift)
+
+
+class Around(Net):
+    """Calls its blocks by ``call``."""
+
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor], block: Callable[[], nn.Module] = Counting) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.leave(x)
+
+
+def plainly(block: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = block(x)
+    return out
+
+
+def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(block, x, use_reentrant=False)
+    return out
+
+
+def reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(block, x, use_reentrant=True)
+    return out
+
+
+class Within(Counting):
+    """Checkpoints a part of itself."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: dict[str, Tensor] | None = None) -> Tensor:
+        self.runs += 1
+        part = checkpoint(lambda given: self.drop(F.gelu(self.enter(given))), x, use_reentrant=self.reentrant)
+        return x + self.leave(part)
+
+
+class WithinReentrant(Within):
+    reentrant = True
+
+
+def pair(call: Callable[[nn.Module, Tensor], Tensor], policy: dict[str, Any], block: Any = Counting, stage: int = 3) -> Any:
+    """The plain model, the same one attached, and the attachment."""
+    torch.manual_seed(1)
+    plain = Around(call, block)
+    torch.manual_seed(1)
+    model = Around(call, block)
+    return plain, model, zhooks.attach(model, policy=policy | {"stage": stage})
+
+
+def runs(model: Any) -> list[int]:
+    return [block.runs for block in model.blocks]
+
+
+@BOTH
+def test_every_block_runs_twice_a_step_and_once_where_nothing_is_differentiated(policy: dict[str, Any]) -> None:
+    plain, model, attachment = pair(plainly, policy)
+    assert same(step_of(model, 0), step_of(plain, 0))
+    assert runs(model) == [2, 2, 2]
+    with torch.no_grad():
+        model(torch.randn(5, 6))
+    assert runs(model) == [3, 3, 3]
+    attachment.detach()
+    assert same(list(model.state_dict().values()), list(plain.state_dict().values())) is False  # one evaluation more
+    step_of(model, 1)
+    assert runs(model) == [4, 4, 4]
+
+
+@BOTH
+@pytest.mark.parametrize("stage", [3, 0])
+@pytest.mark.parametrize("call", [checkpointed, reentrant])
+def test_a_users_checkpoint_around_a_block_is_left_to_itself(call: Any, policy: dict[str, Any], stage: int) -> None:
+    plain, model, attachment = pair(call, policy, stage=stage, block=Still)
+    for number in range(2):
+        assert same(step_of(model, number), step_of(plain, number))
+    expected = runs(plain) if call is checkpointed else [3 * 2] * 3
+    assert runs(model) == expected
+    attachment.detach()
+
+
+class Still(Counting):
+    """Without running statistics, which torch's own checkpoint would move twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)  # type: ignore[assignment]
+
+
+@BOTH
+@pytest.mark.parametrize("stage", [3, 0])
+@pytest.mark.parametrize("block", [Within, WithinReentrant])
+def test_a_block_may_checkpoint_a_part_of_itself(block: Any, policy: dict[str, Any], stage: int) -> None:
+    plain, model, attachment = pair(plainly, policy, block, stage)
+    for number in range(2):
+        assert same(step_of(model, number), step_of(plain, number))
+    attachment.detach()
+
+
+@BOTH
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_whole_model_may_be_checkpointed(use_reentrant: bool, policy: dict[str, Any]) -> None:
+    plain, model, attachment = pair(plainly, policy, Still)
+
+    def step(net: nn.Module, number: int) -> list[Tensor]:
+        torch.manual_seed(number)
+        x = torch.randn(5, 6, requires_grad=True)
+        loss = checkpoint(net, x, use_reentrant=use_reentrant).square().mean()
+        loss.backward()
+        notes = [loss.detach(), x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        net.zero_grad()
+        return notes
+
+    for number in range(2):
+        assert same(step(model, number), step(plain, number))
+    attachment.detach()
+
+
+@BOTH
+def test_autocast_is_the_same_in_the_second_forward(policy: dict[str, Any]) -> None:
+    plain, model, attachment = pair(plainly, policy, Still)
+    for net in (plain, model):
+        torch.manual_seed(4)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = net(torch.randn(5, 6)).float().square().mean()
+        loss.backward()
+    grads = [[p.grad.clone() for p in net.parameters()] for net in (plain, model)]
+    assert same(*grads)
+    attachment.detach()
+
+
+@BOTH
+def test_a_shared_block_and_one_that_calls_itself_are_recomputed_call_by_call(policy: dict[str, Any]) -> None:
+    class Recursive(Counting):
+        depth = 0
+
+        def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: dict[str, Tensor] | None = None) -> Tensor:
+            if self.depth < 2:
+                self.depth += 1
+                try:
+                    x = self(x)
+                finally:
+                    self.depth -= 1
+            return super().forward(x)
+
+    def twice(block: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = block(block(x))
+        return out
+
+    plain, model, attachment = pair(twice, policy, Recursive)
+    for number in range(2):
+        assert same(step_of(model, number), step_of(plain, number))
+    attachment.detach()
+    assert same(list(model.state_dict().values()), list(plain.state_dict().values()))
+
+
+@BOTH
+def test_spectral_norm_moves_its_vectors_once(policy: dict[str, Any]) -> None:
+    class Normed(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.utils.spectral_norm(self.enter)
+
+    plain, model, attachment = pair(plainly, policy, Normed)
+    for number in range(3):
+        assert same(step_of(model, number), step_of(plain, number))
+    attachment.detach()
+    assert same(list(model.state_dict().values()), list(plain.state_dict().values()))
+    # The last weight is an attribute with a graph that leads back to the model: a cycle no collector sees.
+    del model.enter.weight
+
+
+def test_a_large_constant_buffer_is_not_copied_after_the_first_forward() -> None:
+    class Masked(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(200, 200))
+            self.register_buffer("bank", torch.zeros(200, 200))
+
+        def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: dict[str, Tensor] | None = None) -> Tensor:
+            self.bank.add_(1)
+            return super().forward(x) * self.mask[0, 0] + self.bank[0, 0]
+
+    plain, model, attachment = pair(plainly, POLICY, Masked)
+    for number in range(3):
+        assert same(step_of(model, number), step_of(plain, number))
+    kept = {name for _, _, buffers in attachment._runtime.saved.recompute._modules.values() for _, name in buffers._constant}
+    assert kept == {"mask"}
+    attachment.detach()
+    assert same(list(model.state_dict().values()), list(plain.state_dict().values()))
+
+
+def test_a_parameter_written_before_backward_is_plain_pytorchs_error() -> None:
+    _, model, attachment = pair(plainly, POLICY)
+    loss = model(torch.randn(5, 6)).sum()
+    with torch.no_grad():
+        model.blocks[1].enter.bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    attachment.detach()
+
+
+def test_single_layers_are_not_run_twice() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    attachment = zhooks.attach(model, policy=POLICY)
+    assert attachment._runtime.saved.recompute is None
+    attachment.detach()
+
+
+def test_lower_precision_gives_the_second_forward_what_the_first_was_given() -> None:
+    class Doubled(Still):
+        def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: dict[str, Tensor] | None = None) -> Tensor:
+            self.runs += 1
+            assert scale is not None
+            assert scale.dtype == torch.float32, "an input of the block was cast"
+            return x + self.leave(F.gelu(self.enter(x)) * scale.to(x.dtype))
+
+    def scaled(block: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = block(x, torch.full((1,), 1.5))
+        return out
+
+    def users(block: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(block, x, torch.full((1,), 1.5), use_reentrant=False)
+        return out
+
+    for call in (scaled, users):
+        _, model, attachment = pair(call, POLICY | {"precision": {"param": "bf16"}}, Doubled)
+        step_of(model, 0)
+        assert runs(model) == [2, 2, 2]
+        attachment.detach()
+
+
+def test_an_interrupt_in_mid_forward_leaves_no_hooks() -> None:
+    plain, model = built(), built()
+    attachment = zhooks.attach(model, policy=POLICY)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for net in (plain, model):
+        handle = net.blocks[1].norm.register_forward_hook(interrupt)
+        torch.manual_seed(5)
+        with pytest.raises(KeyboardInterrupt):
+            net(torch.randn(5, 6))
+        handle.remove()
+    assert same(step_of(model, 0), step_of(plain, 0))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    attachment.detach()
+
+
+def test_a_torch_whose_checkpoint_is_called_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", lambda fn, *args: iter(()))
+    model = built()
+    with pytest.raises(CapabilityError, match=r"torch\.utils\.checkpoint in the model"):
+        zhooks.attach(model, policy=POLICY)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_transformers_own_gradient_checkpointing_is_left_to_itself() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=16, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        plain = transformers.GPT2LMHeadModel(config)
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config)
+        for net in (plain, model):
+            net.train()
+            if enabled:
+                # Renamed in transformers 5.
+                getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)()
+        attachment = zhooks.attach(model, policy=HOST)
+        tokens = torch.arange(12).view(1, 12)
+        notes = []
+        for net in (plain, model):
+            torch.manual_seed(3)
+            loss = net(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            notes.append([loss.detach(), *(p.grad.clone() for p in net.parameters())])
+        assert same(*notes)
+        attachment.detach()
+
+
+MEMORY = """
+import sys, torch, zhooks
+from torch import nn
+sys.path.insert(0, "benchmarks")
+from measure import restart_peak, rss_nbytes
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = (nn.Linear(64, 64), nn.GELU(), nn.GELU(), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.GELU(), nn.GELU())
+        self.layers = nn.Sequential(*layers)
+    def forward(self, x):
+        return x + self.layers(x)
+
+torch.set_num_threads(1)
+model = nn.Sequential(*(Block() for _ in range(8)))
+activation = {activation}
+policy = {{"units": {{"classes": ["Block"]}}, "activation": activation, "disk": {{"path": sys.argv[1]}}}}
+attachment = zhooks.attach(model, policy=policy)
+x = torch.randn(1 << 14, 64)
+model(x[:64]).sum().backward()
+restart_peak()
+before = rss_nbytes()
+loss = model(x).sum()
+stash = attachment._runtime.saved.stash
+if stash is not None:
+    stash.flush()
+restart_peak()
+sys.stdout.write(str(rss_nbytes() - before))
+loss.backward()
+attachment.detach()
+"""
+#: Bytes of one activation of the model above, and how many of them plain autograd keeps: 8 a block of 8.
+ONE = (1 << 14) * 64 * 4
+
+
+def grown(activation: dict[str, Any], folder: Path) -> float:
+    """How many activations a forward leaves in memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY.format(activation=activation), str(folder)],
+        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout) / ONE
+
+
+@pytest.mark.slow
+def test_disk_and_recomputation_bound_what_a_forward_leaves_in_memory(tmp_path: Path) -> None:
+    plain = grown({}, tmp_path)
+    assert plain > 7 * 8
+    # The slabs of staging stay.
+    assert grown({"tier": "disk", "min_bytes": 1 << 20}, tmp_path) < plain / 3
+    assert grown({"checkpoint": "unit"}, tmp_path) < 8 + 8
+    assert grown({"checkpoint": "unit", "tier": "disk", "min_bytes": 1 << 20}, tmp_path) < 8 + 8

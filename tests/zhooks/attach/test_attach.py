@@ -1,0 +1,353 @@
+"""Attach and detach: what is restored, how meta models are filled and at what peak, how ranks are made equal.
+
+pytest runs it, on one, two and four ranks. States, full values and whole loops are test_attach_state.py's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zhooks
+from tests.support.on_ranks import hooks_left, on_ranks, place
+from tests.support.ranks import Pool
+
+STAGES = (0, 1, 2, 3)
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def batch(step: int, rank: int = 0) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def test_describe_names_globs_that_match_nothing_here() -> None:
+    rules = [{"match": "0.*", "parameter": {"tier": "host"}}, {"match": "decoder.*", "parameter": {"tier": "host"}}]
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    policy = {"units": {"min_numel": 0}, "rule": rules, "activation": {"sharded_inputs": ["1", "encoder.*"]}}
+    attachment = zhooks.attach(model, policy=policy)
+    told = [line for line in attachment.describe().splitlines() if line.startswith("Matches nothing here")]
+    assert told == [
+        'Matches nothing here: [[rule]] match = "decoder.*".',
+        'Matches nothing here: [activation] sharded_inputs "encoder.*".',
+    ]
+
+
+# ---- detach
+
+
+@on_ranks(1, 2, stage=STAGES)
+def test_detach_restores_a_plain_model_that_trains_on_like_one_that_was_never_attached(stage: int) -> None:
+    model, plain = net(), net()
+    optimizers = [adamw(model), adamw(plain)]
+    before = list(model.parameters())
+    attachment = zhooks.attach(model, policy={"stage": stage})
+    for either, optimizer in zip((model, plain), optimizers, strict=True):
+        train(either, optimizer, range(3))
+        either(batch(9)).square().mean().backward()
+    assert attachment.detach() is model
+    assert not hooks_left(model)
+    assert set(model.__dict__) == set(plain.__dict__)
+    for now, then, theirs in zip(model.parameters(), before, plain.parameters(), strict=True):
+        assert now is then and type(now) is nn.Parameter
+        assert torch.equal(now, theirs) and now.stride() == theirs.stride()
+        assert type(now.grad) is Tensor and torch.equal(now.grad, theirs.grad)
+    assert all(type(value) is Tensor for value in states(optimizers[0]))
+    assert all(torch.equal(a, b) for a, b in zip(states(optimizers[0]), states(optimizers[1]), strict=True))
+    for either, optimizer in zip((model, plain), optimizers, strict=True):
+        optimizer.zero_grad()
+        train(either, optimizer, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+
+
+@on_ranks(1, 2)
+def test_a_detached_model_can_be_attached_again_and_detached_only_once() -> None:
+    model, plain = net(), net()
+    attachment = zhooks.attach(model)
+    attachment.detach()
+    with pytest.raises(zhooks.AttachError, match="detached already"):
+        attachment.detach()
+    again = zhooks.attach(model, policy={"stage": 1})
+    for either in (model, plain):
+        train(either, adamw(either), range(2))
+    again.detach()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@on_ranks(2)
+def test_an_attached_model_keeps_tied_weights_tied_after_detach() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    attachment = zhooks.attach(model)
+    assert model[1].weight is model[0].weight
+    model(torch.arange(8)).sum().backward()
+    attachment.detach()
+    assert model[1].weight is model[0].weight and type(model[1].weight) is nn.Parameter
+
+
+@on_ranks(1)
+def test_the_doors_of_torch_close_with_the_last_attachment() -> None:
+    from torch.optim.optimizer import _foreach_supported_types
+
+    before = list(_foreach_supported_types)
+    one, other = zhooks.attach(net()), zhooks.attach(net())
+    assert zhooks.ShardedTensor in _foreach_supported_types
+    one.detach()
+    assert zhooks.ShardedTensor in _foreach_supported_types
+    other.detach()
+    assert _foreach_supported_types == before
+
+
+class Empty(nn.Module):
+    """A module whose only parameter holds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.nothing.sum()
+
+
+@on_ranks(1, 2, stage=STAGES)
+def test_a_unit_whose_parameters_are_all_empty_is_attached_trained_and_detached(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Empty(), Empty())
+    attachment = zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 0}})
+    optimizer = adamw(model)
+    model(torch.ones(2, 4)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert attachment.memory().nbytes == attachment.memory().formula
+    attachment.detach()
+    assert type(model[1].nothing) is nn.Parameter and model[1].nothing.shape == (0, 4)
+
+
+# ---- the optimizer passed with its state
+
+
+@on_ranks(2, stage=STAGES)
+def test_an_optimizer_that_holds_state_is_sharded_and_goes_on(stage: int) -> None:
+    model, plain = net(), net()
+    optimizers = [adamw(model), adamw(plain)]
+    for either, optimizer in zip((model, plain), optimizers, strict=True):
+        train(either, optimizer, range(2))
+    attachment = zhooks.attach(model, optimizers[0], policy={"stage": stage})
+    if stage > 0 and place()[1] == 2:
+        held = sum(state["exp_avg"].to_local().numel() for state in optimizers[0].state.values())
+        assert held < sum(param.numel() for param in plain.parameters())
+    for either, optimizer in zip((model, plain), optimizers, strict=True):
+        train(either, optimizer, range(2, 5))
+    attachment.detach()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+# ---- meta models
+
+
+class Rotary(nn.Module):
+    """A non-persistent buffer computed by ``reset_parameters``, as rotary embeddings have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.empty(8), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.angles.copy_(torch.arange(8.0) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.angles.cos()
+
+
+def with_buffer() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), Rotary(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+
+@on_ranks(2, stage=STAGES)
+def test_a_meta_model_is_filled_by_reset_parameters_its_lost_buffers_included(stage: int) -> None:
+    torch.manual_seed(5)
+    plain = with_buffer()
+    with torch.device("meta"):
+        model = with_buffer()
+    torch.manual_seed(5)
+    attachment = zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 0}})
+    assert torch.equal(model[1].angles, torch.arange(8.0) / 8)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"cpu"}
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.full_tensor().std() > 0 or theirs.std() == 0
+    x = batch(0)
+    assert torch.equal(model(x), attachment.detach()(x))
+
+
+@on_ranks(1, 2)
+def test_a_meta_model_is_filled_by_the_function_given() -> None:
+    def init(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            nn.init.constant_(param, 0.5)
+        for buffer in module.buffers(recurse=False):
+            buffer.fill_(0.25)
+
+    with torch.device("meta"):
+        model = with_buffer()
+    zhooks.attach(model, init=init)
+    assert all(torch.equal(param.full_tensor(), torch.full(param.shape, 0.5)) for param in model.parameters())
+    assert torch.equal(model[1].angles, torch.full((8,), 0.25))
+
+
+@on_ranks(2)
+def test_tied_parameters_of_a_meta_model_stay_tied() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+        model[1].weight = model[0].weight
+    zhooks.attach(model, policy={"units": {"min_numel": 0}})
+    assert model[1].weight is model[0].weight
+    model(torch.arange(8)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+PEAK_WIDTH, PEAK_LAYERS = 1600, 10
+
+
+def peak_of_attach(transport: str) -> tuple[int, int, int]:
+    """Bytes the process grew by at its highest during attach, bytes of its shards, and of one unit."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(PEAK_WIDTH, PEAK_WIDTH) for _ in range(PEAK_LAYERS)))
+    # What a first attach loads and starts once is no part of this model's peak.
+    zhooks.attach(net(), policy={"comm": {"transport": transport}}).detach()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = high_water()
+    attachment = zhooks.attach(model, policy={"comm": {"transport": transport}})
+    grown = high_water() - before
+    unit = (PEAK_WIDTH * PEAK_WIDTH + PEAK_WIDTH) * 4
+    return grown, attachment.memory().nbytes, unit
+
+
+def high_water() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Pool]:
+    """Two processes with nothing in their heaps."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
+def test_no_rank_peaks_above_its_shards_and_one_unit_while_a_meta_model_is_attached(fresh_ranks: Pool) -> None:
+    for rank, (grown, shards, unit) in enumerate(fresh_ranks.run(f"{__name__}:peak_of_attach", transport="auto")):
+        mib = [round(nbytes / 2**20, 1) for nbytes in (grown, shards, unit)]
+        assert grown <= 1.1 * (shards + unit), (
+            f"rank {rank}: grew by {mib[0]} MiB for shards of {mib[1]} and a unit of {mib[2]}"
+        )
+
+
+# ---- ranks are made equal
+
+
+@on_ranks(2, stage=(0, 3))
+def test_ranks_start_from_the_first_ranks_parameters_and_buffers(stage: int) -> None:
+    model, first = net(seed=place()[0]), net(seed=0)
+    model[2].running_mean.fill_(float(place()[0]))
+    zhooks.attach(model, policy={"stage": stage})
+    assert all(
+        torch.equal(ours.full_tensor(), theirs) for ours, theirs in zip(model.parameters(), first.parameters(), strict=True)
+    )
+    assert torch.equal(model[2].running_mean, torch.zeros(8))
+
+
+@on_ranks(1, 2)
+def test_equal_ranks_pass_the_check_that_replaces_the_broadcast() -> None:
+    model, plain = net(), net()
+    attachment = zhooks.attach(model, sync=False)
+    attachment.detach()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+
+
+# ---- a mesh of two axes
+
+
+class PlainReplica:
+    """The average over all ranks by hand: what data parallel training means."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, adamw(model)
+
+    def step(self, number: int, world: int) -> None:
+        sums: list[Any] = [None] * len(list(self.model.parameters()))
+        for rank in range(world):
+            self.model.zero_grad()
+            self.model(batch(number, rank)).square().mean().backward()
+            grads = [param.grad for param in self.model.parameters()]
+            sums = [grad if total is None else total + grad for total, grad in zip(sums, grads, strict=True)]
+        for param, total in zip(self.model.parameters(), sums, strict=True):
+            param.grad = total / world
+        self.optimizer.step()
+
+
+@on_ranks(4, case=((0, 2), (1, 2), (2, 2), (3, 2), (3, 4)))
+def test_hybrid_sharding_trains_like_plain_replicas(case: tuple[int, int]) -> None:
+    stage, replicas = case
+    rank, world = place()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    plain = PlainReplica(copy.deepcopy(model))
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    attachment = zhooks.attach(model, policy={"stage": stage}, mesh=mesh)
+    assert f"shard x {world // replicas}, replicate x {replicas}" in attachment.describe()
+    optimizer = adamw(model)
+    for number in range(3):
+        model(batch(number, rank)).square().mean().backward()
+        optimizer.step()
+        held = attachment.memory()
+        assert held.nbytes == held.formula
+        optimizer.zero_grad()
+        plain.step(number, world)
+    for ours, theirs in zip(model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-6)
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, [param.full_tensor() for param in model.parameters()])
+    assert all(torch.equal(a, b) for other in everybody for a, b in zip(other, everybody[0], strict=True))
+
+
+@on_ranks(2, stage=(0, 1, 2, 3))
+def test_a_unit_of_several_dtypes_and_frozen_parameters_keeps_every_value(stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    model.register_parameter("narrow", nn.Parameter(torch.randn(5).to(torch.bfloat16)))
+    model[2].bias.requires_grad_(False)
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    zhooks.attach(model, policy={"stage": stage})
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), expected[name]), name

@@ -1,0 +1,231 @@
+"""``[budget] device`` refuses what does not fit, an optimizer's states included, before anything is allocated or updated.
+
+pytest runs it, on one and two ranks. Gathered units and sums in flight are test_order.py's and test_pipeline.py's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zhooks
+from tests.support.on_ranks import hooks_left, on_ranks, place
+from zhooks.setup.device_budget import device_floor, state_nbytes
+
+WIDTH = 64
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(dtype)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+def policy_of(stage: int, nbytes: int | None = None, **more: Any) -> dict[str, Any]:
+    bound = {} if nbytes is None else {"budget": {"device": nbytes}}
+    return {"stage": stage, "units": {"min_numel": 0}, **bound, **more}
+
+
+def floor_of(stage: int) -> tuple[int, int]:
+    """What attach counts without states, and what one state a parameter adds on the rank that has most."""
+    attachment = zhooks.attach(net(), policy=policy_of(stage))
+    flats = [flat for unit in attachment._units for flat in unit.flats]
+    floor, one = device_floor(attachment.policy, attachment._units), sum(flat.shard_numel * 4 for flat in flats)
+    attachment.detach()
+    return floor, one
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [param.full_tensor() if isinstance(param, zhooks.ShardedTensor) else param.detach() for param in model.parameters()]
+
+
+def on_device(attachment: zhooks.Attachment) -> int:
+    return sum(row.nbytes for row in attachment.memory().rows if row.tier == "device")
+
+
+class Fading(torch.optim.Optimizer):
+    """Keeps one state a parameter and cannot be built from groups alone."""
+
+    def __init__(self, params: Any, owner: nn.Module) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.owner = owner
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                param.sub_(state["mean"], alpha=group["lr"])
+
+
+class Noisy(torch.optim.SGD):
+    """Draws random numbers, and says so."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        warnings.warn("noisy", stacklevel=1)
+        torch.randn(3)
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "states"),
+    [
+        (torch.optim.SGD, {}, 0),
+        (torch.optim.SGD, {"momentum": 0.9}, 1),
+        (torch.optim.AdamW, {}, 2),
+        (torch.optim.AdamW, {"fused": True}, 2),
+        (torch.optim.Adam, {"capturable": True}, 2),
+        (torch.optim.Adam, {"amsgrad": True, "lr": torch.tensor(0.1)}, 3),
+        (torch.optim.Rprop, {}, 2),
+        (Noisy, {"momentum": 0.9}, 1),
+        (torch.optim.LBFGS, {}, None),
+    ],
+)
+def test_states_are_foreseen_by_stepping_a_stand_in(kind: Any, options: dict[str, Any], states: int | None) -> None:
+    model = net()
+    attachment = zhooks.attach(model, policy=policy_of(3))
+    optimizer, flats = kind(model.parameters(), **options), [flat for unit in attachment._units for flat in unit.flats]
+    drawn, before = torch.get_rng_state(), values(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = state_nbytes(optimizer, flats)
+    numel = sum(param.numel() for param in model.parameters())
+    assert found == (4 * (states or 0) * numel, states is not None)
+    assert torch.equal(drawn, torch.get_rng_state()) and not optimizer.state
+    assert all(map(torch.equal, values(model), before))
+    attachment.detach()
+
+
+def test_groups_differ_and_rounded_parameters_have_wide_states() -> None:
+    model = net(torch.bfloat16)
+    attachment = zhooks.attach(model, policy=policy_of(0))
+    flats = [flat for unit in attachment._units for flat in unit.flats]
+    first, *others = model.parameters()
+    groups = [{"params": [first], "momentum": 0.9}, {"params": others}]
+    assert state_nbytes(torch.optim.SGD(groups, lr=0.1), flats) == (2 * first.numel(), True)
+    assert state_nbytes(torch.optim.SGD(groups, lr=0.1), flats, wide=True) == (4 * first.numel(), True)
+    attachment.detach()
+
+
+@on_ranks(1, 2, stage=(0, 3))
+def test_a_budget_without_room_for_states_is_refused_at_the_first_step_before_anything_is_updated(stage: int) -> None:
+    floor, one = floor_of(stage)
+    model = net()
+    attachment = zhooks.attach(model, policy=policy_of(stage, floor + one))
+    optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.1), values(model)
+    backward(model)
+    for _ in range(2):
+        with pytest.raises(zhooks.BudgetError, match=r"\[budget\] device: .*states of AdamW.*Nothing has been updated"):
+            optimizer.step()
+    assert not optimizer.state and all(map(torch.equal, values(model), before))
+    attachment.apply(policy_of(stage, floor + 2 * one))
+    for _ in range(2):
+        step(model, optimizer)
+    assert on_device(attachment) <= floor + 2 * one
+    with pytest.raises(zhooks.BudgetError, match="states of AdamW"):
+        attachment.apply(policy_of(stage, floor + one))
+    attachment.apply(policy_of(stage, floor + one, optimizer={"tier": "host"}))
+    step(model, optimizer)
+    attachment.detach()
+
+
+@on_ranks(1, 2)
+def test_parameters_that_an_optimizer_is_given_later_count_at_its_next_step_before_anything_is_updated() -> None:
+    floor, one = floor_of(3)
+    model = net()
+    attachment = zhooks.attach(model, policy=policy_of(3, floor + one))
+    first, *others = model.parameters()
+    optimizer = torch.optim.AdamW([first], lr=0.1)
+    step(model, optimizer)
+    optimizer.add_param_group({"params": others})
+    before, states = values(model), len(optimizer.state)
+    backward(model)
+    for _ in range(2):
+        with pytest.raises(zhooks.BudgetError, match=r"\[budget\] device: .*states of AdamW.*Nothing has been updated"):
+            optimizer.step()
+    assert len(optimizer.state) == states and all(map(torch.equal, values(model), before))
+    attachment.apply(policy_of(3, floor + 2 * one))
+    step(model, optimizer)
+    assert on_device(attachment) <= floor + 2 * one
+    attachment.detach()
+
+
+@on_ranks(1, 2, stage=(0, 3))
+def test_with_the_optimizer_attach_refuses_what_does_not_fit_before_it_builds_anything(stage: int) -> None:
+    floor, one = floor_of(stage)
+    model, plain = net(), net()
+    optimizer, kept = torch.optim.AdamW(model.parameters(), lr=0.1), [param.data_ptr() for param in model.parameters()]
+    with pytest.raises(zhooks.BudgetError, match="states of AdamW"):
+        zhooks.attach(model, optimizer, policy=policy_of(stage, floor + one))
+    with pytest.raises(zhooks.BudgetError, match="what rests there and the units in flight"):
+        zhooks.attach(model, policy=policy_of(stage, floor - 1))
+    assert [param.data_ptr() for param in model.parameters()] == kept
+    assert not hooks_left(model) and all(map(torch.equal, values(model), values(plain)))
+    step(model, optimizer)
+    # States that it has count as those it will make.
+    with pytest.raises(zhooks.BudgetError, match="states of AdamW"):
+        zhooks.attach(model, optimizer, policy=policy_of(stage, floor + one))
+    attachment = zhooks.attach(model, optimizer, policy=policy_of(stage, floor + 2 * one))
+    step(model, optimizer)
+    assert on_device(attachment) <= floor + 2 * one
+    attachment.detach()
+
+
+@on_ranks(1, 2)
+def test_states_that_cannot_be_foreseen_count_after_the_first_step() -> None:
+    floor, one = floor_of(3)
+    model = net()
+    attachment = zhooks.attach(model, policy=policy_of(3, floor + one // 2))
+    optimizer = Fading(model.parameters(), model)
+    backward(model)
+    with pytest.raises(zhooks.BudgetError, match=r"states of Fading.*The step has been made"):
+        optimizer.step()
+    assert len(optimizer.state) == len(list(model.parameters()))
+    with pytest.raises(zhooks.BudgetError, match=r"states of Fading.*Nothing has been updated"):
+        optimizer.step()
+    attachment.apply(policy_of(3, floor + one))
+    step(model, optimizer)
+    attachment.detach()
+
+
+@on_ranks(1, 2)
+def test_the_budget_of_one_rank_refuses_the_step_on_all() -> None:
+    floor, one = floor_of(3)
+    model = net()
+    attachment = zhooks.attach(model, policy=policy_of(3, floor + one if place()[0] == place()[1] - 1 else None))
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(model)
+    with pytest.raises(zhooks.BudgetError, match="states of AdamW"):
+        optimizer.step()
+    attachment.detach()
+
+
+@on_ranks(1, 2)
+def test_states_take_their_room_from_units_that_stay_gathered() -> None:
+    floor, one = floor_of(3)
+    model = net()
+    attachment = zhooks.attach(model, policy=policy_of(3, floor + 3 * one))
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert attachment._runtime.paths.choices.budget == 3 * one
+    step(model, optimizer)
+    room = attachment._runtime.paths.choices.budget
+    assert room is not None and one <= room < 3 * one
+    # Several optimizers of one model add up.
+    other = torch.optim.Adam(model.parameters(), amsgrad=True)
+    with pytest.raises(zhooks.BudgetError, match="states of Adam, AdamW"):
+        other.step()
+    attachment.detach()

@@ -1,0 +1,91 @@
+"""How many process groups an attachment has, when they are made, and which of them facts of the host travel by.
+
+pytest runs it, on two and four ranks over Gloo; what a GPU's backends would do is told from what each is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zhooks
+from offload.policy import Policy
+from tests.support.on_ranks import on_ranks
+from zhooks.comm import CONTROL, Call, open_comm
+from zhooks.comm.stock import HOST_NBYTES, Stock
+from zhooks.layout import resolve
+
+
+class Counted:
+    """The groups of this rank that were made while it was open, by the backend they were asked for."""
+
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self.made: list[dict[str, Any]] = []
+        self._real = dist.new_group
+        patched.setattr(dist, "new_group", self._make)
+
+    def _make(self, ranks: list[int], **said: Any) -> Any:
+        # A backend of a GPU cannot be made here: Gloo stands for it.
+        group = self._real(ranks, **{key: value for key, value in said.items() if key not in ("backend", "device_id")})
+        if dist.get_rank() in ranks:
+            self.made.append(said)
+        return group
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@on_ranks(2)
+def test_ranks_of_one_host_need_no_group_and_no_step_makes_one() -> None:
+    for transport, groups in (("shm", 0), ("p2p", 1), ("stock", 3)):
+        with pytest.MonkeyPatch.context() as patched:
+            counted, model = Counted(patched), net()
+            attachment = zhooks.attach(model, policy={"comm": {"transport": transport, "timeout_s": 30}})
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            assert len(counted.made) == groups, transport
+            for _ in range(2):
+                model(torch.ones(2, 6)).sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            attachment.state_dict()
+            assert len(counted.made) == groups, f"{transport}: a step made one"
+            attachment.detach()
+
+
+@on_ranks(4)
+def test_an_axis_has_the_groups_of_the_channels_it_is_used_on() -> None:
+    for names, groups in ((("replicate", "shard"), 5), (("dp", "tp"), 6), (("pp", "dp"), 4)):
+        with pytest.MonkeyPatch.context() as patched:
+            counted = Counted(patched)
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            before = len(counted.made)
+            opened = open_comm(resolve(mesh), Policy.of({"comm": {"transport": "stock"}}), torch.device("cpu"))
+            assert len(counted.made) - before == groups, names
+            opened.close()
+
+
+@on_ranks(2)
+def test_on_a_gpu_groups_are_connected_at_once_and_the_control_channel_has_gloo_beside_it() -> None:
+    device = torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patched:
+        counted = Counted(patched)
+        patched.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+        opened = open_comm(resolve(None), Policy(), device)
+        control = {"device_id": device, "backend": "cpu:gloo,cuda:nccl"}
+        assert counted.made == [{"device_id": device, "backend": None}] * 2 + [control]
+        assert isinstance(opened.shard, Stock)
+        facts = torch.tensor([dist.get_rank(), 1])
+        # A copy to the device would raise here.
+        opened.world.all_reduce(Call(CONTROL, "end of backward", "all units"), facts, "max")
+        assert facts.tolist() == [1, 1]
+        opened.world.broadcast(Call(CONTROL, "agree on order", "all units"), facts)
+        if not torch.cuda.is_available():
+            with pytest.raises((RuntimeError, AssertionError), match=r"(?i)cuda|nvidia"):
+                opened.world.broadcast(Call(CONTROL, "broadcast parameters", "unit"), torch.zeros(HOST_NBYTES))
+        opened.close()

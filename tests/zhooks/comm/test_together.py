@@ -1,0 +1,69 @@
+"""Steps that all ranks take together: what one says reaches whom it should, and what one cannot do nobody does.
+
+pytest runs it, on one, two and four ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import zhooks
+from offload.policy import Policy
+from tests.support.on_ranks import on_ranks, place
+from zhooks.comm import Together, open_comm, together
+from zhooks.layout import resolve
+
+
+@contextmanager
+def all_ranks() -> Iterator[Together]:
+    comm = open_comm(resolve(None), Policy(), torch.device("cpu"))
+    try:
+        yield Together(comm.stage, "try", "this")
+    finally:
+        comm.close()
+
+
+def said_by(rank: int) -> bytes:
+    """Of different lengths, none at rank 2, longer than two slices on the last."""
+    generator = torch.Generator().manual_seed(rank)
+    length = (3, together._SLICE // 3, 0, 2 * together._SLICE + 5)[rank]
+    return bytes(torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8).tolist())
+
+
+@on_ranks(1, 2, 4)
+def test_the_first_rank_collects_what_each_says_and_no_other_holds_it() -> None:
+    rank, world = place()
+    with all_ranks() as ranks:
+        assert ranks.collect(said_by(rank)) == ([said_by(each) for each in range(world)] if rank == 0 else [])
+        assert ranks.collect(b"") == ([b""] * world if rank == 0 else [])
+
+
+@on_ranks(1, 2, 4)
+def test_the_first_ranks_value_is_shared_as_json_keeps_it() -> None:
+    rank, _ = place()
+    with all_ranks() as ranks:
+        value = {"pairs": [(1, "a"), (2, "\u00e9")], "none": None}
+        assert ranks.share(value if rank == 0 else object()) == {"pairs": [[1, "a"], [2, "\u00e9"]], "none": None}
+        with pytest.raises(zhooks.CheckpointError, match="not JSON serializable"):
+            ranks.share(object() if rank == 0 else None)
+        assert ranks.share(rank) == 0
+
+
+@on_ranks(2, 4)
+def test_a_step_that_one_rank_cannot_take_fails_on_all_with_its_reason() -> None:
+    rank, world = place()
+
+    def step() -> int:
+        if rank == world - 1:
+            raise OSError(28, "No space left on device", "/somewhere")
+        return rank
+
+    said = f"rank {world - 1}: try this: .*No space left on device at /somewhere"
+    with all_ranks() as ranks:
+        with pytest.raises(zhooks.CheckpointError, match=said):
+            ranks.run(step)
+        assert ranks.run(lambda: rank) == rank, "and the ranks can go on"

@@ -1,0 +1,434 @@
+"""The sharded tensor of law 2 between steps: what it says of itself, its totals, its hooks, and what it refuses.
+
+pytest runs it, on one rank and on two. It never tests training itself: the parity matrix does; what is saved, copied
+and written is in test_sharded_state.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zhooks
+from tests.support.on_ranks import on_ranks, place
+
+STAGES = (0, 1, 2, 3)
+
+
+class Mixed(nn.Module):
+    """Parameters of all shapes: a matrix, a vector shorter than a rank's alignment, 0-d, empty, turned, channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.short = nn.Parameter(torch.tensor([-3.0]))
+        self.turned = nn.Parameter(torch.randn(7, 5).t())
+        self.image = nn.Parameter(torch.randn(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.scale + self.short + self.empty.sum()
+        return y @ self.turned + self.image.square().mean((2, 3)).sum()
+
+
+def data() -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(7))
+
+
+def attached(stage: int = 3) -> tuple[Mixed, zhooks.Attachment, Mixed]:
+    """An attached model, its attachment, and a plain copy; both with the gradients of the same batch."""
+    model = Mixed()
+    plain = copy.deepcopy(model)
+    attachment = zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 0}})
+    for either in (model, plain):
+        either(data()).square().mean().backward()
+    return model, attachment, plain
+
+
+def pairs(model: nn.Module, plain: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
+    named = zip(model.named_parameters(), plain.parameters(), strict=True)
+    return [(name, ours, theirs) for (name, ours), theirs in named]
+
+
+# ---- what it says of itself
+
+
+@on_ranks(1, 2, stage=STAGES)
+def test_a_parameter_keeps_identity_shape_dtype_device_and_strides(stage: int) -> None:
+    model = Mixed()
+    plain, before = copy.deepcopy(model), list(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zhooks.attach(model, policy={"stage": stage})
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert all(held is then for held, then in zip(optimizer.param_groups[0]["params"], before, strict=True))
+    for name, ours, theirs in pairs(model, plain):
+        assert isinstance(ours, nn.Parameter) and isinstance(ours, zhooks.ShardedTensor), name
+        assert (ours.shape, ours.dtype, ours.device, ours.ndim) == (theirs.shape, theirs.dtype, theirs.device, theirs.ndim)
+        assert (ours.stride(), ours.numel(), ours.size()) == (theirs.stride(), theirs.numel(), theirs.size())
+        assert ours.is_leaf and ours.requires_grad and ours.layout is torch.strided
+
+
+@on_ranks(1, 2, stage=STAGES)
+def test_the_ranges_are_disjoint_at_the_stages_that_shard_and_join_to_the_full_tensor(stage: int) -> None:
+    model, _, plain = attached(stage)
+    _, world = place()
+    for name, ours, theirs in pairs(model, plain):
+        assert ours.to_local().dim() == 1
+        assert torch.equal(ours.full_tensor(), theirs), name
+        assert type(ours.full_tensor()) is Tensor and not ours.full_tensor().requires_grad
+    if stage > 0 and world > 1:
+        held = sum(param.to_local().numel() for param in model.parameters())
+        assert held < sum(param.numel() for param in plain.parameters())
+
+
+@on_ranks(1, 2)
+def test_its_repr_says_the_parameter_the_shape_and_the_share_and_costs_no_collective() -> None:
+    model, _, _ = attached()
+    rank, _ = place()
+    if rank == 0:
+        text = repr(model.linear.weight)
+        assert text.startswith("ShardedTensor(parameter of linear.weight, shape=(5, 6), dtype=torch.float32, local=")
+        assert text.endswith("of 30 elements, requires_grad=True)")
+        assert "tensor of linear.weight" in repr(model.linear.weight.grad)
+        assert "Linear(in_features=6" in repr(model)
+
+
+# ---- totals and norms
+
+
+@on_ranks(1, 2, stage=(1, 3))
+def test_norms_of_any_order_are_those_of_the_whole_tensor(stage: int) -> None:
+    model, _, plain = attached(stage)
+    for name, ours, theirs in pairs(model, plain):
+        for order in (1.0, 2.0, 3.0, math.inf, -math.inf, 0.0):
+            # An infinity norm of nothing has no value in plain torch either.
+            if theirs.numel() == 0 and math.isinf(order):
+                continue
+            for got, wanted in ((ours, theirs), (ours.grad, theirs.grad)):
+                norm = torch.linalg.vector_norm(got.detach(), order)
+                torch.testing.assert_close(norm + 0.0, torch.linalg.vector_norm(wanted.detach(), order), msg=f"{name} {order}")
+
+
+@on_ranks(2, stage=(0, 3))
+def test_tensor_norm_with_its_default_is_the_frobenius_norm(stage: int) -> None:
+    model, _, plain = attached(stage)
+    for _, ours, theirs in pairs(model, plain):
+        torch.testing.assert_close(ours.grad.norm() + 0.0, theirs.grad.norm())
+        torch.testing.assert_close(ours.grad.norm(1) + 0.0, theirs.grad.norm(1))
+
+
+@on_ranks(2, stage=(0, 2, 3))
+def test_sums_means_and_extremes_of_a_gradient_are_those_of_the_whole(stage: int) -> None:
+    model, _, plain = attached(stage)
+    for name, ours, theirs in pairs(model, plain):
+        if theirs.numel() == 0:
+            continue
+        got, wanted = ours.grad, theirs.grad
+        for total in (torch.sum, torch.mean, torch.max, torch.min, torch.count_nonzero):
+            torch.testing.assert_close(total(got), total(wanted), msg=f"{name} {total.__name__}")
+        assert bool(torch.isfinite(got).all())
+        assert not bool(torch.isnan(got).any())
+        assert got.abs().sum().item() == pytest.approx(wanted.abs().sum().item())
+
+
+@on_ranks(1, 2, stage=(0, 2, 3), order=(2.0, math.inf))
+def test_clipping_scales_every_gradient_as_in_the_plain_model(stage: int, order: float) -> None:
+    model, _, plain = attached(stage)
+    # Plain torch refuses the infinity norm of an empty gradient.
+    model.empty.grad = plain.empty.grad = None
+    ours = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=order)
+    theirs = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type=order)
+    torch.testing.assert_close(ours, theirs)
+    for name, got, wanted in pairs(model, plain):
+        if wanted.grad is not None:
+            torch.testing.assert_close(got.grad.full_tensor(), wanted.grad, msg=name)
+
+
+@on_ranks(2, stage=(1, 2, 3))
+def test_clipping_makes_one_all_reduce(stage: int) -> None:
+    model, attachment, _ = attached(stage)
+    assert model.scale.grad is not None
+    transport = attachment._comm.shard
+    calls = []
+    reduce = transport.all_reduce
+    transport.all_reduce = lambda call, tensor, op: (calls.append(call.what), reduce(call, tensor, op))[1]
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    assert calls == ["all-reduce sum"]
+
+
+@on_ranks(1, 2)
+def test_clipping_by_value_is_element_wise() -> None:
+    model, _, plain = attached()
+    for either in (model, plain):
+        nn.utils.clip_grad_value_(either.parameters(), 0.01)
+    assert all(torch.equal(ours.grad.full_tensor(), theirs.grad) for _, ours, theirs in pairs(model, plain))
+
+
+@on_ranks(2)
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    rank, _ = place()
+    model = nn.Linear(64, 1)
+    zhooks.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(2, 64)).mean()).backward()
+    # Only the second rank's range overflows: the gradient itself is the same everywhere, its parts are not.
+    if rank == 1:
+        model.weight.grad.to_local()[-1] = math.inf
+    before = model.weight.full_tensor()
+    scaler.unscale_(optimizer)
+    assert scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item() == 1.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight.full_tensor(), before)
+    assert scaler.get_scale() == 2.0
+
+
+# ---- what a loop may do with it
+
+
+@on_ranks(1, 2, stage=(0, 3))
+def test_a_penalty_over_the_parameters_is_part_of_the_loss(stage: int) -> None:
+    model, _, plain = attached(stage)
+    for either in (model, plain):
+        either.zero_grad()
+        penalty = sum(param.square().sum() + param.norm() for param in either.parameters() if param.numel())
+        (either(data()).mean() + 0.1 * penalty).backward()
+    for name, ours, theirs in pairs(model, plain):
+        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        torch.testing.assert_close(ours.grad.full_tensor(), wanted, msg=name)
+
+
+@on_ranks(1, 2, stage=(0, 1, 3))
+def test_manual_updates_under_no_grad_reach_the_model(stage: int) -> None:
+    model, _, plain = attached(stage)
+    with torch.no_grad():
+        for either in (model, plain):
+            for param in either.parameters():
+                param.add_(param.grad, alpha=-0.1)
+                param -= 0.01 * param.grad
+                param.mul_(0.99).clamp_(-2, 2)
+            either.linear.bias.copy_(torch.arange(5.0))
+            either.short.fill_(2.0)
+        assert torch.equal(model(data()), plain(data()))
+    assert all(torch.equal(ours.full_tensor(), theirs) for _, ours, theirs in pairs(model, plain))
+
+
+@on_ranks(1, 2, stage=(0, 3))
+def test_init_functions_give_the_plain_models_values_under_the_same_seed(stage: int) -> None:
+    model, _, plain = attached(stage)
+    for either in (model, plain):
+        torch.manual_seed(3)
+        nn.init.normal_(either.linear.weight, std=0.02)
+        nn.init.uniform_(either.image)
+        nn.init.xavier_uniform_(either.turned)
+        nn.init.kaiming_normal_(either.linear.weight)
+        nn.init.trunc_normal_(either.image, std=0.02)
+        nn.init.zeros_(either.linear.bias)
+        nn.init.constant_(either.short, 4.0)
+    for name, ours, theirs in pairs(model, plain):
+        assert torch.equal(ours.full_tensor(), theirs), name
+
+
+@on_ranks(1, 2)
+def test_a_module_resets_itself_as_the_plain_one_does() -> None:
+    model, _, plain = attached()
+    for either in (model, plain):
+        torch.manual_seed(5)
+        either.linear.reset_parameters()
+    assert torch.equal(model.linear.weight.full_tensor(), plain.linear.weight)
+    assert torch.equal(F.linear(data(), model.linear.weight), F.linear(data(), plain.linear.weight))
+
+
+@on_ranks(1, 2)
+def test_user_attributes_and_hooks_are_carried_over() -> None:
+    model = Mixed()
+    model.linear.weight.no_decay = True
+    seen: list[tuple[int, ...]] = []
+    model.linear.weight.register_hook(lambda grad: seen.append(tuple(grad.shape)))
+    model.linear.bias.register_post_accumulate_grad_hook(lambda param: seen.append(tuple(param.grad.shape)))
+    attachment = zhooks.attach(model)
+    assert model.linear.weight.no_decay is True
+    model.linear.bias.group = "biases"
+    model(data()).mean().backward()
+    assert model.linear.weight.grad is not None
+    assert sorted(seen) == [(5,), (5, 6)]
+    attachment.detach()
+    assert model.linear.weight.no_decay is True and model.linear.bias.group == "biases"
+    model(data()).mean().backward()
+    assert sorted(seen) == [(5,), (5,), (5, 6), (5, 6)]
+
+
+@on_ranks(1, 2)
+def test_a_frozen_parameter_keeps_its_hooks_through_detach_and_an_attach() -> None:
+    model = Mixed()
+    seen: list[str] = []
+    weight, bias = model.linear.weight, model.linear.bias
+    weight.register_hook(lambda grad: seen.append("hook"))
+    bias.register_post_accumulate_grad_hook(lambda param: seen.append("post"))
+    for freeze_first in (False, True):
+        model.linear.requires_grad_(not freeze_first)
+        attachment = zhooks.attach(model)
+        model.linear.requires_grad_(False)
+        model(data()).mean().backward()
+        assert attachment.detach() is model and type(weight) is type(bias) is nn.Parameter
+        model(data()).mean().backward()
+        assert not weight.requires_grad and not bias.requires_grad and not seen
+        model.linear.requires_grad_(True)
+        model(data()).mean().backward()
+        assert sorted(seen) == ["hook", "post"]
+        seen.clear()
+
+
+@on_ranks(1, 2)
+def test_hooks_of_before_and_after_attach_run_together_and_their_handles_remove_them_at_any_time() -> None:
+    model = Mixed()
+    seen: list[str] = []
+
+    def hooked(name: str) -> list[Any]:
+        """A hook of each kind; the numbers of their handles are those of a fresh process."""
+        weight = model.linear.weight
+        return [
+            weight.register_hook(lambda grad: seen.append(f"{name} hook")),
+            weight.register_post_accumulate_grad_hook(lambda param: seen.append(f"{name} post")),
+        ]
+
+    def heard() -> list[str]:
+        seen.clear()
+        model(data()).mean().backward()
+        assert model.linear.weight.grad is not None
+        return sorted(seen)
+
+    both = ["early hook", "early post", "late hook", "late post"]
+    with pytest.MonkeyPatch.context() as fresh:
+        fresh.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
+        early = hooked("early")
+        attachment = zhooks.attach(model)
+        late = hooked("late")
+    assert heard() == both
+    early[0].remove()
+    late[1].remove()
+    assert heard() == both[1:3]
+    attachment.detach()
+    assert heard() == both[1:3]
+    early[1].remove()
+    late[0].remove()
+    assert heard() == []
+
+
+@on_ranks(1)
+def test_a_hook_on_a_frozen_parameter_is_the_same_error_as_in_plain_pytorch() -> None:
+    model, plain = Mixed(), Mixed()
+    attachment = zhooks.attach(model)
+    for either in (model, plain):
+        either.linear.weight.requires_grad_(False)
+        for register in (either.linear.weight.register_hook, either.linear.weight.register_post_accumulate_grad_hook):
+            with pytest.raises(RuntimeError, match="cannot register a hook on a tensor that doesn't require grad"):
+                register(print)
+    attachment.detach()
+
+
+@on_ranks(1, 2)
+def test_a_gradient_kept_before_attach_is_carried_over() -> None:
+    model = Mixed()
+    model(data()).mean().backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    zhooks.attach(model)
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.grad.full_tensor(), grad)
+
+
+@on_ranks(2, kind=("LSTM", "GRU", "RNN"))
+def test_the_flat_weights_of_recurrent_networks_follow_the_parameters(kind: str) -> None:
+    torch.manual_seed(0)
+    model = getattr(nn, kind)(5, 8, 2, batch_first=True)
+    plain = copy.deepcopy(model)
+    attachment = zhooks.attach(model)
+    optimizers = [torch.optim.SGD(either.parameters(), lr=0.1) for either in (model, plain)]
+    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        for either, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            either(x)[0].square().mean().backward()
+            optimizer.step()
+    assert all(
+        held is model._parameters[name] for held, name in zip(model._flat_weights, model._flat_weights_names, strict=True)
+    )
+    attachment.detach()
+    assert torch.equal(model(x)[0], plain(x)[0])
+
+
+@on_ranks(1, 2, how=("foreach", "fused"), kind=("Adam", "SGD"))
+def test_a_step_over_lists_updates_ranges_beside_a_plain_parameter_and_what_is_gathered_follows(how: str, kind: str) -> None:
+    options: dict[str, Any] = {"lr": 0.1, how: True, **({"momentum": 0.9} if kind == "SGD" else {"amsgrad": True})}
+    model, _, plain = attached()
+    beside = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    chosen = zip((model, plain), beside, strict=True)
+    optimizers = [getattr(torch.optim, kind)([*either.parameters(), extra], **options) for either, extra in chosen]
+    for _ in range(3):
+        for either, extra, optimizer in zip((model, plain), beside, optimizers, strict=True):
+            extra.grad = torch.ones(3)
+            optimizer.step()
+            optimizer.zero_grad()
+            either(data()).square().mean().backward()
+    assert torch.equal(*beside)
+    for name, ours, theirs in pairs(model, plain):
+        # A fused kernel's vectors end elsewhere on a range.
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-6, atol=1e-7, msg=name)
+
+
+# ---- what it refuses, by name
+
+
+@on_ranks(1, 2)
+def test_rows_and_matrices_of_a_gradient_are_refused_by_name() -> None:
+    model, _, _ = attached()
+    grad = model.linear.weight.grad
+    for name, needs_rows in {
+        "mean": lambda: grad.mean(dim=-1),
+        "sum": lambda: grad.sum(0),
+        "mm": lambda: grad @ grad.t(),
+        "norm": lambda: grad.norm(dim=1),
+        "select": lambda: grad[0],
+        "view": lambda: grad.view(-1),
+    }.items():
+        with pytest.raises(zhooks.ShardedOpError, match=r"linear\.weight \(5, 6\)") as raised:
+            needs_rows()
+        assert "full_tensor()" in str(raised.value), name
+
+
+@on_ranks(1, 2, name=("Adafactor", "Muon", "LBFGS"))
+def test_optimizers_that_need_whole_matrices_are_refused_by_name_and_change_nothing(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    zhooks.attach(model)
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    before = model.weight.full_tensor()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    closure()
+    with pytest.raises(zhooks.ShardedOpError, match=name):
+        optimizer.step(closure)
+    assert torch.equal(model.weight.full_tensor(), before)
+
+
+@on_ranks(1, 2)
+def test_a_single_element_and_numpy_of_a_range_are_refused() -> None:
+    model, _, _ = attached()
+    with torch.no_grad():
+        for read in (model.linear.weight.grad.tolist, model.linear.weight.grad.numpy):
+            with pytest.raises(zhooks.ShardedOpError, match=r"linear\.weight"):
+                read()

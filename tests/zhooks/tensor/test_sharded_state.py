@@ -1,0 +1,276 @@
+"""The sharded tensor copied, moved and written: state dicts kept in memory, deep copies, refused writes.
+
+pytest runs it, on one rank and on two. Files are test_stock_state.py's; full states, for any
+world size, the Attachment's: test_attach_state.py.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zhooks
+from tests.support.on_ranks import on_ranks
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+}
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [param.full_tensor() for param in model.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ---- state dicts kept in memory
+
+
+@on_ranks(2, stage=(0, 1, 3), kind=tuple(OPTIMIZERS))
+def test_a_copied_state_dict_resumes_in_another_model_as_if_nothing_had_happened(stage: int, kind: str) -> None:
+    model = net()
+    attachment = zhooks.attach(model, policy={"stage": stage})
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    wanted = train(model, optimizer, range(3, 6))
+    final = values(model)
+    attachment.detach()
+
+    resumed = net(seed=9)
+    zhooks.attach(resumed, policy={"stage": stage})
+    again = OPTIMIZERS[kind](resumed.parameters())
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    assert train(resumed, again, range(3, 6)) == wanted
+    assert same(values(resumed), final)
+
+
+@on_ranks(1, 2)
+def test_a_resumed_model_in_the_same_attachment_goes_back_to_the_saved_step() -> None:
+    model = net()
+    zhooks.attach(model)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    wanted = train(model, optimizer, range(2, 4))
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert train(model, optimizer, range(2, 4)) == wanted
+
+
+@on_ranks(1, 2)
+def test_a_full_state_dict_of_the_plain_model_loads_too() -> None:
+    model, other = net(), net(seed=4)
+    zhooks.attach(model)
+    model.load_state_dict(other.state_dict())
+    assert same(values(model), list(other.parameters()))
+
+
+@on_ranks(2)
+def test_a_state_of_another_layout_loads_whole_while_its_ranks_still_meet_and_is_refused_after() -> None:
+    """Two layouts of one model: ranges that lie elsewhere are put together, on every rank or on none."""
+    model, other = net(), net(seed=4)
+    attachment, wanted = zhooks.attach(model), list(net().parameters())
+    saved = copy.deepcopy(model.state_dict())
+    zhooks.attach(other, policy={"units": {"min_numel": 0}})
+    assert any(saved[name].to_local().numel() != param.to_local().numel() for name, param in other.named_parameters())
+    other.load_state_dict(saved)
+    assert same(values(other), wanted)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    before = values(other)
+    attachment.detach()
+    with pytest.raises(zhooks.ShardedOpError, match="found that it was detached"):
+        other.load_state_dict(saved)
+    assert same(values(other), before)
+
+
+# ---- deep copies
+
+
+@on_ranks(1, 2, stage=(0, 1, 3))
+def test_a_deep_copy_of_the_model_is_an_average_one_can_update(stage: int) -> None:
+    model, plain = net(), net()
+    zhooks.attach(model, policy={"stage": stage})
+    averages = [copy.deepcopy(model), copy.deepcopy(plain)]
+    optimizers = [OPTIMIZERS["sgd"](either.parameters()) for either in (model, plain)]
+    for step in range(3):
+        for either, optimizer, average in zip((model, plain), optimizers, averages, strict=True):
+            train(either, optimizer, range(step, step + 1))
+            with torch.no_grad():
+                for mean, param in zip(average.parameters(), either.parameters(), strict=True):
+                    mean.lerp_(param, 0.1)
+    assert same(values(model), list(plain.parameters()))
+    assert same(values(averages[0]), list(averages[1].parameters()))
+
+
+@on_ranks(1, 2)
+def test_a_deep_copy_evaluates_by_itself_and_leaves_the_model_alone() -> None:
+    model, plain = net().eval(), net().eval()
+    zhooks.attach(model)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in average.parameters():
+            param.zero_()
+        assert torch.equal(average(x), torch.zeros(4, 3))
+        assert torch.equal(model(x), plain(x))
+
+
+@on_ranks(1, 2)
+def test_a_deep_copy_has_parameters_of_its_own() -> None:
+    model = net()
+    zhooks.attach(model)
+    copied = copy.deepcopy(model)
+    assert isinstance(copied[0].weight, nn.Parameter) and copied[0].weight is not model[0].weight
+    assert copied[0].weight.grad is None and copied[0].weight.requires_grad
+    with torch.no_grad():
+        copied[0].weight.zero_()
+    assert not torch.equal(copied[0].weight.full_tensor(), model[0].weight.full_tensor())
+
+
+@on_ranks(1, 2)
+def test_torchs_averaged_model_follows_the_training() -> None:
+    model, plain = net(), net()
+    zhooks.attach(model)
+    averages = [torch.optim.swa_utils.AveragedModel(either) for either in (model, plain)]
+    optimizers = [OPTIMIZERS["sgd"](either.parameters()) for either in (model, plain)]
+    for step in range(3):
+        for either, optimizer, average in zip((model, plain), optimizers, averages, strict=True):
+            train(either, optimizer, range(step, step + 1))
+            average.update_parameters(either)
+    for ours, theirs in zip(averages[0].module.parameters(), averages[1].module.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs)
+
+
+# ---- moved and written
+
+
+@on_ranks(1, 2)
+def test_moving_the_model_where_it_is_changes_nothing() -> None:
+    model, plain = net(), net()
+    zhooks.attach(model)
+    before = list(model.parameters())
+    versions = [param._version for param in before]
+    model(torch.ones(4, 6)).sum().backward()
+    grads = [param.grad for param in before]
+    first = torch.device("cpu", 0)
+    for there in ("cpu", "cpu:0", first):
+        assert model.to(there) is model
+    model.float().cpu().to(device=first, dtype=torch.float32, non_blocking=True)
+    model._apply(lambda tensor: tensor.to("cpu:0"))
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert all(now.grad is then for now, then in zip(model.parameters(), grads, strict=True))
+    assert [param._version for param in before] == versions, "nothing was written"
+    for tensor in (before[0], before[0].detach(), grads[0]):
+        assert tensor.to("cpu:0") is tensor.to(first, torch.float32) is tensor.to(torch.zeros(1)) is tensor.cpu() is tensor
+    copied = before[0].detach().to("cpu:0", copy=True)
+    assert copied is not before[0] and copied.device == torch.device("cpu")
+    assert torch.zeros_like(before[0].detach(), device="cpu:0").device == torch.device("cpu")
+    assert torch.equal(model(torch.ones(4, 6)), plain(torch.ones(4, 6)))
+
+
+@on_ranks(1)
+def test_a_model_that_is_moved_elsewhere_is_refused_at_its_next_forward() -> None:
+    model = net()
+    zhooks.attach(model)
+    model.to("meta")
+    with pytest.raises(zhooks.AttachError, match=r"0.weight: .* \(model.to\(\), .*Call detach\(\), change it, attach again"):
+        model(torch.ones(4, 6))
+
+
+@on_ranks(1, 2, dtype=(torch.bfloat16, torch.float64))
+def test_another_dtype_after_attach_is_refused_or_right(dtype: torch.dtype) -> None:
+    model, plain = net(), net()
+    zhooks.attach(model)
+    try:
+        model.to(dtype)
+    except (zhooks.ZhooksError, RuntimeError) as error:
+        assert "sharded" in str(error) or "attach" in str(error)
+        assert all(param.dtype is torch.float32 for param in model.parameters())
+        assert torch.equal(model(torch.ones(4, 6)), plain(torch.ones(4, 6)))
+        return
+    plain.to(dtype)
+    got, wanted = model(torch.ones(4, 6, dtype=dtype)), plain(torch.ones(4, 6, dtype=dtype))
+    assert got.dtype is dtype and torch.equal(got, wanted)
+
+
+@on_ranks(1, 2, how=("smaller", "full", "meta"))
+def test_assigning_data_is_refused_clearly_or_right(how: str) -> None:
+    model = net()
+    zhooks.attach(model)
+    before = model[0].weight.full_tensor()
+    data = {"smaller": torch.empty(0), "full": torch.ones(7, 6), "meta": torch.empty(7, 6, device="meta")}[how]
+    try:
+        model[0].weight.data = data
+    except zhooks.ShardedOpError as error:
+        assert "0.weight" in str(error)
+        assert torch.equal(model[0].weight.full_tensor(), before)
+    else:
+        assert how == "full"
+        assert torch.equal(model[0].weight.full_tensor(), torch.ones(7, 6))
+    assert isinstance(model[0].weight, zhooks.ShardedTensor)
+    assert model[0].weight.shape == (7, 6)
+
+
+@on_ranks(1, 2)
+def test_writes_through_data_reach_the_model() -> None:
+    model, plain = net(), net()
+    zhooks.attach(model)
+    model(torch.ones(4, 6))
+    for either in (model, plain):
+        either[0].weight.data.mul_(0.5)
+        either[3].bias.data.copy_(torch.arange(3.0))
+        either[3].weight.data.add_(either[3].weight.data, alpha=-0.5)
+    assert torch.equal(model[0].weight.full_tensor(), plain[0].weight)
+    assert torch.equal(model[3](torch.ones(4, 7)), plain[3](torch.ones(4, 7)))
+
+
+@on_ranks(1, 2)
+def test_writing_a_row_of_a_parameter_reaches_the_model() -> None:
+    model, plain = net(), net()
+    zhooks.attach(model)
+    with torch.no_grad():
+        model[0].weight[0] = plain[0].weight[0] = 1.0
+        assert torch.equal(model[0].weight.full_tensor(), plain[0].weight)
+        assert torch.equal(model[0](torch.ones(2, 6)), plain[0](torch.ones(2, 6)))
+
+
+@on_ranks(1, 2, how=("row", "view", "turned", "diagonal"))
+def test_writing_into_a_view_of_a_parameter_is_refused_and_says_how_to(how: str) -> None:
+    model, plain = net(), net()
+    zhooks.attach(model)
+    weight = model[0].weight
+    views = {
+        "row": lambda: weight[0],
+        "view": lambda: weight.view(-1),
+        "turned": lambda: weight.t(),
+        "diagonal": lambda: weight.diagonal(),
+    }
+    with torch.no_grad(), pytest.raises(zhooks.ShardedOpError, match=r"write.*gathered\(parameter, write=True\)"):
+        views[how]().zero_()
+    assert torch.equal(weight.full_tensor(), plain[0].weight)

@@ -1,0 +1,148 @@
+"""Ways a stranger would use the tiers wrongly or at their edges: each was once answered with a wrong result or a wrong word.
+
+pytest runs it, in this process and on ranks over Gloo.  It never looks at a clock.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zhooks
+from offload.errors import BudgetError, CapabilityError, ShardedOpError
+from offload.events import Event
+from offload.policy import Policy
+from tests.support.on_ranks import on_ranks, place
+from zhooks.setup import change_store
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def tiered(tier: str, **optimizer: Any) -> dict[str, Any]:
+    cell = {"tier": tier}
+    return {"parameter": cell, "gradient": cell, "optimizer": {**cell, **optimizer}}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4, 16)).square().mean().backward()
+    optimizer.step()
+
+
+def scaled(model: nn.Module, policy: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Four steps under a GradScaler that leaves the unscaling to the kernel; the third gradient overflows."""
+    attached = zhooks.attach(model, policy=policy) if policy is not None else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    rank, world = place()
+    for number in range(4):
+        optimizer.zero_grad()
+        torch.manual_seed(number)
+        inputs = torch.randn(4 * world, 16)
+        mine = inputs if attached is None else inputs[4 * rank : 4 * rank + 4]
+        loss = model(mine).square().mean() * (float("inf") if number == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    if attached is not None:
+        attached.detach()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@on_ranks(1, 2, tier=("host",))
+def test_numba_unscales_and_skips_what_a_scaler_leaves_to_fused_optimizers(tier: str) -> None:
+    plain = scaled(build(), None)
+    ours = scaled(build(), tiered(tier, kernel="numba"))
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(1)
+def test_a_policy_that_apply_refuses_leaves_the_old_one_in_force() -> None:
+    model = build()
+    attached = zhooks.attach(model, policy=tiered("host"))
+    before = attached.policy
+    with pytest.raises(BudgetError):
+        attached.apply({**tiered("host"), "stage": 0, "budget": {"host": 100}})
+    assert attached.policy == before
+    step(model, torch.optim.AdamW(model.parameters()))
+    attached.detach()
+
+
+@on_ranks(1)
+def test_apply_asks_whether_the_kernel_can_run_where_the_new_policy_wants_it() -> None:
+    attached = zhooks.attach(build(), policy=tiered("host"))
+    chosen = Policy.of(tiered("host", kernel="numba"))
+    with pytest.raises(CapabilityError, match='compute = "host"'):
+        change_store(
+            attached._store, chosen, torch.device("cuda"), attached._units, attached._table, attached._comm, attached._bus
+        )
+    attached.detach()
+
+
+@on_ranks(1)
+def test_a_backward_that_apply_came_before_is_refused_by_name() -> None:
+    model = build()
+    attached = zhooks.attach(model, policy=tiered("host"))
+    loss = model(torch.ones(4, 16)).sum()
+    attached.apply(tiered("device"))
+    with pytest.raises(ShardedOpError, match=r"apply\(\) was called"):
+        loss.backward()
+    step(model, torch.optim.AdamW(model.parameters()))
+    attached.detach()
+
+
+@on_ranks(1)
+def test_a_step_that_finds_no_room_for_new_states_says_that_it_had_updated() -> None:
+    model = build()
+    attached = zhooks.attach(model, policy={**tiered("host"), "budget": {"host": 6000}})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with pytest.raises(BudgetError, match="1 of 1 units had been updated in this step"):
+        step(model, optimizer)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+    attached.detach()
+
+
+class Interrupting:
+    """Presses Ctrl-C at the beginning of the n-th gather from now."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def on_event(self, event: Event) -> None:
+        if (event.kind, event.what) == ("begin", "gather"):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+
+@on_ranks(1, after=(1, 2, 3))
+def test_an_interrupt_as_a_gather_begins_leaves_no_buffer_that_passes_for_the_values(after: int) -> None:
+    model = build()
+    attached = zhooks.attach(model, policy=tiered("host"))
+    plain = build()
+    observation = attached.observe(Interrupting(after))
+    with suppress(KeyboardInterrupt):
+        model(torch.ones(4, 16)).square().mean().backward()
+    observation.close()
+    assert torch.equal(model(torch.ones(4, 16)), plain(torch.ones(4, 16)))
+    for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), twin)  # type: ignore[operator]
+    attached.detach()
+
+
+def test_an_update_on_the_host_is_refused_where_16_bit_parameters_are_their_own_masters_on_the_device() -> None:
+    model = build().bfloat16()
+    policy = {
+        "gradient": {"tier": "host"}, "optimizer": {"tier": "host", "compute": "host"}, "precision": {"param": "bf16"},
+    }  # fmt: skip
+    with pytest.raises(CapabilityError, match='compute = "host": expected masters, gradient and states'):
+        zhooks.attach(model, policy=policy)
+    assert not isinstance(next(model.parameters()), zhooks.ShardedTensor)

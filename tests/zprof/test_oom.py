@@ -1,0 +1,503 @@
+"""Out of memory: what failed, who held what, and changes of the policy that would have made room, from recorded bytes alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.budget import Budget, cannot_admit, preflight
+from offload.errors import BudgetError
+from offload.policy import Policy
+from offload.tier import Tier
+from tests.support.forked import python
+from tests.support.zprof_traces import HEADER, KIB, MIB, write_trace
+from zprof.oom.changes import Plight
+from zprof.oom.explanation import explain
+from zprof.oom.facts import failure_of
+from zprof.oom.fit import Remedy, remedies
+from zprof.rows import CATEGORIES, TIERS, Row, RowKind, placed
+from zprof.running.child import Kills
+from zprof.trace.reader import Trace
+
+# What an error says.
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 8.81 MiB is free. "
+    "Including non-PyTorch memory, this process has 79.13 GiB memory in use. Of the allocated memory 75.00 GiB is allocated by "
+    "PyTorch, and 3.50 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+
+
+def test_cudas_words_are_read_as_the_rounded_figures_they_are() -> None:
+    import torch
+
+    failure = failure_of(torch.OutOfMemoryError(CUDA))
+    assert failure is not None
+    assert (failure.kind, failure.tier, failure.exact) == ("cuda", "device", False)
+    assert failure.nbytes == 20 * MIB
+    assert failure.limit == int(79.15 * (1 << 30))
+    assert failure.free == int(8.81 * MIB)
+    assert failure.short == failure.nbytes - failure.free
+    assert failure.idle == 3584 * MIB
+
+
+@given(
+    used=st.integers(0, 1 << 40),
+    limit=st.integers(0, 1 << 40),
+    nbytes=st.integers(1, 1 << 40),
+    key=st.text("abc./() :", min_size=1, max_size=20),
+)
+def test_a_budgets_words_are_read_whatever_its_figures(used: int, limit: int, nbytes: int, key: str) -> None:
+    if used + nbytes <= limit:
+        limit = used
+    failure = failure_of(cannot_admit(Tier.HOST, key.strip(), nbytes, used=used, limit=limit, note="on rank 3"))
+    assert failure is not None
+    assert (failure.kind, failure.tier) == ("budget", "host")
+    for read, true in ((failure.nbytes, nbytes), (failure.short, used + nbytes - limit)):
+        assert read == pytest.approx(true, rel=0.006)
+
+
+def test_an_error_that_was_raised_from_another_is_explained_by_it() -> None:
+    budget = Budget({Tier.DISK: 10})
+    with pytest.raises(BudgetError) as caught:
+        budget.admit(Tier.DISK, "optimizer/a", 12)
+    try:
+        try:
+            raise caught.value
+        except BudgetError as error:
+            raise SystemExit("no room") from error
+    except SystemExit as ended:
+        failure = failure_of(ended)
+    assert failure is not None
+    assert (failure.tier, failure.key, failure.nbytes, failure.short) == ("disk", "optimizer/a", 12, 2)
+    assert failure_of(ValueError("x")) is None
+    assert failure_of(RuntimeError("CUDA error: device-side assert")) is None
+
+
+def test_what_numpy_and_torch_could_not_make_is_known_to_the_byte() -> None:
+    import numpy as np
+    import torch
+
+    of_torch = lambda: torch.empty(1 << 60, dtype=torch.uint8)  # noqa: E731
+    for nbytes, make in (((1 << 55) * 8, lambda: np.empty((1 << 55,))), (1 << 60, of_torch)):
+        with pytest.raises((MemoryError, RuntimeError)) as caught:
+            make()
+        failure = failure_of(caught.value)
+        assert failure is not None
+        assert failure.nbytes == nbytes
+        assert failure.short is not None
+        assert 0 < failure.short <= nbytes
+
+
+def test_what_attach_refuses_is_read_too() -> None:
+    import torch
+
+    import zhooks
+
+    def refused(**policy: Any) -> Any:
+        model = torch.nn.Linear(64, 64)
+        with pytest.raises(BudgetError) as caught:
+            zhooks.attach(model, policy=policy)
+        return failure_of(caught.value)
+
+    device = refused(budget={"device": "1 KiB"})
+    assert (device.tier, device.bound, device.limit, device.key) == ("device", "[budget] device", KIB, "attach")
+    assert device.short == device.nbytes - KIB > 0
+    host = refused(parameter={"tier": "host"}, budget={"host": "1 KiB"})
+    assert (host.tier, host.bound, host.limit) == ("host", "[budget] host", KIB)
+    with pytest.raises(BudgetError) as caught:
+        preflight({Tier.HOST: 1 << 50})
+    machine = failure_of(caught.value)
+    assert machine is not None
+    assert (machine.kind, machine.tier, machine.nbytes) == ("budget", "host", 1 << 50)
+    assert machine.short is not None
+
+
+# What would have fitted.
+
+UNITS = {f"layers.{number}": 20 * MIB for number in range(4)} | {"head": 10 * MIB, "embed": 10 * MIB}
+
+
+def held(stage: int = 0, world: int = 1, **more: int) -> dict[tuple[str, str, str], int]:
+    """A model of `UNITS` under Adam in fp32, with 30 MiB of activations a unit."""
+    found: dict[tuple[str, str, str], int] = {}
+    for unit, nbytes in UNITS.items():
+        found["parameter", "device", unit] = nbytes // (world if stage == 3 else 1)
+        found["gradient", "device", unit] = nbytes // (world if stage >= 2 else 1)
+        found["optimizer", "device", unit] = 2 * nbytes // (world if stage >= 1 else 1)
+        found["activation", "device", unit] = 30 * MIB
+    return found | {("temporary", "device", name): nbytes for name, nbytes in more.items()}
+
+
+def policy(**values: Any) -> dict[str, Any]:
+    return Policy.of(values).values()
+
+
+def by_name(plight: Plight) -> dict[str, Remedy]:
+    return {remedy.what: remedy for remedy in remedies(plight)}
+
+
+def test_each_change_saves_what_the_bytes_say() -> None:
+    found = by_name(Plight(held(2, 2), ("device",), 1, 2, policy(stage=2), UNITS))
+    # Three of the largest units are on the way whatever rests elsewhere, but where the host computes the update.
+    saved = {what: remedy.nbytes for what, remedy in found.items()}
+    assert saved == {
+        "stage = 3": (50 - 2 * 20) * MIB,
+        '[activation] checkpoint = "unit"': 5 * 30 * MIB,
+        '[gradient] tier = "host"': (50 - 3 * 10) * MIB,
+        '[gradient] tier = "disk"': (50 - 3 * 10) * MIB,
+        '[optimizer] tier = "host"': (100 - 3 * 20) * MIB,
+        '[optimizer] tier = "disk"': (100 - 3 * 20) * MIB,
+        '[gradient] tier = "host", [optimizer] tier = "host" and compute = "host"': 150 * MIB,
+        '[activation] tier = "host"': 180 * MIB,
+        '[activation] tier = "disk"': 180 * MIB,
+        '[precision] param = "bf16"': 90 * MIB,
+        "half the batch": 90 * MIB,
+    }
+
+
+def test_a_higher_stage_saves_the_share_of_the_other_ranks_less_the_units_in_flight() -> None:
+    units = {f"layers.{number}": 10 * MIB for number in range(8)}
+    now = {("parameter", "device", unit): nbytes for unit, nbytes in units.items()}
+    found = by_name(Plight(now, ("device",), 1, 4, policy(stage=2), units))
+    assert found["stage = 3"].nbytes == 80 * MIB * 3 // 4 - 2 * 10 * MIB
+    now |= {("gradient", "device", unit): nbytes for unit, nbytes in units.items()}
+    now |= {("optimizer", "device", unit): 2 * nbytes for unit, nbytes in units.items()}
+    found = by_name(Plight(now, ("device",), 1, 4, policy(stage=0), units))
+    assert [found[f"stage = {stage}"].nbytes // MIB for stage in (1, 2, 3)] == [120, 180, 220]
+    alone = by_name(Plight(now, ("device",), 1, 1, policy(stage=0), units))
+    assert not [what for what in alone if what.startswith("stage")], "one rank has nobody to share with"
+
+
+def test_units_fetched_ahead_are_counted_at_their_smallest() -> None:
+    now = {("parameter", "device", unit): nbytes // 4 + nbytes for unit, nbytes in UNITS.items()}
+    found = by_name(Plight(now, ("device",), 1, 4, policy(), UNITS))
+    assert found["[schedule] prefetch = 0"].nbytes == 10 * MIB
+    # What is gathered is on the device wherever it rests.
+    assert found['[parameter] tier = "host"'].nbytes == (25 - 3 * 5) * MIB
+
+
+def test_what_fits_comes_first_and_the_cheapest_of_that_before_all() -> None:
+    found = remedies(Plight(held(), ("device",), 80 * MIB, 1, policy(stage=0), UNITS))
+    fits = [bool(remedy.fits) for remedy in found]
+    assert fits == sorted(fits, reverse=True)
+    ranks = [remedy.changes[0].rank for remedy in found if remedy.fits]
+    assert ranks == sorted(ranks)
+
+
+def test_where_no_change_is_enough_the_cheapest_that_are_together_come_first() -> None:
+    plight = Plight(held(), ("device",), 340 * MIB, 1, policy(stage=0), UNITS)
+    first = remedies(plight)[0]
+    assert first.fits
+    assert len(first.changes) == 2
+    assert first.nbytes >= 340 * MIB
+    assert all(not remedy.fits for remedy in remedies(plight) if len(remedy.changes) == 1)
+    assert not any(remedy.fits for remedy in remedies(Plight(held(), ("device",), 10**12, 1, policy(stage=0), UNITS)))
+
+
+def test_a_full_host_is_relieved_by_the_disk_and_no_tier_takes_more_than_it_has() -> None:
+    sizes = {"optimizer": 20, "gradient": 10}
+    on_host = {(cell, "host", unit): nbytes for cell, nbytes in sizes.items() for unit in "abcde"}
+    now = policy(stage=0, optimizer={"tier": "host"}, gradient={"tier": "host"})
+    found = by_name(Plight(on_host, ("host",), 30, 1, now))
+    assert {what: (remedy.nbytes, remedy.fits) for what, remedy in found.items()} == {
+        '[optimizer] tier = "disk"': (100 - 60, True),
+        '[gradient] tier = "disk"': (50 - 30, False),
+    }
+    full = Plight(held(), ("device",), 1, 1, policy(stage=0), UNITS, {"host": 199 * MIB})
+    assert '[gradient] tier = "host"' in by_name(full)
+    assert '[optimizer] tier = "host"' not in by_name(full)
+    assert '[optimizer] tier = "disk"' in by_name(full)
+
+
+def test_where_device_and_host_are_one_memory_only_the_disk_helps() -> None:
+    found = by_name(Plight(held(), ("device", "host"), 1, 1, policy(stage=0), UNITS, shared=True))
+    assert not [what for what in found if '"host"' in what]
+    assert found['[optimizer] tier = "disk"'].nbytes == (200 - 3 * 40) * MIB
+    assert '[parameter] tier = "disk"' not in found, "so many units are in memory all the same"
+
+
+def test_without_zhooks_plain_torch_and_what_zhooks_would_save_are_named() -> None:
+    found = by_name(Plight(held(), ("device",), 1, 4, None, UNITS))
+    assert found["zhooks.attach(model)"].nbytes == 300 * MIB
+    assert found["torch.utils.checkpoint around each block"].nbytes == 150 * MIB
+    assert 'zhooks.attach(model, policy={"optimizer": {"tier": "host"}})' in found
+    assert "half the batch" in found
+
+
+def test_idle_memory_of_the_allocator_is_the_cheapest_remedy() -> None:
+    first = remedies(Plight(held(), ("device",), 5 * MIB, 1, policy(stage=0), UNITS, idle=10 * MIB))[0]
+    assert (first.what, first.nbytes, first.fits) == ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", 10 * MIB, True)
+
+
+PLACES = st.tuples(st.sampled_from(CATEGORIES), st.sampled_from(TIERS), st.sampled_from([*UNITS, "other"]))
+POLICIES = st.builds(
+    lambda stage, tiers: policy(stage=stage, **{cell: {"tier": tier} for cell, tier in tiers.items()}),
+    st.sampled_from([0, 3]),
+    st.dictionaries(st.sampled_from(["parameter", "gradient", "optimizer", "activation"]), st.sampled_from(TIERS)),
+)
+
+
+@given(
+    now=st.dictionaries(PLACES, st.integers(0, 1 << 40), max_size=12),
+    pool=st.sampled_from([("device",), ("host",), ("disk",), ("device", "host")]),
+    short=st.none() | st.integers(1, 1 << 41),
+    world=st.integers(1, 64),
+    written=st.none() | POLICIES,
+)
+def test_no_remedy_promises_more_than_was_held_or_names_a_key_that_policies_lack(
+    now: dict[tuple[str, str, str], int], pool: tuple[str, ...], short: int | None, world: int, written: dict[str, Any] | None
+) -> None:
+    total = sum(nbytes for (_, tier, _), nbytes in now.items() if tier in pool)
+    for remedy in remedies(Plight(now, pool, short, world, written, UNITS)):
+        assert 0 < remedy.nbytes <= total
+        assert remedy.fits is (None if short is None else remedy.nbytes >= short)
+        about = [each for change in remedy.changes for each in change.about]
+        assert len(about) == len(set(about))
+        assert remedy.price
+        for change in remedy.changes:
+            if change.what.startswith("["):
+                table, _, line = change.what.partition("] ")
+                key, _, value = line.partition(" = ")
+                if written is not None and "," not in line:
+                    named = int(value) if value.isdecimal() else value.strip('"')
+                    Policy.of({**written, table[1:]: {**written[table[1:]], key: named}})
+
+
+# From the trace.
+
+
+def rows_of_a_failure() -> Iterator[Row]:
+    at = HEADER.mono_ns
+    for number, (unit, nbytes) in enumerate(UNITS.items()):
+        yield Row(RowKind.INSTANT, "unit", unit, nbytes, at)
+        yield Row(RowKind.ALLOC, placed("parameter", "device"), unit, nbytes, at, 0, number + 1)
+    yield Row(RowKind.BEGIN, "forward", "model train", 0, at + 10)
+    for number, unit in enumerate(UNITS):
+        for part in ("a", "b"):
+            ident = 10 + 2 * number + (part == "b")
+            yield Row(RowKind.ALLOC, placed("activation", "device"), f"{unit}.{part} <- train.py:3", 5 * MIB, at + 20, 0, ident)
+    # The error unwinds the stack: what the pass held is gone when the failure is noted.
+    for number, unit in enumerate(UNITS):
+        yield Row(RowKind.FREE, placed("activation", "device"), f"{unit}.a <- train.py:3", 5 * MIB, at + 30, 0, 10 + 2 * number)
+    yield Row(RowKind.END, "forward", "model train", 0, at + 31)
+    yield Row(RowKind.INSTANT, "oom", "", 64 * MIB, at + 40)
+
+
+NOTES: dict[str, dict[str, object]] = {
+    "policy": {"text": "stage = 0\n[optimizer]\ntier = 'device'\n"},
+    "oom": {"kind": "cuda", "tier": "device", "message": "m\x1b[2J", "nbytes": 64 * MIB, "short": 4 * MIB, "exact": False},
+}
+
+
+def test_a_trace_is_explained_by_what_was_held_when_it_failed(tmp_path: Path) -> None:
+    lines = explain(Trace.open(write_trace(tmp_path / "run.zprof", rows_of_a_failure(), notes=NOTES)))
+    assert lines[0] == "out of memory: device memory refused about 64 MiB, in forward: 4 MiB short"
+    table = {line.split()[0]: line.split()[1:] for line in lines[1:5]}
+    assert table["parameter"] == ["100", "MiB"]
+    assert table["activation"] == ["60", "MiB"]
+    assert any(line.startswith('  [activation] checkpoint = "unit": saves at most 50 MiB; ') for line in lines)
+    assert lines.index("would have let it fit:") < next(at for at, line in enumerate(lines) if "checkpoint" in line)
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize("broken", [{}, {"kind": 3, "tier": "device"}, {"kind": "cuda", "tier": "moon", "message": "m"}])
+def test_a_note_that_says_nothing_sensible_is_no_failure(broken: dict[str, object], tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "run.zprof", rows_of_a_failure(), notes={"oom": broken, "policy": {"text": "= ["}})
+    assert explain(Trace.open(path)) == []
+
+
+def test_a_run_without_a_failure_is_not_explained(tmp_path: Path) -> None:
+    assert explain(Trace.open(write_trace(tmp_path / "run.zprof", []))) == []
+
+
+# Real runs.
+
+
+def fresh(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
+    """In an interpreter that has imported nothing."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=at, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+PLACED = """
+import sys, torch, zhooks
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+gradient, optimizer, budget = sys.argv[1:]
+policy = {"gradient": {"tier": gradient}, "optimizer": {"tier": optimizer}, "budget": {"host": budget}, "disk": {"path": "."}}
+zhooks.attach(model, policy=policy)
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(2):
+    model(torch.ones(4, 256)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_budget_that_is_too_small_is_explained_and_the_remedy_is_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLACED)
+    failed = python("-m", "zprof", "run", "train.py", "host", "host", "4 MiB", at=tmp_path)
+    assert failed.returncode == 1
+    assert "BudgetError: host tier cannot admit optimizer/" in failed.stderr
+    said = failed.stderr[failed.stderr.index("zprof: out of memory") :].splitlines()
+    assert said[0].startswith("zprof: out of memory: [budget] host refused about 257 KiB for optimizer/")
+    assert ", in step: limit 4 MiB" in said[0]
+    fitting = said.index("zprof: would have let it fit:")
+    assert said[fitting + 1].startswith('zprof:   [optimizer] tier = "disk": saves ')
+    trace = Trace.open(tmp_path / "run.0.zprof")
+    [note] = trace.notes("oom")
+    assert (note.body["kind"], note.body["tier"], note.body["limit"]) == ("budget", "host", 4 * MIB)
+    assert [f"zprof: {line}" for line in explain(trace)] == said[:-2], "a report says the same"
+    mended = python("train.py", "host", "disk", "4 MiB", at=tmp_path)
+    assert mended.returncode == 0, mended.stderr
+
+
+def test_where_one_change_is_not_enough_the_two_that_are_named_are(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLACED)
+    failed = python("-m", "zprof", "run", "train.py", "host", "host", "3 MiB", at=tmp_path)
+    said = failed.stderr.splitlines()
+    fitting = said.index("zprof: would have let it fit:")
+    both = said[fitting + 1].partition(": saves")[0]
+    assert set(both.removeprefix("zprof:   ").split(" and ")) == {'[optimizer] tier = "disk"', '[gradient] tier = "disk"'}
+    assert said[fitting + 2] == "zprof: not enough alone:"
+    assert python("train.py", "host", "disk", "3 MiB", at=tmp_path).returncode == 1
+    mended = python("train.py", "disk", "disk", "3 MiB", at=tmp_path)
+    assert mended.returncode == 0, mended.stderr
+
+
+SMALL = """
+import resource, sys, torch
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(64, 256)).sum().backward()
+optimizer.step()
+kept = model[:2](torch.ones(1 << 15, 256))
+# Only now: which request is refused must not depend on what the recorder's own thread takes meanwhile.
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[2]) << 10), resource.RLIM_INFINITY))
+try:
+    model[2:](kept).sum().backward()
+except RuntimeError:
+    if sys.argv[1] == "handled":
+        sys.exit(0)
+    raise
+"""
+
+
+@pytest.mark.parametrize("left_kib", [64, 4096])
+def test_an_allocation_the_system_refuses_is_explained_from_every_storage(tmp_path: Path, left_kib: int) -> None:
+    (tmp_path / "train.py").write_text(SMALL)
+    failed = python("-m", "zprof", "run", "--level", "alloc", "train.py", "raised", str(left_kib), at=tmp_path)
+    assert failed.returncode == 1
+    assert "DefaultCPUAllocator: can't allocate memory" in failed.stderr
+    said = failed.stderr[failed.stderr.index("zprof: out of memory") :]
+    assert said.startswith("zprof: out of memory: RLIMIT_AS refused 32 MiB")
+    assert "activation" in said
+    assert "torch.utils.checkpoint around each block: saves at most " in said
+    assert "half the batch: saves at most " in said
+    [note] = Trace.open(tmp_path / "run.0.zprof").notes("oom")
+    assert note.body["nbytes"] == 32 * MIB
+
+
+def test_a_failure_the_script_handles_is_none(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SMALL)
+    handled = python("-m", "zprof", "run", "train.py", "handled", "4096", at=tmp_path)
+    assert handled.returncode == 0, handled.stderr
+    assert "out of memory" not in handled.stderr
+    assert Trace.open(tmp_path / "run.0.zprof").notes("oom") == []
+
+
+ALONE = """
+import resource
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), resource.RLIM_INFINITY))
+held = []
+while True:
+    held.append(bytearray(1 << 20))
+"""
+
+
+def test_a_script_without_torch_that_leaves_too_little_to_load_numpy_says_why_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    failed = fresh("-m", "zprof", "run", "train.py", at=tmp_path)
+    assert failed.returncode == 1
+    assert "zprof: out of memory: RLIMIT_AS refused memory" in failed.stderr
+    [end] = Trace.open(tmp_path / "run.0.zprof").notes("end")
+    assert (end.body["reason"], end.body["exit"]) == ("MemoryError", 1)
+
+
+NEAR = """
+import resource, sys, time
+field = {"RLIMIT_AS": "VmSize:", "RLIMIT_DATA": "VmData:"}[sys.argv[1]]
+[used] = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(field)]
+resource.setrlimit(getattr(resource, sys.argv[1]), (used + (int(sys.argv[2]) << 20), resource.RLIM_INFINITY))
+time.sleep(1.5)  # longer than rows wait to be written
+print("done")
+if sys.argv[3:]:
+    bytearray(1 << 40)
+"""
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+@pytest.mark.parametrize("left_mib", [4, 60])
+def test_a_script_that_leaves_little_memory_is_not_ended_by_what_the_recording_loads(
+    tmp_path: Path, limit: str, left_mib: int
+) -> None:
+    (tmp_path / "train.py").write_text(NEAR)
+    ended = fresh("-m", "zprof", "run", "train.py", limit, str(left_mib), at=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+    died = fresh("-m", "zprof", "run", "-f", "train.py", limit, str(left_mib), "ask", at=tmp_path)
+    assert (died.returncode, died.stdout) == (1, "done\n"), died.stderr
+    assert "\nMemoryError\n" in died.stderr and f"zprof: out of memory: {limit} refused memory" in died.stderr
+
+
+EATS = """
+import time
+held = []
+for _ in range(200):
+    held.append(bytearray(8 << 20))
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A cgroup of 100 MiB below our own."""
+    own = next(iter(Kills.read().cgroup), None)
+    folder = Path(own or "/nowhere") / f"zprof-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error.strerror}")
+    try:
+        limit = next((folder / name for name in ("memory.max", "memory.limit_in_bytes") if (folder / name).exists()), None)
+        if limit is None:
+            pytest.skip("the cgroup made here has no memory controller")
+        limit.write_text(str(100 * MIB))
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def test_a_process_the_kernel_kills_for_want_of_memory_is_told_from_other_kills(small_cgroup: Path, tmp_path: Path) -> None:
+    (tmp_path / "eat.py").write_text(EATS)
+    inside = f"echo $$ > {small_cgroup}/cgroup.procs && exec {sys.executable} -m zprof run eat.py"
+    killed = subprocess.run(["sh", "-c", inside], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -9, killed.stderr
+    assert f"zprof: out of memory: cgroup {small_cgroup} (limit 100 MiB): the kernel ended the process" in killed.stderr
+    trace = Trace.open(tmp_path / "run.0.zprof")
+    said = [line.removeprefix("zprof: ") for line in killed.stderr.splitlines()]
+    assert explain(trace) == said[: len(explain(trace))], "the trace itself says so from now on"
+    assert trace.header.argv[0] == "eat.py"

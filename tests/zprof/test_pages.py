@@ -1,0 +1,369 @@
+"""The pages of ``zprof timeline`` and ``zprof flamegraph``: what is in them, and what they do when people click."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.support.browser import Browser, opened, why_none
+from tests.support.zprof_traces import MIB, sample_rows, write_trace
+from zprof.cli import main
+from zprof.pages import timeline as page_timeline
+from zprof.pages.lanes import Kept, Lane, Spans, keep
+from zprof.pages.page import embedded, page_path
+from zprof.pages.tree import Node, tree
+from zprof.rows import Row, RowKind
+
+pytest.importorskip("plotly", reason="needs plotly: pip install 'zhooks[pages]'")
+
+Zprof = Callable[..., Result]
+HOSTILE = {
+    "model.layers.0": "<script>alert(1)</script>",
+    "model.layers.1": "</script><img src=x onerror=alert(1)>",
+    "model.layers.2": "a&amp;b\u2028<b>bold</b>",
+    "model.layers.3": "</title>'\"$x$ %{label} \x1b[31m",
+}
+
+
+def renamed(rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows with the units of hostile names."""
+    for row in rows:
+        found = next((unit for unit in HOSTILE if unit in row.key), None)
+        yield row if found is None else row._replace(key=row.key.replace(found, HOSTILE[found]))
+
+
+@pytest.fixture
+def zprof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zprof:
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(main, [str(each) for each in arguments], prog_name="zprof")
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    loaded: dict[str, Any] = json.loads(found[1])
+    return loaded
+
+
+# --- what goes into a page --------------------------------------------------------------------------------------------
+
+
+@given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_no_name_breaks_out_of_the_data_and_all_of_it_comes_back(data: object) -> None:
+    text = embedded({"data": data})
+    assert not set(text) & set("<>&\u2028\u2029")
+    assert json.loads(text) == {"data": data}
+
+
+def test_a_page_asks_no_network_and_runs_only_its_own_scripts(zprof: Zprof) -> None:
+    write_trace(Path("run.zprof"), renamed(sample_rows(steps=2, units=4)))
+    for command in ("timeline", "flamegraph"):
+        assert zprof(command, "run.zprof").exit_code == 0
+        text = Path(f"run.{command}.html").read_text(encoding="utf-8")
+        policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+        assert policy and "default-src 'none'; script-src 'sha256-" in policy[1]
+        scripts = re.findall(r"<script\b[^>]*>", text)
+        assert scripts == ['<script type="application/json" id="data">', "<script>", "<script>"]
+        head = text[: text.index("<script")]
+        assert "http://" not in head and "https://" not in head and " src=" not in head
+        assert "alert(1)</script>" not in text and "onerror=alert(1)>" not in text
+
+
+def test_a_page_is_named_after_its_run_and_never_written_over_unasked(zprof: Zprof, tmp_path: Path) -> None:
+    write_trace(Path("run.0.zprof"), sample_rows(steps=1, units=2))
+    result = zprof("timeline", "run.0.zprof")
+    assert result.exit_code == 0 and result.stdout.startswith("run.0.timeline.html: ")
+    assert "zprof report run.0.zprof" in result.stdout
+    again = zprof("timeline", "run.0.zprof")
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert again.stderr == "run.0.timeline.html: exists already; overwrite it with -f, or name another with -o\n"
+    assert zprof("timeline", "run.0.zprof", "--force").exit_code == 0
+    recorded = Path("run.0.zprof").read_bytes()
+    assert zprof("flamegraph", "run.0.zprof", "-f", "-o", "./run.0.zprof").exit_code == 1
+    assert Path("run.0.zprof").read_bytes() == recorded
+    missing = zprof("flamegraph", "run.0.zprof", "-o", "none/page.html")
+    assert (missing.exit_code, missing.stderr) == (1, "none/page.html: cannot be written: No such file or directory\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"run.0.zprof", "run.0.timeline.html"}
+
+
+def test_pages_of_several_ranks_are_named_after_what_the_ranks_share() -> None:
+    assert page_path([Path("a/run.zprof")], "timeline") == Path("a/run.timeline.html")
+    assert page_path([Path("run.0.zprof"), Path("run.1.zprof")], "timeline") == Path("run.timeline.html")
+    assert page_path([Path("run.10.zprof"), Path("run.11.zprof")], "timeline") == Path("run.timeline.html")
+    assert page_path([Path("0.zprof"), Path("1.zprof")], "timeline") == Path("0.timeline.html")
+
+
+def test_who_may_read_a_page_is_left_to_the_umask(zprof: Zprof) -> None:
+    write_trace(Path("run.zprof"), sample_rows(steps=1, units=2))
+    old = os.umask(0o027)
+    try:
+        assert zprof("flamegraph", "run.zprof").exit_code == 0
+    finally:
+        os.umask(old)
+    assert Path("run.flamegraph.html").stat().st_mode & 0o777 == 0o640
+
+
+def test_without_plotly_the_mend_is_named_and_the_exit_code_is_4(zprof: Zprof, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_trace(Path("run.zprof"), sample_rows(steps=1, units=2))
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    for command in ("timeline", "flamegraph"):
+        result = zprof(command, "run.zprof")
+        assert (result.exit_code, result.stderr) == (
+            4,
+            "plotly: needed for pages, not installed; pip install 'zhooks[pages]'\n",
+        )
+
+
+def test_the_peak_in_both_pages_is_the_ledgers_to_the_byte(zprof: Zprof) -> None:
+    write_trace(Path("run.zprof"), sample_rows(steps=3, units=4, level="alloc"), device="cuda:0")
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    assert zprof("flamegraph", "run.zprof").exit_code == 0
+    report = json.loads(zprof("report", "run.zprof", "--json").stdout)["runs"][0]["tiers"]
+    [run] = data_of(Path("run.timeline.html"))["runs"]
+    peaks = {view["name"]: view["peak"] for view in run["views"]}
+    assert {tier: peak["total"] for tier, peak in peaks.items()} == {tier: report[tier]["bytes"] for tier in peaks}
+    for peak in peaks.values():
+        assert sum(holder[0] for holder in peak["holders"]) + peak["rest"][1] == peak["total"]
+    flame = {tier["tier"]: tier["total"] for tier in data_of(Path("run.flamegraph.html"))["tiers"]}
+    assert flame == {tier: peak["total"] for tier, peak in peaks.items()}
+
+
+def test_a_step_that_was_not_recorded_is_one_line(zprof: Zprof) -> None:
+    write_trace(Path("run.zprof"), sample_rows(steps=2, units=2))
+    assert zprof("flamegraph", "run.zprof", "--at", "step:1").exit_code == 0
+    result = zprof("flamegraph", "run.zprof", "-f", "--at", "step:7")
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert "steps 0 to 1" in result.stderr and "--at step:1 is the last" in result.stderr
+    assert zprof("flamegraph", "run.zprof", "--at", "noon").exit_code == 2
+
+
+def test_a_trace_of_nothing_makes_pages_that_say_so(zprof: Zprof) -> None:
+    write_trace(Path("run.zprof"), [])
+    for command in ("timeline", "flamegraph"):
+        result = zprof(command, "run.zprof")
+        assert result.exit_code == 0 and "no memory recorded" in result.stdout
+
+
+def test_ten_thousand_names_do_not_make_most_of_a_page(zprof: Zprof) -> None:
+    rows = [
+        Row(kind, "compute", f"{'<' * 190}{number}", 0, 2_000_000_000 + 10 * number + end)
+        for number in range(10_000)
+        for end, kind in enumerate((RowKind.BEGIN, RowKind.END))
+    ]
+    write_trace(Path("run.zprof"), rows)
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    assert len(json.dumps(data_of(Path("run.timeline.html")))) < 2 << 20
+
+
+# --- what is merged ---------------------------------------------------------------------------------------------------
+
+LANE = Lane("lane", ("a", "b"), rows=2)
+
+
+@st.composite
+def lanes(draw: st.DrawFn) -> Spans:
+    spans = draw(
+        st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 10_000), st.integers(0, 400)), max_size=80)
+    )
+    what, key, begin, length = np.array(spans, dtype=np.int64).reshape(-1, 4).T
+    return Spans(LANE, what, key, begin, begin + length, length * 3)
+
+
+def total(parts: list[Kept], name: str) -> int:
+    return sum(int(getattr(part, name).sum()) for part in parts)
+
+
+def told(spans: Spans | Kept, which: NDArray[np.bool_]) -> set[tuple[int, ...]]:
+    columns = (spans.begin_ns, spans.end_ns, spans.key, spans.what, spans.nbytes)
+    return set(zip(*(column[which].tolist() for column in columns), strict=True))
+
+
+@settings(max_examples=60)
+@given(st.lists(lanes(), min_size=1, max_size=3), st.integers(8, 60))
+def test_merging_keeps_the_budget_and_loses_no_span_no_byte_and_no_time(parts: list[Spans], most: int) -> None:
+    kept, merge_ns, _ = keep(parts, 10_400, [(2000, 2400)], most=most)
+    assert sum(len(part.count) for part in kept) <= max(most, 4 * len(parts) * 2)
+    assert total(kept, "count") == sum(map(len, parts))
+    assert total(kept, "nbytes") == sum(int(part.nbytes.sum()) for part in parts)
+    assert total(kept, "busy_ns") == sum(int((part.end_ns - part.begin_ns).sum()) for part in parts)
+    for before, after in zip(parts, kept, strict=True):
+        long = before.end_ns - before.begin_ns >= max(merge_ns, 1)
+        assert told(before, long) <= told(after, after.count == 1)
+
+
+def test_spans_of_a_kept_window_are_not_merged() -> None:
+    begin = np.arange(0, 100_000, 10, dtype=np.int64)
+    spans = Spans(LANE, begin * 0, begin // 10, begin, begin + 4, begin * 0)
+    [kept], merge_ns, whole = keep([spans], 100_000, [(50_000, 51_000), (70_000, 71_000)], most=500)
+    assert merge_ns > 4 and whole == 2 and len(kept.count) <= 500
+    inside = (kept.begin_ns >= 50_000) & (kept.begin_ns < 51_000)
+    assert inside.sum() == 100 and (kept.count[inside] == 1).all()
+
+
+def test_spans_that_overlap_lie_in_rows_below_one_another() -> None:
+    columns = np.array([(0, 100), (0, 40), (50, 90), (60, 80)], dtype=np.int64)
+    zeros = np.zeros(4, dtype=np.int64)
+    lane = dataclasses.replace(LANE, rows=3)
+    [kept], _, _ = keep([Spans(lane, zeros, zeros, columns[:, 0], columns[:, 1], zeros)], 100)
+    assert kept.row == [0, 1, 1, 2]
+
+
+@given(st.lists(st.tuples(st.text("ab.<", max_size=6), st.sampled_from(["parameter", "gradient"]), st.integers(-5, 1000))))
+def test_every_module_holds_what_the_parts_below_it_hold(held: list[tuple[str, str, int]]) -> None:
+    top = tree(iter(held), "device")
+    assert top.nbytes == sum(nbytes for _, _, nbytes in held if nbytes > 0)
+
+    def check(node: Node) -> None:
+        if not node.category:
+            assert node.nbytes == sum(child.nbytes for child in node.children.values())
+        for child in node.children.values():
+            check(child)
+
+    check(top)
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+WHY_NONE = why_none()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if WHY_NONE:
+        pytest.skip(WHY_NONE)
+    with opened(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+#: Where the first span of a lane was drawn, in pixels of its chart.
+PLACE = """
+const row = DATA.runs[0].drawn.find((row) => row.lane.name === arguments[0]), span = row.spans[0];
+const ms = ((span.begin + span.end) / 2) * TICK_MS;
+return [LEFT + ((ms - state.begin) / (state.end - state.begin)) * plotWidth(), 8 + (row.top + span.row + 0.7) * ROW];
+"""
+
+
+#: Whether all that is drawn of the first step kept whole are spans of the run, none of them merged.
+ALONE = """
+const [step] = DATA.whole;
+return DATA.runs[0].lanes.every((lane) => lane.begin.every((begin, i) =>
+  begin < step.begin || begin >= step.end || !lane.count || lane.count[i] === 1));
+"""
+
+
+def test_a_timeline_is_drawn_and_answers_clicks_without_a_complaint_or_a_request(zprof: Zprof, browser: Browser) -> None:
+    write_trace(Path("run.zprof"), renamed(sample_rows(steps=3, units=6, level="alloc")), level="alloc")
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    browser.open(Path("run.timeline.html"))
+    assert browser.run("return document.querySelectorAll('#lanes-plot-0 .scatterlayer .trace').length") > 6
+    assert not browser.run("return document.querySelectorAll('img, #page script').length")
+
+    before = browser.run("return document.documentElement.dataset.theme")
+    browser.click("#theme")
+    after = browser.run("return document.documentElement.dataset.theme")
+    assert {before, after} == {"dark", "light"}
+
+    browser.click("#peak")
+    assert browser.text("#panel-title").startswith("Peak: ")
+    assert HOSTILE["model.layers.0"] in browser.text("#panel-body")
+    browser.click("#whole")
+
+    browser.press("#search", "<script>")
+    # The unit, and the block on disk or the path that is named after it.
+    assert browser.text("#found").endswith(("name found", "names found")) and not browser.text("#found").startswith("0 ")
+    assert HOSTILE["model.layers.0"] in browser.text("#units-body") and "model.layers.5" not in browser.text("#units-body")
+    browser.run("document.getElementById('search').value = ''; search('')")
+
+    x, y = browser.run(PLACE, "gathers")
+    browser.hover_at("#lanes-plot-0", x, y)
+    assert HOSTILE["model.layers.0"] in browser.text("#tip")
+    browser.click_at("#lanes-plot-0", x, y)
+    assert browser.text("#panel-title") == "gather"
+    told = browser.text("#panel-body")
+    assert HOSTILE["model.layers.0"] in told and f"({12 * MIB:,})" in told and "exposed" in told and "/s" in told
+    browser.click("#panel-close")
+    assert browser.run("return document.getElementById('panel').hidden")
+
+    width = browser.run("return state.end - state.begin")
+    browser.press("#lanes-plot-0", "+")
+    assert browser.run("return state.end - state.begin") == pytest.approx(width / 2)
+    assert browser.complaints() == [] and browser.requests() == []
+
+
+def test_a_timeline_of_ranks_shows_one_or_all_of_them(zprof: Zprof, browser: Browser) -> None:
+    for rank in range(2):
+        rows = sample_rows(steps=2, units=3, start_ns=1_000_000_000 + rank * 1_000_000)
+        write_trace(Path(f"run.{rank}.zprof"), rows, rank=rank, world=2)
+    assert zprof("timeline", "run.0.zprof", "run.1.zprof").exit_code == 0
+    browser.open(Path("run.timeline.html"))
+    shown = "return [...document.querySelectorAll('section[id^=lanes-]')].filter((each) => !each.hidden).length"
+    assert browser.run(shown) == 2
+    browser.press("#rank", "rank 1")
+    assert browser.run(shown) == 1
+    assert browser.run("return document.getElementById('lanes-0').hidden")
+    assert browser.complaints() == [] and browser.requests() == []
+
+
+def test_a_run_too_long_for_a_page_tells_what_was_merged_and_keeps_steps_whole(
+    zprof: Zprof, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_timeline, "MOST_SPANS", 400)
+    rows = list(sample_rows(steps=30, units=6))
+    samples = [
+        Row(RowKind.COUNTER, f"nvml {what}", "gpu0", value * (number + 1), 1_000_000_000 + number * 100_000_000)
+        for number in range(8)
+        for what, value in (("utilisation", 10), ("power", 90_000), ("pcie rx", 1 << 30))
+    ]
+    write_trace(Path("run.zprof"), rows + samples, device="cuda:0")
+    result = zprof("timeline", "run.zprof")
+    assert "are merged" in result.stdout
+    browser.open(Path("run.timeline.html"))
+    assert browser.run("return !document.getElementById('device').hidden")
+    assert "merged with their neighbours" in browser.run("return document.querySelector('main > .note').textContent")
+    browser.click("#whole-windows button")
+    assert browser.run(ALONE)
+    assert browser.complaints() == [] and browser.requests() == []
+
+
+def test_a_flamegraph_is_drawn_and_looked_into(zprof: Zprof, browser: Browser) -> None:
+    write_trace(Path("run.zprof"), renamed(sample_rows(steps=2, units=6, level="alloc")), level="alloc")
+    assert zprof("flamegraph", "run.zprof").exit_code == 0
+    browser.open(Path("run.flamegraph.html"))
+    slices = "return document.querySelectorAll('#flame .slice').length"
+    assert browser.run(slices) > 10
+    browser.click("#flame .slice:nth-child(2)")
+    assert browser.text("#panel-title") == "Details"
+    assert browser.run("return state.root") > 0
+    browser.click("#whole")
+    browser.press("#search", "<script>")
+    assert " found, " in browser.text("#found")
+    browser.click("#kind")
+    assert browser.run("return document.querySelectorAll('#flame .treemaplayer .slice').length") > 10
+    browser.click("#theme")
+    browser.press("#tier", "host")
+    assert "host" in browser.text("#crumbs")
+    assert browser.complaints() == [] and browser.requests() == []
+
+
+def test_columns_come_back_as_they_were_packed() -> None:
+    from zprof.pages.page import packed
+
+    for kind in ("uint8", "uint16", "uint32", "float32", "float64"):
+        values = np.arange(9).astype(kind)
+        read = packed(values)
+        found = np.frombuffer(base64.b64decode(read["b"]), dtype=np.dtype(kind).newbyteorder("<"))
+        assert found.tolist() == values.tolist()

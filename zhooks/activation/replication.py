@@ -1,0 +1,136 @@
+"""Verifies that tensors are the same on every rank of an axis, before only a part of each is kept.
+
+``partition.py`` asks once for each input of each unit, in the first passes that have it; what differs is reported when the pass
+is over, on all ranks of the attachment.  It never changes a tensor.
+
+Note: [Hashes]
+    A hash is a sum over 64-bit words, each times an odd number of its own and its upper bits mixed into the lower ones, modulo
+    2**64.  Each step can be undone, so that one word that differs always shows.  Without the mixing two flipped signs would
+    cancel each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.errors import DivergenceError
+from zhooks.comm import CONTROL, Call, Transport, text_digest
+
+__all__ = ["Replication", "hash_of"]
+
+_WORDS = 1 << 16
+_STEP, _ODD = 0x5851F42D4C957F2C, 0x14057B7EF767814F
+
+
+class Replication:
+    """What was verified over ``axis``, and what was found to differ in the pass under way.
+
+    Args:
+        axis: the ranks that should hold the same.
+        data: the ranks that share this rank's units, and with which a first pass ends together.
+    """
+
+    def __init__(self, axis: Transport, data: Transport) -> None:
+        self._axis, self._data = axis, data
+        self._seen: dict[tuple[str, str], set[int]] = {}
+        self._checked: set[str] = set()
+        self._found: list[str] = []
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._found.clear()
+
+    def compare(self, path: str, unit: str, tensors: dict[int, Tensor], name: Callable[[int], str]) -> set[int]:
+        """The numbers of those inputs of ``unit`` that differ; each is compared once a path.  Collective over the axis.
+
+        Args:
+            tensors: plain tensors by number, which ``name`` puts in words.
+        """
+        seen = self._seen.get((path, unit))
+        new = {number: tensor for number, tensor in tensors.items() if seen is None or number not in seen}
+        if seen is not None and not new:
+            return set()
+        facts = [(number, tuple(tensor.shape), tensor.dtype) for number, tensor in new.items()]
+        shapes = self._exchange(unit, [text_digest(repr(facts))])
+        if self._others(shapes, 0):
+            self._differs(unit, "its inputs", f"number, shapes or dtypes that are {facts} here", self._others(shapes, 0))
+            return set(tensors)
+        hashes = self._exchange(unit, [hash_of(tensor) for tensor in new.values()]) if new else []
+        differing = set()
+        for place, (number, tensor) in enumerate(new.items()):
+            ranks = self._others(hashes, place)
+            if ranks:
+                what = f"{name(number)}, {tensor.dtype} of shape {list(tensor.shape)}"
+                self._differs(unit, what, "other values", ranks)
+                differing.add(number)
+        self._seen.setdefault((path, unit), set()).update(set(new) - differing)
+        return differing
+
+    def _exchange(self, unit: str, own: list[int]) -> list[list[int]]:
+        """Each rank's numbers, in the order of the axis."""
+        rank, world = self._axis.axis.rank, self._axis.axis.world
+        table = torch.zeros(world, len(own), dtype=torch.int64)
+        table[rank] = torch.tensor(own, dtype=torch.int64)
+        flat = table.view(-1)
+        self._axis.all_reduce(Call(CONTROL, "compare inputs of", unit), flat, "sum")
+        return [[int(value) for value in row] for row in flat.view(world, -1).tolist()]
+
+    def _others(self, rows: list[list[int]], place: int) -> list[int]:
+        """The ranks whose number differs from that of the axis' first rank."""
+        ranks = self._axis.axis.ranks
+        return [rank for rank, row in zip(ranks, rows, strict=True) if row[place] != rows[0][place]]
+
+    def _differs(self, unit: str, what: str, found: str, ranks: Sequence[int]) -> None:
+        axis = self._axis.axis
+        some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        self._found.append(
+            f"unit {unit}, {what}: expected the same on all ranks of axis {axis.name} ({', '.join(map(str, axis.ranks[:8]))}"
+            f"{', ...' if axis.world > 8 else ''}), found {found} on rank {some} than on rank {axis.ranks[0]}"
+        )
+
+    def end(self, path: str) -> None:
+        """A pass is over; the first of each path ends together with that of the data ranks.
+
+        Raises:
+            DivergenceError: inputs differed, here or on the ranks that share these units.
+        """
+        found, elsewhere = list(self._found), False
+        self._found.clear()
+        if path not in self._checked:
+            flag = torch.tensor([len(found)], dtype=torch.int64)
+            if self._data.axis.world > 1:
+                self._data.all_reduce(Call(CONTROL, "agree on inputs of", path), flag, "max")
+            elsewhere = bool(flag.item())
+            if not elsewhere:
+                self._checked.add(path)
+        if found:
+            more = f" ({len(found) - 1} more differ)" if len(found) > 1 else ""
+            raise DivergenceError(
+                f"{found[0]}{more}. Seed what is random alike on these ranks and give them the same batch; name units whose "
+                "inputs are meant to differ, as those of sequence parallelism do, in [activation] sharded_inputs."
+            )
+        if elsewhere:
+            raise DivergenceError(
+                f"{path}: expected the inputs of units to be the same on all ranks of axis {self._axis.axis.name}, found some "
+                "that differ on ranks that share these units. Their message names them and says what to do."
+            )
+
+
+def hash_of(tensor: Tensor) -> int:
+    """A hash of a plain tensor's values, in row order; see Note [Hashes]."""
+    with torch.no_grad():
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if flat.storage_offset() % 8:
+            flat = flat.clone()
+        whole = flat.numel() // 8 * 8
+        weights = torch.arange(_WORDS, dtype=torch.int64, device=flat.device).mul_(_STEP).add_(_ODD)
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for piece in flat[:whole].view(torch.int64).split(_WORDS):
+            mixed = piece * weights[: piece.numel()]
+            total = total * _ODD + mixed.bitwise_xor_(mixed >> 29).mul_(_ODD).sum()
+        tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+        tail[: flat.numel() - whole].copy_(flat[whole:])
+        return int((total * _ODD + tail.view(torch.int64)[0]).item())

@@ -1,0 +1,329 @@
+"""What one rank's shard file holds: its values, gradients, optimizer states, buffers and random states, tensor by tensor.
+
+``save_load.py`` writes what ``contents`` lists, in its order; ``loading.py`` reads it back.  Values are opened
+one tensor of one flat buffer at a time, from whatever tier they are on; it never touches a file.
+
+Note: [Document]
+    The last tensor of the file is JSON: which parameters hold gradients, the optimizers' groups and everything that is not
+    sharded like the parameters, the user's objects, the random states, and where the tensors of all that are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import CheckpointError
+from offload.events import Bus
+from offload.shards import Entry, digest
+from offload.text import shown
+from zhooks.checkpoint.rng import generators
+from zhooks.checkpoint.state_tree import Packer
+from zhooks.checkpoint.values import flats_of
+from zhooks.comm import Comm
+from zhooks.grad import Reducer, Scaling
+from zhooks.layout import part_of
+from zhooks.optim import Rounding
+from zhooks.tensor import ShardedTensor
+from zhooks.unit import Flat, Unit
+
+DOCUMENT = "document"
+SHARDED = {"sharded": True}
+
+Optimizers = tuple[torch.optim.Optimizer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The training run on this rank: what is saved, and what is loaded into.
+
+    ``scaling`` keeps the loss scale, which the manifest holds.  ``landed`` is called with each flat buffer whose values,
+    gradients and states have been loaded, so that new states can go to their tier before the next flat's are made.
+    """
+
+    model: nn.Module
+    units: Sequence[Unit]
+    comm: Comm
+    reducer: Reducer
+    bus: Bus
+    optimizers: Optimizers
+    objects: Mapping[str, Any] | None
+    about: Mapping[str, Any]
+    scaling: Scaling
+    landed: Callable[[Flat], None]
+    rounding: Rounding
+
+    @property
+    def flats(self) -> list[Flat]:
+        return list(flats_of(self.units))
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where the model computes, each device once."""
+        return list(dict.fromkeys(flat.kind.device for flat in self.flats))
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor to be written, its values opened only then; ``key`` names the flat buffer in events."""
+
+    entry: Entry
+    chunks: Callable[[], Iterable[Tensor]]
+    key: str = ""
+
+
+def tensor_name(number: int, what: str) -> str:
+    """What a tensor of flat buffer ``number`` is called in the file."""
+    return f"{number:04d}/{what}"
+
+
+def state_name(number: int, optimizer: int, key: Any, dtype: torch.dtype) -> str:
+    """What a kind of state of flat buffer ``number`` is called in the file."""
+    return tensor_name(number, f"optimizer{optimizer}/{key}/{str(dtype).removeprefix('torch.')}")
+
+
+def buffer_name(name: str) -> str:
+    """What a buffer is called in the file."""
+    return f"buffer/{name}"
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state, each once; of one divided over tp, this rank's part."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            found[f"{prefix}.{key}" if prefix else key] = part_of(buffer)
+    return found
+
+
+def buffer_digests(model: nn.Module) -> dict[str, str]:
+    """A checksum of every buffer: ranks whose buffers equal the first rank's do not write them again."""
+    return {name: digest([buffer]) for name, buffer in buffers_of(model).items()}
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that keep a state of their own beside parameters and buffers."""
+    plain = nn.Module.get_extra_state
+    return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not plain}
+
+
+def grads_of(flat: Flat) -> list[ShardedTensor | None]:
+    """The gradients the parameters hold now.
+
+    Raises:
+        CheckpointError: one of them is a plain tensor.
+    """
+    found: list[ShardedTensor | None] = []
+    for param, spec in zip(flat.params, flat.specs, strict=True):
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = param.grad
+        if grad is not None and not isinstance(grad, ShardedTensor):
+            raise CheckpointError(
+                f"save: expected a sharded gradient in {spec.name}.grad, found a plain tensor. Set it to None, or save after "
+                "the step."
+            )
+        found.append(grad)
+    return found
+
+
+def contents(run: RunState, extra: Mapping[str, Any], first: Mapping[str, str]) -> list[FileTensor]:
+    """Every tensor of this rank's file in the order it is written; ``first`` are the first rank's buffer digests.
+
+    Raises:
+        CheckpointError: something cannot be saved without pickle.
+    """
+    packer = Packer()
+    tensors: list[FileTensor] = []
+    document: dict[str, Any] = {"gradients": [], "partials": [], "states": []}
+    for number, flat in enumerate(run.flats):
+        shape = (flat.shard_numel,)
+        tensors.append(FileTensor(Entry(tensor_name(number, "value"), flat.kind.master, shape), _shard(flat), flat.name))
+        for what, found in (("gradients", _gradient(number, flat)), ("partials", _partial(number, flat, run.reducer))):
+            document[what].append(None if found is None else found[0])
+            tensors.extend([] if found is None else [found[1]])
+        for index, optimizer in enumerate(run.optimizers):
+            for key, dtype, held in _sharded_states(flat, optimizer):
+                name = state_name(number, index, key, dtype)
+                document["states"].append([number, index, packer.pack(key, "optimizer"), name, held])
+                tensors.append(FileTensor(Entry(name, dtype, shape), _state_chunks(flat, optimizer, key, held), flat.name))
+    where = "optimizer {}".format
+    document["optimizers"] = [_optimizer(run, one, packer, where(index)) for index, one in enumerate(run.optimizers)]
+    own = _buffers(run, first)
+    document["buffers"] = {name: name in own for name in buffers_of(run.model)}
+    document["modules"] = {
+        name: packer.pack(module.get_extra_state(), f"extra state of {name}")
+        for name, module in extra_states(run.model).items()
+    }
+    objects = run.objects or {}
+    document["objects"] = {name: packer.pack(one.state_dict(), f"objects[{name!r}]") for name, one in objects.items()}
+    document["rng"] = packer.pack(generators(run.devices), "random states")
+    document["rounding"] = run.rounding.state()
+    document["extra"] = packer.pack(dict(extra), "extra")
+    # Wide elements first, so that every tensor of the file is aligned.
+    plain = {**packer.tensors, **{buffer_name(name): buffer for name, buffer in own.items()}}
+    for name, value in sorted(plain.items(), key=lambda item: -item[1].dtype.itemsize):
+        tensors.append(FileTensor(Entry(name, value.dtype, tuple(value.shape)), _one_chunk(value)))
+    raw = torch.frombuffer(bytearray(json.dumps(document, separators=(",", ":")).encode()), dtype=torch.uint8)
+    tensors.append(FileTensor(Entry(DOCUMENT, torch.uint8, (raw.numel(),)), _one_chunk(raw)))
+    return tensors
+
+
+def check_handed(verb: str, objects: object, extra: object) -> None:
+    """What a save is to write beside the model, or a load to fill.
+
+    Raises:
+        CheckpointError: it is of another kind than named objects with states, and plain data by name.
+    """
+    for what, value in (("objects", objects), ("extra", extra)):
+        if value is not None and not isinstance(value, Mapping):
+            found = type(value).__name__
+            raise CheckpointError(f"{verb}: expected a mapping or None as {what}, found {found}. Give each a name.")
+    for name, one in (objects or {}).items() if isinstance(objects, Mapping) else ():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{verb}: expected names in objects, found {shown(name)}. Call it e.g. \"scheduler\".")
+        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+            raise CheckpointError(
+                f"{verb}: expected an object with state_dict and load_state_dict in objects[{shown(name)}], found "
+                f"{type(one).__name__}. Plain data goes into extra."
+            )
+
+
+# Tensors of one flat buffer, opened one at a time.
+
+
+def _shard(flat: Flat) -> Callable[[], Iterable[Tensor]]:
+    return lambda: (flat.shard,)
+
+
+def _one_chunk(value: Tensor) -> Callable[[], Iterable[Tensor]]:
+    return lambda: (value,)
+
+
+def _laid(places: Sequence[tuple[int, int]], total: int, take: Callable[[int], Tensor | None], dtype: torch.dtype) -> Any:
+    """Chunks of a flat tensor of ``total`` elements: ``take(index)`` at each place, zeros where there is none."""
+
+    def chunks() -> Iterator[Tensor]:
+        at = 0
+        for index, (start, numel) in enumerate(places):
+            if numel == 0:
+                continue
+            if start > at:
+                yield torch.zeros(start - at, dtype=dtype)
+            found = take(index)
+            yield torch.zeros(numel, dtype=dtype) if found is None else found
+            at = start + numel
+        if total > at:
+            yield torch.zeros(total - at, dtype=dtype)
+
+    return chunks
+
+
+def _spans(flat: Flat) -> list[tuple[int, int]]:
+    return [flat.span(index) for index in range(len(flat.params))]
+
+
+def _gradient(number: int, flat: Flat) -> tuple[list[int], FileTensor] | None:
+    grads = grads_of(flat)
+    held = [index for index, grad in enumerate(grads) if grad is not None]
+    if not held:
+        return None
+
+    def take(index: int) -> Tensor | None:
+        grad = grads[index]
+        return None if grad is None else grad._local
+
+    dtype = flat.kind.master
+    entry = Entry(tensor_name(number, "gradient"), dtype, (flat.shard_numel,))
+    return held, FileTensor(entry, _laid(_spans(flat), flat.shard_numel, take, dtype), flat.name)
+
+
+def _partial(number: int, flat: Flat, reducer: Reducer) -> tuple[list[bool], FileTensor] | None:
+    """What ``no_sync`` holds back on this rank: sums of this rank alone, of the whole buffer."""
+    gradient = reducer.gradients.get(flat.number)
+    if gradient is None or gradient.partial is None or not any(gradient.present):
+        return None
+    partial, present, layout = gradient.partial, list(gradient.present), flat.layout
+    places = list(zip(layout.starts, layout.numels, strict=True))
+
+    def take(index: int) -> Tensor | None:
+        start, numel = places[index]
+        return partial[start : start + numel] if present[index] else None
+
+    entry = Entry(tensor_name(number, "partial"), partial.dtype, (layout.padded,))
+    return present, FileTensor(entry, _laid(places, layout.padded, take, partial.dtype), flat.name)
+
+
+def _sharded_states(flat: Flat, optimizer: torch.optim.Optimizer) -> list[tuple[Any, torch.dtype, list[int]]]:
+    """States that lie like the parameters: (key, dtype, which parameters have it)."""
+    found: dict[tuple[Any, torch.dtype], list[int]] = {}
+    for index, param in enumerate(flat.params):
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, ShardedTensor):
+                found.setdefault((key, value.dtype), []).append(index)
+    return [(key, dtype, held) for (key, dtype), held in found.items()]
+
+
+def _state_chunks(flat: Flat, optimizer: torch.optim.Optimizer, key: Any, held: Sequence[int]) -> Any:
+    def take(index: int) -> Tensor | None:
+        if index not in held:
+            return None
+        state: ShardedTensor = optimizer.state[flat.params[index]][key]
+        return state._local
+
+    dtype = optimizer.state[flat.params[held[0]]][key].dtype
+    return _laid(_spans(flat), flat.shard_numel, take, dtype)
+
+
+# What is not sharded.
+
+
+def param_names(run: RunState) -> dict[int, str]:
+    """Names of the model's parameters by identity; an optimizer may hold others, which have none."""
+    return {id(param): spec.name for flat in run.flats for param, spec in zip(flat.params, flat.specs, strict=True)}
+
+
+def group_names(run: RunState, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The parameters' names, group by group."""
+    names = param_names(run)
+    return [[names.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _optimizer(run: RunState, optimizer: torch.optim.Optimizer, packer: Packer, where: str) -> dict[str, Any]:
+    groups, entries = [], []
+    for number, (group, names) in enumerate(zip(optimizer.param_groups, group_names(run, optimizer), strict=True)):
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({"params": names, "options": packer.pack(options, where)})
+        for index, param in enumerate(group["params"]):
+            state = optimizer.state.get(param)
+            if state is not None:
+                packed = [[packer.pack(key, where), _state(value, packer, f"{where} {key}")] for key, value in state.items()]
+                entries.append([number, index, packed])
+    loose = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    return {
+        "type": type(optimizer).__name__,
+        "groups": groups,
+        "entries": entries,
+        "loose": packer.pack(loose, where),
+    }
+
+
+def _state(value: Any, packer: Packer, where: str) -> Any:
+    return SHARDED if isinstance(value, ShardedTensor) else packer.pack(value, where)
+
+
+def _buffers(run: RunState, first: Mapping[str, str]) -> dict[str, Tensor]:
+    """The buffers that go into this file: all of the first rank's, and those of others that differ from them."""
+    buffers = buffers_of(run.model)
+    if run.comm.stage.axis.rank == 0:
+        return buffers
+    own = buffer_digests(run.model)
+    return {name: buffer for name, buffer in buffers.items() if own[name] != first.get(name)}

@@ -1,0 +1,214 @@
+"""Full state to and from global ranges: state dicts, and full values inside a block.
+
+``attach.py`` calls it for the Attachment's methods.  Values are streamed unit by unit to rank 0; no other rank holds more
+than its shards and one unit.  It never decides what a checkpoint on tiers looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import CheckpointError
+from zhooks.checkpoint.full_optimizer import apply_plan, plan_of
+from zhooks.checkpoint.values import flats_of, from_first, is_first, spread_values, whole_values
+from zhooks.comm import CONTROL, Call, Comm, Together
+from zhooks.layout import Division, is_divided, part_of, whole_of
+from zhooks.optim import state_keys
+from zhooks.run import Runtime
+from zhooks.unit import Unit
+
+_CPU = torch.device("cpu")
+
+
+@torch.no_grad()
+def full_state(model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """See ``Attachment.state_dict``."""
+    wanted = is_first(comm)
+    values: dict[int, Tensor] = {}
+    states: dict[int, dict[str, Tensor]] = {}
+    for flat in flats_of(units):
+        every = range(len(flat.params) if wanted else 0)
+        for param, value in zip(flat.params, whole_values(flat, flat.shard, every, _CPU), strict=True):
+            if value is not None:
+                values[id(param)] = value
+        for key in [] if optimizer is None else state_keys(flat, optimizer):
+            shards = [optimizer.state.get(param, {}).get(key) for param in flat.params]  # type: ignore[union-attr]
+            for param, value, held in zip(flat.params, whole_values(flat, shards, every, _CPU), shards, strict=True):
+                if value is not None and held is not None:
+                    states.setdefault(id(param), {})[key] = value
+    for buffer in model.buffers():
+        if is_divided(buffer):
+            values[id(buffer)] = whole_of(buffer).to("cpu", copy=True)
+    if not wanted:
+        return {}
+    out: dict[str, Any] = {"model": _model_state(model, values)}
+    if optimizer is not None:
+        out["optimizer"] = _optimizer_state(optimizer, states)
+    return out
+
+
+def _model_state(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
+    """The plain model's own state dict, order and aliases included, with full values."""
+    state = dict(model.state_dict(keep_vars=True))
+    return {
+        name: values[id(tensor)] if id(tensor) in values else tensor if isinstance(tensor, nn.Parameter) else _cpu(tensor)
+        for name, tensor in state.items()
+    }
+
+
+def _cpu(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, states: dict[int, dict[str, Tensor]]) -> dict[str, Any]:
+    packed = optimizer.state_dict()
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    full: dict[Any, Any] = {}
+    for index, entry in packed["state"].items():
+        known = states.get(id(order[index]), {}) if isinstance(index, int) else {}
+        full[index] = {key: known.get(key, _cpu(value)) for key, value in entry.items()}
+    return {"state": full, "param_groups": packed["param_groups"]}
+
+
+def _loss_scale_of(state: object) -> dict[str, Any]:
+    """What a full state says of the loss scale.
+
+    Raises:
+        CheckpointError: it is no state.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f'load_state_dict: expected {{"model": ..., "optimizer": ...}} as state_dict() makes it, found '
+            f"{type(state).__name__}. Other ranks than the first may pass {{}}."
+        )
+    return {key: value for key, value in state.items() if key == "loss_scale"}
+
+
+@torch.no_grad()
+def load_full_state(
+    model: nn.Module,
+    units: Sequence[Unit],
+    comm: Comm,
+    state: dict[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    scale: Callable[[dict[str, Any]], Callable[[], None]],
+) -> None:
+    """See ``Attachment.load_state_dict``.
+
+    Args:
+        scale: checks what the state says of the loss scale, and returns what follows it.
+    """
+    buffers, flats = dict(model.named_buffers()), list(flats_of(units))
+    ranks = Together(comm.stage, "load_state_dict", "the state")
+
+    def read() -> tuple[dict[str, Any], Any]:
+        """Rank 0's values; what its loss scale is and its optimizer state consists of.  Nothing has been changed yet."""
+        scaled = _loss_scale_of(state)
+        if not is_first(comm):
+            return {}, None
+        problem = _mismatch(model, state["model"]) if "model" in state else _unwrapped(state)
+        if problem:
+            raise CheckpointError(problem)
+        known = None if optimizer is None else plan_of(state.get("optimizer"), optimizer, flats)
+        return dict(state["model"]), (scaled, known)
+
+    values, about = ranks.run(read)
+    scaled, plan = ranks.share(about)
+    follow = scale(scaled)
+    if optimizer is not None and plan is not None:
+        apply_plan(plan, state.get("optimizer"), optimizer, flats, comm)
+    names = {id(param): name for name, param in model.named_parameters()}
+    for flat in flats:
+        tensors = [values.get(names[id(param)]) for param in flat.params]
+        spread_values(comm, flat, tensors, flat.buffer.overwritten())
+        flat.written()
+    for name, buffer in buffers.items():
+        division, part = Division.of(buffer), part_of(buffer)
+        if division is not None and division.place is not None:
+            whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=part.device)
+            part.copy_(division.cut(from_first(comm, name, values.get(name), whole)))
+        else:
+            from_first(comm, name, values.get(name), part)
+    follow()
+
+
+def _unwrapped(state: dict[str, Any]) -> str:
+    found = ", ".join(list(map(str, state))[:3]) or "nothing"
+    return (
+        f'load_state_dict: expected {{"model": ..., "optimizer": ...}} as state_dict() makes it, found {found}. Pass a plain '
+        'model\'s state as {"model": state}.'
+    )
+
+
+def _mismatch(model: nn.Module, values: Any) -> str:
+    if not isinstance(values, Mapping):
+        kind = type(values).__name__
+        return f"load_state_dict: expected tensors by name as the state's \"model\", found {kind}. Pass a state_dict()."
+    wanted = {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)
+    }
+    missing, unknown = sorted(set(wanted) - set(values)), sorted(map(str, set(values) - set(wanted)))
+    shapes = [name for name in wanted if name in values and getattr(values[name], "shape", None) != wanted[name]]
+    if not (missing or unknown or shapes):
+        return ""
+    found = [
+        f"{len(names)} {what} ({', '.join(names[:3])})"
+        for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes))
+        if names
+    ]
+    return (
+        f"load_state_dict: expected the names and shapes of this model, found {'; '.join(found)}. Load a state of the "
+        "same model."
+    )
+
+
+@contextmanager
+def gathered(
+    units: Sequence[Unit], runtime: Runtime, comm: Comm, parameters: Sequence[Tensor], write: bool
+) -> Iterator[list[Tensor]]:
+    """See ``Attachment.gathered``."""
+    runtime.finish_backward()
+    wanted = {id(param) for param in parameters}
+    touched = [unit for unit in units if any(id(param) in wanted for flat in unit.flats for param in flat.params)]
+    values: dict[int, Tensor] = {}
+    for unit in touched:
+        for flat in unit.flats:
+            mine = [index for index, param in enumerate(flat.params) if id(param) in wanted]
+            for param, value in zip(flat.params, whole_values(flat, flat.shard, mine, flat.kind.device), strict=True):
+                if value is not None:
+                    values[id(param)] = value
+    missing = [param for param in parameters if id(param) not in values]
+    if missing:
+        raise CheckpointError(
+            f"gathered: expected parameters of this model, found {len(missing)} others. Pass model.parameters() or "
+            "some of them."
+        )
+    slots = [(unit, slot) for unit in touched for slot in unit.slots if id(unit.flats[slot.flat].params[slot.index]) in wanted]
+    for unit, slot in slots:
+        slot.table[slot.key] = values[id(unit.flats[slot.flat].params[slot.index])]
+        unit.lent = True
+    try:
+        yield [values[id(param)] for param in parameters]
+    finally:
+        for unit, slot in slots:
+            slot.table[slot.key] = unit.flats[slot.flat].params[slot.index]
+            unit.lent = False
+    if write:
+        _write_back(touched, comm, values)
+
+
+@torch.no_grad()
+def _write_back(units: Sequence[Unit], comm: Comm, values: dict[int, Tensor]) -> None:
+    for flat in flats_of(units):
+        for index, (param, spec) in enumerate(zip(flat.params, flat.specs, strict=True)):
+            value = values.get(id(param))
+            if value is None:
+                continue
+            comm.stage.broadcast(Call(CONTROL, "write", spec.name, flat.number), value)
+            flat.local(index, flat.shard).copy_(spec.take(value))
+            flat.written()

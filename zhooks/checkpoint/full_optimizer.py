@@ -1,0 +1,156 @@
+"""The first rank's full optimizer state, checked, and cut to every rank's ranges.
+
+``full.py`` asks for a plan before it changes anything, and then has it carried out.  What can go wrong on one rank
+goes wrong on all, and leaves the optimizer as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import CheckpointError
+from zhooks.checkpoint.values import SAFETENSORS, spread_values
+from zhooks.comm import CONTROL, Call, Comm, Together
+from zhooks.tensor import ShardedTensor
+from zhooks.unit import Flat
+
+__all__ = ["apply_plan", "plan_of"]
+
+
+def plan_of(packed: Any, optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> Any:
+    """What the first rank's state consists of, as JSON: ``values`` by parameter and key, and ``groups``; None without one.
+
+    Args:
+        packed: ``optimizer.state_dict()`` with full tensors.
+    Raises:
+        CheckpointError: it is not of this optimizer.
+    """
+    if packed is None:
+        return None
+    groups = packed.get("param_groups") if isinstance(packed, dict) else None
+    if not isinstance(groups, list) or not isinstance(packed.get("state"), dict):
+        raise _expected(f"{type(packed).__name__} without state and param_groups")
+    saved = [len(group["params"]) if isinstance(group, dict) and _is_list(group.get("params")) else None for group in groups]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != here:
+        raise _expected(f"groups of {saved} parameters where it has {here}")
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    shapes = {id(param): spec.shape for flat in flats for param, spec in zip(flat.params, flat.specs, strict=True)}
+    values = []
+    for index, entry in packed["state"].items():
+        if not isinstance(index, int) or not 0 <= index < len(order) or not isinstance(entry, dict):
+            raise _expected(f"the state of parameter {index!r} of {len(order)}")
+        values += [[index, key, _about(value, shapes.get(id(order[index])))] for key, value in entry.items()]
+    plain = [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
+    return {"values": values, "groups": plain}
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _about(value: Any, shape: Any) -> dict[str, Any]:
+    """How a value travels: cut to ranges, whole, or, one number, here and now."""
+    if not isinstance(value, Tensor):
+        return {"dtype": None, "value": value}
+    if value.dtype not in SAFETENSORS:
+        raise _expected(f"a state of dtype {value.dtype}, which no checkpoint has")
+    about: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if value.dim() == 0:
+        return about | {"value": value.item()}
+    return about | {"sharded": tuple(value.shape) == shape}
+
+
+def apply_plan(
+    plan: dict[str, Any], packed: Any, optimizer: torch.optim.Optimizer, flats: Sequence[Flat], comm: Comm
+) -> None:
+    """Load what ``plan`` says; ``packed`` is read on the first rank alone.  Collective.
+
+    Raises:
+        CheckpointError: torch cannot make this optimizer of it; it is as it was.
+    """
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    place = {id(param): index for index, param in enumerate(order)}
+    source = packed["state"] if isinstance(packed, dict) else {}
+    state: dict[int, dict[str, Any]] = {}
+    cut: dict[int, dict[str, torch.dtype]] = {}
+    for index, key, how in plan["values"]:
+        if how.get("sharded"):
+            cut.setdefault(index, {})[key] = getattr(torch, how["dtype"])
+    for flat in flats:
+        _cut(comm, flat, [place.get(id(param), -1) for param in flat.params], cut, source, state)
+    for index, key, how in plan["values"]:
+        if not how.get("sharded"):
+            state.setdefault(index, {})[key] = _whole(comm, how, source.get(index, {}).get(key))
+    groups = [
+        {**saved, "params": group["params"]}
+        for saved, group in zip(plan["groups"], optimizer.state_dict()["param_groups"], strict=True)
+    ]
+
+    def load() -> None:
+        try:
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        except Exception as error:
+            raise _expected(f"what it cannot read: {type(error).__name__}: {error}") from error
+        missing = sorted(key for group in optimizer.param_groups for key in optimizer.defaults if key not in group)
+        if missing:
+            raise _expected(f"groups without {missing[0]}")
+        for index, entry in state.items():
+            # torch has cast them to the parameter's dtype: of a bf16 one that is rounded stochastically they are fp32.
+            wide = {key: value for key, value in entry.items() if isinstance(value, ShardedTensor)}
+            optimizer.state[order[index]].update(wide)
+
+    before = optimizer.state, optimizer.param_groups
+    try:
+        Together(comm.stage, "load_state_dict", "the optimizer's state").run(load)
+    except CheckpointError:
+        optimizer.state, optimizer.param_groups = before
+        raise
+
+
+def _cut(
+    comm: Comm,
+    flat: Flat,
+    indices: Sequence[int],
+    cut: dict[int, dict[str, torch.dtype]],
+    source: dict[int, dict[str, Any]],
+    state: dict[int, dict[str, Any]],
+) -> None:
+    """The values of one flat's parameters, ``indices`` in the optimizer, that are ``cut``: key by key, alike on all ranks."""
+    here = [cut.get(index, {}) for index in indices]
+    for key in sorted({key for keys in here for key in keys}):
+        dtype = next(keys[key] for keys in here if key in keys)
+        shard = torch.empty(flat.shard_numel, dtype=dtype, device=flat.kind.device)
+        found = [source.get(index, {}).get(key) if key in keys else None for index, keys in zip(indices, here, strict=True)]
+        spread_values(comm, flat, found, shard)
+        for at, (index, keys, spec) in enumerate(zip(indices, here, flat.specs, strict=True)):
+            if key in keys:
+                state.setdefault(index, {})[key] = ShardedTensor(flat.local(at, shard).clone(), spec)
+
+
+def _whole(comm: Comm, how: dict[str, Any], value: Any) -> Any:
+    """A number, or a tensor that no range is cut from, of the first rank on every rank."""
+    if how["dtype"] is None:
+        return how["value"]
+    dtype = getattr(torch, how["dtype"])
+    if "value" in how:
+        return torch.tensor(how["value"], dtype=dtype)
+    flat = torch.zeros(how["shape"], dtype=dtype).reshape(-1)
+    if isinstance(value, Tensor):
+        flat.copy_(value.detach().reshape(-1))
+    comm.stage.broadcast(Call(CONTROL, "load", "value"), flat)
+    return flat.reshape(how["shape"])
+
+
+def _expected(found: str) -> CheckpointError:
+    return CheckpointError(
+        f'load_state_dict: expected under "optimizer" what state_dict() made of this optimizer, found {found}. Make the same '
+        "optimizer over the same groups, or leave it out to load the model alone."
+    )

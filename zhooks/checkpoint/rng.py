@@ -1,0 +1,102 @@
+"""The random generators of this process: torch's on the CPU and on the CUDA devices in use, python's, and numpy's.
+
+``contents.py`` saves what ``generators`` gives, ``loading.py`` hands it to ``restore``.  It never touches a generator object
+that the user made.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import CheckpointError
+
+
+def generators(devices: Iterable[torch.device]) -> dict[str, Any]:
+    """The states as plain data and tensors; ``devices`` are those the model computes on."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    cuda = [device for device in devices if device.type == "cuda"]
+    states["cuda"] = [torch.cuda.get_rng_state(device) for device in cuda]
+    if "numpy" in sys.modules:
+        states["numpy"] = _plain(sys.modules["numpy"].random.get_state(legacy=False))
+    return states
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def check(states: Any, devices: Iterable[torch.device]) -> None:
+    """Refuse what ``restore`` could not take: each state is tried on a generator of its kind that nobody uses.
+
+    Raises:
+        CheckpointError: states of other generators than this process has, or that no generator was in.
+    """
+    cuda = [device for device in devices if device.type == "cuda"]
+    if not isinstance(states, dict) or not {"torch", "python", "cuda"} <= states.keys() <= {"torch", "python", "cuda", "numpy"}:
+        raise _strange("of torch, python and cuda", str(list(states) if isinstance(states, dict) else states)[:80])
+    if not isinstance(states["cuda"], list) or len(states["cuda"]) != len(cuda):
+        found = len(states["cuda"]) if isinstance(states["cuda"], list) else states["cuda"]
+        raise CheckpointError(
+            f"load: expected the random states of {len(cuda)} CUDA device(s) on this rank, found {found}. "
+            "Load on the kind of device that saved."
+        )
+    for device, state in zip([torch.device("cpu"), *cuda], [states["torch"], *states["cuda"]], strict=True):
+        _try_torch(device, state)
+    python = random.Random()
+    _try("python", states["python"], python.setstate, python.getstate)
+    if "numpy" in sys.modules and "numpy" in states:
+        generator: Any = sys.modules["numpy"].random
+        name = generator.get_state(legacy=False)["bit_generator"]
+        fresh = generator.RandomState(getattr(generator, name)())
+        _try("numpy", states["numpy"], fresh.set_state, lambda: _plain(fresh.get_state(legacy=False)))
+        # numpy takes any place in its row of numbers, and reads there.
+        inner = states["numpy"]["state"]
+        if "pos" in inner and not 0 <= inner["pos"] <= len(inner["key"]):
+            raise _strange("numpy", f"one at place {inner['pos']}")
+
+
+def _try_torch(device: torch.device, state: Any) -> None:
+    fresh = torch.Generator(device)
+    wanted = fresh.get_state()
+    if not isinstance(state, Tensor) or (state.dtype, state.shape) != (wanted.dtype, wanted.shape):
+        found = f"{list(state.shape)} of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
+        raise CheckpointError(
+            f"load: expected a random state of {wanted.numel()} bytes for {device}, found {found}. Load with the torch that "
+            "saved."
+        )
+    _try(str(device), state.cpu().tolist(), lambda _: fresh.set_state(state.cpu()), lambda: fresh.get_state().tolist())
+
+
+def _try(name: str, state: Any, put: Callable[[Any], object], get: Callable[[], Any]) -> None:
+    try:
+        put(state)
+        same = bool(get() == state)
+    except Exception as error:
+        raise _strange(name, f"one that it refuses ({type(error).__name__}: {error})") from error
+    if not same:
+        raise _strange(name, "one that it takes for another")
+
+
+def _strange(name: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"load: expected a state that the random generator {name} has been in, found {found}. Load another checkpoint."
+    )
+
+
+def restore(states: dict[str, Any], devices: Iterable[torch.device]) -> None:
+    """Set every generator to its saved state; numpy's only if this process has loaded numpy."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    cuda = [device for device in devices if device.type == "cuda"]
+    for device, state in zip(cuda, states["cuda"], strict=True):
+        torch.cuda.set_rng_state(state, device)
+    if "numpy" in sys.modules and "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])

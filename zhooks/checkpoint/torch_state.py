@@ -1,0 +1,229 @@
+"""What torch's own state functions find at an attached model: ``load_state_dict`` of the model and of its optimizers, and
+``torch.distributed.checkpoint.state_dict`` where it is asked for full values.
+
+``attach.py`` opens one an attachment.  Loading is compared over the ranks before anything is changed; ``optim/optimizers.py``
+says when full tensors that an optimizer was given become ranges.  It never writes a file: what a file of ranges would be,
+``tensor/range_tensor.py`` refuses.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import CapabilityError, CheckpointError
+from zhooks.checkpoint.values import flats_of, whole_values
+from zhooks.comm import CONTROL, Call, Comm, Together
+from zhooks.grad import Asked, full_state_asked
+from zhooks.optim import about_state, state_keys
+from zhooks.run import Inert
+from zhooks.tensor import ParamShard, ShardedTensor
+from zhooks.unit import Flat, Unit
+
+__all__ = ["StockState"]
+
+Held = tuple[nn.Parameter, ParamShard, str, Tensor]
+"""A parameter, its description, and one state of it by name."""
+
+
+class StockState:
+    """One attachment's answer to torch's state functions.
+
+    Args:
+        units: the attachment's own list.
+        finish_backward: finishes a backward that is still open.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], comm: Comm, finish_backward: Callable[[], None]) -> None:
+        self._model, self._units, self._comm, self._finish_backward = model, units, comm, finish_backward
+        self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+
+    def open(self) -> None:
+        """Be called by every ``state_dict`` and ``load_state_dict`` of the model from now on."""
+        for module in self._model.modules():
+            root = module is self._model
+            self._handles.append(module.register_load_state_dict_pre_hook(Loading(self, root=root)))
+            self._handles.append(module.register_state_dict_post_hook(Saving(self, root=root)))
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._watched.clear()
+
+    # Into the model.
+
+    def loading(self, module: nn.Module, state: dict[str, Any], prefix: str, *, assign: bool) -> None:
+        """The state dict of ``module`` is about to be loaded; of ranges of another layout it gets the whole.  Collective.
+
+        Raises:
+            CheckpointError: parameters would be replaced, or ranks load different states; nothing has been changed.
+        """
+        if assign or torch.__future__.get_swap_module_params_on_conversion():
+            how = "assign=True" if assign else "torch.__future__.set_swap_module_params_on_conversion(True)"
+            raise CheckpointError(
+                f"load_state_dict: expected values to be copied into the parameters, found {how}, which would put other "
+                "parameters in their place that nobody shards. Load without it, or load before attach."
+            )
+        self._finish_backward()
+        ranks = Together(self._comm.stage, "load_state_dict", "the model")
+        named = dict(module.state_dict(keep_vars=True))
+        given = {name: state[prefix + name] for name in named if isinstance(state.get(prefix + name), Tensor)}
+        if not ranks.same("\n".join(f"{name} {about_state(value)}" for name, value in given.items())):
+            raise CheckpointError(
+                "load_state_dict: expected every rank to load a state dict of the same names, shapes and dtypes, found others. "
+                "Load the same file on all ranks, or pass rank 0's to attachment.load_state_dict({'model': ...})."
+            )
+        ranges = [(name, value, named[name]) for name, value in given.items() if _both_sharded(value, named[name])]
+        for name, value in self._of_another_layout(ranges):
+            state[prefix + name] = value
+
+    def _of_another_layout(self, ranges: Sequence[tuple[Any, ShardedTensor, Any]]) -> Iterator[tuple[Any, Tensor]]:
+        """The whole values of those that some rank cannot copy range by range: (what, value, where it goes).  Collective."""
+        if not ranges:
+            return
+        other = [value._spec.key() != into._spec.key() or value.shape != into.shape for _, value, into in ranges]
+        flags = torch.tensor(other, dtype=torch.uint8)
+        self._comm.stage.all_reduce(Call(CONTROL, "compare layouts", "all parameters"), flags, "max")
+        for (what, value, _), flag in zip(ranges, flags.tolist(), strict=True):
+            if flag:
+                yield what, value.full_tensor()
+
+    # Into an optimizer.
+
+    def held(self, optimizer: Optimizer) -> list[Held]:
+        """Its states of the model's parameters, but for numbers."""
+        specs = {id(param): spec for flat in flats_of(self._units) if flat.holds for param, spec in _of(flat)}
+        return [
+            (param, specs[id(param)], key, value)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) in specs
+            for key, value in optimizer.state.get(param, {}).items()
+            if isinstance(value, Tensor) and value.dim()
+        ]
+
+    def make_ranges(self, optimizer: Optimizer, held: Sequence[Held]) -> None:
+        """Full tensors and ranges of another layout among ``held`` become ranges.  Collective: alike on every rank."""
+        ranges = [((param, spec, key), value, param) for param, spec, key, value in held if isinstance(value, ShardedTensor)]
+        for (param, spec, key), value in self._of_another_layout(ranges):
+            optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
+        for param, spec, key, value in held:
+            if not isinstance(value, ShardedTensor) and value.shape == spec.shape:
+                optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
+
+    def check_autocast(self) -> None:
+        """Accelerate wraps autocast around a model it prepares, and around none that is marked as prepared already."""
+        accelerate: Any = sys.modules.get("accelerate.state")
+        about = vars(self._model)
+        if accelerate is None or not about.get("_is_accelerate_prepared") or "_original_forward" in about:
+            return
+        asked = accelerate.AcceleratorState._shared_state.get("_mixed_precision")
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": None}.get(str(asked), torch.float32)
+        if dtype is torch.float32 or any(flat.kind.compute is dtype for flat in flats_of(self._units)):
+            return
+        raise CapabilityError(
+            f'Accelerate (or Trainer) with mixed_precision = "{asked}": expected its autocast around the attached model, found '
+            "the model marked as prepared (_is_accelerate_prepared), which Accelerate leaves in the dtype it has. Ask the "
+            'policy for it ([precision] param = "bf16"), or set mixed_precision = "no" (Trainer: bf16=False).'
+        )
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Be called by its ``state_dict`` from now on."""
+        if optimizer in self._watched:
+            return
+        self._watched.add(optimizer)
+        me = weakref.ref(self)
+
+        def whole(found: Optimizer, state: dict[str, Any]) -> None:
+            stock, asked = me(), full_state_asked(sys._getframe())
+            if stock is not None and asked is not None:
+                stock.whole_states(found, state, asked)
+
+        self._handles.append(optimizer.register_state_dict_post_hook(whole))
+
+    # Out of both, where full values are asked for.
+
+    def whole_model(self, state: dict[str, Any], asked: Asked) -> None:
+        """Put whole values in place of ranges in the state dict of the model or of a module of it.  Collective."""
+        self._finish_backward()
+        names: dict[int, list[str]] = {}
+        for name, value in state.items():
+            if isinstance(value, ShardedTensor):
+                names.setdefault(id(value._spec), []).append(name)
+        for flat in flats_of(self._units):
+            wanted = [index for index, spec in enumerate(flat.specs) if id(spec) in names]
+            if wanted:
+                here = wanted if asked.here else ()
+                values = whole_values(flat, flat.shard, here, asked.device or flat.kind.device)
+                for spec, value in zip(flat.specs, values, strict=True):
+                    if value is not None:
+                        state.update(dict.fromkeys(names[id(spec)], value))
+
+    def whole_states(self, optimizer: Optimizer, packed: dict[str, Any], asked: Asked) -> None:
+        """Put whole values in place of ranges in an optimizer's state dict, never in its own states.  Collective."""
+        self._finish_backward()
+        order = [param for group in optimizer.param_groups for param in group["params"]]
+        index = {id(param): number for number, param in enumerate(order)}
+        state: dict[Any, Any] = packed["state"]
+        for flat in flats_of(self._units):
+            for key in state_keys(flat, optimizer):
+                shards = [optimizer.state.get(param, {}).get(key) for param in flat.params]
+                here = range(len(shards) if asked.here else 0)
+                values = whole_values(flat, shards, here, asked.device or flat.kind.device)
+                for param, shard, value in zip(flat.params, shards, values, strict=True):
+                    if value is not None and shard is not None:
+                        at = index[id(param)]
+                        state[at] = {**state[at], key: value}
+
+
+class _Hook:
+    """Calls an attachment's StockState for the outermost module of a call; a copied model has nothing in its place."""
+
+    def __init__(self, stock: StockState, *, root: bool) -> None:
+        # Whoever wraps the hook copies its attributes: they must not keep an attachment.
+        self._stock, self._root = weakref.ref(stock), root
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def _meant(self, prefix: str) -> StockState | None:
+        """Inside a call for the whole attached model, its other modules are not asked again."""
+        return self._stock() if self._root or not prefix else None
+
+
+class Loading(_Hook):
+    """Before a module's ``load_state_dict``."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, about: Mapping[str, Any], *_: Any) -> None:
+        stock = self._meant(prefix)
+        if stock is not None:
+            stock.loading(module, state, prefix, assign=bool(about.get("assign_to_params_buffers")))
+
+
+class Saving(_Hook):
+    """After a module's ``state_dict``."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, about: Mapping[str, Any]) -> None:
+        stock = self._meant(prefix)
+        asked = None if stock is None else full_state_asked(sys._getframe())
+        if stock is not None and asked is not None:
+            stock.whole_model(state, asked)
+
+
+def _of(flat: Flat) -> Iterator[tuple[nn.Parameter, ParamShard]]:
+    return zip(flat.params, flat.specs, strict=True)
+
+
+def _both_sharded(one: Any, other: Any) -> bool:
+    return isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor)

@@ -1,0 +1,71 @@
+"""Full values of flat buffers: put together on the ranks that want them, and cut to every rank's ranges from the first's.
+
+``full.py``, ``full_optimizer.py``, ``export.py`` and ``torch_state.py`` call it.  It bounds what is in memory (one flat, or
+over tp one parameter) and never says what a state consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zhooks.comm import CONTROL, Call, Comm
+from zhooks.unit import Flat, Ranges, Unit, full_copies, spread
+
+__all__ = ["SAFETENSORS", "flats_of", "from_first", "is_first", "spread_values", "whole_values"]
+
+SAFETENSORS = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def flats_of(units: Sequence[Unit]) -> Iterator[Flat]:
+    """All flat buffers, in unit order."""
+    for unit in units:
+        yield from unit.flats
+
+
+def is_first(comm: Comm) -> bool:
+    """This rank gives and gets full state: the first of all that attached the model."""
+    return comm.stage.axis.rank == 0
+
+
+def whole_values(flat: Flat, ranges: Ranges, wanted: Collection[int], device: torch.device) -> list[Tensor | None]:
+    """New global plain tensors, one a parameter, of those ``wanted`` on this rank, on ``device``.  Collective.
+
+    A parameter that is divided over tp is put together on every rank of that axis first.
+    """
+    divided = [index for index, spec in enumerate(flat.specs) if spec.place is not None]
+    if not divided:
+        return full_copies(flat, ranges, wanted=wanted, device=device)
+    copies = full_copies(flat, ranges, wanted={*divided, *wanted})
+    whole = [None if copy is None else spec.whole(copy) for spec, copy in zip(flat.specs, copies, strict=True)]
+    return [None if value is None or index not in wanted else value.to(device) for index, value in enumerate(whole)]
+
+
+def from_first(comm: Comm, name: str, given: Any, whole: Tensor) -> Tensor:
+    """The first rank's value in ``whole`` on every rank; ``given`` is read there alone.  Collective."""
+    if is_first(comm) and isinstance(given, Tensor):
+        whole.copy_(given)
+    comm.stage.broadcast(Call(CONTROL, "load", name), whole)
+    return whole
+
+
+def spread_values(comm: Comm, flat: Flat, tensors: Sequence[Any], shard: Tensor) -> None:
+    """Rank 0's full tensors as every rank's range in ``shard``, in chunks, or over tp one parameter in memory at a time."""
+    if comm.tp.axis.world == 1:
+        spread(flat, tensors if is_first(comm) else None, shard, comm.world.broadcast)
+        return
+    shard.zero_()
+    for index, (spec, tensor) in enumerate(zip(flat.specs, tensors, strict=True)):
+        if spec.numel:
+            order = torch.zeros(spec.numel, dtype=shard.dtype, device=flat.kind.device)
+            whole = order.as_strided(spec.shape, spec.stride)
+            if tensor is not None:
+                whole.copy_(tensor)
+            from_first(comm, spec.name, None, order)
+            flat.local(index, shard).copy_(spec.take(whole))

@@ -1,0 +1,44 @@
+"""Collectives and agreement between ranks; the only package that calls torch.distributed to move anything."""
+
+from __future__ import annotations
+
+from offload.work import DONE, Work
+from zhooks.comm.agree import Agreement, disagreement, least, text_digest
+from zhooks.comm.alone import Alone
+from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_parts, read
+from zhooks.comm.meeting import Facts, meet, policy_facts, refused_by_all
+from zhooks.comm.open import Comm, open_comm
+from zhooks.comm.together import Together, all_or_none, one_stage_a_path
+from zhooks.comm.work import CONTROL, GATHER, REDUCE, Call, Transport
+
+__all__ = [
+    "CONTROL",
+    "DONE",
+    "GATHER",
+    "REDUCE",
+    "Agreement",
+    "Alone",
+    "Call",
+    "Chunk",
+    "Comm",
+    "Facts",
+    "Together",
+    "Transport",
+    "Work",
+    "all_or_none",
+    "chunks_of",
+    "disagreement",
+    "even",
+    "gather",
+    "in_order",
+    "least",
+    "meet",
+    "norms_of_runs",
+    "one_stage_a_path",
+    "open_comm",
+    "own_parts",
+    "policy_facts",
+    "read",
+    "refused_by_all",
+    "text_digest",
+]

@@ -1,0 +1,98 @@
+"""What all ranks agree on off the hot path: the order of a path after its first pass, and that their settings are the same.
+
+``run/runtime.py`` asks after a first pass, ``attach.py`` and ``setup/checks.py`` where settings come in; the answer is the same
+on every rank.  It never decides an order: ``run/schedule.py`` does, from what is exchanged here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from zhooks.comm.meeting import Facts, difference
+from zhooks.comm.work import CONTROL, Call, Transport
+
+
+class Agreement:
+    """Small exchanges over all ranks of the mesh."""
+
+    def __init__(self, world: Transport) -> None:
+        self._world = world
+
+    def sequence(self, name: str, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's sequence.  Collective."""
+        if self._world.axis.world == 1:
+            return list(numbers)
+        size = torch.tensor([len(numbers)], dtype=torch.int64)
+        self._world.broadcast(Call(CONTROL, "agree on order", name), size)
+        values = torch.zeros(int(size.item()), dtype=torch.int64)
+        if self._world.axis.rank == 0:
+            values.copy_(torch.tensor(list(numbers), dtype=torch.int64))
+        if values.numel():
+            self._world.broadcast(Call(CONTROL, "agree on order", name), values)
+        return [int(value) for value in values.tolist()]
+
+    def anywhere(self, name: str, numbers: Sequence[int], count: int) -> frozenset[int]:
+        """The numbers, of ``count``, that any rank names.  Collective."""
+        flags = torch.zeros(count, dtype=torch.uint8)
+        flags[list(numbers)] = 1
+        if self._world.axis.world > 1:
+            self._world.all_reduce(Call(CONTROL, "agree on use", name), flags, "max")
+        return frozenset(int(number) for number in flags.nonzero().flatten().tolist())
+
+
+def least(world: Transport, budget: int | None) -> int | None:
+    """The smallest budget of any rank, None where none has one: every rank must plan alike.  Collective."""
+    if world.axis.world == 1:
+        return budget
+    unbounded = torch.iinfo(torch.int64).max
+    value = torch.tensor([unbounded if budget is None else budget], dtype=torch.int64)
+    world.all_reduce(Call(CONTROL, "agree on budget", "device"), value, "min")
+    found = int(value.item())
+    return None if found == unbounded else found
+
+
+def text_digest(text: str) -> int:
+    """A number that stands for ``text`` in an exchange of int64."""
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=7).digest(), "little")
+
+
+def same_text(world: Transport, call: Call, text: str) -> bool:
+    """Every rank has this text.  Collective: one small exchange."""
+    if world.axis.world == 1:
+        return True
+    digest = text_digest(text)
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64)
+    world.all_reduce(call, bounds, "max")
+    return int(bounds[0]) == -int(bounds[1])
+
+
+def disagreement(world: Transport, facts: Mapping[str, Facts]) -> str:
+    """What ``difference`` says of the first rank of ``world`` that has other facts than its leader; "" where none has.
+
+    The same on every rank.  Collective: one small exchange where all have the same.
+    """
+    text = json.dumps(facts)
+    call = Call(CONTROL, "compare settings", " ".join(facts))
+    if same_text(world, call, text):
+        return ""
+    leader = json.loads(_first_said(world, call, 0, text))
+    mine = difference(facts, world.axis.ranks[world.axis.rank], leader, world.axis.ranks[0])
+    found = torch.tensor([world.axis.world - world.axis.rank if mine else 0], dtype=torch.int64)
+    world.all_reduce(call, found, "max")
+    return _first_said(world, call, world.axis.world - int(found.item()), mine)
+
+
+def _first_said(world: Transport, call: Call, rank: int, text: str) -> str:
+    """The text of one rank of the axis on all of them."""
+    raw = text.encode() if world.axis.rank == rank else b""
+    size = torch.tensor([len(raw)], dtype=torch.int64)
+    world.all_reduce(call, size, "max")
+    said = torch.zeros(int(size.item()), dtype=torch.uint8)
+    if raw:
+        said.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    world.all_reduce(call, said, "max")
+    return said.numpy().tobytes().decode()

@@ -1,0 +1,42 @@
+"""Collectives of one rank: a copy, or nothing.  ``open.py`` uses it for an axis of one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from offload.work import DONE, Work
+from zhooks.comm.work import Call
+from zhooks.layout import Axis, Layout
+
+
+class Alone:
+    """One rank: every collective is a copy, or nothing where source and destination are the same memory."""
+
+    name = "alone"
+    nbytes = 0
+    closed = False
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
+        if shard.data_ptr() != full.data_ptr():
+            full.copy_(shard)
+        return DONE
+
+    def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
+        if out.data_ptr() != full.data_ptr():
+            out.copy_(full)
+        return DONE
+
+    def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
+        return DONE
+
+    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
+        return None
+
+    def broadcast(self, call: Call, tensor: Tensor) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,212 @@
+"""Where all ranks of the process group meet before an attachment opens its transports, each as often as every other.
+
+``attach.py`` counts every call here, and ``open.py`` compares settings: making groups is collective over the whole process
+group, and a rank that attaches fewer models (stages of a pipeline) than another, under other settings, or not at all because
+it was refused, would let the others wait for ever.  It speaks through the process group's store alone, moves no tensor, and
+waits for nothing longer than ``[comm] timeout_s``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from offload import errors
+from offload.errors import AttachError, DivergenceError, ZhooksError
+from offload.policy import Policy
+
+__all__ = ["Facts", "Meeting", "difference", "error_of", "meet", "policy_facts", "refused_by_all"]
+
+#: What a rank knows of one subject: its keys, and their values as text.
+Facts = dict[str, str]
+#: How to make a subject the same on every rank.
+_ALIKE = {
+    "policy": "Give every rank the same policy; only its tables [budget], [disk] and [host] may differ",
+    "mesh": "Build the same mesh on every rank",
+    "optimizer": "Build the same optimizer on every rank",
+    "versions": "Install the same versions for every rank",
+}
+_SHOWN = 200
+#: The most characters of one rank's refusal that the others repeat.
+_MOST_TEXT = 2048
+_COMPARISON = "comparison of settings"
+#: What a rank's own machine has room for and is good at: the least budget of all ranks counts anyway.
+_OWN_TABLES = ("budget", "disk", "host")
+#: What stages of a pipeline, which have policies of their own, share with each other all the same.
+_SHARED_TABLES = ("comm",)
+
+
+class Meeting:
+    """One attach, on every rank of the process group; each rank makes one a call, a call that is refused among them.
+
+    Attributes:
+        timeout_s: how long one wait may take; ``compare`` takes the policy's.
+    """
+
+    def __init__(self) -> None:
+        self._store = distributed_c10d._get_default_store()
+        self._world, self._rank = dist.get_world_size(), dist.get_rank()
+        self.timeout_s = Policy().comm.timeout_s
+        self._count = self._store.add(f"zhooks/attached/{self._rank}", 1)
+        self._at = f"zhooks/attach/{self._count}"
+        self._steps = 0
+
+    def say(self, what: str, text: str) -> None:
+        """Leave ``text`` for whoever asks for ``what`` of this rank."""
+        self._store.set(f"{self._at}/{what}/{self._rank}", text)
+
+    def heard(self, what: str, rank: int) -> str:
+        """What ``rank`` said; waits for it.
+
+        Raises:
+            DivergenceError: it has not, within the time.
+        """
+        key = f"{self._at}/{what}/{rank}"
+        self._wait(key, what)
+        return bytes(self._store.get(key)).decode()
+
+    def agree(self, what: str, problem: str = "") -> str:
+        """Return once every rank has come here: the problem of one of them, the same on all; "" where none has any.
+
+        Raises:
+            DivergenceError: a rank has not come within the time; names it.
+        """
+        at, self._steps = f"{self._at}/{what}", self._steps + 1
+        self._store.add(f"{self._at}/steps/{self._rank}", 1)
+        if problem and self._store.add(f"{at}/problems", 1) == 1:
+            self._store.set(f"{at}/problem", problem)
+        if self._store.add(f"{at}/arrived", 1) == self._world:
+            self._store.set(f"{at}/everybody", "here")
+        self._wait(f"{at}/everybody", what)
+        return bytes(self._store.get(f"{at}/problem")).decode() if self._store.add(f"{at}/problems", 0) else ""
+
+    def compare(self, everywhere: Mapping[str, Facts], stage: Mapping[str, Facts], leader: int, timeout_s: float) -> None:
+        """Every rank has the first rank's facts, and those of its own stage its leader's, by subject.
+
+        Raises:
+            AttachError: one has others; every rank names the subject, the key and both ranks.
+            ZhooksError: another rank was refused: its kind of error, and its number before its message.
+        """
+        self.timeout_s = timeout_s
+        self.say("settings", json.dumps([everywhere, stage]))
+        problem = ""
+        for place, rank, mine in ((0, 0, everywhere), (1, leader, stage)):
+            theirs = json.loads(self.heard("settings", rank))
+            # A rank that was refused has none; what it said instead is the problem that all agree on below.
+            problem = problem or (difference(mine, self._rank, theirs[place], rank) if theirs else "")
+        kind, _, why = self.agree(_COMPARISON, f"{AttachError.__name__}\n{problem}" if problem else "").partition("\n")
+        if kind:
+            raise error_of(kind)(why)
+
+    def refuse(self, error: Exception) -> None:
+        """Have all others raise what this rank raises, where they compare settings; it waits for none of them."""
+        if isinstance(error, ZhooksError):
+            why = str(error)
+        else:
+            why = f"attach: expected no exception, found {type(error).__name__}: {error}. Correct it and attach again."
+        why = why.encode(errors="backslashreplace").decode()
+        why = why if len(why) <= _MOST_TEXT else f"{why[:_MOST_TEXT]}..."
+        at = f"{self._at}/{_COMPARISON}"
+        # The store may be gone with the rank that served it; this rank's own error is what matters here.
+        with suppress(RuntimeError):
+            self._store.add(f"{self._at}/steps/{self._rank}", 1)
+            if self._store.add(f"{at}/problems", 1) == 1:
+                self._store.set(f"{at}/problem", f"{type(error).__name__}\nrank {self._rank}: {why}")
+            self._store.set(f"{at}/everybody", "here")
+            self.say("settings", json.dumps([]))
+
+    def _wait(self, key: str, what: str) -> None:
+        try:
+            self._store.wait([key], timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:  # a DistStoreError of a TCPStore; a FileStore's is no more than this
+            raise DivergenceError(self._absent(what, error)) from error
+
+    def _absent(self, what: str, error: RuntimeError) -> str:
+        expected = f"rank {self._rank} in attach: expected every rank to"
+        try:
+            every = range(self._world)
+            attached = {other: self._store.add(f"zhooks/attached/{other}", 0) for other in every}
+            steps = {other: self._store.add(f"{self._at}/steps/{other}", 0) for other in every}
+        except RuntimeError:  # the store is gone, with the rank that served it
+            attached, steps = {}, {}
+        fewer = ", ".join(f"rank {other} {number}" for other, number in attached.items() if number < self._count)
+        if fewer:
+            return (
+                f"{expected} attach model {self._count} of its process within {self.timeout_s} s, found that some have "
+                f"attached fewer ({fewer}). Attach as many models on every rank, pipeline stages included, in the same order, "
+                "or raise [comm] timeout_s."
+            )
+        late = ", ".join(f"rank {other}" for other, number in steps.items() if number < self._steps)
+        found = f"that {late} did not" if late else f"that the process group's store said: {str(error).splitlines()[0]}"
+        return (
+            f"{expected} come to the {what} within {self.timeout_s} s, found {found}. Look at that rank's own error first; "
+            "where it is merely slow, raise [comm] timeout_s."
+        )
+
+
+def meet() -> Meeting | None:
+    """The meeting of all ranks for this attach; None where there is nobody to meet."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    return Meeting()
+
+
+@contextmanager
+def refused_by_all(meeting: Meeting | None) -> Iterator[None]:
+    """What this rank raises inside, the others raise where they compare settings; nothing inside may be collective."""
+    try:
+        yield
+    except Exception as error:
+        if meeting is not None:
+            meeting.refuse(error)
+        raise
+
+
+def error_of(kind: str) -> type[ZhooksError]:
+    """The class of our errors that another rank named; AttachError for one that is not ours."""
+    known = getattr(errors, kind, None)
+    return known if isinstance(known, type) and issubclass(known, ZhooksError) else AttachError
+
+
+def policy_facts(policy: Policy) -> tuple[Facts, Facts]:
+    """The keys of a policy that all ranks of the process group must share, and those that the ranks of one model must."""
+    shared, own = Facts(), Facts()
+    for name, value in policy.values().items():
+        if name in _OWN_TABLES:
+            continue
+        into = shared if name in _SHARED_TABLES else own
+        keys = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        into |= {key: _text(each) for key, each in keys.items()}
+    return shared, own
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, default=str)
+
+
+def difference(mine: Mapping[str, Facts], rank: int, theirs: Mapping[str, Facts], other: int) -> str:
+    """The first subject whose facts differ between two ranks, in the words of an error; "" where none does."""
+    for subject in mine:
+        here, there = mine[subject], theirs.get(subject, {})
+        keys = [key for key in dict.fromkeys([*there, *here]) if here.get(key) != there.get(key)]
+        if keys:
+            more = f" (and {len(keys) - 1} more keys differ)" if len(keys) > 1 else ""
+            low, high = sorted([(other, _shown(keys[0], there)), (rank, _shown(keys[0], here))])
+            remedy = _ALIKE.get(subject, "Call attach alike on every rank")
+            return (
+                f"{subject}: expected the same on every rank, found {low[1]} on rank {low[0]} and {high[1]} on rank "
+                f"{high[0]}{more}. {remedy}."
+            )
+    return ""
+
+
+def _shown(key: str, facts: Facts) -> str:
+    value = facts.get(key)
+    if value is None:
+        return f"no {key}"
+    return f"{key} = {value if len(value) <= _SHOWN else value[:_SHOWN] + '...'}"

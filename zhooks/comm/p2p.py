@@ -1,0 +1,153 @@
+"""Gloo's send and receive as collectives: each rank hands every peer exactly the range that peer needs.
+
+``comm.open_comm`` builds it for CPU ranks on several hosts.  Messages carry a tag made of the call, so a rank that makes
+another call is never answered with the wrong bytes; it never uses Gloo's own ring collectives but to make small things
+equal.
+"""
+
+from __future__ import annotations
+
+import zlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.work import Work
+from zhooks.comm.work import CONTROL, OPS, BackendWork, Call, TwoSteps
+from zhooks.layout import Axis, Layout
+
+#: A tag is what torch lets through, 31 bits: the channel, the call's place in its sequence, and which call it is.
+CHANNEL_BITS, SEQUENCE_BITS, CALL_BITS = 2, 6, 23
+
+
+def tag_of(call: Call, sequence: int) -> int:
+    """The tag of a channel's ``sequence``-th call.
+
+    Gathers and reductions have tags of their own up to 2**23 numbers, which are 32,768 units: no rank takes one unit's bytes
+    for another's.  Of a unit's parameters (full_tensor) a hash of the name must do.  The sequence tells a unit's passes
+    apart; it may wrap, for no rank is more than a few calls ahead.
+    """
+    kind = zlib.crc32((f"{call.what} {call.key}" if call.channel == CONTROL else call.what).encode())
+    which = (call.number + kind) % (1 << CALL_BITS)
+    return (which << SEQUENCE_BITS | sequence % (1 << SEQUENCE_BITS)) << CHANNEL_BITS | call.channel
+
+
+class PeerToPeer:
+    """Collectives over one axis from tagged point-to-point messages; sums are taken in rank order."""
+
+    name = "p2p"
+    nbytes = 0
+    closed = False
+
+    def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.axis = axis
+        self._group = group
+        self._timeout = timedelta(seconds=timeout_s)
+        self._sequence = [0, 0, 0]
+
+    def _tag(self, call: Call) -> int:
+        self._sequence[call.channel] += 1
+        return tag_of(call, self._sequence[call.channel])
+
+    def _peers(self) -> list[int]:
+        world, rank = self.axis.world, self.axis.rank
+        return [(rank + step) % world for step in range(1, world)]
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.isend(tensor, self.axis.ranks[peer], group=self._group, tag=tag)
+        assert work is not None
+        return work
+
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, self.axis.ranks[peer], group=self._group, tag=tag)
+        assert work is not None
+        return work
+
+    def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
+        works, rank, tag = [], self.axis.rank, self._tag(call)
+        ranges = [layout.ranges(r) for r in range(self.axis.world)]
+        step = 0
+        for start, stop in ranges[rank]:
+            piece = shard[step : step + stop - start]
+            for peer in self._peers():
+                works.append(self._send(piece, peer, tag))
+            if piece.data_ptr() != full[start:stop].data_ptr():
+                full[start:stop].copy_(piece)
+            step += stop - start
+        for peer in self._peers():
+            for start, stop in ranges[peer]:
+                works.append(self._receive(full[start:stop], peer, tag))
+        return BackendWork(call, works, [shard, full], self.axis, self._timeout)
+
+    def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
+        works, tag = [], self._tag(call)
+        landed = {peer: torch.empty_like(out) for peer in self._peers()}
+        for peer in self._peers():
+            for start, stop in layout.ranges(peer):
+                works.append(self._send(full[start:stop], peer, tag))
+        mine = layout.ranges(self.axis.rank)
+        for peer in self._peers():
+            step = 0
+            for start, stop in mine:
+                works.append(self._receive(landed[peer][step : step + stop - start], peer, tag))
+                step += stop - start
+        pending = BackendWork(call, works, [full], self.axis, self._timeout)
+        return _Sum(pending, full, out, landed, self.axis, mine)
+
+    def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
+        return TwoSteps(self, call, full, layout)
+
+    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
+        work = dist.all_reduce(tensor, op=OPS[op], group=self._group, async_op=True)
+        BackendWork(call, [work], [], self.axis, self._timeout).wait()
+
+    def broadcast(self, call: Call, tensor: Tensor) -> None:
+        tag = self._tag(Call(CONTROL, call.what, call.key, call.number))
+        if self.axis.rank == 0:
+            works = [self._send(tensor, peer, tag) for peer in self._peers()]
+        else:
+            works = [self._receive(tensor, 0, tag)]
+        BackendWork(call, works, [tensor], self.axis, self._timeout).wait()
+
+    def close(self) -> None:
+        self.closed = True
+        dist.destroy_process_group(self._group)
+
+
+class _Sum:
+    """A reduce-scatter under way: when all pieces are here they are added in rank order, the same on every rank."""
+
+    __slots__ = ("_axis", "_full", "_landed", "_mine", "_out", "_pending")
+
+    def __init__(
+        self,
+        pending: BackendWork,
+        full: Tensor,
+        out: Tensor,
+        landed: dict[int, Tensor],
+        axis: Axis,
+        mine: tuple[tuple[int, int], ...],
+    ) -> None:
+        self._pending, self._full, self._out = pending, full, out
+        self._landed, self._axis, self._mine = landed, axis, mine
+
+    def wait(self) -> None:
+        self._pending.wait()
+        step = 0
+        for start, stop in self._mine:
+            low, high = step, step + stop - start
+            parts = [
+                self._full[start:stop] if rank == self._axis.rank else self._landed[rank][low:high]
+                for rank in range(self._axis.world)
+            ]
+            target = self._out[low:high]
+            torch.add(parts[0], parts[1], out=target)
+            for part in parts[2:]:
+                target.add_(part)
+            step = high
+        self._landed = {}
+
+    def done(self) -> bool:
+        return not self._landed

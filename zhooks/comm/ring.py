@@ -1,0 +1,247 @@
+"""A ring of labelled slots in memory that the ranks of one host share: messages in, messages out, in order.
+
+``shm.py`` makes one a channel and says what each message carries; it owns the protocol and its counters.  It
+never waits: ``progress`` does what can be done now.
+
+Note: [Ring]
+    A channel is one ring of ``slots`` slots a rank.  The writer fills the slot of its next message part, labels it, and
+    then advances ``head``; each reader advances its own ``tail`` after copying out, and a slot is written again only when
+    every reader has passed it.  Messages are consumed in the order they were launched.  Labels and counters are aligned
+    64-bit words whose stores are ordered on x86-64 (total store order), the only machines ``open_comm`` lets in here.
+    A reduce-scatter writes its parts by destination; writers and readers both go in rank order, so no cycle of waiting
+    can close however few the slots.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.disk import started_ticks
+from offload.errors import DivergenceError
+from zhooks.comm.work import Call
+from zhooks.layout import Axis
+
+SLOT = 1 << 19
+SMALL_SLOT = 1 << 17
+LABEL_BYTES = 256
+
+
+class Message:
+    """One collective as this rank sees it: what it sends, and what to do with each part that arrives."""
+
+    __slots__ = ("arrived", "call", "land", "nbytes", "only", "own", "parts", "received", "sent", "source", "total")
+
+    def __init__(
+        self,
+        call: Call,
+        source: Tensor,
+        parts: dict[int, list[tuple[int, int]]] | None,
+        land: Callable[[int, int, Tensor], None],
+        nbytes: int,
+        own: Callable[[], None] | None = None,
+        *,
+        only: int | None = None,
+    ) -> None:
+        self.call, self.source, self.parts, self.land, self.nbytes = call, source, parts, land, nbytes
+        self.own, self.only = own, only
+        # What all ranks must agree on: the whole of what is sent to one reader, or cut between them.
+        self.total = nbytes if parts is None else source.numel()
+        self.received: dict[int, int] = {}
+        self.arrived = False
+        self.sent = False
+
+    @property
+    def done(self) -> bool:
+        """Everything arrived, and nothing of ``source`` is still to be read by the ring."""
+        return self.arrived and self.sent
+
+
+class Ring:
+    """One channel: the outboxes of all ranks, and the messages this rank has yet to write and to read."""
+
+    @staticmethod
+    def nbytes(world: int, slots: int, slot: int) -> int:
+        return world * (4096 * (1 + -(-slots * LABEL_BYTES // 4096)) + slots * slot)
+
+    def __init__(self, memory: mmap.mmap, offset: int, axis: Axis, slots: int, slot: int) -> None:
+        self._axis, self._slots, self._slot = axis, slots, slot
+        self.total = self.nbytes(axis.world, slots, slot)
+        self._head: list[np.ndarray] = []
+        self._tail: list[np.ndarray] = []
+        self._labels: list[list[memoryview]] = []
+        self._data: list[list[Tensor]] = []
+        self._process: list[np.ndarray] = []
+        view = memoryview(memory)
+        for _ in range(axis.world):
+            counters = np.frombuffer(memory, dtype=np.int64, count=512, offset=offset)
+            self._head.append(counters[:1])
+            self._process.append(counters[1:3])
+            self._tail.append(counters[8:])
+            offset += 4096
+            self._labels.append([view[offset + i * LABEL_BYTES : offset + (i + 1) * LABEL_BYTES] for i in range(slots)])
+            offset += 4096 * -(-slots * LABEL_BYTES // 4096)
+            block = torch.frombuffer(memory, dtype=torch.uint8, count=slots * slot, offset=offset)
+            self._data.append(list(block.split(slot)))
+            offset += slots * slot
+        self._peers = [r for r in range(axis.world) if r != axis.rank]
+        self._outgoing: deque[Iterator[bool]] = deque()
+        self._incoming: deque[Message] = deque()
+        self._taken = [0] * axis.world
+        self._sequence = 0
+        self._process[axis.rank][:] = os.getpid(), started_ticks(os.getpid()) or 0
+
+    def lost(self) -> list[int]:
+        """Ranks whose processes have ended."""
+        known = [(r, *self._process[r].tolist()) for r in self._peers]
+        return [self._axis.ranks[r] for r, process, ticks in known if process and started_ticks(process) != ticks]
+
+    def launch(self, message: Message) -> None:
+        self._sequence += 1
+        self._outgoing.append(self._write(message, self._sequence))
+        self._incoming.append(message)
+        silent = message.nbytes if message.only is not None else 0
+        message.received = {r: 0 if r == message.only else silent for r in self._peers}
+        self._write_some()
+
+    def progress(self) -> bool:
+        """Write and read what can be without waiting; True when anything moved."""
+        return self._write_some() | self._read_some()
+
+    def _write_some(self) -> bool:
+        moved = False
+        while self._outgoing:
+            for wrote in self._outgoing[0]:
+                if not wrote:
+                    return moved
+                moved = True
+            self._outgoing.popleft()
+        return moved
+
+    def _write(self, message: Message, sequence: int) -> Iterator[bool]:
+        """Yield True for each slot written and False when the ring is full."""
+        rank = self._axis.rank
+        if message.only is not None and message.only != rank:
+            message.sent = True
+            return
+        label = _label(message.call, sequence, message.total)
+        head, tail = self._head[rank], self._tail[rank]
+        for source in self._sends(message):
+            while head[0] - min(int(tail[r]) for r in self._peers) >= self._slots:
+                yield False
+            index = int(head[0]) % self._slots
+            self._data[rank][index][: source.numel()].copy_(source)
+            self._labels[rank][index][: len(label)] = label
+            head[0] += 1
+            yield True
+        message.sent = True
+
+    def _sends(self, message: Message) -> Iterator[Tensor]:
+        if message.parts is None:
+            yield from _slots_of(message.source, self._slot)
+            return
+        for reader in self._peers:
+            yield from _parts_of(message.source, message.parts[reader], self._slot)
+
+    def _read_some(self) -> bool:
+        moved = False
+        while self._incoming:
+            message = self._incoming[0]
+            for writer in self._peers:
+                if message.own is not None and writer > self._axis.rank:
+                    _once(message)
+                moved = self._read_from(writer, message) or moved
+                if message.parts is not None and message.received[writer] < message.nbytes:
+                    return moved
+            if any(got < message.nbytes for got in message.received.values()):
+                return moved
+            _once(message)
+            self._incoming.popleft()
+            message.arrived = True
+            moved = True
+        return moved
+
+    def _read_from(self, writer: int, message: Message) -> bool:
+        rank = self._axis.rank
+        if message.received[writer] >= message.nbytes:
+            return False
+        head, tail = self._head[writer], self._tail[writer]
+        if message.received[writer] == 0 and message.parts is not None:
+            tail[rank] = self._taken[writer] + self._skipped(message, writer, before=True)
+        moved = False
+        while message.received[writer] < message.nbytes and head[0] > tail[rank]:
+            index = int(tail[rank]) % self._slots
+            if message.received[writer] == 0:
+                self._check(message, writer, bytes(self._labels[writer][index]))
+            size = min(self._slot, message.nbytes - message.received[writer])
+            message.land(writer, message.received[writer], self._data[writer][index][:size])
+            message.received[writer] += size
+            tail[rank] += 1
+            moved = True
+        if message.received[writer] >= message.nbytes:
+            total = self._skipped(message, writer, before=False)
+            self._taken[writer] += total
+            tail[rank] = self._taken[writer]
+        return moved
+
+    def _skipped(self, message: Message, writer: int, *, before: bool) -> int:
+        """Slots of ``writer``'s message that come before this rank's part, or all of them."""
+        if message.parts is None:
+            return _count(message.nbytes, self._slot)
+        readers = [r for r in range(self._axis.world) if r != writer and (not before or r < self._axis.rank)]
+        return sum(_count(sum(b - a for a, b in message.parts[r]), self._slot) for r in readers)
+
+    def _check(self, message: Message, writer: int, label: bytes) -> None:
+        sequence = self._sequence - len(self._incoming) + 1
+        expected = _label(message.call, sequence, message.total)
+        found = label.partition(b"\0")[0]
+        if found != expected[:-1]:
+            raise DivergenceError(
+                f"rank {self._axis.ranks[self._axis.rank]} is in {expected[:-1].decode(errors='replace')}, "
+                f"rank {self._axis.ranks[writer]} in {found.decode(errors='replace')}: expected every rank to make the same "
+                "calls in the same order. Let every rank run the same model code; put modules that only some ranks enter "
+                "into their parent's unit with [units] names."
+            )
+
+    def describe_absent(self, message: Message) -> str:
+        """Which ranks have not delivered, and what they delivered last on this channel."""
+        late = [r for r in self._peers if message.received.get(r, 0) < message.nbytes]
+        said = []
+        for rank in late:
+            count = int(self._head[rank][0])
+            last = bytes(self._labels[rank][(count - 1) % self._slots]).partition(b"\0")[0] if count else b"nothing"
+            said.append(f"rank {self._axis.ranks[rank]} last made {last.decode(errors='replace')}")
+        return "; ".join(said) or "the peers have not read what this rank sent"
+
+
+def _once(message: Message) -> None:
+    """Add this rank's own values when their turn in rank order has come."""
+    if message.own is not None:
+        own, message.own = message.own, None
+        own()
+
+
+def _label(call: Call, sequence: int, nbytes: int) -> bytes:
+    return f"{call.what} {call.key} (call {sequence}, {nbytes} bytes)".encode()[: LABEL_BYTES - 1] + b"\0"
+
+
+def _count(nbytes: int, slot: int) -> int:
+    return -(-nbytes // slot)
+
+
+def _slots_of(source: Tensor, slot: int) -> Iterator[Tensor]:
+    for start in range(0, source.numel(), slot):
+        yield source[start : start + slot]
+
+
+def _parts_of(source: Tensor, parts: list[tuple[int, int]], slot: int) -> Iterator[Tensor]:
+    if len(parts) == 1:
+        yield from _slots_of(source[parts[0][0] : parts[0][1]], slot)
+        return
+    yield from _slots_of(torch.cat([source[a:b] for a, b in parts]), slot)

@@ -1,0 +1,296 @@
+"""Collectives between the ranks of one host through shared memory: one copy in, one copy out, no socket.
+
+``comm.open_comm`` builds it for CPU ranks that share a host.  Every message carries the call it belongs to, so ranks that
+make different calls are told so at once, by name; it never grows with the model (a ring of slots a rank and channel).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.work import Work
+from zhooks.comm.meeting import Meeting
+from zhooks.comm.ring import SLOT, SMALL_SLOT, Message, Ring
+from zhooks.comm.work import CHANNELS, CONTROL, Call, Transport, TwoSteps, gone, stuck
+from zhooks.layout import Axis, Layout
+
+SPIN_S = 0.002
+#: So often a rank that waits looks whether the others still run.
+LOOK_S = 0.5
+#: At the end of the memory, so that a rank knows it for the one it was told of.
+TOKEN_BYTES = 16
+
+
+class SharedMemory:
+    """Collectives over one axis; sums are taken in rank order, so every rank computes the same bits."""
+
+    name = "shm"
+    closed = False
+
+    def __init__(self, axis: Axis, timeout_s: float, rings: list[Ring]) -> None:
+        self.axis = axis
+        self._timeout_s = timeout_s
+        self._rings = rings
+        #: What is served while this rank waits: a rank that waits here may owe a message to one that waits elsewhere.
+        self.served = rings
+        self.nbytes = sum(ring.total for ring in rings)
+
+    @classmethod
+    def open(cls, axis: Axis, meeting: Meeting | None, timeout_s: float, bucket: int) -> SharedMemory | str:
+        """Map one piece of memory for the axis' ranks; else the reason why not, the same on every rank.
+
+        Collective over the process group, sibling axes included: all have shared memory, or none.
+        """
+        large = (max(4, bucket // 2 // SLOT), SLOT)
+        shapes = [(4, SMALL_SLOT) if channel == CONTROL else large for channel in CHANNELS]
+        sizes = [Ring.nbytes(axis.world, slots, slot) for slots, slot in shapes]
+        if meeting is None:
+            return "there is no process group whose ranks could share memory"
+        memory = _share(axis, meeting, sum(sizes))
+        if isinstance(memory, str):
+            return memory
+        rings, offset = [], 0
+        for (slots, slot), size in zip(shapes, sizes, strict=True):
+            rings.append(Ring(memory, offset, axis, slots, slot))
+            offset += size
+        return cls(axis, timeout_s, rings)
+
+    def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
+        ring, rank = self._rings[call.channel], self.axis.rank
+        ranges = [layout.ranges(r) for r in range(self.axis.world)]
+        item = full.element_size()
+        step = 0
+        for start, stop in ranges[rank]:
+            own = full[start:stop]
+            if own.data_ptr() != shard.data_ptr() + step * item:
+                own.copy_(shard[step : step + stop - start])
+            step += stop - start
+        source, target = _bytes(shard), _bytes(full)
+        parts = {r: [(a * item, b * item) for a, b in ranges[r]] for r in range(self.axis.world)}
+
+        def land(writer: int, offset: int, data: Tensor) -> None:
+            _scatter(target, parts[writer], offset, data)
+
+        message = Message(call, source, None, land, source.numel())
+        return self._launch(ring, message)
+
+    def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
+        ring, rank, world = self._rings[call.channel], self.axis.rank, self.axis.world
+        item, mine = full.element_size(), layout.ranges(rank)
+        source = _bytes(full)
+        parts = {r: [(a * item, b * item) for a, b in layout.ranges(r)] for r in range(world)}
+        begun = False
+        if len(mine) > 1:
+            own_values = torch.cat([full[a:b] for a, b in mine])
+        else:
+            own_values = full[mine[0][0] : mine[0][1]] if mine else full[:0]
+
+        def add(start: int, values: Tensor) -> None:
+            target = out[start : start + values.numel()]
+            if begun:
+                target.add_(values)
+            else:
+                target.copy_(values)
+
+        def land(writer: int, offset: int, data: Tensor) -> None:
+            values = data.view(full.dtype)
+            start = offset // item
+            if world == 2:
+                torch.add(own_values[start : start + values.numel()], values, out=out[start : start + values.numel()])
+                return
+            add(start, values)
+            nonlocal begun
+            begun = begun or start + values.numel() == out.numel()
+
+        def own() -> None:
+            nonlocal begun
+            if world > 2:
+                add(0, own_values)
+                begun = True
+
+        message = Message(call, source, parts, land, out.numel() * item, own)
+        return self._launch(ring, message)
+
+    def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
+        return TwoSteps(self, call, full, layout)
+
+    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
+        rank, world = self.axis.rank, self.axis.world
+        source = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
+        landed = [torch.empty_like(source) for _ in range(world)]
+        landed[rank].copy_(source)
+
+        def land(writer: int, offset: int, data: Tensor) -> None:
+            _bytes(landed[writer])[offset : offset + data.numel()].copy_(data)
+
+        message = Message(call, _bytes(source), None, land, source.numel() * source.element_size())
+        self._launch(self._rings[CONTROL], message).wait()
+        stacked = torch.stack(landed)
+        if op == "sum":
+            total = landed[0]
+            for part in landed[1:]:
+                total = total + part
+        else:
+            total = stacked.amax(0) if op == "max" else stacked.amin(0)
+        tensor.copy_(total.view(tensor.shape))
+
+    def broadcast(self, call: Call, tensor: Tensor) -> None:
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        target = _bytes(flat.view(-1))
+        root = self.axis.rank == 0
+
+        def land(writer: int, offset: int, data: Tensor) -> None:
+            if writer == 0:
+                target[offset : offset + data.numel()].copy_(data)
+
+        source = target if root else target[:0]
+        message = Message(call, source, None, land, target.numel(), only=0)
+        self._launch(self._rings[CONTROL], message).wait()
+        if flat is not tensor:
+            tensor.copy_(flat)
+
+    def close(self) -> None:
+        self.closed = True
+        self._rings = self.served = []
+
+    def _launch(self, ring: Ring, message: Message) -> Work:
+        ring.launch(message)
+        return _Waiting(self, ring, message)
+
+    def finish(self, ring: Ring, message: Message) -> None:
+        """Make progress until ``message`` is complete; the rings of all axes are served, so no rank starves another."""
+        started = looked = time.monotonic()
+        pause = 0.0
+        while not message.done:
+            moved = False
+            for other in self.served:
+                moved = other.progress() or moved
+            if moved:
+                started, pause = time.monotonic(), 0.0
+                continue
+            waited = time.monotonic() - started
+            if waited > self._timeout_s:
+                raise stuck(message.call, self.axis, self._timeout_s, ring.describe_absent(message))
+            if started + waited - looked > LOOK_S:
+                looked = started + waited
+                # What a rank had written before it ended is still to be read.
+                lost = ring.lost()
+                if lost and not sum(other.progress() for other in self.served):
+                    raise gone(message.call, self.axis, " and ".join(f"rank {rank}" for rank in lost))
+            pause = 0.0 if waited < SPIN_S else min(0.001, pause + 0.00005)
+            time.sleep(pause)
+
+
+class _Waiting:
+    __slots__ = ("_message", "_ring", "_transport")
+
+    def __init__(self, transport: SharedMemory, ring: Ring, message: Message) -> None:
+        self._transport, self._ring, self._message = transport, ring, message
+
+    def wait(self) -> None:
+        if not self._message.done:
+            self._transport.finish(self._ring, self._message)
+
+    def done(self) -> bool:
+        return self._message.done
+
+
+def serve_together(transports: Iterable[Transport]) -> None:
+    """While a rank waits in one of these it goes on writing and reading for all of them."""
+    shared = [transport for transport in transports if isinstance(transport, SharedMemory)]
+    rings = [ring for transport in shared for ring in transport._rings]
+    for transport in shared:
+        transport.served = rings
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _scatter(target: Tensor, parts: list[tuple[int, int]], offset: int, data: Tensor) -> None:
+    """Write ``data``, found at ``offset`` of the concatenated ``parts``, to its places in ``target``."""
+    done = 0
+    for start, stop in parts:
+        size = stop - start
+        if offset < size and done < data.numel():
+            count = min(size - offset, data.numel() - done)
+            target[start + offset : start + offset + count].copy_(data[done : done + count])
+            done += count
+            offset = 0
+        else:
+            offset = max(0, offset - size)
+
+
+def _share(axis: Axis, meeting: Meeting, nbytes: int) -> mmap.mmap | str:
+    """Memory that all ranks of the axis have mapped, or why they have not.
+
+    It has no name: the first rank makes it (`memfd_create`), the others open it through that rank's descriptor, and the system
+    frees it with the last process that maps it, however that one ends.  Nor has it the bound of /dev/shm.
+    """
+    what = f"shared memory of axis {axis.name}"
+    memory, handle, place, problem = None, -1, "", ""
+    me = f"rank {axis.ranks[axis.rank]} cannot have {nbytes} B of it"
+    if axis.rank == 0:
+        try:
+            place, handle = _reserve(nbytes)
+        except OSError as error:
+            problem = f"{me}: {error}"
+        meeting.say(what, place)
+    try:
+        place = meeting.heard(what, axis.ranks[0])
+        if place:
+            try:
+                memory = _open_at(place, nbytes)
+            except OSError as error:
+                problem = f"{me}: {error}"
+        problem = meeting.agree(what, problem)
+    finally:
+        if handle >= 0:
+            os.close(handle)
+    if problem:
+        return problem
+    assert memory is not None
+    return memory
+
+
+def _reserve(nbytes: int) -> tuple[str, int]:
+    """Memory of this process, every page of it taken now: one that is missing later would end a rank by SIGBUS."""
+    if not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"):
+        raise OSError(f"expected Linux on x86-64, whose stores are ordered, found {sys.platform} on {platform.machine()}")
+    token = secrets.token_bytes(TOKEN_BYTES)
+    handle = os.memfd_create("zhooks")
+    try:
+        os.posix_fallocate(handle, 0, nbytes + TOKEN_BYTES)
+        os.pwrite(handle, token, nbytes)
+    except BaseException:
+        os.close(handle)
+        raise
+    return f"{_host()} {os.getpid()} {handle} {token.hex()}", handle
+
+
+def _open_at(place: str, nbytes: int) -> mmap.mmap:
+    host, process, number, token = place.split()
+    if host != _host():
+        raise OSError("the first rank of the axis runs on another host, or in another container")
+    handle = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.pread(handle, TOKEN_BYTES, nbytes) != bytes.fromhex(token):
+            raise OSError("the first rank's memory is not where it should be")
+        return mmap.mmap(handle, nbytes)
+    finally:
+        os.close(handle)
+
+
+def _host() -> str:
+    """The same for processes that see each other's numbers: of one boot of one machine, and one space of numbers."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}/{os.readlink('/proc/self/ns/pid')}"

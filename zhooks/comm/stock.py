@@ -1,0 +1,96 @@
+"""The backend's own collectives: NCCL on GPUs, Gloo where the policy asks for it.
+
+``open.py`` opens it with a process group a channel, so that gathers and reductions need no common order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.work import Work
+from zhooks.comm.work import CONTROL, OPS, BackendWork, Call
+from zhooks.layout import Axis, Layout
+
+#: A tensor of the host up to this size goes by the host's network, one of a GPU's model above it by the GPU's.
+HOST_NBYTES = 1 << 20
+
+# torch 2.13 renamed these; the old names warn there and are the only ones before.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Stock:
+    """The backend's own collectives, with a group a channel so that gathers and reductions need no common order.
+
+    Args:
+        groups: one a channel that is used on this axis; that of CONTROL takes tensors of the host, too.
+    """
+
+    name = "stock"
+    nbytes = 0
+    closed = False
+
+    def __init__(
+        self,
+        axis: Axis,
+        groups: dict[int, dist.ProcessGroup],
+        timeout_s: float,
+        device: torch.device,
+    ) -> None:
+        self.axis = axis
+        self._groups = groups
+        self._timeout = timedelta(seconds=timeout_s)
+        self._device = device
+
+    def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
+        group = self._groups[call.channel]
+        pairs = self._pairs(full, shard, layout)
+        return self._track(call, full, [_all_gather(whole, part, group=group, async_op=True) for whole, part in pairs])
+
+    def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
+        group = self._groups[call.channel]
+        pairs = self._pairs(full, out, layout)
+        return self._track(call, full, [_reduce_scatter(part, whole, group=group, async_op=True) for whole, part in pairs])
+
+    def _pairs(self, full: Tensor, shard: Tensor, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each segment of the full buffer with this rank's part of it in the shard."""
+        step = 0
+        for segment in layout.segments:
+            numel = segment.numel // self.axis.world
+            yield full[segment.start : segment.start + segment.numel], shard[step : step + numel]
+            step += numel
+
+    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
+        moved = self._sent(tensor)
+        work = dist.all_reduce(moved, op=OPS[op], group=self._groups[CONTROL], async_op=True)
+        self._track(call, moved, [work]).wait()
+        if moved is not tensor:
+            tensor.copy_(moved)
+
+    def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
+        return self._track(call, full, [dist.all_reduce(full, group=self._groups[call.channel], async_op=True)])
+
+    def broadcast(self, call: Call, tensor: Tensor) -> None:
+        moved = self._sent(tensor).contiguous()
+        work = dist.broadcast(moved, src=self.axis.ranks[0], group=self._groups[CONTROL], async_op=True)
+        self._track(call, moved, [work]).wait()
+        if moved is not tensor:
+            tensor.copy_(moved)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """Where a tensor is sent from: facts of the host from there, whole parameters of it by the device's faster links."""
+        return tensor if tensor.device == self._device or tensor.nbytes <= HOST_NBYTES else tensor.to(self._device)
+
+    def close(self) -> None:
+        self.closed = True
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups = {}
+
+    def _track(self, call: Call, moved: Tensor, works: list[dist.Work]) -> Work:
+        return BackendWork(call, works, [], self.axis, self._timeout if moved.device.type == "cpu" else None)

@@ -1,0 +1,20 @@
+"""Gradients: accumulated, reduced in one order on all ranks, scaled."""
+
+from __future__ import annotations
+
+from zhooks.grad.gradient import Gradient
+from zhooks.grad.node import Node
+from zhooks.grad.reduce import Reducer
+from zhooks.grad.scaling import Scaling
+from zhooks.grad.stacks import Asked, full_state_asked, in_backward, running
+
+__all__ = [
+    "Asked",
+    "Gradient",
+    "Node",
+    "Reducer",
+    "Scaling",
+    "full_state_asked",
+    "in_backward",
+    "running",
+]

@@ -1,0 +1,72 @@
+"""The node of autograd's graph that stands for a flat's parameters: gathered values out, gradients back to the ``Reducer``.
+
+``run/runtime.py`` makes it, ``unit/flat.py`` calls it for the values of a forward that is differentiated.  It never gathers and
+never reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zhooks.grad.stacks import accumulates
+from zhooks.grad.user_hooks import put_off_hooks
+from zhooks.refusals import too_old
+from zhooks.unit import Flat
+
+
+class Receiver(Protocol):
+    """Who is handed the gradients (``reduce.Reducer``)."""
+
+    @property
+    def scaling(self) -> object:
+        """Who scales what the nodes are given."""
+
+    def ready(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
+        """Autograd has all gradients of a flat's parameters; returns what their accumulation nodes shall see."""
+
+
+class Node:
+    """What ``Flat.node`` is: the gathered values as a node of the graph.
+
+    A graph keeps its nodes, where no collector sees what they refer to; a module may keep a graph (the weight that
+    ``nn.utils.spectral_norm`` leaves there).  So nodes reach the attachment through this alone, until it is closed.
+    """
+
+    def __init__(self, reducer: Receiver) -> None:
+        self.reducer: Receiver | None = reducer
+
+    def __call__(self, flat: Flat) -> tuple[Tensor, ...]:
+        out: tuple[Tensor, ...] = Gather.apply(self, flat, *flat.params)  # type: ignore[no-untyped-call]
+        return out
+
+    @property
+    def scaling(self) -> object:
+        """Who scales what the nodes are given; None once closed."""
+        return None if self.reducer is None else self.reducer.scaling
+
+    def close(self) -> None:
+        """The attachment is over."""
+        self.reducer = None
+
+
+class Gather(torch.autograd.Function):
+    """Parameters in, full plain tensors out; backward reduces.  Forwards that are open at the same time share one."""
+
+    @staticmethod
+    def forward(ctx: Any, node: Node, flat: Flat, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.node, ctx.flat = node, flat
+        ctx.set_materialize_grads(False)
+        return flat.graph_views()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        reducer = ctx.node.reducer
+        if reducer is None:
+            raise too_old(f"backward of unit {ctx.flat.name}")
+        if ctx.flat.node_asked:
+            put_off_hooks(ctx, ctx.flat)
+        return (None, None, *reducer.ready(ctx.flat, ctx.flat.views.parts(grads), accumulates(ctx)))

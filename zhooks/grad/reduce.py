@@ -1,0 +1,447 @@
+"""The reductions of an attachment: unit by unit, in one canonical order on every rank, a bounded number at a time.
+
+The ``Reducer`` is handed a unit's gradients by its node of the graph (``node.py``) once all of them are complete.
+``run/runtime.py`` says when backward is over.  It never decides what is gathered.
+
+Note: [Canonical order]
+    Reductions are launched in one order on all ranks: the reverse of the units' order at first, then the order in which
+    rank 0's first backward completed them.  A unit that is ready early waits its turn; what is left when backward ends
+    is reduced in the same order, with zeros from a rank that had no gradient.  So every backward outside ``no_sync``
+    reduces every unit once.  Then the ranks exchange one byte a parameter: parameters no rank used keep ``grad is None`` as
+    in plain PyTorch.
+
+Note: [Who skips a unit]
+    A rank that has enough reductions under way stands still inside its backward until the others have started theirs.  So
+    no rank may wait for anything else of such a rank before it has started all that is behind it in the order: neither for
+    a gather further down the backward (``came_to``), nor for any exchange after it (``finish_backward`` comes first).  A unit
+    that this rank skips is started with zeros once something behind it is ready, or backward comes to a later unit: autograd
+    knows which nodes this backward will run.  Not before all gathers up to that unit are launched, for another rank needs
+    those to complete it.  Where a node was not known yet (a checkpoint that runs a backward of its own inside this one),
+    what completes after it was given up is reduced a second time at the end, and waited for from then on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from offload.device import OneStream, one_stream
+from offload.errors import ShardedOpError
+from offload.events import Bus
+from zhooks.comm import CONTROL, Agreement, Call, Comm
+from zhooks.grad.accumulation import Accumulation
+from zhooks.grad.gradient import Gradient
+from zhooks.grad.reduction import Reduction, Sent
+from zhooks.grad.scaling import Scaling
+from zhooks.grad.stacks import accumulates
+from zhooks.grad.user_hooks import hooked
+from zhooks.layout import FLATS
+from zhooks.tensor import ShardedTensor
+from zhooks.unit import Flat, Pool
+
+
+class Backward(Protocol):
+    """The backward pass that gradients come from (``run/runtime.py``)."""
+
+    def backward_open(self) -> None:
+        """Gradients arrive: a backward is running."""
+
+    def backward_done(self, flat: Flat) -> None:
+        """All gradients of ``flat`` are complete: nothing later in this backward reads it."""
+
+    def backward_passed(self, unit: int) -> bool:
+        """All gathers of this backward up to that unit's last are launched."""
+
+
+class Updates(Protocol):
+    """Who updates parameters in backward (``optim/overlap.py``)."""
+
+    def early(self, gradient: Gradient) -> None:
+        """A whole gradient has landed."""
+
+    def finish(self) -> None:
+        """Wait for updates that have a thread of their own: none outlives its backward."""
+
+    def due(self, what: str) -> None:
+        """Refuse what comes between updates and their step."""
+
+
+class Meter(Protocol):
+    """Who measures gradients (``report/calibrate.py``)."""
+
+    def backward_over(self) -> None:
+        """A backward has ended, and its gradients are in place."""
+
+
+class Reducer:
+    """All reductions of an attachment, in canonical order, a bounded number at a time.
+
+    Args:
+        most: reductions under way at once, at most.
+        unreduced: gradients add up unreduced outside a boundary of accumulation.
+    """
+
+    def __init__(
+        self, comm: Comm, pool: Pool, bus: Bus, scaling: Scaling, backward: Backward, *, most: int, unreduced: bool
+    ) -> None:
+        self.comm, self.pool, self.bus, self.scaling = comm, pool, bus, scaling
+        self._backward = backward
+        self.sync = True
+        self.accumulation = Accumulation(comm.world.axis.ranks)
+        self.open = False
+        self.updates: Updates | None = None
+        self._meter: Meter | None = None
+        self.most, self._unreduced = most, unreduced
+        self._world = comm.shard.axis.world * comm.replicate.axis.world
+        self._alone = self._world == 1
+        self.gradients: dict[int, Gradient] = {}
+        #: What all of a backward's gradients are added up, reduced and landed under.
+        self._streams = OneStream(None)
+        self._order: list[int] = []
+        self._agreed = False
+        self._completed: list[int] = []
+        self._seen: dict[int, list[bool]] = {}
+        self._next = 0
+        self._ready: set[int] = set()
+        #: Completed once after they were given up: they are waited for.
+        self._late: set[int] = set()
+        self._under_way: deque[Sent] = deque()
+        #: What parameters get gradients of, when all ranks are known to be done.
+        self._landed: list[Reduction] = []
+
+    def change(self, *, most: int, unreduced: bool) -> None:
+        """Another policy, between steps."""
+        self.most, self._unreduced = most, unreduced
+
+    def update_early(self, updates: Updates | None) -> None:
+        """From the next backward on ``updates`` is handed every whole gradient that has landed; None is nobody."""
+        self.updates = updates
+
+    def updates_due(self, what: str) -> None:
+        """``what`` comes now, with values that updates made in backward have changed for a step that has not come."""
+        if self.updates is not None:
+            self.updates.due(what)
+
+    @property
+    def measured(self) -> bool:
+        """A block of ``measuring`` is open."""
+        return self._meter is not None
+
+    @contextmanager
+    def measuring(self, meter: Meter) -> Iterator[None]:
+        """``meter`` is shown the end of every backward inside the block."""
+        self._meter = meter
+        try:
+            yield
+        finally:
+            self._meter = None
+
+    def watch(self, flats: Sequence[Flat]) -> None:
+        """Take over these flats (all trainable ones of the attachment), in unit order."""
+        kept = {flat.number: self.gradients.get(flat.number) for flat in flats}
+        self.gradients = {
+            flat.number: old if (old := kept[flat.number]) is not None and old.flat is flat else Gradient(flat, self.pool)
+            for flat in flats
+        }
+        self._streams = one_stream(flats[0].kind.device) if flats else self._streams
+        self._order = [flat.number for flat in reversed(flats) if flat.layout.padded]
+        self._agreed = False
+        self._late.clear()
+        self.scaling.watch(self.gradients.values())
+
+    def expect(self, used: Sequence[int]) -> None:
+        """Units in the order of a forward that all ranks have agreed on: until a backward has shown better, gradients
+        complete the other way round, a unit's at its first use."""
+        if self._agreed or self.open:
+            return
+        place = {number: at for at, number in reversed(list(enumerate(used)))}
+        self._order.sort(key=lambda number: -place.get(number // FLATS, -1))
+
+    def ready(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
+        """Autograd has all gradients of a flat's parameters; returns what their accumulation nodes shall see."""
+        if torch.is_grad_enabled():
+            raise ShardedOpError(
+                f"backward through the parameters of unit {flat.name} with create_graph=True: expected first "
+                "derivatives, found a "
+                "request for a graph of them. Differentiate twice with respect to inputs, or detach() the model."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._ready_plain(flat, grads, accumulates)
+
+    def _ready_plain(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
+        self.open = True
+        self._backward.backward_open()
+        if self.scaling.on:
+            self.scaling.arrived()
+        gradient = self.gradients.get(flat.number)
+        if gradient is None or gradient.flat is not flat:
+            raise ShardedOpError(
+                f"backward of unit {flat.name}: expected the layout of its forward, found that parameters were frozen or "
+                "unfrozen, or apply() was called, in between. Change requires_grad and the policy between steps."
+            )
+        if not accumulates:
+            out = self._reduce_now(flat, grads)
+        else:
+            out = [None] * len(grads)
+            with self._streams.work(grads):
+                self._accumulate(gradient, grads, scaled=self.scaling.on)
+        self.bus.instant("ready", flat.name)
+        self._backward.backward_done(flat)
+        return out
+
+    def _accumulate(self, gradient: Gradient, grads: Sequence[Tensor | None], *, scaled: bool) -> None:
+        flat = gradient.flat
+        written = self._alone and gradient.exact and not gradient.tiered and self.updates is None and not scaled
+        if flat.layout.padded == 0 or written:
+            gradient.add_alone(grads)
+            self._update_early(gradient, whole=False)
+            return
+        held = self._holds_back()
+        gradient.add(grads, held=held)
+        self._completed.append(flat.number)
+        if held:
+            return
+        self._ready.add(flat.number)
+        if flat.number in self._seen:
+            self._late.add(flat.number)
+        self._go_on(skip=False)
+
+    def came_to(self, unit: int) -> None:
+        """Backward uses ``unit``, and its gather is launched: before this rank waits for it, it starts what it has skipped."""
+        if self._next == len(self._order) or self._order[self._next] // FLATS == unit or self._holds_back():
+            return
+        if self.open or self._reduces(unit):
+            self.open = True
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), self._streams.work():
+                self._go_on(skip=True)
+
+    def _reduces(self, unit: int) -> bool:
+        """The backward that runs will reduce gradients of ``unit``: it is none of autograd.grad's."""
+        flats = [gradient.flat for number, gradient in self.gradients.items() if number // FLATS == unit]
+        return any(accumulates(node) for flat in flats for node in flat.nodes_in_backward())
+
+    def _go_on(self, *, skip: bool) -> None:
+        """Start what is next in the order, past what this rank skips where something behind that is ready, or ``skip``."""
+        while self._next < len(self._order):
+            number = self._order[self._next]
+            if number not in self._ready and not ((skip or self._ready) and self._skips(number)):
+                return
+            self._launch(self.gradients[number])
+            self._next += 1
+
+    def _skips(self, number: int) -> bool:
+        """See Note [Who skips a unit]."""
+        if number in self._late or not self._backward.backward_passed(number // FLATS):
+            return False
+        return not self.gradients[number].flat.nodes_in_backward()
+
+    def _holds_back(self) -> bool:
+        return self.accumulation.on or (self._unreduced and not self.sync)
+
+    def _launch(self, gradient: Gradient) -> None:
+        flat = gradient.flat
+        self._ready.discard(flat.number)
+        self._make_way()
+        seen = self._seen.get(flat.number)
+        present = gradient.present
+        self._seen[flat.number] = present if seen is None else [a or b for a, b in zip(present, seen, strict=True)]
+        if self.bus.active:
+            self.bus.begin("reduce", flat.name, self.nbytes(flat))
+        # fp16 sums would overflow.
+        before = flat.kind.reduce is torch.float16
+        reduction = Reduction(gradient, self.comm.shard, self._world, before=before)
+        for number, chunk in enumerate(gradient.chunks):
+            if number:
+                self._make_way()
+            self._under_way.append(reduction.start(chunk))
+        if self._alone:
+            self._make_way(0)
+
+    def _reduce_now(self, flat: Flat, grads: Sequence[Tensor | None]) -> list[Any]:
+        """What autograd.grad or backward(inputs=...) gets: this rank's ranges of the means.  Collective, waited for at once."""
+        gradient = Gradient(flat, self.pool, returned=True)
+        gradient.add(grads)
+        reduction = Reduction(gradient, self.comm.shard, self._world, what="reduce for autograd.grad")
+        for chunk in gradient.chunks:
+            sent = reduction.start(chunk)
+            sent.begin_replicas(self.comm.replicate)
+            sent.wait()
+            reduction.land(sent, self._mean(sent))
+        assert reduction.result is not None
+        out: list[Any] = [None] * len(grads)
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                out[index] = hooked(ShardedTensor(flat.local(index, reduction.result), flat.specs[index]))
+        return out
+
+    def _make_way(self, most: int | None = None) -> None:
+        """Wait for the oldest reductions until one more may be under way."""
+        if most == 0:
+            self._begin_replicas(0)
+        while len(self._under_way) > (self.most - 1 if most is None else most):
+            self._land_oldest()
+        if most is None:
+            self._begin_replicas((self.most - 1) // 2)
+
+    def _begin_replicas(self, but: int) -> None:
+        """Start the sums over the replicas of all that is under way but the newest ``but``: they run while the next reductions
+        do.  Which ones depends on numbers alone, so that all replicas start them in one order."""
+        if self.comm.replicate.axis.world == 1:
+            return
+        for place in range(len(self._under_way) - but):
+            sent = self._under_way[place]
+            if not sent.replicas:
+                key = sent.reduction.gradient.flat.name
+                self.bus.begin("wait reduce", key)
+                try:
+                    sent.begin_replicas(self.comm.replicate)
+                finally:
+                    self.bus.end("wait reduce", key)
+
+    def nbytes(self, flat: Flat) -> int:
+        """Payload of one reduction of ``flat``; a replicated gradient is gathered again after it."""
+        if self.comm.shard.axis.world == 1:
+            return 0
+        return flat.layout.padded * flat.kind.reduce.itemsize * (2 if flat.replicated else 1)
+
+    def under_way(self) -> tuple[int, int]:
+        """Bytes that reductions land in, and bytes they send, apart from gradients' own memory."""
+        return sum(one.landing_nbytes for one in self._under_way), sum(one.sent_nbytes for one in self._under_way)
+
+    def payload(self) -> int:
+        """Payload of one step's reductions."""
+        return sum(self.nbytes(gradient.flat) for gradient in self.gradients.values())
+
+    def _land_oldest(self) -> None:
+        self._begin_replicas(len(self._under_way) - 1)
+        sent = self._under_way.popleft()
+        reduction, flat = sent.reduction, sent.reduction.gradient.flat
+        self.bus.begin("wait reduce", flat.name)
+        try:
+            sent.wait()
+        finally:
+            self.bus.end("wait reduce", flat.name)
+        if not reduction.land(sent, self._mean(sent)):
+            return
+        if self.bus.active:
+            self.bus.end("reduce", flat.name, self.nbytes(flat))
+        if reduction.claims:
+            self._landed.append(reduction)
+        whole = self.updates is not None and reduction.whole and reduction.in_shard
+        self._update_early(reduction.gradient, whole=whole)
+
+    def _mean(self, sent: Sent) -> Tensor:
+        """A sum over the ranks as the loop shall see it: divided by them and by the loss scale."""
+        ranks, out = sent.reduction.ranks, sent.out
+        if self.scaling.on:
+            return self.scaling.mean(sent.reduction.gradient.flat, out, ranks)
+        return out.mul_(1.0 / ranks) if ranks > 1 else out
+
+    def _update_early(self, gradient: Gradient, *, whole: bool) -> None:
+        """A reduction has landed; ``whole``: every parameter's gradient, and alone in the shard."""
+        gradient.flat.nodes = max(0, gradient.flat.nodes - 1)
+        if self.updates is not None and (whole or gradient.flat.spent):
+            gradient.flat.nodes += 1
+            self.updates.early(gradient)
+            gradient.flat.nodes -= 1
+
+    def finish_backward(self) -> None:
+        """Backward is over: reduce what any rank still owes, wait for all, and set ``.grad``.  Collective when ranks > 1."""
+        if self.open:
+            held = self._holds_back()
+            if held:
+                self.accumulation.owed |= self.accumulation.on
+            self._complete(held=held)
+        self.pool.step_ended()
+
+    def _complete(self, *, held: bool) -> None:
+        self.open = False
+        streams = self._streams.work() if held else self._streams.end(self._gradients)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), streams:
+            try:
+                if not held:
+                    self.accumulation.owed = False
+                    if not (self._alone and self._idle()):
+                        self._finish()
+            finally:
+                if self.updates is not None:
+                    self.updates.finish()
+            self.scaling.backward_over(landed=not held)
+        if self._meter is not None:
+            self._meter.backward_over()
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """The memory of gradients on the device."""
+        for gradient in self.gradients.values():
+            for param in gradient.flat.params:
+                at = param.grad._at if isinstance(param.grad, ShardedTensor) else None
+                if isinstance(at, Tensor) and at.device == gradient.flat.kind.device:
+                    yield at
+
+    def _idle(self) -> bool:
+        """Nothing waits for a reduction."""
+        waits = self._ready or self._under_way or self._landed
+        return not waits and all(gradient.partial is None for gradient in self.gradients.values())
+
+    def reduce_owed(self) -> None:
+        """Reduce what is still held back: somebody needs it, or the layout it belongs to goes away.  Collective."""
+        if self.accumulation.owed or not self._idle():
+            self._complete(held=False)
+            self.pool.step_ended()
+
+    def _finish(self) -> None:
+        try:
+            for number in self._order[self._next :]:
+                self._launch(self.gradients[number])
+            used, again = self._agree_used()
+            if again and self.updates is not None:
+                self.updates.finish()
+            for number in again:
+                self._launch(self.gradients[number])
+            self._make_way(0)
+            for reduction in self._landed:
+                reduction.finish(used[reduction.gradient.flat.number])
+            self._agree_order()
+        finally:
+            for gradient in self.gradients.values():
+                gradient.hand_over()
+            self._next = 0
+            self._ready.clear()
+            self._under_way.clear()
+            self._landed.clear()
+            self._completed.clear()
+            self._seen.clear()
+
+    def _agree_used(self) -> tuple[dict[int, list[int]], list[int]]:
+        """Which parameters got a gradient on any rank, and the flats some rank completed a second time."""
+        local: list[bool] = []
+        for number, gradient in self.gradients.items():
+            seen, present = self._seen.get(number), gradient.present
+            if seen is not None:
+                present = [a or b for a, b in zip(present, seen, strict=True)] if any(present) else seen
+            local.extend(present)
+            local.append(seen is not None and number in self._ready)
+        flags = torch.tensor(local, dtype=torch.uint8)
+        self.comm.world.all_reduce(Call(CONTROL, "end of backward", "all units"), flags, "max")
+        merged, used, again, at = flags.tolist(), {}, [], 0
+        for number, gradient in self.gradients.items():
+            count = len(gradient.present)
+            used[number] = merged[at : at + count]
+            if merged[at + count]:
+                again.append(number)
+            at += count + 1
+        return used, [number for number in self._order if number in again]
+
+    def _agree_order(self) -> None:
+        """After the first whole backward, take rank 0's order of completion as canonical."""
+        if self._agreed or self._alone:
+            return
+        done = list(dict.fromkeys(self._completed))
+        order = done + [number for number in self._order if number not in done]
+        self._order = Agreement(self.comm.world).sequence("all units", order)
+        self._agreed = True

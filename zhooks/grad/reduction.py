@@ -1,0 +1,195 @@
+"""One reduction of one gradient: what this rank has added up is sent, and its range of the mean over the ranks comes back.
+
+``reduce.py`` starts and lands it, on every rank at the same place of its canonical order.  It never waits for other ranks.
+
+Note: [Chunks]
+    A flat buffer is reduced in chunks, each the same stretch of every rank's range: one, which is the partial sum as it lies,
+    or several that are filled one after the other where a single parameter is larger than any buffer may be.  A chunk holds
+    the same elements of every rank's range as the whole would, cast and added in the same order, and transports that add in
+    rank order (shm, p2p) do so element by element: how a gradient is cut does not show in it.  The backend's own collectives
+    promise no order of additions, cut or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.device import beside
+from zhooks.comm import DONE, REDUCE, Call, Transport, Work, in_order, read
+from zhooks.grad.gradient import Gradient, GradientChunk, Into
+from zhooks.layout import flat_layout
+
+__all__ = ["Reduction", "Sent"]
+
+
+class Reduction:
+    """One reduction of ``gradient`` over the ranks of ``transport``.
+
+    Args:
+        ranks: how many the sum is divided by, those of the replicas too.
+        before: this rank's part is divided before it is sent, for the sum would overflow.
+        what: the verb it is called by.
+    """
+
+    def __init__(
+        self, gradient: Gradient, transport: Transport, ranks: int, *, before: bool = False, what: str = "reduce"
+    ) -> None:
+        flat = gradient.flat
+        self.gradient, self._transport = gradient, transport
+        self.ranks, self._before = (1, 1.0 / ranks) if before else (ranks, 1.0)
+        self._call = Call(REDUCE, what, flat.name, flat.number)
+        #: This rank had a gradient for every parameter.
+        self.whole = all(gradient.present)
+        self._parts = gradient.take()
+        self._left = len(gradient.chunks)
+        #: Where the range goes; None until it is known, when the first chunk lands.
+        self.into: Into | None = None
+        #: The range that is to be landed when all ranks are known to be done, and in the gradients of which parameters.
+        self.result: Tensor | None = None
+        self.missing: Sequence[int] = ()
+        # The range that chunks are received in, where what comes back is what is kept.
+        self._target: Tensor | None = None
+        if gradient.exact and not gradient.tiered:
+            if self._parts and self._parts[0] is gradient.at:
+                self.into, self._target = Into.SHARD, self._parts[0]
+            elif gradient.apart:
+                self._target = self._apart()
+            elif gradient.reserve_shard():
+                self.into, self._target = Into.SHARD, gradient.shard
+
+    def _apart(self) -> Tensor:
+        flat = self.gradient.flat
+        self.into, self.missing = Into.APART, range(len(flat.params))
+        self.result = torch.empty(flat.shard_numel, dtype=flat.kind.master, device=flat.kind.device)
+        return self.result
+
+    def start(self, chunk: GradientChunk) -> Sent:
+        """Start summing a chunk over the ranks."""
+        gradient, own = self.gradient, self._target
+        if own is not None and chunk.starts:
+            own = own[chunk.local : chunk.local + chunk.numel]
+        partial = self._filled(chunk, own if gradient.in_place else None) if chunk.starts else self._parts[0]
+        if self._before != 1.0:
+            partial.mul_(self._before)
+        if gradient.in_place:
+            out = partial
+            work = self._transport.all_reduce_flat(self._call, partial, chunk.layout)
+        else:
+            out = gradient.buffer(chunk.lands, "communication on device") if own is None else own
+            out = out if out.numel() == chunk.numel else out[: chunk.numel]
+            work = self._transport.reduce_scatter(self._call, partial, out, chunk.layout)
+        return Sent(self, chunk, work, partial, out, out is own)
+
+    def land(self, sent: Sent, mean: Tensor) -> bool:
+        """The mean of a chunk over the ranks is here; whether it was the last chunk."""
+        gradient, partial, out = self.gradient, sent.partial, sent.out
+        if not sent.received:
+            self._put(sent.chunk, mean)
+            if out is not partial:
+                gradient.give_back(out)
+        if out is not partial or not sent.received:
+            gradient.give_back(partial)
+        self._left -= 1
+        if self._left:
+            return False
+        self._parts = []
+        return True
+
+    def _put(self, chunk: GradientChunk, mean: Tensor) -> None:
+        """Put a chunk where it belongs, as that is found at the first one."""
+        if self.into is None:
+            self.into = self.gradient.choose()
+        if self.into is Into.APART:
+            result = self._apart() if self.result is None else self.result
+            result[chunk.local : chunk.local + chunk.numel].copy_(mean)
+        elif missing := self.gradient.put(self.into, chunk.local, mean):
+            self.result, self.missing = mean.clone(), missing
+
+    @property
+    def in_shard(self) -> bool:
+        """The shard holds what it has reduced."""
+        return self.into is Into.SHARD or self.into is Into.SHARD_AGAIN
+
+    @property
+    def claims(self) -> bool:
+        """Parameters get gradients of it when all ranks are known to be done."""
+        return self.into is Into.SHARD or self.result is not None
+
+    def finish(self, used: Sequence[int]) -> None:
+        """Every rank is done, and some rank has used these parameters: they get what they have not got yet."""
+        if self.into is Into.SHARD:
+            self.gradient.claim(used)
+        elif self.result is not None:
+            for index in self.missing:
+                if used[index]:
+                    self.gradient.land(index, self.gradient.flat.local(index, self.result))
+
+    def _filled(self, chunk: GradientChunk, own: Tensor | None) -> Tensor:
+        """What this rank sends of a chunk that is one of several; written into ``own`` where that is given."""
+        numel = chunk.numel
+        filled = self.gradient.buffer(chunk.sends)[: numel * len(chunk.starts)] if own is None else own
+        for rank, start in enumerate(chunk.starts):
+            self._fill(start, filled[rank * numel : (rank + 1) * numel])
+        return filled
+
+    def _fill(self, start: int, out: Tensor) -> None:
+        """Elements of the flat buffer from ``start`` on: the first part copied, others added, zeros where there is nothing."""
+        flat = self.gradient.flat
+        spec, known = flat.specs[0], min(max(flat.layout.numels[0] - start, 0), out.numel())
+        if not self._parts:
+            known = 0
+        for number, part in enumerate(self._parts):
+            if number == 0 and part.data_ptr() + start * part.element_size() == out.data_ptr():
+                continue  # what no_sync summed up lies where it is to be reduced
+            values = in_order(part, spec.part_stride) if part.shape == spec.part_shape else part
+            read(values, start, out[:known], add=number > 0)
+        out[known:].zero_()
+
+
+@dataclass(slots=True)
+class Sent:
+    """A chunk under way: ``partial`` is sent, ``out`` is where its sum will be, which ``received`` says is where it belongs."""
+
+    reduction: Reduction
+    chunk: GradientChunk
+    work: Work
+    partial: Tensor
+    out: Tensor
+    received: bool
+    #: The sum over the replicas has been started: ``work`` is that.
+    replicas: bool = False
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes it is sent from, apart from the gradient's own memory."""
+        return 0 if self.received and self.out is self.partial else self.partial.nbytes
+
+    @property
+    def landing_nbytes(self) -> int:
+        """Bytes it lands in, apart from the gradient's own memory and what it is sent from."""
+        return 0 if self.received or self.out is self.partial else self.out.nbytes
+
+    def begin_replicas(self, replicate: Transport) -> None:
+        """When the sum of its range is there, start adding it up over the replicas, in place.  Collective over them.
+
+        The caller's stream waits for neither before it waits for ``work``.
+        """
+        self.replicas = True
+        if replicate.axis.world == 1:
+            return
+        flat, out = self.reduction.gradient.flat, self.out
+        layout = flat_layout([out.numel()], world=replicate.axis.world, itemsize=out.element_size())
+        with beside(out.device, "reduce"):
+            self.work.wait()
+            self.work = replicate.all_reduce_flat(Call(REDUCE, "reduce replicas", flat.name, flat.number), out, layout)
+
+    def wait(self) -> None:
+        """Until its sum is there."""
+        try:
+            self.work.wait()
+        finally:
+            self.work = DONE  # what it keeps of the buffers would keep them from the pool

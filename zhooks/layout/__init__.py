@@ -1,0 +1,45 @@
+"""Integers and facts: flat layouts, placements, mesh axes, how a parameter is divided, which modules make a unit."""
+
+from __future__ import annotations
+
+from zhooks.layout.division import Division, hollow, is_divided, mark_of, part_of, rewrap, whole_of
+from zhooks.layout.kind import DTYPES, FLATS, PIECE_NBYTES, Cut, Kind, kind_of, pieces
+from zhooks.layout.mesh import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, resolve
+from zhooks.layout.placement import Placement, Table
+from zhooks.layout.ranges import ALIGN_BYTES, Layout, Piece, Segment, flat_layout
+from zhooks.layout.units import Group, find_units
+
+__all__ = [
+    "ALIGN_BYTES",
+    "DATA",
+    "DTYPES",
+    "FLATS",
+    "PIECE_NBYTES",
+    "PP",
+    "REPLICATE",
+    "SHARD",
+    "STAGE",
+    "TP",
+    "Axis",
+    "Cut",
+    "Division",
+    "Group",
+    "Kind",
+    "Layout",
+    "Mesh",
+    "Piece",
+    "Placement",
+    "Segment",
+    "Table",
+    "find_units",
+    "flat_layout",
+    "hollow",
+    "is_divided",
+    "kind_of",
+    "mark_of",
+    "part_of",
+    "pieces",
+    "resolve",
+    "rewrap",
+    "whole_of",
+]

@@ -1,0 +1,114 @@
+"""The axes ranks are arranged on: ``shard`` over which state is partitioned, ``replicate`` over which it is copied, and
+``tp`` and ``pp`` over which the model itself is divided.
+
+This module turns a DeviceMesh, or the default process group, or no group at all, into axes; ``attach.py`` builds it and hands
+them to ``comm/open.py``.  It never launches a collective and never starts processes: that is torchrun's work.
+
+Note: [Slices]
+    Ranks with the same places on ``tp`` and ``pp`` hold the same part of the model: they are the *data* ranks of one slice.
+    Plans, gathers and reductions are agreed among those alone.  Slices side by side on ``tp`` are parts of one model;
+    those on ``pp`` are different models here, each attached by its own ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from offload.errors import AttachError
+
+SHARD, REPLICATE, TP, PP = "shard", "replicate", "tp", "pp"
+DATA, STAGE = "data", "stage"
+#: Other people's names for the shard axis.
+_ALIASES = {"dp": SHARD, "fsdp": SHARD, "dp_shard": SHARD, "dp_replicate": REPLICATE}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of the mesh as seen by this rank: the global ranks on it, in order, and this rank's place.
+
+    Attributes:
+        siblings: the ranks on each axis beside this one, its own among them, in an order that all ranks share.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    siblings: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The axes this rank takes part in.
+
+    Attributes:
+        data: shard and replicate together: the ranks that hold this part of the model.
+        stage: data and tp together: the ranks of one attached model.
+        names: the axes that were given, by the names used here.
+        arrangement: the whole mesh as text, the same on every rank that was given the same.
+    """
+
+    shard: Axis
+    replicate: Axis
+    tp: Axis
+    pp: Axis
+    data: Axis
+    stage: Axis
+    names: tuple[str, ...] = (SHARD,)
+    arrangement: str = ""
+
+
+def resolve(mesh: DeviceMesh | None) -> Mesh:
+    """The axes to use: those of ``mesh``, else one shard axis over the default group, else a world of one.
+
+    A slice of a larger mesh (``mesh["dp"]``) stands for the mesh it was cut from.
+
+    Raises:
+        AttachError: the mesh names other axes than these, or does not cover the process group.
+    """
+    if mesh is None:
+        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        every, alone = tuple(range(world)), (rank,)
+        replicate, tp, pp = (Axis(name, alone, 0) for name in (REPLICATE, TP, PP))
+        shard, data, stage = (Axis(name, every, rank, (every,)) for name in (SHARD, DATA, STAGE))
+        return Mesh(shard, replicate, tp, pp, data, stage, arrangement=_arranged((SHARD,), torch.arange(world)))
+    whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    given = whole.mesh_dim_names or ((SHARD,) if whole.ndim == 1 else ())
+    names = tuple(_ALIASES.get(name, name) for name in given)
+    if not names or len(set(names)) != len(names) or not set(names) <= {SHARD, REPLICATE, TP, PP}:
+        raise AttachError(
+            f"mesh: expected axes named 'shard' (or 'dp'), 'replicate', 'tp' or 'pp', each once, found {given or 'no names'}. "
+            'Build it with mesh_dim_names=("replicate", "shard") or ("pp", "dp", "tp").'
+        )
+    members = sorted(whole.mesh.flatten().tolist())
+    if members != list(range(dist.get_world_size())):
+        raise AttachError(
+            f"mesh: expected every rank of the process group (0 to {dist.get_world_size() - 1}), found ranks {members}. "
+            "Build the mesh over the whole group."
+        )
+    def axis(name: str, *along: str) -> Axis:
+        dims = [dim for dim, which in enumerate(names) if which in along]
+        rows = whole.mesh.permute([dim for dim in range(whole.ndim) if dim not in dims] + dims)
+        rows = rows.reshape(-1, math.prod(whole.mesh.shape[dim] for dim in dims))
+        siblings = tuple(tuple(row) for row in rows.tolist())
+        (ranks,) = (row for row in siblings if dist.get_rank() in row)
+        return Axis(name, ranks, ranks.index(dist.get_rank()), siblings)
+
+    shard, replicate, tp, pp = (axis(name, name) for name in (SHARD, REPLICATE, TP, PP))
+    data, stage = axis(DATA, SHARD, REPLICATE), axis(STAGE, SHARD, REPLICATE, TP)
+    return Mesh(shard, replicate, tp, pp, data, stage, names, _arranged(names, whole.mesh))
+
+
+def _arranged(names: tuple[str, ...], ranks: Tensor) -> str:
+    sizes = " x ".join(f"{name} {size}" for name, size in zip(names, ranks.shape, strict=True))
+    flat = ranks.flatten().tolist()
+    return sizes if flat == sorted(flat) else f"{sizes} with ranks {flat}"

@@ -1,0 +1,109 @@
+"""How one flat buffer's parameters are updated: what a kernel is given, what it promises, and torch's own arithmetic.
+
+``choose_kernel.py`` says which kernel is for an optimizer, ``updater.py`` calls it with everything it needs in memory.  It
+never moves a value between tiers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zhooks.unit import Flat
+
+__all__ = ["NO_ARGUMENTS", "Arguments", "FlatUpdate", "Kernel", "TorchKernel", "grad_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatUpdate:
+    """What a step has to do for one flat buffer: the parameters the optimizer holds, by its groups."""
+
+    flat: Flat
+    groups: tuple[tuple[nn.Parameter, ...], ...]
+
+    def params(self) -> Iterator[nn.Parameter]:
+        for group in self.groups:
+            yield from group
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What ``step`` was called with, which every call of the step is given."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    #: Those of them that are no missing closure, by name.
+    given: tuple[str, ...] = ()
+
+
+NO_ARGUMENTS = Arguments()
+
+
+class Kernel(Protocol):
+    """How one flat is updated, with everything it needs in memory."""
+
+    def writes_copy(self, flat: Flat) -> bool:
+        """An update of the flat writes all of its copy in the compute dtype, too."""
+
+    def apart(self, optimizer: Optimizer) -> bool:
+        """An update needs nothing but the values it is given and the optimizer's groups and states: any thread may make it, on
+        another optimizer of the same type that shares the states."""
+
+    def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
+        """Update its parameters and states; a copy that it writes is leased for a whole write."""
+
+
+#: torch's optimizers whose step goes over ranges alone: no rank is asked, nothing is gathered, no attribute is kept.
+_BY_RANGES = frozenset(
+    getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+)
+#: Options under which a step works on the device, in the order of a stream that another thread does not know.
+_ON_DEVICE = ("fused", "capturable", "differentiable")
+
+
+class TorchKernel:
+    """The optimizer's own arithmetic, on the parameters of one flat.
+
+    Note: [Whose step may have a thread of its own]
+        Those of torch's own classes, as they are.  Any other may ask all ranks in its step (a norm), at a place that would
+        differ by rank, and may keep itself or its groups under other names, where a narrowed copy of it would not reach.
+    """
+
+    def writes_copy(self, flat: Flat) -> bool:
+        return False
+
+    def apart(self, optimizer: Optimizer) -> bool:
+        if type(optimizer) not in _BY_RANGES:
+            return False
+        groups = optimizer.param_groups
+        on_device = any(isinstance(value, Tensor) and value.is_cuda for group in groups for value in group.values())
+        return not on_device and not any(group.get(option) for group in groups for option in _ON_DEVICE)
+
+    def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
+        step: Any = type(optimizer).step
+        plain = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        held, own = [group["params"] for group in optimizer.param_groups], cast(Any, optimizer)
+        hooks = own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks
+        for group, params in zip(optimizer.param_groups, update.groups, strict=True):
+            group["params"] = list(params)
+        # A step that calls its base class's would run them once a flat.
+        own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        try:
+            plain(optimizer, *arguments.args, **arguments.kwargs)
+        finally:
+            own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = hooks
+            for group, params in zip(optimizer.param_groups, held, strict=True):
+                group["params"] = params
+
+
+def grad_of(param: nn.Parameter) -> Tensor | None:
+    """Its gradient as it is: nothing that is owed is reduced for it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.grad

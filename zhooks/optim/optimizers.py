@@ -1,0 +1,337 @@
+"""The optimizers of one attachment: which there are, in an order that is the same on every rank.
+
+``attach.py`` opens one an attachment and asks it wherever something is done with optimizer states.  It looks through the
+interpreter's objects only in verbs that are rare, keeps no optimizer alive and never steps one.
+
+Note: [Known on every rank]
+    An optimizer becomes known on all ranks at once: at its first step, where it is compared over the ranks, or in a
+    collective verb that is given it or finds it.  So its place in the order is the same everywhere, whatever addresses say.
+    When it dies is each rank's own affair (a cycle waits for the collector): whoever does something collective with the known
+    ones asks ``agreed`` for those that are alive on every rank.
+
+Note: [Met]
+    ``Optimizer.load_state_dict`` puts a new ``state`` in place of the old one, ``add_param_group`` makes the list of groups
+    longer.  So a step looks whether the optimizer still holds what it had when it was last met, and meets it again where it
+    does not.  Only the identity of ``state`` is kept, for the old states shall go; that another may come to lie where it lay is
+    why a hook of ``load_state_dict`` tells, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import CheckpointError, DivergenceError, ShardedOpError
+from zhooks.comm import CONTROL, Call, Facts, Together, Transport, disagreement, text_digest
+from zhooks.optim.stepper import watch_steps
+from zhooks.tensor import ParamShard, ShardedTensor
+
+__all__ = ["Optimizers", "about_state", "holders", "optimizer_facts", "partitions"]
+
+
+class States(Protocol):
+    """Who knows the states of an optimizer: which are ranges, and how full ones become ranges (`StockState`)."""
+
+    def held(self, optimizer: Optimizer) -> Sequence[tuple[nn.Parameter, ParamShard, str, Tensor]]:
+        """Its states of the model's parameters, but for numbers: parameter, description, name and state."""
+
+    def make_ranges(self, optimizer: Optimizer, held: Sequence[tuple[nn.Parameter, ParamShard, str, Tensor]]) -> None:
+        """Keep this rank's ranges of what ``held`` gave."""
+
+    def check_autocast(self) -> None:
+        """Refuse a model whose forwards ran in a precision that nobody attached."""
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Answer torch's state functions for it from now on."""
+
+
+class Optimizers:
+    """The known optimizers of one attachment.
+
+    Args:
+        stage: the ranks of the model.
+        stock: makes full states ranges.
+    """
+
+    def __init__(self, model: nn.Module, stage: Transport, stock: States) -> None:
+        self._model, self._stage, self._stock = model, stage, stock
+        self._order: list[weakref.ref[Optimizer]] = []
+        #: Those first seen in a backward, with a number that stands for what they hold.
+        self._unordered: list[tuple[int, weakref.ref[Optimizer]]] = []
+        #: What an optimizer held when it was last met, see Note [Met]; of those that hold nothing of the model, too.
+        self._met: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+
+    def open(self, known: Iterable[Optimizer]) -> None:
+        """Be called by every step from now on; those in ``known`` are known already."""
+        for optimizer in known:
+            self.admit(optimizer)
+        self._handles.extend(watch_steps(self))
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._order.clear()
+        self._unordered.clear()
+        self._met.clear()
+
+    # How one becomes known.
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's pre-hook of every step.  Collective where the optimizer holds other things than it did, see Note [Met].
+
+        Raises:
+            CheckpointError: ranks hold different states; nothing has been updated.
+            DivergenceError: ranks step other optimizers; nothing has been updated.
+            CapabilityError: Accelerate was asked for mixed precision, which it leaves out for this model.
+            ShardedOpError: the optimizer partitions the parameters itself; nothing has been updated.
+        """
+        met = self._met.get(optimizer)
+        if met is None or met[0] != id(optimizer.state) or met[1] != len(optimizer.param_groups):
+            self.meet(optimizer, "step")
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's post-hook."""
+
+    def meet(self, optimizer: Optimizer, verb: str) -> None:
+        """Compare it over the ranks and make full tensors among its states ranges.  Collective.
+
+        Raises:
+            CheckpointError, DivergenceError: as ``before``; nothing has been changed.
+        """
+        params, now = list(self._model.parameters()), (id(optimizer.state), len(optimizer.param_groups))
+        if not _places(optimizer, params):
+            self._met[optimizer] = now
+            return
+        self._stock.check_autocast()
+        met, held = self._met.get(optimizer), self._stock.held(optimizer)
+        # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
+        fresh = (met is None or met[1] != now[1]) and not _in_backward()
+        facts = optimizer_facts(optimizer, params) if fresh else {}
+        states = "\n".join(f"{spec.name} {key} {about_state(value)}" for _, spec, key, value in held)
+        problem = disagreement(self._stage, {"optimizer": {**facts, "states": f"{text_digest(states):x}"}})
+        if problem and not Together(self._stage, verb, "the optimizer's state").same(states):
+            raise CheckpointError(
+                f"{type(optimizer).__name__}.{verb}: expected the same optimizer states on every rank, found others: "
+                "load_state_dict was called on some ranks alone, or with other files. Load the same state on all ranks, or "
+                "rank 0's by attachment.load_state_dict."
+            )
+        if problem:
+            raise DivergenceError(problem)
+        problem = partitions(optimizer)
+        if problem:
+            raise ShardedOpError(f"{verb}: {problem}")
+        self._stock.make_ranges(optimizer, held)
+        self.admit(optimizer)
+        self._met[optimizer] = now
+
+    def admit(self, optimizer: Optimizer) -> None:
+        """It is known from now on, on every rank: whoever calls does so on all of them."""
+        if all(known() is not optimizer for known in self._references()):
+            if _in_backward():
+                number = text_digest(repr(optimizer_facts(optimizer, self._model.parameters())))
+                self._unordered.append((number, weakref.ref(optimizer)))
+            else:
+                self._order.append(weakref.ref(optimizer))
+            self._stock.watch(optimizer)
+            self._handles.append(optimizer.register_load_state_dict_post_hook(self._forgets()))
+
+    def _forgets(self) -> Callable[[Optimizer], None]:
+        """A hook that has an optimizer met again; it keeps nobody alive."""
+        me = weakref.ref(self)
+
+        def loaded(optimizer: Optimizer) -> None:
+            known = me()
+            if known is not None:
+                known._met.pop(optimizer, None)
+
+        return loaded
+
+    # Which there are.
+
+    def here(self) -> list[Optimizer]:
+        """Known ones that are alive on this rank, for whoever looks without communicating."""
+        return _once(found for found in (known() for known in self._references()) if found is not None)
+
+    def agreed(self, verb: str) -> list[Optimizer]:
+        """Known ones that are alive on every rank, in the common order.  Collective."""
+        if self._unordered:
+            self._put_in_order(verb)
+        found = [known() for known in self._order]
+        if found:
+            dead = torch.tensor([one is None for one in found], dtype=torch.uint8)
+            self._stage.all_reduce(Call(CONTROL, f"{verb}: compare optimizers", "all optimizers"), dead, "max")
+            for one, gone in zip(found, dead.tolist(), strict=True):
+                if one is not None and gone:
+                    self._met.pop(one, None)
+            found = [one for one, gone in zip(found, dead.tolist(), strict=True) if not gone]
+            self._order = [weakref.ref(one) for one in found if one is not None]
+        return _once(one for one in found if one is not None)
+
+    def every(self, verb: str) -> list[Optimizer]:
+        """``agreed``, and where they leave parameters to be trained by others: those, stepped or not.  Collective.
+
+        Raises:
+            DivergenceError: ranks have others.
+            CheckpointError: two of them cannot be told apart.
+        """
+        known, params = self.agreed(verb), list(self._model.parameters())
+        stepped = {id(param) for one in known for group in one.param_groups for param in group["params"]}
+        if any(param.requires_grad and id(param) not in stepped for param in params):
+            known = _once([*known, *self._search(verb, params, lambda one: True)])
+        return known
+
+    def with_ranges(self, verb: str) -> list[Optimizer]:
+        """``agreed``, and any other that holds ranges (another's states loaded, no step since), all met.  Collective.
+
+        Raises:
+            CheckpointError, DivergenceError: as ``every``, or ranks hold different states; nothing has been changed.
+        """
+        known, params = self.agreed(verb), list(self._model.parameters())
+        found = _once([*known, *self._search(verb, params, lambda one: _has_ranges(one, params))])
+        for one in found:
+            self.meet(one, verb)
+        return found
+
+    def _references(self) -> list[weakref.ref[Optimizer]]:
+        return [*self._order, *(known for _, known in self._unordered)]
+
+    def _put_in_order(self, verb: str) -> None:
+        """Those first seen in a backward, by what they hold."""
+        self._unordered.sort(key=lambda entry: entry[0])
+        if not Together(self._stage, verb, "optimizers").same(str([number for number, _ in self._unordered])):
+            raise _others(verb, "those that stepped in backward", self._stage)
+        self._order.extend(known for _, known in self._unordered)
+        self._unordered = []
+
+    def _search(self, verb: str, params: Sequence[Tensor], wanted: Callable[[Optimizer], bool]) -> list[Optimizer]:
+        """Optimizers of ``params`` that nobody has told of, admitted in an order all ranks share.  Collective."""
+        known = {id(one.state) for one in self.here()}
+
+        def look() -> list[Optimizer]:
+            return [one for one in holders(params) if id(one.state) not in known and wanted(one)]
+
+        count = torch.tensor([len(look())], dtype=torch.int64)
+        self._stage.all_reduce(Call(CONTROL, f"{verb}: look for optimizers", "all optimizers"), count, "max")
+        if not int(count.item()):
+            return []
+        # One that nobody refers to any more may be found on some ranks alone.
+        gc.collect()
+        found = _once(sorted(look(), key=lambda one: _told_apart(one, params)))
+        names = [_told_apart(one, params) for one in found]
+        if not Together(self._stage, verb, "optimizers").same(str(names)):
+            raise _others(verb, f"{len(found)} ({', '.join(type(one).__name__ for one in found)})", self._stage)
+        for one, before, after in zip(found, names, names[1:], strict=False):
+            if before == after:
+                raise CheckpointError(
+                    f"{verb}: expected optimizers that can be told apart on every rank, found two {type(one).__name__} of the "
+                    "same parameters, options and counters, neither of which has stepped. Pass both to the call, or each to "
+                    "attachment.state_dict(optimizer) before it, in one order on all ranks."
+                )
+        for one in found:
+            self.admit(one)
+        return found
+
+
+def holders(params: Iterable[Tensor]) -> list[Optimizer]:
+    """Every optimizer in memory that holds one of these parameters, those that wait for the collector among them."""
+    wanted = {id(param) for param in params}
+    return [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), Optimizer)
+        and hasattr(found, "state")
+        and any(id(param) in wanted for group in getattr(found, "param_groups", ()) for param in group["params"])
+    ]
+
+
+def partitions(optimizer: object) -> str:
+    """What is wrong with an optimizer that gives every rank whole parameters of its own to step; "" where it does not."""
+    known: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if known is None or not isinstance(optimizer, known.ZeroRedundancyOptimizer) or optimizer.world_size == 1:
+        return ""
+    inner = getattr(optimizer, "_optim_constructor", None)
+    name = inner.__name__ if isinstance(inner, type) else "AdamW"
+    return (
+        f"expected an optimizer that steps all parameters on every rank, for the model is partitioned already, found "
+        f"ZeroRedundancyOptimizer, which steps some of them on each of {optimizer.world_size} ranks. Use the optimizer in it: "
+        f"{name}(model.parameters(), ...); stages 1 to 3 partition its states."
+    )
+
+
+def optimizer_facts(optimizer: Optimizer | None, params: Iterable[Tensor]) -> Facts:
+    """What must be the same of an optimizer on every rank: its type, which of ``params`` it holds, and its plain numbers."""
+    if optimizer is None:
+        return {"type": "none"}
+    place = {id(param): number for number, param in enumerate(params)}
+    facts = {"type": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"}
+    for number, group in enumerate(optimizer.param_groups):
+        held = [place[id(param)] for param in group["params"] if id(param) in place]
+        facts[f"group {number} parameters"] = f"{len(held)} (of digest {text_digest(str(held)):x})"
+        for key, value in sorted(group.items(), key=str):
+            if isinstance(value, (bool, int, float, str, type(None))):
+                facts[f"group {number} {key}"] = repr(value)
+            elif key != "params":
+                facts[f"group {number} {key}"] = _plain(value)
+    return facts
+
+
+def _plain(value: object) -> str:
+    """A tuple of numbers as it is; of anything else, a tensor on a device among them, the type says enough."""
+    numbers = isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value)
+    return repr(value) if numbers else type(value).__name__
+
+
+def _told_apart(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[list[int], str, str, list[str]]:
+    """What tells optimizers apart, alike on every rank: parameters, class, options, states and counters."""
+    plain = (bool, int, float, str, tuple, type(None))
+    groups = optimizer.param_groups
+    options = [sorted((key, repr(value)) for key, value in group.items() if isinstance(value, plain)) for group in groups]
+    states = [
+        f"{key} {float(value) if type(value) is Tensor and value.dim() == 0 else ''}"
+        for group in groups
+        for param in group["params"][:1]
+        for key, value in sorted(optimizer.state.get(param, {}).items())
+    ]
+    return _places(optimizer, params), f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", repr(options), states
+
+
+def _places(optimizer: Optimizer, params: Sequence[Tensor]) -> list[int]:
+    """Which of ``params`` it holds."""
+    place = {id(param): number for number, param in enumerate(params)}
+    return [place[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in place]
+
+
+def _has_ranges(optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
+    return any(isinstance(value, ShardedTensor) for param in params for value in optimizer.state.get(param, {}).values())
+
+
+def _once(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """A wrapper that shows the states of the optimizer inside it is the same one."""
+    return list({id(one.state): one for one in reversed(list(optimizers))}.values())[::-1]
+
+
+def about_state(value: Tensor) -> str:
+    """What must be the same of a state on every rank, in words."""
+    kind = "range" if isinstance(value, ShardedTensor) else "whole"
+    return f"{kind} {value.dtype} {list(value.shape)}"
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _others(verb: str, found: str, stage: Transport) -> DivergenceError:
+    return DivergenceError(
+        f"{verb}: expected the same optimizers of the model on every rank, found others: {found} on rank "
+        f"{stage.axis.ranks[stage.axis.rank]}. Build the same on all ranks, drop those that some ranks alone have, or pass the "
+        "one that is meant."
+    )

@@ -1,0 +1,388 @@
+"""``[optimizer] overlap = true``: a flat is updated in backward, as soon as its reduction has landed.
+
+``grad/reduce.py`` calls it at every landing, and at the end of every backward; ``stepper.py`` when a step begins;
+``updater.py`` does the work.  An update made early cannot know of a clip, an unscale, another backward, a new learning
+rate or another optimizer, so each of these is refused by name when it comes.
+
+Note: [Early or not]
+    A flat is updated early when optimizers that have stepped before, with the states they have, hold its parameters, each of
+    them one alone, all of them got a gradient on this rank, no earlier gradient was waiting, and no other forward of this
+    backward is still to come through it.  Any other is left to the step, which does the same arithmetic:
+    which of the two happened never changes a bit.
+
+Note: [Whose step comes]
+    torch updates what a step is called for, with what it finds then.  An early update is right if the step of the same
+    optimizer comes next, and finds the groups, states and parameters that the update found or left.  Nothing takes an update
+    back, so whatever else comes first is refused: the step of another optimizer, a forward, a verb that reads or writes
+    values.  Parameters that two optimizers have stepped are left to the step from then on, as long as both are there.
+
+Note: [Beside backward]
+    Updates that are computed on the host have a thread of their own, one after the other.  It does arithmetic alone: the
+    thread that runs backward fetches what an update needs, waits until that is there, and later puts away what the update
+    made and closes it, for the store, the budget and the pools belong to it.  Meanwhile the blocks are lent: whoever else
+    wants their values waits.  The optimizer is stood in for by one of the same type with groups of its own, so that nobody
+    finds the groups narrowed; the states are shared.  All updates are over when backward is; an error is raised in the step.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import ZhooksError
+from offload.kernels import flushes_denormals
+from offload.store import Block
+from offload.threads import Task, Workers
+from zhooks.grad import Gradient
+from zhooks.optim.kernel import NO_ARGUMENTS, Arguments, FlatUpdate
+from zhooks.optim.updater import Updater, group_options, same_options
+from zhooks.refusals import not_stepped, too_late
+from zhooks.unit import Flat
+
+__all__ = ["Overlap", "Worker"]
+
+#: An optimizer, and what its step has to do for one flat.
+Mine = tuple[Optimizer, FlatUpdate]
+
+
+class Worker:
+    """The thread that updates are made on.
+
+    Raises:
+        CapabilityError: the system does not allow another thread.
+    """
+
+    def __init__(self) -> None:
+        self._threads = Workers("zhooks-update")
+        self._threads.start()
+        self.close = weakref.finalize(self, self._threads.stop)
+
+    def submit(self, update: Update) -> None:
+        self._threads.submit(update.over.run)
+
+
+class Update:
+    """One flat's update under way, made elsewhere as the thread that asks for it would make it here.
+
+    To the leases of its blocks it is work like a copy (``wait``, ``done``): until it is over nobody else gets the values.
+    """
+
+    def __init__(self, updater: Updater, flat: Flat, mine: Sequence[Mine], blocks: list[Block]) -> None:
+        self.flat, self.blocks, self.over = flat, blocks, Task(self)
+        self.optimizers = [optimizer for optimizer, _ in mine]
+        self._updater, self._left = updater, [(_stand_in(optimizer, update), update) for optimizer, update in mine]
+        self._thread: int | None = None
+        self._mode = torch.get_num_threads(), torch.get_default_device(), flushes_denormals()
+
+    def __call__(self) -> None:
+        self._thread = threading.get_ident()
+        threads, device, flush = self._mode
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if flushes_denormals() != flush:
+            torch.set_flush_denormal(flush)
+        on = self.flat.kind.device
+        current = torch.cuda.device(on) if on.type == "cuda" else nullcontext()
+        default = nullcontext() if device.type == "cpu" else device
+        left, self._left = self._left, []
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), current, default:
+                for stand_in, update in left:
+                    self._updater.update(stand_in, update, NO_ARGUMENTS)
+        finally:
+            for stand_in, _ in left:
+                # Who looks for optimizers of these parameters must not find it.
+                stand_in.param_groups = []
+
+    def wait(self) -> None:
+        if threading.get_ident() != self._thread:
+            self.over.join()
+
+    def done(self) -> bool:
+        return self.over.done()
+
+
+def _stand_in(optimizer: Optimizer, update: FlatUpdate) -> Optimizer:
+    """An optimizer of the same type and states whose groups hold these parameters, with the options of now."""
+    made: Any = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer))
+    groups = zip(group_options(optimizer), update.groups, strict=True)
+    made.param_groups = [{"params": list(params), **group} for group, params in groups]
+    made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return cast(Optimizer, made)
+
+
+class Made:
+    """What was updated early for one optimizer, until its step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.name = weakref.ref(optimizer), type(optimizer).__name__
+        self.start, self.state = group_options(optimizer), id(optimizer.state)
+        #: The group of each parameter that was updated, by its id.
+        self.groups: dict[int, int] = {}
+        #: The flats, as the updates have left them.
+        self.flats: list[tuple[Flat, int]] = []
+
+    def add(self, update: FlatUpdate) -> None:
+        self.groups.update(_places([update]))
+        self.flats.append((update.flat, 0))
+
+    def over(self) -> None:
+        """The updates have been made."""
+        self.flats = [(flat, flat.version()) for flat, _ in self.flats]
+
+    def changed(self, optimizer: Optimizer, updates: Sequence[FlatUpdate]) -> str:
+        """What the step of the optimizer finds otherwise than the updates did; "" where it is the same."""
+        places, now = _places(updates), group_options(optimizer)
+        if self.state != id(optimizer.state):
+            return "other states (load_state_dict)"
+        if any(places.get(param) != group for param, group in self.groups.items()):
+            return "other parameters in its groups"
+        if len(now) < len(self.start) or not same_options(self.start, now[: len(self.start)]):
+            return "other numbers in its groups (a learning rate)"
+        here = {update.flat.number: update.flat for update in updates}
+        written = [flat.name for flat, version in self.flats if here.get(flat.number) is flat and flat.version() != version]
+        return f"a write to parameters of unit {written[0]}" if written else ""
+
+
+def _places(updates: Sequence[FlatUpdate]) -> dict[int, int]:
+    """The group of each parameter, by its id."""
+    return {id(param): number for update in updates for number, group in enumerate(update.groups) for param in group}
+
+
+#: Flats that are lent at a time: one is updated, the next one waits for it.
+_MOST = 2
+
+
+class Overlap:
+    """The early updates of one attachment, between two steps.
+
+    Args:
+        worker: makes the updates beside backward; None where backward's own thread shall.
+        rank: named in errors.
+    """
+
+    def __init__(self, updater: Updater, worker: Worker | None, *, rank: int) -> None:
+        self._updater, self._worker, self._rank = updater, worker, rank
+        #: Optimizers, each with the identity of the ``state`` of its last step: what was loaded since has not been made ranges
+        #: yet.  See Note [Met] in optimizers.py.
+        self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._made: list[Made] = []
+        #: What a step of an optimizer has to do, by flat; found once a backward.
+        self._to_do: weakref.WeakKeyDictionary[Optimizer, dict[int, FlatUpdate]] = weakref.WeakKeyDictionary()
+        self._under_way: deque[Update] = deque()
+        self._failed: Exception | None = None
+
+    def early(self, gradient: Gradient) -> None:
+        """A whole reduced gradient lies in its shard: update now where that is right.
+
+        Raises:
+            ShardedOpError: the flat was updated already in this step: a second backward.
+        """
+        flat = gradient.flat
+        if flat.spent:
+            self._forget()
+            raise too_late(f"unit {flat.name}", "a second backward")
+        if self._failed is not None or flat.nodes > 1 or any(param.grad is not None for param in flat.params):
+            return
+        mine = [(one, update) for one in self._optimizers() if (update := self._update_of(one, flat)) is not None]
+        held = [id(param) for _, update in mine for param in update.params()]
+        if not len(set(held)) == len(held) == len(flat.params):
+            return
+        for index, param in enumerate(flat.params):
+            param.grad = gradient.tensor(index)
+        for optimizer, update in mine:
+            made = self._made_for(optimizer)
+            if made is None:
+                made = Made(optimizer)
+                self._made.append(made)
+            made.add(update)
+        if self._worker is not None and all(self._updater.kernel_of(one).apart(one) for one, _ in mine):
+            self._begin(self._worker, flat, mine)
+        else:
+            self._wait()
+            for optimizer, update in mine:
+                self._updater.make_way([flat])
+                self._updater.run(optimizer, [update], NO_ARGUMENTS)
+            _no_gradient(flat)
+        flat.spent = {spec.name for spec in flat.specs}
+
+    def _made_for(self, optimizer: Optimizer) -> Made | None:
+        return next((made for made in self._made if made.optimizer() is optimizer), None)
+
+    def _begin(self, worker: Worker, flat: Flat, mine: Sequence[Mine]) -> None:
+        """Fetch what the flat's update needs, and have it made."""
+        self._wait(_MOST - 1)
+        updater, blocks = self._updater, list[Block]()
+        updater.make_way([flat])
+        try:
+            for optimizer, wanted in mine:
+                blocks.extend(updater.fetch_now(optimizer, wanted))
+        except BaseException:
+            updater.give_up(blocks)
+            raise
+        update = Update(updater, flat, mine, blocks)
+        for block in blocks:
+            assert block.lease is not None
+            block.lease.lend(update)
+        flat.written()
+        flat.buffer.lend(partial(self._reclaim, update))
+        self._under_way.append(update)
+        worker.submit(update)
+
+    def _reclaim(self, update: Update) -> None:
+        while update in self._under_way:
+            self._end_oldest()
+
+    def _wait(self, most: int = 0) -> None:
+        """Until so many updates are under way, or fewer."""
+        while self._under_way and (len(self._under_way) > most or self._under_way[0].done()):
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        """Put away what the oldest update has made; an error is kept for the step."""
+        update = self._under_way[0]
+        flat, updater = update.flat, self._updater
+        found = update.over.error()
+        self._under_way.popleft()
+        for block in update.blocks:
+            assert block.lease is not None
+            block.lease.take_back()
+        flat.buffer.take_back()
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            try:
+                flat.written()
+                if found is not None:
+                    raise found
+                _no_gradient(flat)
+                for optimizer in update.optimizers:
+                    updater.put_away(optimizer, flat)
+                updater.close_blocks(update.blocks)
+            except BaseException as error:
+                updater.give_up(update.blocks)
+                if not isinstance(error, Exception):
+                    raise
+                self._failed = self._failed or self._named(flat, error)
+
+    def _named(self, flat: Flat, error: Exception) -> Exception:
+        where = f"Found while unit {flat.name} was updated beside backward, on rank {self._rank}"
+        if isinstance(error, ZhooksError):
+            error.args = (f"{str(error).rstrip('.')}. {where}.",)
+        else:
+            error.add_note(f"{where}.")
+        return error
+
+    def finish(self) -> None:
+        """A backward is over, or something else needs its updates to be."""
+        self._wait()
+        if self._to_do:
+            self._to_do.clear()
+            for made in self._made:
+                made.over()
+
+    def due(self, what: str) -> None:
+        """``what`` reads or writes parameters: no step may be waited for.
+
+        Raises:
+            ShardedOpError: parameters were updated in backward for an optimizer that has not stepped since.
+        """
+        if self._made:
+            name = self._made[0].name
+            self._forget()
+            raise not_stepped(what, name, f"{what} before it")
+
+    def close(self) -> None:
+        """Nothing more is updated early."""
+        self.finish()
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self._known.clear()
+        if self._worker is not None:
+            self._worker.close()
+
+    def step_begins(self, optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
+        """The step that early updates were made for: what has been updated has no gradient left, so it does the others alone.
+
+        Raises:
+            ShardedOpError: the optimizer is another than the one whose step was expected, something of it has changed since
+                the first early update, or the step has arguments.
+            Exception: what an update beside backward has met with, with its unit and this rank.
+        """
+        self.finish()
+        failed, self._failed = self._failed, None
+        name, mine = type(optimizer).__name__, self._made_for(optimizer)
+        self._know(optimizer)
+        others = [made for made in self._made if made is not mine]
+        if others:
+            held = _places(updates)
+            other = next((made for made in others if not made.groups.keys().isdisjoint(held)), None)
+            if other is not None:
+                self._forget()
+                raise not_stepped(f"{name}.step", other.name, "the step of another optimizer of these parameters")
+        self._made = others
+        waiting = {param for made in others for param in made.groups}
+        for update in updates:
+            flat = update.flat
+            named = zip(flat.specs, flat.params, strict=True) if waiting else ()
+            flat.spent = {spec.name for spec, param in named if id(param) in waiting}
+            flat.nodes = 0
+        if failed is not None:
+            raise failed
+        found = "" if mine is None else mine.changed(optimizer, updates)
+        if found:
+            raise too_late(name, found)
+        if mine is not None and arguments.given:
+            raise too_late(f"{name}.step", f"arguments ({', '.join(arguments.given)})")
+
+    def _know(self, optimizer: Optimizer) -> None:
+        """It steps, with the states it has."""
+        self._known[optimizer] = id(optimizer.state)
+        if optimizer not in self._hooks:
+            me = weakref.ref(self)
+
+            def loaded(optimizer: Optimizer) -> None:
+                overlap = me()
+                if overlap is not None:
+                    overlap._loaded(optimizer)
+
+            self._hooks[optimizer] = optimizer.register_load_state_dict_post_hook(loaded)
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        self._known.pop(optimizer, None)
+        made = self._made_for(optimizer)
+        if made is not None:
+            made.state = 0
+
+    def _forget(self) -> None:
+        """Said once; from here on the step is an ordinary one."""
+        self._wait()
+        self._made.clear()
+        for flat in self._updater.flats():
+            flat.spent = set()
+
+    def _optimizers(self) -> list[Optimizer]:
+        return [optimizer for optimizer, state in list(self._known.items()) if id(optimizer.state) == state]
+
+    def _update_of(self, optimizer: Optimizer, flat: Flat) -> FlatUpdate | None:
+        known = self._to_do.get(optimizer)
+        if known is None:
+            known = self._to_do[optimizer] = {update.flat.number: update for update in self._updater.updates(optimizer)}
+        update = known.get(flat.number)
+        return update if update is not None and update.flat is flat else None
+
+
+def _no_gradient(flat: Flat) -> None:
+    """Its update was made: what is left of the gradient is nobody's."""
+    for param in flat.params:
+        param.grad = None

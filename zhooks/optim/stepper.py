@@ -1,0 +1,221 @@
+"""Any torch optimizer over tiers: entered through torch's own step hooks.
+
+torch calls ``before`` and ``after`` around every optimizer's step; for those that hold our parameters ``before`` has
+``updater.py`` do the work and leaves nothing of ours for the outer call.  It never computes an update and moves nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import ShardedOpError
+from zhooks.grad import running
+from zhooks.optim.kernel import Arguments
+from zhooks.optim.overlap import Overlap
+from zhooks.optim.updater import Updater
+from zhooks.tensor import ShardedTensor
+
+__all__ = ["Stepper", "watch_steps"]
+
+
+class Stepper:
+    """The optimizer steps of one attachment.
+
+    Args:
+        due: finishes a backward that is still open, and reduces what is owed.
+        overlap: what has been updated in backward; None where nothing is.
+    """
+
+    def __init__(self, updater: Updater, due: Callable[[], None], overlap: Overlap | None) -> None:
+        self.updater, self.overlap, self._due = updater, overlap, due
+        self._inside = False
+        self._undo: Callable[[], None] | None = None
+        #: The outer step, as torch calls it: what is left of it is the optimizer's own.
+        self._outer: FrameType | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def open(self) -> None:
+        """Be called around every optimizer's step from now on."""
+        self._handles = watch_steps(self)
+
+    def close(self) -> None:
+        self.restore()
+        if self.overlap is not None:
+            self.overlap.close()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def restore(self) -> None:
+        """Give an optimizer its parameters back, when its own step raised in between."""
+        undo, self._undo, self._outer = self._undo, None, None
+        if undo is not None:
+            undo()
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's pre-hook.
+
+        Raises:
+            ShardedOpError: a closure, an argument that holds a tensor a parameter, or an optimizer whose step couples
+                parameters.
+            TypeError: ``step`` does not take these arguments.
+            TierError, BudgetError: a tier failed; the message says how far the step had come.
+        """
+        if self._inside or self.updater.present is not None:
+            self._check_nested(optimizer)
+            return
+        if self._outer is not None and running(self._outer):
+            # A step that calls another (its base class's, a wrapped optimizer's): what is ours has been done.
+            return
+        self.restore()
+        if not self.updater.updates(optimizer):
+            return
+        arguments = _arguments(optimizer, args[1:], kwargs)
+        self._inside = True
+        try:
+            with _own_hooks_first(optimizer, args, kwargs) as hooks:
+                self._due()
+                # Not before: parameters frozen since backward have been laid out anew just now.
+                updates = self.updater.updates(optimizer)
+                self._outer, after = sys._getframe(2), dict(cast(Any, optimizer)._optimizer_step_post_hooks)
+                self._undo = _leave_others(optimizer, {id(param) for update in updates for param in update.params()}, hooks)
+                if self.overlap is not None:
+                    self.overlap.step_begins(optimizer, updates, arguments)
+                self.updater.step(optimizer, updates, arguments)
+                self._restore_first(optimizer, after)
+        except BaseException:
+            self.restore()
+            raise
+        finally:
+            self._inside = False
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's post-hook."""
+        if not self._inside and self._outer is sys._getframe(2):
+            self.restore()
+
+    def _restore_first(self, optimizer: Any, hooks: dict[Any, Any]) -> None:
+        """The post-hooks of this very optimizer, which torch calls before ours, shall see it as it is, once."""
+
+        def restore(*called: Any) -> None:
+            if self._outer is sys._getframe(1):
+                self.restore()
+                for hook in hooks.values():
+                    hook(*called)
+
+        optimizer._optimizer_step_post_hooks = OrderedDict([(object(), restore)])
+
+    def _check_nested(self, optimizer: Optimizer) -> None:
+        """A step within one flat's update may go over that flat alone."""
+        present = self.updater.present
+        now = set() if present is None else {id(param) for param in present.params()}
+        if any(id(param) not in now for update in self.updater.updates(optimizer) for param in update.params()):
+            raise ShardedOpError(
+                f"{type(optimizer).__name__}: expected an optimizer that is stepped by itself, or shares the groups of the one "
+                "that steps it, for the policy places states on tiers; found groups of its own. Step it directly."
+            )
+
+
+class Around(Protocol):
+    """Who is called around every optimizer's step."""
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
+
+
+#: What torch was given for steppers, some of which may have gone without ``close``.
+_watching: list[tuple[weakref.ref[Around], list[RemovableHandle]]] = []
+
+
+def watch_steps(stepper: Around) -> list[RemovableHandle]:
+    """Have torch call a stepper as long as it lives: torch's table must not keep a model that everybody has let go."""
+    for entry in [entry for entry in _watching if entry[0]() is None]:
+        _watching.remove(entry)
+        for handle in entry[1]:
+            handle.remove()
+    me = weakref.ref(stepper)
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = me()
+        if alive is not None:
+            alive.before(optimizer, args, kwargs)
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = me()
+        if alive is not None:
+            alive.after(optimizer, args, kwargs)
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    _watching.append((me, handles))
+    return handles
+
+
+def _arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """What a step was called with, where that can hold for each of many calls."""
+    bound = inspect.signature(type(optimizer).step).bind(optimizer, *args, **kwargs).arguments
+    named = {name: value for name, value in list(bound.items())[1:] if name != "closure" or value is not None}
+    where = "expected a step without {0}, for the policy places its states on tiers; found one. {1}"
+    if "closure" in named:
+        what = where.format("closure", "Call the closure yourself, then step().")
+        raise ShardedOpError(f"{type(optimizer).__name__}.step(closure): {what}")
+    for name, value in named.items():
+        if _by_parameter(value):
+            what = where.format("tensors a parameter", "Write them into .grad, or use tier = \"device\".")
+            raise ShardedOpError(f"{type(optimizer).__name__}.step({name}): {what}")
+    return Arguments(args, kwargs, tuple(named))
+
+
+def _by_parameter(value: Any) -> bool:
+    """It holds tensors, perhaps one for each parameter: which is whose only the optimizer knows."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, ShardedTensor) or any(isinstance(one, Tensor) or _by_parameter(one) for one in inside)
+
+
+@contextmanager
+def _own_hooks_first(optimizer: Any, args: Any, kwargs: Any) -> Iterator[dict[int, Any]]:
+    """Run the pre-hooks of this very optimizer, which torch would call after ours, and take them away until the step ends."""
+    table = optimizer._optimizer_step_pre_hooks
+    hooks = dict(table)
+    for hook in hooks.values():
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            raise ShardedOpError(
+                f"{type(optimizer).__name__}: expected step pre-hooks that return None, for the policy places its states on "
+                "tiers; found one that changes the arguments of step. Change them where step is called."
+            )
+    table.clear()
+    try:
+        yield hooks
+    except BaseException:
+        table.update(hooks)
+        raise
+
+
+def _leave_others(optimizer: Any, ours: set[int], hooks: dict[int, Any]) -> Callable[[], None]:
+    """Leave the outer call only parameters that are not ours, and no hooks; returns what puts everything back."""
+    held = [(group, group["params"]) for group in optimizer.param_groups]
+    others = [[param for param in params if id(param) not in ours] for _, params in held]
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+    def undo() -> None:
+        for group, params in held:
+            group["params"] = params
+        before.update(hooks)
+        optimizer._optimizer_step_post_hooks = after
+
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+    for (group, _), params in zip(held, others, strict=True):
+        group["params"] = params
+    return undo

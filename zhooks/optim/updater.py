@@ -1,0 +1,290 @@
+"""Updates flat buffers over tiers: flat k + 1 is fetched while k is updated, and k - 1 is written back meanwhile.
+
+``stepper.py`` has a step's flats updated here, ``overlap.py`` one at a time in backward.  It decides neither when, nor by
+what arithmetic: ``choose_kernel.py`` says that.
+
+Note: [One step, many calls]
+    The optimizer's ``step`` is called once a flat, with the arguments it was given and ``param_groups`` narrowed to the
+    flat's parameters: for element-wise optimizers that is the same arithmetic, bit for bit.  What a call changes in a group
+    beside the parameters (a counter) must come out the same from every call, and is changed once; an optimizer that couples
+    parameters is refused by name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offload.errors import BudgetError, ShardedOpError, ZhooksError
+from offload.events import Bus
+from offload.store import Block, BlockRange, Mode, Store
+from offload.tier import Tier
+from zhooks.optim.kernel import Arguments, FlatUpdate, Kernel, grad_of
+from zhooks.tensor import ShardedTensor
+from zhooks.unit import Flat, State
+
+__all__ = ["Updater", "group_options", "same_options", "state_keys"]
+
+#: New states an optimizer makes with the allocator, once each, before what they leave there is returned.
+_MADE_NBYTES = 16 << 20
+
+
+class _Present(threading.local):
+    """What this thread updates."""
+
+    update: FlatUpdate | None = None
+
+
+class Updater:
+    """The updates of one attachment.
+
+    Args:
+        flats: the flats to be updated here, now.
+        kernel_of: how the parameters of an optimizer are updated.
+        place: where updates are computed, DEVICE or HOST.
+        ahead: flats fetched while one is updated.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        bus: Bus,
+        flats: Callable[[], Iterable[Flat]],
+        *,
+        kernel_of: Callable[[Optimizer], Kernel],
+        place: Tier,
+        ahead: int,
+    ) -> None:
+        self._store, self._bus, self.flats, self.kernel_of = store, bus, flats, kernel_of
+        self._place, self._ahead = place, ahead
+        self._present = _Present()
+
+    @property
+    def present(self) -> FlatUpdate | None:
+        """What the calling thread is updating."""
+        return self._present.update
+
+    def updates(self, optimizer: Optimizer) -> list[FlatUpdate]:
+        """What a step of the optimizer has to do here, flat by flat."""
+        place: dict[int, Flat] = {id(param): flat for flat in self.flats() for param in flat.params}
+        if not place:
+            return []
+        by_flat: dict[int, tuple[Flat, list[list[nn.Parameter]]]] = {}
+        count = len(optimizer.param_groups)
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                flat = place.get(id(param))
+                if flat is not None:
+                    by_flat.setdefault(flat.number, (flat, [[] for _ in range(count)]))[1][number].append(param)
+        return [FlatUpdate(flat, tuple(tuple(group) for group in groups)) for _, (flat, groups) in sorted(by_flat.items())]
+
+    def step(self, optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
+        """All that is left of one step."""
+        self.make_way(self.flats())
+        self.run(optimizer, updates, arguments)
+        self._store.trim()
+
+    def run(self, optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
+        """Update flats that ``make_way`` has been called for."""
+        updates = [update for update in updates if any(grad_of(param) is not None for param in update.params())]
+        start = group_options(optimizer)
+        end: list[dict[str, Any]] | None = None
+        opened: list[list[Block]] = []
+        done = 0
+        try:
+            for index, update in enumerate(updates):
+                while len(opened) < min(len(updates), index + 1 + self._ahead):
+                    opened.append(self.fetch(optimizer, updates[len(opened)]))
+                _await(opened[index])
+                self.update(optimizer, update, arguments)
+                done += 1
+                self.put_away(optimizer, update.flat)
+                end = _put_back_options(optimizer, start, end)
+                self.close_blocks(opened[index])
+        except ZhooksError as error:
+            self.give_up(*opened)
+            if done or isinstance(error, ShardedOpError):
+                lost = f"{done} of {len(updates)} units had been updated in this step"
+                advice = ": load the last checkpoint, or go on, under a larger budget (attachment.apply)"
+                error.args = (f"{str(error).rstrip('.')}. {lost}{advice if done and isinstance(error, BudgetError) else ''}.",)
+            raise
+        except BaseException:
+            self.give_up(*opened)
+            raise
+
+    def make_way(self, flats: Iterable[Flat]) -> None:
+        """These flats are about to be updated: what was fetched ahead of them for a use that never came goes home."""
+        for flat in flats:
+            if flat.state is not State.GATHERING:
+                flat.buffer.sent()
+        self._store.evict()
+
+    def fetch(self, optimizer: Optimizer, update: FlatUpdate) -> list[Block]:
+        """Start bringing everything of an update to where it is computed."""
+        if self._place is Tier.HOST and update.flat.kind.device.type != "cpu":
+            self._bring_strays(optimizer, update)
+        blocks: dict[int, Block] = {}
+        for param in update.params():
+            for tensor in (param, grad_of(param), *optimizer.state.get(param, {}).values()):
+                if isinstance(tensor, ShardedTensor) and type(tensor._at) is BlockRange:
+                    blocks[id(tensor._at.block)] = tensor._at.block
+        fetched: list[Block] = []
+        copy = update.flat.buffer.copy
+        try:
+            for block in blocks.values():
+                self._store.fetch(block, self._place)
+                fetched.append(block)
+            if copy is not None and self.kernel_of(optimizer).writes_copy(update.flat):
+                self._store.fetch(copy, self._place, Mode.WRITE_ALL)
+                fetched.append(copy)
+        except BaseException:
+            self.give_up(fetched)
+            raise
+        return fetched
+
+    def fetch_now(self, optimizer: Optimizer, update: FlatUpdate) -> list[Block]:
+        """The same, and wait until it is there: for a thread that must not wait for copies, whose order is this one's."""
+        fetched = self.fetch(optimizer, update)
+        try:
+            _await(fetched)
+        except BaseException:
+            self.give_up(fetched)
+            raise
+        return fetched
+
+    def _bring_strays(self, optimizer: Optimizer, update: FlatUpdate) -> None:
+        """States and gradients that a load or a freeze left on the device: the update is computed on the host."""
+        self.adopt(optimizer, update.flat)
+        for param in update.params():
+            grad = grad_of(param)
+            if isinstance(grad, ShardedTensor) and isinstance(grad._at, Tensor):
+                grad._at = grad._at.to("cpu")
+
+    def close_blocks(self, blocks: list[Block]) -> None:
+        """They have been updated: changes start on their way home."""
+        while blocks:
+            self._store.close(blocks.pop())
+
+    def give_up(self, *opened: list[Block]) -> None:
+        """After an error: changes that were made start on their way home.  The first error is the one that counts."""
+        for blocks in opened:
+            while blocks:
+                with suppress(ZhooksError):
+                    self._store.give_up(blocks.pop())
+
+    @torch.no_grad()
+    def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
+        """The arithmetic of one flat, with everything it needs in memory; on any thread where the kernel allows it."""
+        flat = update.flat
+        if self._bus.active:
+            self._bus.begin("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
+        self._present.update = update
+        try:
+            self.kernel_of(optimizer).update(optimizer, update, arguments)
+        finally:
+            self._present.update = None
+        if self._bus.active:
+            self._bus.end("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
+
+    @torch.no_grad()
+    def put_away(self, optimizer: Optimizer, flat: Flat) -> None:
+        """What follows from an update that was made: new states go to their tier, the masters' copy is made."""
+        self.adopt(optimizer, flat)
+        flat.buffer.updated(self._place, copied=self.kernel_of(optimizer).writes_copy(flat))
+
+    def adopt(self, optimizer: Optimizer, flat: Flat) -> None:
+        """States that are wherever they were made or loaded move to their tier: one block a kind of state."""
+        tier = flat.kind.tiers.optimizer
+        if tier is Tier.DEVICE:
+            return
+        for key in state_keys(flat, optimizer):
+            held = [(index, optimizer.state.get(param, {}).get(key)) for index, param in enumerate(flat.params)]
+            states = [(index, state) for index, state in held if isinstance(state, ShardedTensor)]
+            new = [(index, state) for index, state in states if type(state._at) is not BlockRange]
+            for dtype in {state.dtype for _, state in new}:
+                same = [(index, state) for index, state in new if state.dtype == dtype]
+                old = [state._at.block for _, state in states if type(state._at) is BlockRange and state._at.dtype == dtype]
+                self._move_in(flat, key, same, old[0] if old else None)
+
+    def _move_in(self, flat: Flat, key: str, states: Sequence[tuple[int, ShardedTensor]], block: Block | None) -> None:
+        fresh = block is None
+        if block is None:
+            name = f"optimizer/{key}/{flat.name}"
+            block = self._store.put(name, flat.shard_numel, states[0][1].dtype, flat.kind.tiers.optimizer)
+        with self._store.lease(block, self._place, Mode.WRITE_ALL if fresh else Mode.UPDATE) as values:
+            if fresh:
+                values.zero_()
+            for index, state in states:
+                flat.local(index, values).copy_(state._local)
+        for index, state in states:
+            state._at, state._on = BlockRange(block, *flat.span(index)), flat.kind.device
+        if fresh:
+            self._store.passed(block.nbytes, _MADE_NBYTES)
+
+
+def _await(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        assert block.lease is not None
+        block.lease.wait()
+
+
+def state_keys(flat: Flat, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the optimizer's states that are sharded like the parameters, in a common order."""
+    keys: set[str] = set()
+    for param in flat.params:
+        state = optimizer.state.get(param, {})
+        keys.update(key for key, value in state.items() if isinstance(value, ShardedTensor))
+    return sorted(keys)
+
+
+def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What the groups hold beside their parameters: options and counters, as they are now."""
+    return [{key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _put_back_options(
+    optimizer: Optimizer, start: list[dict[str, Any]], end: list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """After one of many calls: its changes to the groups are undone, and must be those of every other call.
+
+    Raises:
+        ShardedOpError: they are not: the optimizer's step depends on all parameters at once.
+    """
+    now = group_options(optimizer)
+    for group, before in zip(optimizer.param_groups, start, strict=True):
+        for key, value in before.items():
+            if isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+    if end is not None and not same_options(now, end):
+        raise ShardedOpError(
+            f"{type(optimizer).__name__}: expected an optimizer that updates each element by itself, for the policy places its "
+            "states on tiers; found that its groups' numbers depend on all parameters at once. Use tier = \"device\" for "
+            "[parameter], [gradient] and [optimizer], or another optimizer."
+        )
+    return now
+
+
+def same_options(one: Sequence[dict[str, Any]], two: Sequence[dict[str, Any]]) -> bool:
+    """Whether groups held the same at two times."""
+    return all(
+        before.keys() == now.keys() and all(_equal(before[key], now[key]) for key in before)
+        for before, now in zip(one, two, strict=True)
+    )
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return torch.equal(one, two)
+    return bool(one == two)

@@ -1,0 +1,18 @@
+"""What an attachment says of itself: memory, a description, events for observers, ranges for choosing dtypes."""
+
+from __future__ import annotations
+
+from zhooks.report.calibrate import Calibrated
+from zhooks.report.description import describe
+from zhooks.report.held import state_held
+from zhooks.report.memory import MemoryReport, memory_report
+from zhooks.report.observation import Observation
+
+__all__ = [
+    "Calibrated",
+    "MemoryReport",
+    "Observation",
+    "describe",
+    "memory_report",
+    "state_held",
+]

@@ -1,0 +1,274 @@
+"""Measures ranges over a few ordinary steps: what ``Attachment.calibrate`` does, and what ``proposal.py`` judges.
+
+Module and tensor hooks (``run/hooks.py``) show it activations and their gradients, the reducer shows it when a backward has
+ended; it reads what is there and changes nothing.  It never decides on a dtype.
+
+Note: [What is measured]
+    Largest values are exact.  Gradients are counted by their power of two, activations are compared with their bf16
+    neighbours, and updates are followed from one backward to the next, on samples of evenly spaced elements: a range of
+    powers of two does not need more.  Ranks add their counts and take the largest of their largest values, so that all of
+    them propose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import ShardedOpError
+from offload.policy import Policy
+from offload.text import shown
+from zhooks.comm import CONTROL, Call, Comm
+from zhooks.grad import Reducer
+from zhooks.layout import part_of
+from zhooks.report.proposal import BINS, LOWEST, Base, Proposal, Ranges, propose
+from zhooks.run import Runtime, watch
+from zhooks.tensor import ShardedTensor
+from zhooks.unit import Flat, Unit
+
+__all__ = ["Calibrated", "Calibration", "Meter", "Subject", "calibrating"]
+
+_SAMPLE = 1 << 14
+_ROWS = 256
+
+# Columns of what is added up, after two histograms, and of what is maximised.
+_MOVED, _LOST, _STRANGE, _BACKWARDS = range(2 * BINS, 2 * BINS + 4)
+_GRADIENT, _WEIGHT, _ACTIVATION, _OUTPUT, _NOISE = range(5)
+
+
+class Meter:
+    """What has been seen on this rank, unit by unit."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self.sums = torch.zeros(len(units), 2 * BINS + 4, dtype=torch.float64)
+        self.tops = torch.zeros(len(units), 5, dtype=torch.float64)
+        self._before: dict[Flat, Tensor] = {}
+
+    @torch.no_grad()
+    def output(self, number: int, value: Tensor, whole: bool) -> None:
+        """A module of unit ``number`` has made ``value``; ``whole``: the unit itself has.  Of a DTensor, this rank's part."""
+        values = part_of(value).detach().float()
+        top = self._finite(number, values)
+        self._raise(number, _ACTIVATION, top)
+        if whole:
+            self._raise(number, _OUTPUT, top)
+        if values.dim() and values.shape[-1] > 1:
+            rows = _spaced(values.reshape(-1, values.shape[-1]), _ROWS)
+            error = (rows - rows.bfloat16().float()).square().mean().sqrt()
+            varies = (rows - rows.mean(-1, keepdim=True)).square().mean().sqrt()
+            noise = (error / varies).item()
+            # Values that do not vary at all say nothing, and neither do infinite ones, which have been counted.
+            self._raise(number, _NOISE, noise if 0 < noise < float("inf") else 0.0)
+
+    @torch.no_grad()
+    def gradient(self, number: int, value: Tensor, histogram: int = 1) -> None:
+        """A gradient of unit ``number``: histogram 0 counts those of parameters, 1 those of what the unit handed on."""
+        values = part_of(value).detach().float().reshape(-1)
+        self._raise(number, _GRADIENT, self._finite(number, values))
+        sample = _spaced(values, _SAMPLE)
+        sample = sample[(sample != 0) & sample.isfinite()]
+        powers = torch.frexp(sample).exponent.sub_(LOWEST).clamp_(0, BINS - 1)
+        share = values.numel() / max(1, min(values.numel(), _SAMPLE))
+        counts = self.sums[number, histogram * BINS : (histogram + 1) * BINS]
+        counts += torch.bincount(powers.long(), minlength=BINS).cpu().double() * share
+
+    @torch.no_grad()
+    def backward_over(self) -> None:
+        """A backward has ended: gradients are in place, and the update before it has been made."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, unit in enumerate(self._units):
+                self.sums[number, _BACKWARDS] += 1
+                for flat in unit.flats:
+                    self._update(number, flat)
+                    for param in flat.params:
+                        if isinstance(param.grad, ShardedTensor) and param.grad._local.numel():
+                            self.gradient(number, param.grad._local, 0)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """The last update has been made."""
+        for number, unit in enumerate(self._units):
+            for flat in unit.flats:
+                self._update(number, flat)
+        self._before.clear()
+
+    def _update(self, number: int, flat: Flat) -> None:
+        if not flat.layout.padded or not flat.kind.master.is_floating_point:
+            return
+        shard = flat.shard.detach()
+        self._raise(number, _WEIGHT, self._finite(number, shard.float()))
+        now, before = _spaced(shard, _SAMPLE).float().clone(), self._before.get(flat)
+        self._before[flat] = now
+        if before is None or before.shape != now.shape:
+            return
+        narrow, change = before.bfloat16().float(), now - before
+        moved = change != 0
+        lost = moved & ((narrow + change).bfloat16().float() == narrow)
+        self.sums[number, _MOVED] += moved.sum().item()
+        self.sums[number, _LOST] += lost.sum().item()
+
+    def _finite(self, number: int, values: Tensor) -> float:
+        """The largest absolute value; what is infinite or undefined is counted instead."""
+        if not values.numel():
+            return 0.0
+        top = values.abs().amax().item()
+        if top < float("inf"):
+            return top
+        good = values.isfinite()
+        self.sums[number, _STRANGE] += values.numel() - int(good.sum().item())
+        return values[good].abs().amax().item() if bool(good.any()) else 0.0
+
+    def _raise(self, number: int, column: int, value: float) -> None:
+        self.tops[number, column] = max(self.tops[number, column].item(), value)
+
+    @property
+    def backwards(self) -> int:
+        """Backward passes seen."""
+        return int(self.sums[:, _BACKWARDS].max().item())
+
+    def ranges(self) -> list[Ranges]:
+        """The figures, unit by unit."""
+        return [self._ranges(number, unit) for number, unit in enumerate(self._units)]
+
+    def _ranges(self, number: int, unit: Unit) -> Ranges:
+        sums, tops = self.sums[number].tolist(), self.tops[number].tolist()
+        return Ranges(
+            unit=unit.name,
+            params=tuple(spec.name for flat in unit.flats for spec in flat.specs),
+            numel=sum(flat.layout.numel for flat in unit.flats),
+            gradients=(tuple(sums[:BINS]), tuple(sums[BINS : 2 * BINS])),
+            gradient=tops[_GRADIENT],
+            weight=tops[_WEIGHT],
+            activation=tops[_ACTIVATION],
+            output=tops[_OUTPUT],
+            noise=tops[_NOISE],
+            lost=sums[_LOST] / sums[_MOVED] if sums[_MOVED] else None,
+            strange=int(sums[_STRANGE]),
+        )
+
+
+class Calibration:
+    """What ``Attachment.calibrate`` yields: holds the proposal once the block has ended."""
+
+    def __init__(self) -> None:
+        self._proposal: Proposal | None = None
+
+    @property
+    def proposal(self) -> Proposal:
+        """The proposal.
+
+        Raises:
+            ShardedOpError: the block is still open, or ended by an error.
+        """
+        if self._proposal is None:
+            raise ShardedOpError("calibrate: expected its block to have ended, found it open. Read the proposal after it.")
+        return self._proposal
+
+    def end(self, proposal: Proposal) -> None:
+        """The block has ended."""
+        self._proposal = proposal
+
+    def __str__(self) -> str:
+        return str(self.proposal)
+
+
+def _spaced(values: Tensor, most: int) -> Tensor:
+    """At most ``most`` rows of ``values``, or a few more, evenly spaced."""
+    return values[:: max(1, values.shape[0] // most)]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured: the parts of one attachment."""
+
+    model: nn.Module
+    units: Sequence[Unit]
+    comm: Comm
+    reducer: Reducer
+    policy: Policy
+
+
+@contextmanager
+def calibrating(subject: Subject, prefer: Base, loss_scale: float | None) -> Iterator[Calibration]:
+    """Measure inside the block, and propose at its end.  Collective; see ``Attachment.calibrate``."""
+    _check(subject, prefer, loss_scale)
+    meter, calibration, reducer, ranks = Meter(subject.units), Calibration(), subject.reducer, subject.comm.stage
+    handles = watch(subject.model, subject.units, meter)
+    try:
+        with reducer.measuring(meter):
+            yield calibration
+    finally:
+        while handles:
+            handles.pop().remove()
+    meter.end()
+    ranks.all_reduce(Call(CONTROL, "calibrate: counts", "all units"), meter.sums, "sum")
+    ranks.all_reduce(Call(CONTROL, "calibrate: largest", "all units"), meter.tops, "max")
+    backwards = meter.backwards // ranks.axis.world
+    if not backwards:
+        raise ShardedOpError(
+            "calibrate: expected a backward inside its block, found none. Run a few ordinary training steps inside."
+        )
+    calibration.end(propose(meter.ranges(), prefer, loss_scale, backwards))
+
+
+class Calibrated:
+    """The verb of an attachment that measures."""
+
+    model: nn.Module
+    policy: Policy
+    _units: list[Unit]
+    _comm: Comm
+    _runtime: Runtime
+
+    def _check_attached(self, verb: str) -> None:
+        """Raise AttachError once the model is detached."""
+        raise NotImplementedError
+
+    @contextmanager
+    def calibrate(
+        self, *, prefer: Literal["bf16", "fp16"] = "bf16", loss_scale: float | None = None
+    ) -> Iterator[Calibration]:
+        """Measure a few ordinary steps inside the block; after it what it yields proposes a dtype a unit.  Collective.
+
+        Print it for the reasons; ``.proposal.toml()`` and ``.proposal.values()`` are policies.
+
+        Args:
+            prefer: what units shall compute in that can; the others are proposed fp32.
+            loss_scale: what fp16 is judged at; None is the largest that the largest gradient leaves room for.
+        Raises:
+            ShardedOpError: units do not compute in fp32, the policy updates in backward, or no backward was seen.
+        """
+        self._check_attached("calibrate")
+        self._runtime.finish_backward()
+        subject = Subject(self.model, self._units, self._comm, self._runtime.reducer, self.policy)
+        with calibrating(subject, prefer, loss_scale) as calibration:
+            yield calibration
+            self._runtime.finish_backward()
+
+
+def _check(subject: Subject, prefer: str, loss_scale: float | None) -> None:
+    scaled = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
+    if not isinstance(prefer, str) or prefer not in ("bf16", "fp16") or not (loss_scale is None or scaled):
+        raise ShardedOpError(
+            f'calibrate: expected prefer "bf16" or "fp16" and a positive loss_scale or None, found {shown(prefer)} and '
+            f"{shown(loss_scale)}. Name one of the two, and leave the scale out if in doubt."
+        )
+    if subject.policy.optimizer.overlap or subject.reducer.measured:
+        found = "[optimizer] overlap = true" if subject.policy.optimizer.overlap else "another calibration that is open"
+        raise ShardedOpError(
+            f"calibrate: expected gradients that stay until the step, and one calibration at a time, found {found}. apply() a "
+            "policy without overlap, or end the other block first."
+        )
+    for flat in [flat for unit in subject.units for flat in unit.flats if flat.kind.compute.is_floating_point]:
+        if flat.kind.compute is not torch.float32:
+            found = str(flat.kind.compute).removeprefix("torch.")
+            raise ShardedOpError(
+                f"calibrate: expected every unit to compute in fp32, found {found} in {flat.name}: what it has rounded away "
+                "cannot be measured. Attach without [precision] param, calibrate, then apply what is proposed."
+            )

@@ -1,0 +1,123 @@
+"""The attachment in words: one row a unit, for people.
+
+``Attachment.describe`` calls it.  It reads units and formats; it never changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from offload.policy import Policy
+from offload.text import toml_value
+from offload.tier import Tier
+from zhooks.comm import Comm
+from zhooks.grad import Scaling
+from zhooks.layout import Placement, Table
+from zhooks.unit import Unit
+
+
+def describe(
+    model: nn.Module, units: Sequence[Unit], policy: Policy, comm: Comm, payload: int | None, scaling: Scaling
+) -> str:
+    """A plain-text table: unit, parameters, elements, padding, dtypes, placement; then the totals, and what to look at."""
+    table = Table.of(policy.table())
+    head = ("unit", "params", "numel", "padding", "rest -> use", "parameter", "gradient", "optimizer")
+    rows = [head]
+    for unit in units:
+        for flat in unit.flats:
+            kind = flat.kind
+            frozen = not kind.trainable
+            dtypes = f"{_short(kind.master)} -> {_short(kind.compute)}"
+            cells = (
+                _cell(table.parameter, kind.tiers.parameter),
+                "-" if frozen else _cell(table.gradient, kind.tiers.gradient),
+                "-" if frozen else _cell(table.optimizer, kind.tiers.optimizer),
+            )
+            rows.append(
+                (flat.name, str(len(flat.params)), f"{flat.layout.numel:,}", f"{flat.layout.padding:,}", dtypes, *cells)
+            )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+        "  ".join(_pad(cell, width, index) for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    numel = sum(flat.layout.numel for unit in units for flat in unit.flats)
+    padding = sum(flat.layout.padding for unit in units for flat in unit.flats)
+    part = " of this tp part" if comm.tp.axis.world > 1 else ""
+    lines.append(
+        f"{len(units)} units, {numel:,} elements{part}, {padding:,} of padding ({padding / max(1, numel):.3%}); {_axes(comm)}; "
+        f"transport {comm.shard.name}."
+    )
+    if payload is not None:
+        lines.append(f"By the plan a training step moves {payload / 2**20:,.2f} MiB of payload.")
+    lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for unit in units for flat in unit.flats)))
+    lines.extend(_chosen(policy))
+    lines.extend(_unmatched(model, units, policy))
+    lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")
+    return "\n".join(lines)
+
+
+def _axes(comm: Comm) -> str:
+    """How many ranks each axis has, and of what is divided over tp or pp, that this is one part."""
+    divided = [axis for axis in (comm.tp.axis, comm.pp.axis) if axis.world > 1]
+    sizes = [f"{axis.name} x {axis.world}" for axis in (comm.shard.axis, comm.replicate.axis, *divided)]
+    here = [f"{axis.rank} of {axis.name}" for axis in divided]
+    return ", ".join(sizes) + (f" (this is {', '.join(here)})" if here else "")
+
+
+def _chosen(policy: Policy) -> list[str]:
+    """What the policy asks for beyond the table, where that is not the default."""
+    said = []
+    for name in ("activation", "device", "comm", "schedule"):
+        keys = getattr(policy, name).model_dump(exclude_defaults=True, mode="json")
+        if keys:
+            said.append(f"[{name}] " + ", ".join(f"{key} = {toml_value(value)}" for key, value in keys.items()))
+    return [f"Set: {'; '.join(said)}."] if said else []
+
+
+def _unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy) -> list[str]:
+    """Globs that match nothing here. No error: a stage of a pipeline has not every layer that a policy speaks of."""
+    names = [spec.name for unit in units for flat in unit.flats for spec in flat.specs]
+    said = [f'[[rule]] match = "{rule.match}"' for rule in policy.rule if not any(map(rule.matches, names))]
+    entries = {id(entry) for unit in units for entry in unit.entries}
+    entered = [unit.name for unit in units] + [name for name, module in model.named_modules() if id(module) in entries]
+    for glob in policy.activation.sharded_inputs:
+        if not any(fnmatchcase(name, glob) for name in entered):
+            said.append(f'[activation] sharded_inputs "{glob}"')
+    return [f"Matches nothing here: {text}." for text in said]
+
+
+def _scaled(scaling: Scaling, half: bool) -> list[str]:
+    """What the loss is scaled by, and the latest overflow."""
+    lines = []
+    if scaling.on:
+        kind = "dynamic" if scaling.scale.dynamic else "fixed"
+        lines.append(f"Loss scale {scaling.scale.value:g} ({kind}).")
+    elif half:
+        lines.append("fp16 without [precision] loss_scale: small gradients vanish, unless a GradScaler in the loop scales.")
+    if scaling.overflows.latest:
+        last = scaling.overflows.latest[-1]
+        unit, parameter = last.parameters[0]
+        more = f" and {len(last.parameters) - 1} more" if len(last.parameters) > 1 else ""
+        lines.append(f"Last overflow in step {last.step} at scale {last.scale:g}: {parameter} of unit {unit}{more}.")
+    return lines
+
+
+def _cell(placement: Placement, tier: Tier) -> str:
+    """The placement, and the tier where it is not the device."""
+    return placement.value if tier is Tier.DEVICE else f"{placement.value} {tier.value}"
+
+
+def _pad(cell: str, width: int, column: int) -> str:
+    return cell.rjust(width) if 0 < column < 4 else cell.ljust(width)
+
+
+def _short(dtype: object) -> str:
+    return {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(
+        str(dtype), str(dtype).removeprefix("torch.")
+    )

@@ -1,0 +1,245 @@
+"""What this rank holds, in bytes, from the storages that exist, beside what the table and the paper say.
+
+``Attachment.memory`` calls it.  It reads sizes; it never allocates on a device and never communicates.
+
+Source: ZeRO, arXiv:1910.02054, section 3 (16 Psi; 4 Psi + 12 Psi/N; 2 Psi + 14 Psi/N; 16 Psi/N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload.store import Block, BlockRange
+from offload.tier import Tier
+from zhooks.activation import Residual
+from zhooks.comm import Comm
+from zhooks.grad import Reducer
+from zhooks.layout import Placement, Table
+from zhooks.report.buffers import buffers
+from zhooks.report.residual_rows import Residue, activations, advice, mib, nobodys, notes
+from zhooks.tensor import ShardedTensor
+from zhooks.unit import Flat, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cell of the table: what it holds now, and what the layout and the policy's dtypes say it holds."""
+
+    what: str
+    tier: str
+    nbytes: int
+    formula: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes of this rank; ``dataclasses.asdict`` makes plain values of it.
+
+    Attributes:
+        rows: parameter, gradient, optimizer: the model states.
+        transient: buffers that come and go, or wait for their next use.
+        psi, ranks, paper: parameters, ranks, and the paper's figure for them.
+        bounds: the most that the policy lets each kind of buffer hold.
+        residual: activations.
+        rest: what is reserved or resident beyond all that.
+        notes: what the formulas were given, or why there are none; and what to do about what is largest.
+    """
+
+    rows: tuple[Row, ...]
+    transient: dict[str, int]
+    psi: int
+    ranks: int
+    paper: int
+    bounds: dict[str, int]
+    residual: tuple[Residue, ...]
+    rest: tuple[Residue, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table's cells, transient buffers apart."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def formula(self) -> int:
+        return sum(row.formula for row in self.rows)
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Bytes on each tier: model states and buffers now, activations as they were at most."""
+        sums = dict.fromkeys((tier.value for tier in Tier), 0)
+        for row in self.rows:
+            sums[row.tier] += row.nbytes
+        for name, nbytes in self.transient.items():
+            sums[_WHERE.get(name, "device")] += nbytes
+        for residue in self.residual:
+            sums[residue.tier] += max(residue.nbytes or 0, residue.peak or 0)
+        return sums
+
+    def __str__(self) -> str:
+        lines = [f"{'what':<22}{'tier':<8}{'held':>14}{'by the table':>16}"]
+        lines += [f"{row.what:<22}{row.tier:<8}{mib(row.nbytes):>14}{mib(row.formula):>16}" for row in self.rows]
+        lines.append(f"{'sum':<30}{mib(self.nbytes):>14}{mib(self.formula):>16}")
+        for name, nbytes in self.transient.items():
+            bound = f"<= {mib(self.bounds[name])}" if name in self.bounds else ""
+            lines.append(f"{'+ ' + name:<22}{_WHERE.get(name, 'device'):<8}{mib(nbytes):>14}{bound:>16}".rstrip())
+        lines.append(f"{'residual':<22}{'tier':<8}{'held':>14}{'by the formula':>16}{'at most':>14}")
+        for row in (*self.residual, *self.rest):
+            figures = f"{mib(row.nbytes):>14}{mib(row.formula):>16}{mib(row.peak):>14}"
+            lines.append(f"{row.what:<22}{row.tier:<8}{figures}")
+        tiers = ", ".join(f"{tier} {mib(nbytes)}" for tier, nbytes in self.by_tier.items() if nbytes)
+        lines.append(f"in all, with activations at most: {tiers or 'nothing'}")
+        lines.append(
+            f"{self.psi:,} parameters over {self.ranks} rank(s); the ZeRO paper's figure for mixed precision with "
+            f"Adam: {mib(self.paper)}"
+        )
+        return "\n".join((*lines, *self.notes))
+
+
+def memory_report(
+    units: Sequence[Unit],
+    reducer: Reducer,
+    comm: Comm,
+    table: Table,
+    optimizers: Sequence[torch.optim.Optimizer],
+    residual: Residual,
+) -> MemoryReport:
+    """Measure now; see ``MemoryReport``."""
+    flats = [flat for unit in units for flat in unit.flats]
+    rows = (
+        *_rows("parameter", [(flat.kind.tiers.parameter, _parameter(flat)) for flat in flats]),
+        *_rows("gradient", [(flat.kind.tiers.gradient, cell) for flat, cell in _gradients(flats, reducer)]),
+        *_rows("optimizer", [(flat.kind.tiers.optimizer, _optimizer(flat, optimizers)) for flat in flats]),
+    )
+    gathered = sum(flat.full.nbytes for flat in flats if flat.releasable and flat.full is not None)
+    held = buffers(flats, reducer, comm)
+    transient = {"gathered units": gathered} | {name: buffer.now for name, buffer in held.items()}
+    if reducer.pool.arena is not None:
+        transient["arena, unused"] = reducer.pool.arena.report().unused
+    bounds = {name: buffer.most for name, buffer in held.items()}
+    psi, ranks = sum(flat.layout.numel for flat in flats), flats[0].layout.world
+    paper = paper_bytes(psi, ranks, table)
+    seen = MemoryReport(rows, transient, psi, ranks, paper, bounds, tuple(activations(residual)), (), ())
+    advised = advice(_on_device(seen), residual.terms) if residual.counted else None
+    return replace(
+        seen,
+        rest=tuple(nobodys(flats[0].kind.device, seen.by_tier, flats[0].store)),
+        notes=(*_part(comm), *notes(residual), *([advised] if advised else [])),
+    )
+
+
+def _part(comm: Comm) -> list[str]:
+    """Of a model that is divided over tp this rank has a part, and the figures are that part's."""
+    tp = comm.tp.axis
+    return [f"counted of part {tp.rank} of {tp.world} on the tp axis, and over its data ranks alone"] if tp.world > 1 else []
+
+
+_MANY = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer states"}
+#: Buffers that lie elsewhere than on the device.
+_WHERE = {"staging": "host", "message rings": "host"}
+
+
+def _on_device(seen: MemoryReport) -> dict[str, int]:
+    """What holds how much of the device."""
+    held = {name: nbytes for name, nbytes in seen.transient.items() if name not in _WHERE}
+    held |= {_MANY[row.what]: row.nbytes for row in seen.rows if row.tier == "device"}
+    most = sum(max(row.nbytes or 0, row.peak or 0) for row in seen.residual if row.tier == "device")
+    return held | {"activations": most}
+
+
+Cell = tuple[int, int]
+"""Bytes held, and bytes by the layout and the policy's dtypes."""
+
+
+def _rows(what: str, cells: Sequence[tuple[Tier, Cell]]) -> list[Row]:
+    """One row per tier that holds something; a cell that is empty everywhere is shown where it would be."""
+    rows = []
+    for tier in Tier:
+        mine = [cell for where, cell in cells if where is tier]
+        if any(held or formula for held, formula in mine):
+            rows.append(Row(what, tier.value, sum(held for held, _ in mine), sum(formula for _, formula in mine)))
+    return rows or [Row(what, (cells[0][0] if cells else Tier.DEVICE).value, 0, 0)]
+
+
+def paper_bytes(psi: int, ranks: int, table: Table) -> int:
+    """The paper's bytes a rank for mixed precision with Adam: 2 + 2 + 12 a parameter, each divided where it is sharded."""
+    cells = ((table.parameter, 2), (table.gradient, 2), (table.optimizer, 12))
+    return sum(psi * size // (ranks if cell is Placement.SHARD else 1) for cell, size in cells)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _parameter(flat: Flat) -> Cell:
+    """What the model computes with, between uses: the shard, its copy in the compute dtype, or all of it."""
+    return flat.held_nbytes()[0], flat.footprint()[0].nbytes
+
+
+def _optimizer(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
+    """Masters that are apart from the parameters, and the states."""
+    masters, (states, by_layout) = flat.footprint()[2].nbytes, _states(flat, optimizers)
+    return states + (flat.held_nbytes()[1] if masters else 0), by_layout + masters
+
+
+def _gradients(flats: Sequence[Flat], reducer: Reducer) -> Iterator[tuple[Flat, Cell]]:
+    """Storages and blocks behind the parameters' ``.grad``, each counted once, and those a backward is filling."""
+    seen: set[int] = set()
+    for flat in flats:
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [param.grad for param in flat.params]
+        held = 0
+        for grad in grads:
+            if isinstance(grad, ShardedTensor):
+                owner, nbytes = _owner(grad)
+                held += 0 if owner in seen else nbytes
+                seen.add(owner)
+        for owner, nbytes in _kept(flat, reducer):
+            held += 0 if owner in seen else nbytes
+            seen.add(owner)
+        some = any(grad is not None for grad in grads)
+        yield flat, (held, flat.footprint()[1].nbytes if some else 0)
+
+
+def _kept(flat: Flat, reducer: Reducer) -> Iterator[Cell]:
+    """Identity and size of the memory that a flat's gradients are put in, while no parameter claims one yet."""
+    gradient = reducer.gradients.get(flat.number)
+    if gradient is None:
+        return
+    if isinstance(gradient.at, Block):
+        yield id(gradient.at), gradient.at.nbytes
+    elif gradient.at is not None:
+        storage = gradient.at.untyped_storage()
+        yield storage._cdata, storage.nbytes()
+
+
+def _owner(tensor: ShardedTensor) -> Cell:
+    """The identity and the size of the memory behind a range."""
+    at = tensor._at
+    if isinstance(at, BlockRange):
+        return id(at.block), at.block.nbytes
+    storage = at.untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
+def _states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
+    """Sharded states the optimizers keep for a flat: ranges on the device, whole blocks elsewhere."""
+    held = formula = 0
+    blocks: dict[int, Block] = {}
+    for optimizer in optimizers:
+        for index, param in enumerate(flat.params):
+            own = flat.span(index)[1]
+            for value in optimizer.state.get(param, {}).values():
+                if not isinstance(value, ShardedTensor):
+                    continue
+                if isinstance(value._at, BlockRange):
+                    blocks[id(value._at.block)] = value._at.block
+                else:
+                    held += _nbytes(value._local)
+                    formula += own * value.dtype.itemsize
+    rest = sum(block.nbytes for block in blocks.values())
+    return held + rest, formula + sum(flat.shard_numel * block.dtype.itemsize for block in blocks.values())
+

@@ -1,0 +1,153 @@
+"""What is in memory beside the model states: activations beside their formula, what nobody uses, and what to do about it.
+
+``memory.py`` asks for its rows and prints them.  It reads counts and the allocator's and the kernel's figures; it allocates
+nothing and never communicates.
+
+Source: ZeRO, arXiv:1910.02054, sections 3.2 and 6 (residual states: activations, temporary buffers, fragmentation).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload.formulas import Layers
+from offload.store import Store
+from offload.tier import Tier
+from zhooks.activation import Residual
+
+#: What holds more than this share of the memory of a tier is worth a change of the policy.
+_LARGE = 0.4
+_STATM = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True, slots=True)
+class Residue:
+    """What one of the residual states holds now, and held at most in the last step; None where that is not known.
+
+    ``formula`` is what the literature's formulas say it holds at most, None where none applies.
+    """
+
+    what: str
+    tier: str
+    nbytes: int | None
+    formula: int | None = None
+    peak: int | None = None
+
+
+def activations(residual: Residual) -> Iterator[Residue]:
+    """What autograd keeps for backward, on each tier; see Note [What is counted] in ``activation/residual.py``."""
+    terms, layers = residual.terms, residual.layers()
+    formula = layers.kept_nbytes if layers is not None else None
+    again, home = terms.checkpoint == "unit", Tier(terms.tier)
+    here = formula if home is Tier.DEVICE else None if formula is None else 0
+    if not residual.counted:
+        yield Residue("activations", "device", None, formula)
+        return
+    stash = residual.stash
+    if stash is not None:
+        stash.flush()
+    now, most = residual.now(), residual.most()
+    if again:
+        yield Residue("activation inputs", "device", now.inputs + now.near, here, most.inputs + most.near)
+        yield Residue("computed again", "device", now.again, None, most.again)
+        yield Residue("activations", "device", now.saved, None, most.saved)
+    else:
+        yield Residue("activations", "device", now.saved + now.near, here, most.saved + most.near)
+    if stash is None:
+        return
+    back, _ = stash.account.held("activation", Tier.DEVICE)
+    if back:
+        yield Residue("activations back", "device", back)
+    for tier in (Tier.HOST, Tier.DISK):
+        held, peak = stash.account.held("activation", tier)
+        if tier is home:
+            yield Residue("activations", tier.value, held, formula, peak)
+        elif peak:
+            yield Residue("activations under way", tier.value, held, None, peak)
+
+
+def nobodys(device: torch.device, known: Mapping[str, int], store: Store | None) -> Iterator[Residue]:
+    """What is reserved or resident beyond what is known: in CUDA's allocator and the tiers, and the process' own memory."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        allocated, reserved = (int(stats.get(f"{what}_bytes.all.current", 0)) for what in ("allocated", "reserved"))
+        yield Residue("other tensors", "device", allocated - known["device"])
+        yield Residue("free in the allocator", "device", reserved - allocated)
+        yield Residue("of it, in split blocks", "device", int(stats.get("inactive_split_bytes.all.current", 0)))
+    locked = 0
+    if store is not None:
+        unused = store.unused
+        locked = unused[Tier.HOST] if store.host.pinned else 0
+        for what, tier in (("free in host slabs", Tier.HOST), ("free in scratch file", Tier.DISK)):
+            if unused[tier]:
+                yield Residue(what, tier.value, unused[tier])
+    resident = _resident_nbytes()
+    if resident is not None:
+        mine = known["host"] + locked + (known["device"] if device.type == "cpu" else 0)
+        yield Residue("rest of the process", "host", resident - mine)
+
+
+def _resident_nbytes() -> int | None:
+    """Resident memory of this process; None where the kernel does not say."""
+    try:
+        return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def notes(residual: Residual) -> Iterator[str]:
+    """What the formula of activations was given, or why there is none."""
+    if residual.refused:
+        yield f"activations are not counted: {residual.refused}"
+        return
+    if not residual.counted:
+        yield "activations are counted from now on: ask again after the next forward"
+        return
+    layers = residual.layers()
+    if layers is None:
+        yield "no formula for activations: expected units that repeat with an input [batch, seq, hidden], found none"
+        return
+    yield f"activations by the formula: {layers.words}"
+    if layers.partition == "tp" and layers.tp > 1 and layers.input_nbytes < residual.least_nbytes:
+        kept, least = mib(layers.input_nbytes), mib(residual.least_nbytes)
+        yield f"inputs of {kept} are kept whole, though the formula divides them: [activation] min_bytes is {least}"
+    known = layers.korthikanti_nbytes
+    if layers.checkpoint != "unit" and known is not None:
+        yield f"by Korthikanti's, with dropout and {layers.heads} heads, in 16 bits: {mib(known)}"
+
+
+def advice(on_device: Mapping[str, int], layers: Layers) -> str | None:
+    """What to change about what holds most of the device; ``layers`` for the policy's [activation]."""
+    whole = sum(on_device.values())
+    largest = max(on_device, key=lambda name: on_device[name], default="")
+    if not whole or on_device[largest] < _LARGE * whole:
+        return None
+    change = _change(largest, layers)
+    return f"{largest} hold {on_device[largest] / whole:.0%} of what is known on the device: {change}" if change else None
+
+
+def _change(largest: str, layers: Layers) -> str:
+    if largest == "activations":
+        if layers.checkpoint == "none":
+            return 'set [activation] checkpoint = "unit", or tier = "host"'
+        if layers.tier == "device":
+            return 'set [activation] tier = "host"'
+        return "make the batch smaller, or accumulate over more of them"
+    return {
+        "parameters": 'take more ranks at stage = 3, or [parameter] tier = "host"',
+        "gradients": 'take more ranks at stage = 2 or 3, or [gradient] tier = "host"',
+        "optimizer states": 'take more ranks at stage = 1 to 3, or [optimizer] tier = "host"',
+        "gathered units": "lower [schedule] prefetch, or set [schedule] reshard_after_forward = true",
+        "partial gradients": "set stage = 2 or 3, which reduce at every backward",
+        "idle buffers": "lower [schedule] prefetch, or [units] max_numel",
+    }.get(largest, "")
+
+
+def mib(nbytes: int | None) -> str:
+    """For a reader; "-" where it is not known."""
+    return "-" if nbytes is None else f"{nbytes / 2**20:,.2f} MiB"

@@ -1,0 +1,245 @@
+"""Installs and removes the module hooks that tell the runtime when units are used; decides nothing.
+
+``attach.py`` installs once.  Hooks are objects of their own class so that a deep copy of the model (an EMA) carries inert
+ones; they never replace a ``forward`` and never touch a parameter but through the runtime.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from offload.policy import Precision
+from zhooks.grad import Scaling, in_backward
+from zhooks.layout import DTYPES
+from zhooks.run.islands import Island, Map
+from zhooks.run.runtime import Runtime
+from zhooks.run.schedule import Scope
+from zhooks.tensor import ParamShard
+from zhooks.unit import Unit
+
+
+class Casts:
+    """What a policy's [precision] casts: inputs and outputs of the outermost call, and those of islands."""
+
+    def __init__(self, scaling: Scaling) -> None:
+        self.scaling = scaling
+        #: Dtypes of the outermost call's floating inputs and outputs; None leaves them as they are.
+        self.inputs: torch.dtype | None = None
+        self.outputs: torch.dtype | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def open(self, precision: Precision, charted: Map) -> None:
+        """Cast as this policy says from the next forward on."""
+        self.close()
+        self.inputs = charted.outside if precision.cast_inputs else None
+        self.outputs = None if precision.output is None else DTYPES[precision.output]
+        self._handles = install_casts(charted.islands)
+
+    def close(self) -> None:
+        remove(self._handles)
+
+
+def _floats(value: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value)
+
+
+class Inert:
+    """What a copied model has in place of our hooks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class Before:
+    """Forward pre-hook of a module that units are entered through."""
+
+    def __init__(self, runtime: Runtime, units: Sequence[Unit], scope: Scope, casts: Casts) -> None:
+        self._runtime, self._units, self._scope, self._casts = runtime, tuple(units), scope, casts
+        # The last forward of the module began a pass; a recomputation in backward then casts as that forward did.
+        self.begins = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        runtime, where = self._runtime, self._scope.name
+        backward, outermost = in_backward(), runtime.outermost
+        if not backward:
+            self.begins = outermost
+        runtime.enter(module, self._units, self._scope, module.training)
+        path = f"{where} {'train' if module.training else 'eval'}" if outermost and not backward else None
+        runtime.saved.entered(module, args, kwargs, where=where, begins=path, unit=bool(self._units))
+        scaling = self._casts.scaling
+        if not (outermost and self.begins) or (self._casts.inputs is None and not scaling.on):
+            return None
+        args, kwargs = scaling.inward(args), scaling.inward(kwargs)
+        if self._casts.inputs is not None:
+            return _floats(args, self._casts.inputs), _floats(kwargs, self._casts.inputs)
+        return args, kwargs
+
+
+class After:
+    """Forward hook of the same module; runs when forward raises, too."""
+
+    def __init__(self, runtime: Runtime, casts: Casts, before: Before) -> None:
+        self._runtime, self._casts, self._before = runtime, casts, before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        # torch calls this with None from inside its except clause; a module may also return None of its own.
+        failed = output is None and sys.exc_info()[0] is not None
+        runtime = self._runtime
+        runtime.saved.left(module, failed)
+        runtime.leave(module, failed)
+        if not runtime.outermost:
+            return None
+        backward = in_backward()
+        if not backward:
+            runtime.saved.end(failed)
+        if failed or (backward and not self._before.begins):
+            return None
+        if self._casts.outputs is not None:
+            output = _floats(output, self._casts.outputs)
+        return self._casts.scaling.outward(output)
+
+
+class Watcher(Protocol):
+    """Who is shown what units make (``calibrate.Meter``)."""
+
+    def output(self, number: int, value: Tensor, whole: bool) -> None:
+        """A module of unit ``number`` has made ``value``; ``whole``: the unit itself has."""
+
+    def gradient(self, number: int, value: Tensor) -> None:
+        """The gradient of what unit ``number`` has handed on."""
+
+
+class Watch:
+    """Forward hook that shows what a module of a unit makes, and its gradient where the unit hands it on."""
+
+    def __init__(self, meter: Watcher, number: int, *, whole: bool) -> None:
+        self._meter, self._number, self._whole = meter, number, whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+                self._meter.output(self._number, leaf, self._whole)
+                if self._whole and leaf.requires_grad and not in_backward():
+                    leaf.register_hook(lambda grad: self._meter.gradient(self._number, grad))
+
+
+def watch(model: nn.Module, units: Sequence[Unit], meter: Watcher) -> list[RemovableHandle]:
+    """Show ``meter`` what the units' modules without children make, and what the units themselves do."""
+    entries = {id(entry): unit.number for unit in units for entry in reversed(unit.entries)}
+    handles: list[RemovableHandle] = []
+    waiting: list[tuple[nn.Module, int | None]] = [(model, None)]
+    seen: set[int] = set()
+    while waiting:
+        module, around = waiting.pop()
+        number = entries.get(id(module), around)
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        whole = id(module) in entries
+        if number is not None and (whole or next(module.children(), None) is None):
+            handles.append(module.register_forward_hook(Watch(meter, number, whole=whole)))
+        waiting.extend((child, number) for child in module.children())
+    return handles
+
+
+class Into:
+    """Forward pre-hook of an island: floating inputs in its dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _floats(args, self._dtype), _floats(kwargs, self._dtype)
+
+
+class OutOf(Into):
+    """Forward hook of an island: floating outputs in the dtype around it."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _floats(output, self._dtype)
+
+
+def install_casts(found: Sequence[Island]) -> list[RemovableHandle]:
+    """Cast at these islands, next to their forward: everybody else's hooks see what surrounds the island."""
+    handles: list[RemovableHandle] = []
+    with _removed_if_it_fails(handles):
+        for island in found:
+            handles.append(island.module.register_forward_pre_hook(Into(island.inside), with_kwargs=True))
+            handles.append(island.module.register_forward_hook(OutOf(island.outside), prepend=True))
+    return handles
+
+
+@contextmanager
+def _removed_if_it_fails(handles: list[RemovableHandle]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        remove(handles)
+        raise
+
+
+def remove(handles: list[RemovableHandle]) -> None:
+    """Take these hooks away."""
+    while handles:
+        handles.pop().remove()
+
+
+def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Casts) -> list[RemovableHandle]:
+    """Hook every module that units are entered through; returns the handles that undo it."""
+    names = {id(module): name for name, module in model.named_modules()}
+    through: dict[int, tuple[nn.Module, list[Unit]]] = {id(model): (model, [])}
+    for unit in units:
+        for module in unit.entries:
+            through.setdefault(id(module), (module, []))[1].append(unit)
+    handles: list[RemovableHandle] = []
+    with _removed_if_it_fails(handles):
+        for module, entered in through.values():
+            below = {id(inner) for inner in module.modules()}
+            numbers = tuple(u.number for u in units if u in entered or any(id(entry) in below for entry in u.entries))
+            scope = Scope(names.get(id(module), "") or type(module).__name__, numbers)
+            before = Before(runtime, entered, scope, casts)
+            after = After(runtime, casts, before)
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, always_call=True))
+    return handles
+
+
+def rehook(param: nn.Parameter, spec: ParamShard) -> None:
+    """Give a parameter that is plain again the hooks the user had put on it.
+
+    The tables themselves: handles go on removing their hooks, and a parameter that was frozen keeps them, as in plain torch.
+    """
+    bare: Any = param
+    bare._backward_hooks, bare._post_accumulate_grad_hooks = spec.hooks or None, spec.post_hooks or None

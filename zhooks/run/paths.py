@@ -1,0 +1,88 @@
+"""The paths of one attachment: ways through the model by their labels, each recorded in its first pass and agreed on once.
+
+``runtime.py`` asks for a walk at the begin of a pass and says when it has ended; ``schedule.py`` does the arithmetic.  It
+never gathers and never releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zhooks.comm import Agreement
+from zhooks.run.schedule import Choices, Path, Scope, Walk, arrange, backward_guess, keep_gathered
+from zhooks.unit import Unit
+
+__all__ = ["Paths"]
+
+
+class Paths:
+    """Ways through the units of one attachment, and what each keeps gathered for its backward."""
+
+    def __init__(self, choices: Choices, agree: Agreement) -> None:
+        self.choices, self._agree = choices, agree
+        self._paths: dict[str, Path] = {}
+        self._units: list[Unit] = []
+        self._last = "loose"
+        #: Some unit is gathered for its uses only.
+        self.releases = False
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Paths lead through these units from now on; those known are forgotten."""
+        self._units = list(units)
+        self._paths.clear()
+        self.releases = any(unit.releasable for unit in units)
+
+    def forward(self, scope: Scope, training: bool, grad: bool) -> Walk:
+        """A forward begins at ``scope``."""
+        label = f"{scope.name} {'train' if training else 'eval'}{'' if grad else ' no_grad'}"
+        if grad:
+            self._last = label
+        return Walk(self._of(label, scope.numbers), self.choices.prefetch)
+
+    def backward(self) -> Walk:
+        """The backward of the last forward begins."""
+        label = f"backward of {self._last}"
+        path = self._paths.get(label)
+        return Walk(self._of(label, self._guess_backward()) if path is None else path, self.choices.prefetch)
+
+    def _of(self, label: str, guess: Sequence[int]) -> Path:
+        if label not in self._paths:
+            self._paths[label] = Path(label, list(guess))
+        return self._paths[label]
+
+    def _guess_backward(self) -> list[int]:
+        forward = self._paths.get(self._last)
+        order = backward_guess(forward.order if forward is not None else [], {unit.number: unit.around for unit in self._units})
+        return [number for number in order if self._units[number].releasable]
+
+    def record(self, walk: Walk, open_: Sequence[int]) -> None:
+        """After a path's first pass all ranks take over one order.  Collective."""
+        path, count = walk.path, len(self._units)
+        path.used = self._agree.anywhere(path.name, walk.used, count)
+        path.order = arrange(path.order, self._agree.sequence(path.name, walk.used), path.used | set(open_))
+        path.recorded = True
+
+    def record_backward(self, walk: Walk) -> None:
+        """Backward reads no parameters of some units (an embedding): what forward used and backward did not is left out."""
+        forward = self._paths.get(self._last)
+        used = forward.used if forward is not None else frozenset()
+        self.record(walk, [number for number in walk.path.order if number not in used])
+
+    def keep(self, path: Path) -> frozenset[int]:
+        """The units that path keeps gathered for backward."""
+        if not self.releases or not path.recorded:
+            return frozenset(range(len(self._units))) if self.choices.reshard is False else frozenset()
+        order = [number for number in path.order if self._units[number].releasable and self._units[number].trainable]
+        nbytes = {number: self._units[number].full_nbytes for number in order}
+        return keep_gathered(order, nbytes, reshard=self.choices.reshard, budget=self.choices.budget)
+
+    def gathers(self) -> list[int] | None:
+        """The units one training step gathers, in order, by the plan; None before a first step."""
+        forward = self._paths.get(self._last)
+        backward = self._paths.get(f"backward of {self._last}")
+        if forward is None or not forward.recorded:
+            return None
+        if not self.releases:
+            return [unit.number for unit in self._units]
+        kept = self.keep(forward)
+        return [*forward.order, *(number for number in (backward.order if backward else ()) if number not in kept)]

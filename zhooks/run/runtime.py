@@ -1,0 +1,444 @@
+"""Carries the plan out: gather before use, release after it, in forward and backward, and leave everything at rest.
+
+``hooks.py``, ``activation/saved.py``, ``grad/gradient.py`` and the sharded tensor tell it what happens; it tells units what to
+do.  It never looks at a module, a policy file or a collective.
+
+Note: [Passes]
+    A pass is one way through the model from the outermost hooked module to its end, or one backward.  Passes with the
+    same entry, mode and grad setting share a path.  A backward is over when autograd's callback says so or, where that
+    cannot be (an exception, reentrant checkpointing), when the next entry finds it open: reading ``p.grad``, a forward.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from torch import nn
+
+from offload.events import Bus
+from offload.policy import Policy
+from zhooks.activation import SavedParameters
+from zhooks.comm import Agreement, Comm
+from zhooks.grad import Node, Reducer, Scaling, in_backward, running
+from zhooks.layout import Table
+from zhooks.refusals import no_accumulation
+from zhooks.run.members import Members
+from zhooks.run.paths import Paths
+from zhooks.run.schedule import Choices, Scope, Step, Walk
+from zhooks.unit import Flat, Pool, Unit, find_around
+
+_living: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def forget_idle_graphs() -> None:
+    """Let every attachment that is not running drop what its last forward left for a backward that may never come.
+
+    A node leads back to its model by a way the garbage collector cannot see: a model dropped after such a forward would never
+    be freed.  A graph that somebody still has keeps its nodes; the next forward makes new ones.
+    """
+    if sum(runtime.forget_idle_graphs() for runtime in _living):
+        gc.collect()
+
+
+class Runtime:
+    """The state machine between the hooks and the units of one attachment.
+
+    Args:
+        spare: bytes for units that stay gathered between forward and backward; None where there is no budget.
+        follow_freezes: lays parameters out anew that were frozen or unfrozen since the last step.  Collective.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        comm: Comm,
+        pool: Pool,
+        bus: Bus,
+        *,
+        spare: int | None,
+        follow_freezes: Callable[[], None],
+    ) -> None:
+        schedule = policy.schedule
+        unreduced = Table.of(policy.table()).accumulates_unreduced
+        self.bus, self.members, self._follow_freezes = bus, Members(model), follow_freezes
+        self.scaling = Scaling(comm, bus, policy.precision, self)
+        self.reducer = Reducer(comm, pool, bus, self.scaling, self, most=schedule.max_reductions, unreduced=unreduced)
+        self.node = Node(self.reducer)
+        self.paths = Paths(Choices(schedule.prefetch, schedule.reshard_after_forward, spare), Agreement(comm.world))
+        self.saved = SavedParameters(self.backward_use, model, comm, bus)
+        self._units: list[Unit] = []
+        self._of: dict[int, Unit] = {}
+        self.relayout_due, self.releases = False, False
+        self._walk: Walk | None = None
+        self._back: Walk | None = None
+        self._kept: frozenset[int] = frozenset()
+        self._keep: frozenset[int] = frozenset()
+        self._frames: list[tuple[object, tuple[Unit, ...]]] = []
+        self._out: dict[int, Unit] = {}
+        self._caller: FrameType | None = None
+        self._resident, self._hooked = 0, False
+        self._entries: set[int] = set()
+        self._tasks: set[int] = set()
+        _living.add(self)
+
+    def close(self) -> None:
+        """The attachment is over: graphs that somebody keeps lead no further than this."""
+        self.node.close()
+        self.scaling.close()
+        self.saved.part()
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Run these units from now on."""
+        self._units = list(units)
+        find_around(self._units)
+        self._of = {id(flat): unit for unit in units for flat in unit.flats}
+        self.paths.take(units)
+        self.releases = self.paths.releases
+        self._out.clear()
+        self.saved.watch([flat for unit in units for flat in unit.flats])
+        self.reducer.watch([flat for unit in units for flat in unit.flats if flat.kind.trainable])
+        self.bus.tell()
+
+    def forget_idle_graphs(self) -> bool:
+        idle = self.outermost and not in_backward()
+        for unit in self._units if idle else ():
+            for flat in unit.flats:
+                flat.end_graph()
+        return idle
+
+    # Forward.
+
+    @property
+    def outermost(self) -> bool:
+        """No hooked module is running: the next one entered begins a pass."""
+        return not self._frames
+
+    def enter(self, module: object, units: tuple[Unit, ...], scope: Scope, training: bool) -> None:
+        """A module that ``units`` are entered through is about to run; the outermost one begins a pass."""
+        if self._frames and self._frames[0][0] is module:
+            self._abandon_dead()
+        if (not self._frames or id(module) in self._entries) and torch.is_grad_enabled() and not in_backward():
+            (self._entries.discard if self._frames else self._entries.add)(id(module))
+        if not self._frames:
+            self._caller = sys._getframe(2)  # the module's own call: on the stack as long as the pass lasts
+            self._begin(module, scope, training)
+        entered: list[Unit] = []
+        self._frames.append((module, ()))
+        for unit in units:
+            if unit.depth == 0:
+                self.use(unit)
+                unit.show()
+                self.bus.begin("compute", unit.name)
+            unit.depth += 1
+            entered.append(unit)
+            self._frames[-1] = (module, tuple(entered))
+
+    def leave(self, module: object, failed: bool) -> None:
+        """That module has run, or raised."""
+        if not self._frames or self._frames[-1][0] is not module:
+            return
+        left = []
+        for unit in self._frames.pop()[1]:
+            unit.depth -= 1
+            if unit.depth == 0:
+                unit.hide()
+                left.append(unit)
+                self.bus.end("compute", unit.name)
+        if not self._frames:
+            self._left_outermost(failed)
+        for unit in left:
+            unit.end_show(failed=failed)
+
+    def _left_outermost(self, failed: bool) -> None:
+        self._caller = None
+        if self._hooked:
+            self._hooked = False
+            self.saved.exit(failed)
+        if self._walk is not None:
+            self._end_pass(failed)
+
+    def _abandon_dead(self) -> None:
+        """A pass was left without its hooks running (an interrupt): put everything back before the next."""
+        if running(self._caller):
+            return
+        if self._frames:
+            self.saved.abandon()
+        while self._frames:
+            self.leave(self._frames[-1][0], failed=True)
+
+    def _begin(self, module: object, scope: Scope, training: bool) -> None:
+        """Begin a pass or, inside backward, a recomputation.
+
+        A recomputation must save what its forward saved: parameters pass as references where the forward began at this
+        module, and belong to the checkpoint where it began further out.
+        """
+        grad = torch.is_grad_enabled()
+        if not in_backward():
+            self._begin_pass(scope, training, grad)
+        if grad and (self.releases or self.saved.kept) and id(module) in self._entries:
+            self._hooked = True
+            self.saved.enter()
+
+    def _begin_pass(self, scope: Scope, training: bool, grad: bool) -> None:
+        self.members.check()
+        self.finish_backward()
+        self.reducer.updates_due("forward")
+        if grad:
+            self.reducer.accumulation.begin(self._caller)
+            self.check_overlap()
+        self._walk = self.paths.forward(scope, training, grad)
+        self._keep = self.paths.keep(self._walk.path) if grad else frozenset()
+        self.bus.begin("forward", self._walk.path.name)
+
+    def _end_pass(self, failed: bool) -> None:
+        walk, self._walk = self._walk, None
+        assert walk is not None
+        keep: frozenset[int] = frozenset()
+        if not failed:
+            self._catch_up(walk)
+            if not walk.path.recorded:
+                self.paths.record(walk, walk.path.order)
+                self.members.changed = True
+                self.reducer.expect(walk.path.order)
+            keep = self.paths.keep(walk.path) if torch.is_grad_enabled() else keep
+        self.bus.end("forward", walk.path.name)
+        self._kept = keep
+        if failed:
+            self._abandon_gathers()
+        self._release_others(keep)
+
+    def _abandon_gathers(self) -> None:
+        """After an exception nothing may wait: other ranks may be anywhere."""
+        self.saved.forget()
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.abandon()
+        self._out.clear()
+
+    def _catch_up(self, walk: Walk) -> None:
+        for number in walk.finish():
+            self._start(self._units[number])
+        for unit in self._units:
+            unit.finish_gather()
+
+    def use(self, unit: Unit) -> None:
+        """Have ``unit`` gathered now, and what the plan wants next on its way."""
+        backward = in_backward()
+        if backward:
+            self.backward_open()
+        walk = self._back if backward and self._back is not None else self._walk
+        if walk is not None:
+            step = walk.use(unit.number)
+            if self._out:
+                self._release_idle(step, backward)
+            # Kept units are there on every rank when backward begins; a rank may be done with them already.
+            for number in step.launch:
+                if not (backward and number in self._kept):
+                    self._start(self._units[number])
+            for number in step.fetch:
+                self._units[number].prepare()
+        self._start(unit)
+        if backward and self.releases:
+            self.reducer.came_to(unit.number)
+        unit.finish_gather()
+
+    def _start(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if not flat.current():
+                flat.begin_gather()
+                self.saved.live(flat)
+                if flat.releasable:
+                    self._out[unit.number] = unit
+
+    def _release_idle(self, step: Step, backward: bool) -> None:
+        """Units that are neither in use, nor next, nor to be kept for backward make room."""
+        keep = self._kept if backward else self._keep
+        for unit in tuple(self._out.values()):
+            if unit.depth or unit.number in step.window or unit.number in keep or (backward and unit.trainable_left):
+                continue
+            self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if self._resident or not unit.releasable:
+            return
+        for flat in unit.flats:
+            if flat.releasable:
+                flat.end_gather()
+                self.saved.gone(flat)
+                flat.release()
+        self._out.pop(unit.number, None)
+
+    def _release_others(self, keep: frozenset[int]) -> None:
+        for unit in tuple(self._out.values()):
+            if unit.number not in keep and not unit.depth:
+                self._release(unit)
+
+    # Backward.
+
+    def backward_open(self) -> None:
+        """Something of this attachment runs inside a backward: be told when it ends."""
+        if self._back is None and self._walk is None:
+            self._back = self.paths.backward()
+            self.bus.begin("backward", self._back.path.name)
+        task = torch._C._current_graph_task_id()
+        if task >= 0 and task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+
+    def _backward_over(self) -> None:
+        """Autograd finished a backward; one inside a node of another (reentrant checkpointing) does not count."""
+        if torch._C._current_autograd_node() is None:
+            self.finish_backward(force=True)
+
+    def backward_use(self, flat: Flat) -> None:
+        """Backward reads parameters of ``flat`` that autograd saved."""
+        self.backward_open()
+        unit = self._of.get(id(flat))
+        if unit is None:
+            flat.begin_gather()
+            flat.finish_gather()
+            return
+        if not unit.trainable_left:
+            unit.trainable_left = sum(other.kind.trainable for other in unit.flats)
+        self.use(unit)
+
+    def backward_done(self, flat: Flat) -> None:
+        """All gradients of ``flat`` are complete: nothing later in this backward reads it."""
+        flat.end_graph()
+        unit = self._of.get(id(flat))
+        if unit is None or not unit.releasable:
+            return
+        unit.trainable_left = max(0, unit.trainable_left - 1)
+        stays = self._more_to_come and unit.number in self._kept
+        if unit.trainable_left == 0 and not unit.depth and unit.number in self._out and not stays:
+            self._release(unit)
+
+    def backward_passed(self, unit: int) -> bool:
+        """No gather up to that unit's last in this backward is still to be launched."""
+        return self._back is None or self._back.launched(unit)
+
+    def finish_backward(self, *, force: bool = False) -> None:
+        """Be at rest: finish an open backward, and follow freezes.  Called at every entry."""
+        if self._frames:
+            self._abandon_dead()
+        if self._back is None and not self.reducer.open and not self.relayout_due:
+            return
+        if not force and in_backward():
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if self._back is not None or self.reducer.open:
+                self._end_backward()
+            if self.relayout_due and self._walk is None:
+                with self.laying_out():
+                    self._follow_freezes()
+
+    @contextmanager
+    def laying_out(self) -> Iterator[None]:
+        """Units follow freezes, or are made plain: what is asked for meanwhile begins no second time; the next entry does if
+        this fails."""
+        pending, self.relayout_due = self.relayout_due, False
+        self.members.changed = self.members.changed or pending
+        try:
+            yield
+        except BaseException:
+            self.relayout_due = self.relayout_due or pending
+            raise
+
+    def due(self) -> None:
+        """Somebody needs the gradients: be at rest, and reduce what adds up; see Note [Until somebody needs it]."""
+        self.finish_backward()
+        if self.reducer.accumulation.owed and not in_backward():
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept = frozenset()
+                self._release_others(self._kept)
+                self.reducer.reduce_owed()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes inside add up; where all went well the end of the block needs the sum."""
+        self.finish_backward()
+        with self.reducer.accumulation.block():
+            self.check_overlap()
+            yield
+            self.finish_backward()
+        if not self.reducer.accumulation.on:
+            self.due()
+
+    @property
+    def _more_to_come(self) -> bool:
+        """Units that the policy keeps gathered until backward are kept until the last backward of a sum."""
+        return self.reducer.accumulation.on and self.paths.choices.reshard is False
+
+    def check_overlap(self) -> None:
+        if self.reducer.accumulation.on and self.reducer.updates is not None:
+            raise no_accumulation()
+
+    def _end_backward(self) -> None:
+        walk, self._back = self._back, None
+        self._tasks.clear()
+        kept = self._kept
+        self._kept = kept if self._more_to_come else frozenset()
+        self.saved.backward_over()
+        if walk is not None and self.releases:
+            for number in walk.finish():
+                if number not in kept:
+                    self._start(self._units[number])
+        for unit in self._units:
+            unit.trainable_left = 0
+        try:
+            # Before anything else that waits for other ranks: Note [Who skips a unit] in reduce.py.
+            self.reducer.finish_backward()
+            self._release_others(self._kept)
+            if walk is not None and self.releases and not walk.path.recorded:
+                self.paths.record_backward(walk)
+        finally:
+            self.saved.residual.backward_over()
+            if walk is not None:
+                self.bus.end("backward", walk.path.name)
+
+    # The sharded tensor.
+
+    def asked(self, flat: Flat, what: str) -> None:
+        if what == "finish_backward":
+            self.due()
+        elif what == "relayout":
+            self.relayout_due = True
+        else:
+            self.loose_use(flat)
+
+    def loose_use(self, flat: Flat) -> None:
+        """A parameter is used outside its module's forward."""
+        unit = self._of.get(id(flat))
+        if unit is None:
+            flat.begin_gather()
+            flat.finish_gather()
+            return
+        loose = self._walk is None and not in_backward()
+        if loose and self._back is not None:
+            self.finish_backward()
+        self.use(unit)
+        if loose:
+            self._release_others(frozenset((unit.number, *self._kept)))
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Everything gathered, and nothing released, inside."""
+        self.finish_backward()
+        self._resident += 1
+        try:
+            for unit in self._units:
+                self._start(unit)
+            for unit in self._units:
+                unit.finish_gather()
+            yield
+        finally:
+            self._resident -= 1
+            if not self._resident:
+                self._release_others(frozenset())

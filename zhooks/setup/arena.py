@@ -1,0 +1,184 @@
+"""How much memory the arena reserves, and when: from layouts, schedule and budget, before anything is allocated.
+
+``looking.py`` asks what the shards take, ``attach.py`` opens the arena before a model is built and completes it afterwards;
+``device_budget.py`` asks what it costs beside the bytes it holds.  Sizes only: it never takes a range.
+
+Note: [What is planned]
+    Shards of parameters and gradients are exact.  For gathered units and sums a forward and a backward are walked through in
+    the order of registration, with the arena's own placement, and the end it reaches is the size.  A model whose passes need
+    more (another order, units inside units, ranges that the user kept) falls back to the allocator in that step, and between
+    steps such a region is reserved
+    anew as that step needed it, unless a budget bounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.events import Bus
+from offload.memory import Arena, Use, grain, rounded
+from offload.policy import Policy
+from offload.ranges import Space
+from offload.tier import Tier
+from zhooks.run import keep_gathered
+from zhooks.unit import Unit
+
+__all__ = ["Reserve", "beside", "open_arena", "reserve_rest", "shards_reserve", "sizes"]
+
+Move = tuple[object, int]
+"""A range by its key, and its bytes when it is taken; 0 when it is given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """What an arena reserves before a model is built: the shards' bytes, and whether ranges start on pages."""
+
+    shards_nbytes: int
+    paged: bool
+
+
+def shards_reserve(policy: Policy, device: torch.device, units: Sequence[Unit]) -> Reserve | None:
+    """For the arena of a model about to be built of ``units``; None where the policy wants no arena."""
+    if policy.device.arena == "none" or device.type not in ("cpu", "cuda"):
+        return None
+    return Reserve(sizes(policy, units, None)[Use.SHARDS], paged(units))
+
+
+def open_arena(reserve: Reserve | None, device: torch.device, bus: Bus) -> Arena | None:
+    """That arena, with room for the shards.  They come first, and alone: the model's own parameters are still there."""
+    if reserve is None:
+        return None
+    arena = Arena(device, bus, paged=reserve.paged)
+    arena.reserve({Use.SHARDS: reserve.shards_nbytes})
+    return arena
+
+
+def reserve_rest(arena: Arena | None, policy: Policy, units: Sequence[Unit], spare: int | None) -> None:
+    """Once the model is built: what holds gradients, gathered units and sums; ``spare`` as ``keep_gathered`` has it."""
+    if arena is None:
+        return
+    wanted = sizes(policy, units, spare)
+    arena.reserve({use: nbytes for use, nbytes in wanted.items() if use is not Use.SHARDS})
+    # Activations are nobody's budget, and neither are copies of them.
+    arena.growing = frozenset((Use.CHECKPOINTS,) if spare is not None else (Use.GATHERED, Use.SUMS, Use.CHECKPOINTS))
+
+
+def paged(units: Sequence[Unit]) -> bool:
+    """A disk fills buffers, which start on a page for it."""
+    return any(flat.kind.tiers.parameter is Tier.DISK for unit in units for flat in unit.flats)
+
+
+def beside(policy: Policy, units: Sequence[Unit]) -> int:
+    """Bytes that an arena reserves above what it holds: whole grains, and holes that pieces of several sizes leave."""
+    if policy.device.arena == "none":
+        return 0
+    held = _Sizes(policy, units, 0, 1)
+    most = held.shards + held.gradients + held.gathered(_most) + held.sums(_most)
+    return max(0, sum(sizes(policy, units, 0).values()) - most)
+
+
+def sizes(policy: Policy, units: Sequence[Unit], spare: int | None) -> Mapping[Use, int]:
+    """Bytes of each region; see Note [What is planned].
+
+    Args:
+        spare: bytes for units that stay gathered between forward and backward; None where there is no budget.
+    """
+    if not any(flat.layout.padded for unit in units for flat in unit.flats):
+        return dict.fromkeys(Use, 0)
+    device = units[0].flats[0].kind.device
+    planned = _Sizes(policy, units, spare, grain(device, paged=paged(units)))
+    return {
+        Use.SHARDS: planned.shards,
+        Use.GRADIENTS: planned.gradients,
+        Use.GATHERED: planned.gathered(_reached),
+        Use.SUMS: planned.sums(_reached),
+        Use.CHECKPOINTS: 0,
+    }
+
+
+class _Sizes:
+    """Sizes of ranges in whole grains ``to``, and the order they are wanted in."""
+
+    def __init__(self, policy: Policy, units: Sequence[Unit], spare: int | None, to: int) -> None:
+        self._schedule, self._spare, self._to = policy.schedule, spare, to
+        self._units = units
+        self._flats = [flat for unit in units for flat in unit.flats if flat.layout.padded]
+
+    @property
+    def shards(self) -> int:
+        return sum(rounded(flat.buffer.reserved_nbytes, self._to) for flat in self._flats)
+
+    @property
+    def gradients(self) -> int:
+        return sum(rounded(flat.footprint()[1].on(Tier.DEVICE), self._to) for flat in self._flats)
+
+    def gathered(self, measure: Callable[[Sequence[Move]], int]) -> int:
+        """Full buffers that stay, and those that come and go in a forward and its backward."""
+        stay = sum(rounded(flat.resident_nbytes, self._to) for flat in self._flats)
+        ranges = {
+            unit.number: [rounded(flat.transient_nbytes, self._to) for flat in unit.flats if flat.transient_nbytes]
+            for unit in self._units
+        }
+        pieces = {number: nbytes for number, nbytes in ranges.items() if nbytes}
+        nbytes = {number: sum(sizes) for number, sizes in pieces.items()}
+        trained = [unit.number for unit in self._units if unit.number in pieces and unit.trainable]
+        kept = keep_gathered(trained, nbytes, reshard=self._schedule.reshard_after_forward, budget=self._spare)
+        order = list(pieces)
+        moves: list[Move] = []
+        for sequence, staying in ((order, kept), (order[::-1], frozenset())):
+            here = set(kept) if sequence is not order else set()
+            for place in range(len(sequence) + 1):
+                window = sequence[place : place + 1 + self._schedule.prefetch]
+                ahead = sequence[place:] if sequence is not order else []
+                gone = [n for n in sorted(here) if n not in window and n not in staying and n not in ahead]
+                moves += [(("unit", number, index), 0) for number in gone for index in range(len(pieces[number]))]
+                fresh = [number for number in window if number not in here]
+                moves += [(("unit", n, index), size) for n in fresh for index, size in enumerate(pieces[n])]
+                here = here.difference(gone) | set(fresh)
+        return stay + measure(moves)
+
+    def sums(self, measure: Callable[[Sequence[Move]], int]) -> int:
+        """Partial sums under way and one that fills, and what reductions leave where they cannot write the shard at once."""
+        flats = [flat for flat in self._flats if flat.kind.trainable]
+        alone = all(flat.layout.world == 1 for flat in flats)
+        most = 0 if alone else self._schedule.max_reductions
+        under_way: list[int] = []
+        moves: list[Move] = []
+        for index, flat in reversed(list(enumerate(flats))):
+            apart = not flat.kind.reduces_in_place
+            # One rank writes gradients where they are kept; a replicated sum is reduced in its shard.
+            if not (apart or flat.sharded):
+                continue
+            moves.append((("sum", index), rounded(flat.sum_nbytes, self._to)))
+            under_way.append(index)
+            if len(under_way) > most:
+                done = under_way.pop(0)
+                moves += [(("out", done), 0), (("sum", done), 0)]
+            if apart and flat.sharded:
+                moves.append((("out", index), rounded(flat.shard_numel * flat.kind.reduce.itemsize, self._to)))
+        return measure(moves)
+
+
+def _most(moves: Sequence[Move]) -> int:
+    """The most bytes out at once."""
+    out: dict[object, int] = {}
+    most = 0
+    for key, nbytes in moves:
+        out[key] = nbytes
+        most = max(most, sum(out.values()))
+    return most
+
+
+def _reached(moves: Sequence[Move]) -> int:
+    """The end that these moves reach where the arena places them."""
+    space = Space(0)
+    out: dict[object, tuple[int, int]] = {}
+    for key, nbytes in moves:
+        if nbytes:
+            out[key] = (space.place(nbytes), nbytes)
+        elif key in out:
+            space.give(*out.pop(key))
+    return space.end

@@ -1,0 +1,337 @@
+"""What ``attach`` was given: read, and refused where it cannot be attached.
+
+``attach.py`` reads it before ranks meet, ``looking.py`` compares it over them.  Every refusal names subject, expected,
+found and what to do.  It never changes a model.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from offload.errors import AttachError, CheckpointError
+from offload.policy import Policy
+from offload.text import shown
+from zhooks.activation import check_axis
+from zhooks.comm import CONTROL, Call, Comm, Transport, text_digest
+from zhooks.layout import Axis, Division, Group, is_divided, part_of, resolve
+from zhooks.optim import holders, optimizer_facts, partitions
+from zhooks.run import Before, wrapper
+from zhooks.setup.materialize import check_initialisers
+from zhooks.setup.plan import Request
+from zhooks.tensor import ShardedTensor
+from zhooks.unit import loose_references
+
+
+def read(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    policy: Policy | str | Path | dict[str, Any] | None,
+    mesh: DeviceMesh | None,
+    init: Callable[[nn.Module], None] | None,
+    sync: bool,
+) -> Request:
+    """What ``attach`` was given.
+
+    Raises:
+        PolicyError: the policy cannot be read.
+        AttachError: model, optimizer or mesh cannot be attached.
+    """
+    chosen = Policy.of(policy)
+    check_arguments(optimizer, mesh, init, sync)
+    device = check_model(model)
+    check_optimizer(model, optimizer)
+    check_scaled(model, chosen)
+    axes = resolve(mesh)
+    check_division(model, axes.tp)
+    check_axis(chosen, axes.names)
+    check_initialisers(model, init)
+    facts = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, model.parameters())}
+    return Request(model, () if optimizer is None else (optimizer,), chosen, axes, device, init, sync, facts)
+
+
+def check_arguments(optimizer: object, mesh: object, init: object, sync: object) -> None:
+    """The kinds of what ``attach`` is given beside model and policy.
+
+    Raises:
+        AttachError: one is of another kind.
+    """
+    for name, value, fits, expected in (
+        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "a torch.optim.Optimizer"),
+        ("mesh", mesh, isinstance(mesh, DeviceMesh), "a DeviceMesh, e.g. init_device_mesh(...),"),
+        ("init", init, callable(init), "a function that is called with a module"),
+    ):
+        if value is not None and not fits:
+            raise AttachError(
+                f"attach: expected {expected} or None as {name}, found {_kind(value)}. Pass one, or leave it out."
+            )
+    if not isinstance(sync, bool):
+        raise AttachError(f"attach: expected True or False as sync, found {_kind(sync)}. Leave it out if in doubt.")
+
+
+def check_holds(optimizers: Sequence[object], model: nn.Module, verb: str) -> None:
+    """What a verb of the attachment is given as optimizers.
+
+    Raises:
+        CheckpointError: one is none, or holds no parameter of the model.
+    """
+    wanted = {id(param) for param in model.parameters()}
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise CheckpointError(
+                f"{verb}: expected a torch.optim.Optimizer, several of them, or () for none, found {_kind(each)}. Pass the "
+                "optimizer itself."
+            )
+        if wanted and not any(id(param) in wanted for group in each.param_groups for param in group["params"]):
+            raise CheckpointError(
+                f"{verb}: expected an optimizer of the model's parameters, found {type(each).__name__} with none of them. Pass "
+                "the one that was built from model.parameters()."
+            )
+
+
+def _kind(value: object) -> str:
+    """A short value itself, else its type."""
+    if isinstance(value, (str, int, float)) or value is None:
+        return shown(value) if isinstance(value, str) else repr(value)[:60]
+    return f"the class {value.__name__[:60]}" if isinstance(value, type) else type(value).__name__[:60]
+
+
+def check_model(model: nn.Module) -> torch.device:
+    """The device the model's parameters live on (CPU or CUDA where they are on meta).
+
+    Raises:
+        AttachError: not a module, attached already, no parameters, several devices, or a parameter we cannot shard.
+    """
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"attach: expected a torch.nn.Module, found {type(model).__name__}. Pass the model itself.")
+    for name, module in model.named_modules():
+        if any(isinstance(hook, Before) for hook in module._forward_pre_hooks.values()):
+            where = f"its module {name}" if name else "it"
+            raise AttachError(
+                f"attach: expected a plain model, found {where} attached already. Call detach() on the first attachment."
+            )
+        around = wrapper(module)
+        if around is not None:
+            where = f"its module {name}" if name else "it"
+            raise AttachError(
+                f"attach: expected a plain model, found {where} wrapped in {around}, which would reduce the same gradients. "
+                f"Attach the model without {around}."
+            )
+    params = dict(model.named_parameters())
+    if not params:
+        raise AttachError(
+            f"attach: expected {type(model).__name__} to have parameters, found none. There is nothing to partition."
+        )
+    with loose_references(model):
+        for name, param in params.items():
+            _check_parameter(name, param)
+    devices = sorted({str(param.device) for param in params.values()})
+    if len(devices) > 1:
+        raise AttachError(
+            f"attach: expected all parameters on one device, found {', '.join(devices)}. Call model.to({devices[0]!r}) first."
+        )
+    first = next(iter(params.values()))
+    if first.device.type != "meta":
+        return first.device
+    buffers = [buffer for buffer in model.buffers() if buffer.device.type != "meta"]
+    if buffers:
+        return buffers[0].device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    if torch.nn.parameter.is_lazy(param):
+        raise AttachError(
+            f"parameter {name}: expected a shape, found a lazy parameter. Run one forward on a small batch before attach."
+        )
+    if isinstance(param, ShardedTensor):
+        raise AttachError(f"parameter {name}: expected a plain parameter, found one of another attachment. Detach that first.")
+    if type(param) is not nn.Parameter and not is_divided(param):
+        raise AttachError(
+            f"parameter {name}: expected torch.nn.Parameter, found {type(param).__module__}.{type(param).__qualname__}. "
+            "Convert tensor subclasses to plain parameters before attach."
+        )
+    if param.layout is not torch.strided:
+        raise AttachError(f"parameter {name}: expected a dense tensor, found layout {param.layout}. Call .to_dense().")
+    if not param.is_leaf:
+        raise AttachError(f"parameter {name}: expected a leaf, found the result of {param.grad_fn}. Use a plain parameter.")
+    if param.grad is not None and param.grad.layout is not torch.strided:
+        raise AttachError(f"parameter {name}.grad: expected a dense gradient, found {param.grad.layout}. Set sparse=False.")
+    # One reference is the module's object; a second may be the accumulation node of a graph that is gone.
+    if param._use_count() > 2:  # type: ignore[attr-defined]
+        raise AttachError(
+            f"parameter {name}: expected nothing else to refer to its memory, found {param._use_count() - 1} references. "  # type: ignore[attr-defined]
+            "Drop graphs (loss, outputs) of earlier forwards, and a DistributedDataParallel around the model, before attach."
+        )
+    if weakref.getweakrefcount(param):
+        raise AttachError(
+            f"parameter {name}: expected no weak references to it, found {weakref.getweakrefcount(param)}. Delete what holds "
+            "them (a WeakTensorKeyDictionary, another wrapper) before attach."
+        )
+
+
+def check_division(model: nn.Module, tp: Axis) -> None:
+    """Every DTensor must be cut evenly, or whole, over the ``tp`` axis alone.
+
+    Raises:
+        AttachError: one lies over other ranks, or is uneven, or a partial sum.
+    """
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if not is_divided(tensor):
+            continue
+        mesh, placed = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        if mesh.ndim != 1 or ranks != tp.ranks:
+            axes = "" if mesh.mesh_dim_names is None else f" (axes {', '.join(mesh.mesh_dim_names)})"
+            raise AttachError(
+                f"{name}: expected a DTensor over the tp axis of the mesh given to attach, ranks {list(tp.ranks)}, found one "
+                f"over ranks {list(ranks)}{axes}, placed {placed}. Build one mesh with a dp and a tp axis, give "
+                'parallelize_module mesh["tp"] and attach the whole mesh; fully_shard is not needed, attach partitions over dp.'
+            )
+        if not (placed[0].is_replicate() or type(placed[0]) is _shard()):
+            raise AttachError(
+                f"{name}: expected a DTensor placed Shard(dim) or Replicate() over tp, found {placed[0]}. Call "
+                "redistribute() to one of these before attach."
+            )
+        if placed[0].is_shard() and tensor.shape[placed[0].dim] % tp.world:
+            raise AttachError(
+                f"{name}: expected dim {placed[0].dim} of {tuple(tensor.shape)} to divide evenly over {tp.world} tp ranks, "
+                f"found {tensor.shape[placed[0].dim]} elements. Pad it to a multiple of {tp.world}, or leave the module out of "
+                "the plan."
+            )
+
+
+def _shard() -> type:
+    from torch.distributed.tensor import Shard
+
+    return Shard
+
+
+def check_sparse(model: nn.Module) -> None:
+    """Embeddings with ``sparse=True`` would hand us sparse gradients."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise AttachError(
+                f"module {name}: expected dense gradients, found sparse=True. Build it with sparse=False: its "
+                "gradient is reduced "
+                "as part of a flat buffer."
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """The optimizer passed must be the model's; others that already hold state must be passed."""
+    check_sparse(model)
+    params = list(model.parameters())
+    wanted = {id(param) for param in params}
+    if optimizer is not None and not any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+        raise AttachError(
+            f"attach: expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, found none "
+            "of them. Build "
+            "it from model.parameters()."
+        )
+    problem = partitions(optimizer)
+    if problem:
+        raise AttachError(f"attach: {problem}")
+
+    def others() -> list[str]:
+        ours = None if optimizer is None else optimizer.state
+        return [
+            type(found).__name__
+            for found in holders(params)
+            if found.state is not ours and any(found.state.get(param) for param in params)
+        ]
+
+    # One that nobody refers to any more may only wait for the collector.
+    if others() and gc.collect() >= 0 and (names := others()):
+        raise AttachError(
+            f"attach: expected an optimizer without state, found {names[0]} with state for this model. Pass it: "
+            "attach(model, optimizer)."
+        )
+
+
+def check_same_model(groups: Sequence[Group], world: Transport) -> None:
+    """Every rank attaches the same parameters in the same units.  Collective.
+
+    Raises:
+        AttachError: names, shapes, dtypes, requires_grad or units differ between ranks.
+    """
+    if world.axis.world == 1:
+        return
+    facts = [
+        (name, f"{number} {name} {tuple(param.shape)} {param.dtype} {param.requires_grad} {getattr(param, 'placements', '')}")
+        for number, group in enumerate(groups)
+        for name, param in group.params.items()
+    ]
+    numbers = torch.tensor([len(facts), text_digest("\n".join(fact for _, fact in facts))], dtype=torch.int64)
+    low, high = numbers.clone(), numbers.clone()
+    world.all_reduce(Call(CONTROL, "compare models", "all parameters"), low, "min")
+    world.all_reduce(Call(CONTROL, "compare models", "all parameters"), high, "max")
+    if torch.equal(low, high):
+        return
+    rank = world.axis.ranks[world.axis.rank]
+    if low[0] != high[0]:
+        found = f"{low[0]} to {high[0]} parameters ({len(facts)} on rank {rank})"
+    else:
+        each = torch.tensor([text_digest(fact) for _, fact in facts], dtype=torch.int64)
+        least, most = each.clone(), each.clone()
+        world.all_reduce(Call(CONTROL, "compare models", "each parameter"), least, "min")
+        world.all_reduce(Call(CONTROL, "compare models", "each parameter"), most, "max")
+        differ = [fact for (_, fact), same in zip(facts, (least == most).tolist(), strict=True) if not same]
+        found = f"that {', '.join(differ[:3])} (as rank {rank} has them) differ"
+    raise AttachError(f"attach: expected the same model and policy on every rank, found {found}. Build it alike on all ranks.")
+
+
+def check_ranks_equal(model: nn.Module, comm: Comm) -> None:
+    """With ``sync=False``: every rank's parameters and buffers hash to the same, over tp too where it has them whole."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    apart = {name for name, tensor in named if (division := Division.of(tensor)) is not None and division.place is not None}
+    for ranks, compared in (
+        (comm.world, named),
+        (comm.tp, [(name, tensor) for name, tensor in named if name not in apart]),
+    ):
+        _check_equal(ranks, compared)
+
+
+def _check_equal(ranks: Transport, named: Sequence[tuple[str, Tensor]]) -> None:
+    digests = torch.tensor([_digest(part_of(tensor)) for _, tensor in named], dtype=torch.int64)
+    low, high = digests.clone(), digests.clone()
+    if digests.numel():
+        ranks.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), low, "min")
+        ranks.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), high, "max")
+    differ = [name for (name, _), a, b in zip(named, low.tolist(), high.tolist(), strict=True) if a != b]
+    if differ:
+        rest = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise AttachError(
+            f"attach(sync=False): expected equal values on every rank, found that {', '.join(differ[:3])}{rest} differ (rank "
+            f"{ranks.axis.ranks[ranks.axis.rank]} among them). Use sync=True, or seed every rank alike."
+        )
+
+
+def _digest(tensor: Tensor) -> int:
+    if tensor.device.type == "meta":
+        return 0
+    raw = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.blake2b(raw.data, digest_size=8).digest(), "little", signed=True)
+
+
+def check_scaled(model: nn.Module, policy: Policy) -> None:
+    """Gradients rest in the parameters' own dtype: in fp16 they would vanish where the loss scale is taken off.
+
+    Raises:
+        AttachError: the policy scales the loss of a model with fp16 parameters.
+    """
+    half = [name for name, param in model.named_parameters() if param.dtype is torch.float16 and param.requires_grad]
+    if policy.precision.loss_scale is not None and half:
+        raise AttachError(
+            f"[precision] loss_scale: expected fp32 parameters, found {half[0]} and {len(half) - 1} more in fp16. Build the "
+            'model in fp32 and set [precision] param = "fp16".'
+        )

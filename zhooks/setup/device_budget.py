@@ -1,0 +1,287 @@
+"""``[budget] device``: what an attachment will hold on the device, the states of its optimizers included, and its refusal.
+
+``looking.py`` asks before anything is built, and ``apply`` asks again; torch's step hooks ask for optimizers that only the
+first step shows.  It never allocates on the device and moves nothing.
+
+Note: [States ahead]
+    Only an optimizer knows what it will keep.  So one of the same class and options steps once on the CPU, over parameters of a
+    few elements, and what it then holds in their shape is what it will hold of ours.  Where there can be none such (a closure,
+    a constructor with other arguments), the states count once they exist: after that step.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offload.budget import shown
+from offload.device import open_device
+from offload.errors import BudgetError
+from offload.policy import Policy
+from offload.tier import Tier
+from zhooks.comm import Comm, least
+from zhooks.optim import watch_steps
+from zhooks.setup.arena import beside
+from zhooks.setup.tiers import limit_of
+from zhooks.unit import Flat, Unit
+
+__all__ = ["DeviceBudget", "Headroom", "device_floor", "device_headroom", "state_nbytes"]
+
+_Place = tuple[int, torch.dtype, int]
+"""A parameter as far as states depend on it: its group, the dtype that is updated, its dimensions."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Headroom:
+    """What ``[budget] device`` leaves under a policy.
+
+    Attributes:
+        limit: the least bound of any rank, in bytes; None is none.
+        spare: bytes of gathered units that may stay between forward and backward; None is no bound.
+        foreseen: the optimizers whose states are in the count.
+    """
+
+    limit: int | None
+    spare: int | None
+    foreseen: tuple[Optimizer, ...] = ()
+
+
+def device_headroom(
+    policy: Policy, device: torch.device, units: Sequence[Unit], optimizers: Iterable[Optimizer], comm: Comm
+) -> Headroom:
+    """What the bound leaves beside these units and the states of these optimizers.  Collective.
+
+    Args:
+        units: as they are, or as they will be built.
+    Raises:
+        BudgetError: it does not hold what is kept on the device and the units in flight; on every rank.
+    """
+    limit = _limit(policy, device, comm)
+    return Headroom(None, None) if limit is None else _headroom(limit, policy, units, optimizers, comm, "")
+
+
+def _limit(policy: Policy, device: torch.device, comm: Comm) -> int | None:
+    seam = open_device(device)
+    try:
+        return limit_of(policy, Tier.DEVICE, seam, comm)
+    finally:
+        seam.close()
+
+
+class DeviceBudget:
+    """One attachment's ``[budget] device``, at every step.
+
+    Args:
+        units: the attachment's own list.
+        keep_within: called with what is left for gathered units once an optimizer that was not foreseen is counted.
+        headroom: what the bound left before anything was built.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        units: Sequence[Unit],
+        policy: Policy,
+        headroom: Headroom,
+        keep_within: Callable[[int | None], None],
+    ) -> None:
+        self._comm, self._units, self._keep_within = comm, units, keep_within
+        self._policy, self._limit = policy, headroom.limit
+        # How many groups of parameters each had when it was counted: a step with more counts it again.
+        self._counted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # Their states could not be foreseen: they count after their first step.
+        self._unforeseen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+        self._count(headroom)
+
+    def open(self) -> None:
+        """Be called around every optimizer's step from now on."""
+        self._handles = watch_steps(self)
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def change(self, policy: Policy, device: torch.device) -> int | None:
+        """Another policy, between steps; returns what ``Headroom.spare`` is under it.  Collective.
+
+        Raises:
+            BudgetError: as ``device_headroom``; steps are refused until another policy makes room.
+        """
+        known = list(self._counted)
+        self._counted.clear()
+        self._unforeseen.clear()
+        self._policy, self._limit = policy, _limit(policy, device, self._comm)
+        if self._limit is None:
+            return None
+        headroom = self._headroom(known, "")
+        self._count(headroom)
+        return headroom.spare
+
+    def _count(self, headroom: Headroom) -> None:
+        self._counted.update((optimizer, len(optimizer.param_groups)) for optimizer in headroom.foreseen)
+
+    def _headroom(self, optimizers: Iterable[Optimizer], after: str) -> Headroom:
+        assert self._limit is not None
+        return _headroom(self._limit, self._policy, self._units, optimizers, self._comm, after)
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's pre-hook.  Collective at the first step of an optimizer that holds parameters of the model, and at the first
+        after it was given more.
+
+        Raises:
+            BudgetError: its states would not fit; nothing has been updated, on any rank.
+        """
+        # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
+        if self._limit is None or torch._C._current_graph_task_id() != -1:
+            return
+        if self._counted.get(optimizer) == len(optimizer.param_groups):
+            return
+        ours = {id(param) for unit in self._units for flat in unit.flats for param in flat.params}
+        if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+            after = " Nothing has been updated: go on with the step after attachment.apply(policy)."
+            headroom = self._headroom({*self._counted, optimizer}, after)
+            self._keep_within(headroom.spare)
+            if optimizer not in headroom.foreseen:
+                self._unforeseen.add(optimizer)
+        self._counted[optimizer] = len(optimizer.param_groups)
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's post-hook.  Collective after the first step of an optimizer whose states could not be foreseen.
+
+        Raises:
+            BudgetError: its states do not fit; the step has been made on every rank, and the next one is refused.
+        """
+        if optimizer in self._unforeseen and torch._C._current_graph_task_id() == -1:
+            self._unforeseen.discard(optimizer)
+            self._counted.pop(optimizer, None)
+            after = " The step has been made, and what follows is refused until attachment.apply(policy) makes room."
+            headroom = self._headroom({*self._counted, optimizer}, after)
+            self._counted[optimizer] = len(optimizer.param_groups)
+            self._keep_within(headroom.spare)
+
+
+def _headroom(
+    limit: int, policy: Policy, units: Sequence[Unit], optimizers: Iterable[Optimizer], comm: Comm, after: str
+) -> Headroom:
+    """What is left beside the states of these optimizers; ``after`` ends the refusal.  Collective."""
+    flats = [flat for unit in units for flat in unit.flats]
+    rounded = policy.optimizer.rounding == "stochastic"
+    found = {optimizer: state_nbytes(optimizer, flats, wide=rounded) for optimizer in optimizers}
+    floor = device_floor(policy, units, whole_sums=comm.pp.axis.world > 1) + beside(policy, units)
+    spare = least(comm.stage, limit - floor - sum(nbytes for nbytes, _ in found.values()))
+    assert spare is not None
+    if spare >= 0:
+        return Headroom(limit, spare, tuple(optimizer for optimizer, (_, foreseen) in found.items() if foreseen))
+    states = limit - spare - floor
+    tier, what = "", f"{shown(floor)} in all"
+    if states:
+        of = ", ".join(sorted({type(optimizer).__name__ for optimizer in found}))
+        tier = 'set [optimizer] tier = "host", '
+        what = f"{shown(floor)}, and for the states of {of}, {shown(states)}: {shown(floor + states)} in all"
+    raise BudgetError(
+        f"[budget] device: expected room for what rests there and the units in flight, {what}, found "
+        f"{shown(limit)}. Raise it, {tier}lower [schedule] prefetch or [units] max_numel, or place more on another "
+        f"tier.{after}"
+    )
+
+
+def device_floor(policy: Policy, units: Sequence[Unit], *, whole_sums: bool = False) -> int:
+    """Bytes on the device whatever is kept: parameters, masters and gradients that rest there, gathered units, sums in flight.
+
+    Args:
+        whole_sums: microbatches of a pipeline add up unreduced: every sum is held until the last.
+    """
+    flats = [flat for unit in units for flat in unit.flats]
+    gathered = sorted((unit.full_nbytes for unit in units if unit.releasable), reverse=True)
+    sums = sorted((flat.sum_nbytes for flat in flats if flat.kind.trainable), reverse=True)
+    # Of a world of one gradients go where they rest, unless they are cast, or looked at before.
+    alone = (
+        flats[0].layout.world == 1
+        and policy.precision.loss_scale is None
+        and all(flat.kind.reduces_in_place for flat in flats)
+    )
+    flying = 1 if flats[0].layout.world == 1 else 1 + policy.schedule.max_reductions
+    under_way = 0 if alone else sum(sums if whole_sums else sums[:flying])
+    kept = sum(cell.on(Tier.DEVICE) for flat in flats for cell in flat.footprint())
+    return kept + sum(gathered[: 1 + policy.schedule.prefetch]) + under_way
+
+
+# What an optimizer keeps.
+
+
+def state_nbytes(optimizer: Optimizer, flats: Sequence[Flat], *, wide: bool = False) -> tuple[int, bool]:
+    """Bytes of this rank's states on the device, those it has and those it will make, and whether the latter could be foreseen;
+    see Note [States ahead].
+
+    Args:
+        wide: bf16 parameters are updated in fp32 and have states in it.
+    """
+    numels = {id(param): numel for flat in flats for param, numel in _on_device(flat)}
+    held, coming = 0, list[tuple[_Place, int]]()
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            numel = numels.get(id(param), 0)
+            states = optimizer.state.get(param) if numel else None
+            if states:
+                held += numel * _itemsize(states, param.shape)
+            elif numel:
+                dtype = torch.float32 if wide and param.dtype is torch.bfloat16 else param.dtype
+                coming.append(((number, dtype, param.dim()), numel))
+    made = _made(optimizer, {place for place, _ in coming})
+    return held + sum(made[place] * numel for place, numel in coming if made is not None), made is not None
+
+
+def _on_device(flat: Flat) -> Iterator[tuple[nn.Parameter, int]]:
+    """Trainable parameters whose states rest on the device, and the elements of each that this rank owns."""
+    if flat.kind.trainable and flat.kind.tiers.optimizer is Tier.DEVICE:
+        for index, param in enumerate(flat.params):
+            yield param, flat.span(index)[1]
+
+
+def _itemsize(states: Any, shape: torch.Size) -> int:
+    """Bytes of state for each element of a parameter of ``shape``."""
+    values = states.values() if isinstance(states, dict) else ()
+    return sum(value.dtype.itemsize for value in values if isinstance(value, Tensor) and value.dim() and value.shape == shape)
+
+
+def _made(optimizer: Optimizer, places: set[_Place]) -> dict[_Place, int] | None:
+    """Bytes of state an element that a first step of this optimizer makes for parameters of each kind."""
+    if not places:
+        return {}
+    params = {place: nn.Parameter(torch.zeros((3,) * max(1, place[2]), dtype=place[1])) for place in places}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        mine = [param for place, param in params.items() if place[0] == number]
+        if mine:
+            options = {key: _on_cpu(value) for key, value in group.items() if key not in ("params", "param_names")}
+            # It asks for a device to capture on.
+            groups.append({**options, **({"capturable": False} if "capturable" in options else {}), "params": mine})
+    kind: Any = type(optimizer)
+    # Whatever it raises, it is another's code that was not made for this.
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.no_grad():
+            warnings.simplefilter("ignore")
+            named = inspect.signature(kind.__init__).parameters
+            stand_in = kind(groups, **{key: _on_cpu(value) for key, value in optimizer.defaults.items() if key in named})
+            for param in params.values():
+                param.grad = torch.ones_like(param)
+            step = kind.step
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(stand_in)
+            return {place: _itemsize(stand_in.state.get(param), param.shape) for place, param in params.items()}
+    except Exception:
+        return None
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,0 +1,123 @@
+"""Models built under ``torch.device("meta")``: give each unit memory and values just before it is sharded.
+
+``build.py`` hands it every group in turn, then the buffers.  No more than one unit is whole at a time.  It never guesses
+a value: what no initialiser fills is refused by name while ``looking.py`` looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import AttachError
+from zhooks.comm import CONTROL, Call, Comm, Transport, all_or_none
+from zhooks.layout import Division, Group, part_of
+
+
+class Materializer:
+    """Fills meta parameters and buffers by ``init``, ``reset_parameters`` or the root's ``_init_weights``."""
+
+    def __init__(self, model: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None, sync: bool) -> None:
+        self.model, self.device, self.sync = model, device, sync
+        self._init = init
+        self._done: set[int] = set()
+        # Judged before anything has memory; a module's parameters may be placed before it is filled.
+        self._meta = {id(module): module for module in model.modules() if _is_meta(module)}
+
+    def unit(self, group: Group) -> None:
+        """Give the modules that own the group's parameters memory and values."""
+        wanted = {id(param) for param in group.params.values()}
+        for module in list(self._meta.values()):
+            if id(module) not in self._done and any(id(p) in wanted for p in module.parameters(recurse=False)):
+                self._fill(module)
+
+    def buffers(self, comm: Comm) -> None:
+        """Fill modules that own only buffers, then make all buffers equal to rank 0's, tp included where it has them whole."""
+        with all_or_none(comm.stage, "attach"):
+            for module in self._meta.values():
+                if id(module) not in self._done:
+                    self._fill(module)
+        if self.sync:
+            for name, buffer in self.model.named_buffers():
+                division = Division.of(buffer)
+                apart = division is not None and division.place is not None
+                self._equal(name, part_of(buffer), comm.world if apart else comm.stage)
+
+    @torch.no_grad()
+    def _equal(self, name: str, buffer: Tensor, world: Transport) -> None:
+        if buffer.is_contiguous():
+            world.broadcast(Call(CONTROL, "broadcast buffer", name), buffer)
+            return
+        whole = buffer.contiguous()
+        world.broadcast(Call(CONTROL, "broadcast buffer", name), whole)
+        if not torch.equal(whole, buffer):
+            owner, _, key = name.rpartition(".")
+            table = self.model.get_submodule(owner)._buffers
+            division = Division.of(cast(Tensor, table[key]))
+            table[key] = whole if division is None else division.wrap(whole)
+
+    def _fill(self, module: nn.Module) -> None:
+        self._done.add(id(module))
+        for param in module._parameters.values():
+            if param is not None and param.device.type == "meta":
+                swap_memory(param, _real(param, self.device))
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                module._buffers[key] = _real(buffer, self.device)
+        initialise = self._init or _initialiser(self.model, module)
+        assert initialise is not None
+        with torch.no_grad():
+            initialise(module)
+
+
+def check_initialisers(model: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
+    """Every module on meta can be given values.
+
+    Raises:
+        AttachError: one has no initialiser, and none was passed.
+    """
+    meta = [(name, module) for name, module in model.named_modules() if _is_meta(module)] if init is None else []
+    missing = [name or type(module).__name__ for name, module in meta if _initialiser(model, module) is None]
+    if missing:
+        raise AttachError(
+            "attach: expected every module of a meta model to have reset_parameters, or the root _init_weights; found none for "
+            f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Pass init=function(module)."
+        )
+
+
+def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """The module's own reset, then the model's rule for its modules, which knows better where it says anything."""
+    found = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
+    reset = next((method for method in found if callable(method)), None)
+    weights = getattr(model, "_init_weights", None)
+    if not callable(weights):
+        return None if reset is None else lambda _: reset()
+
+    def both(inner: nn.Module) -> None:
+        if reset is not None:
+            reset()
+        weights(inner)
+
+    return both
+
+
+def _is_meta(module: nn.Module) -> bool:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any(tensor.device.type == "meta" for tensor in tensors)
+
+
+def _real(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor that has none; what is a DTensor stays one."""
+    division, memory = Division.of(tensor), torch.empty_like(part_of(tensor), device=device)
+    return memory if division is None else division.wrap(memory)
+
+
+def swap_memory(param: nn.Parameter, memory: Tensor) -> None:
+    """Real memory behind the same Parameter object."""
+    made = nn.Parameter(memory, param.requires_grad)
+    for key, value in param.__dict__.items():
+        setattr(made, key, value)
+    torch.utils.swap_tensors(param, made)

@@ -1,0 +1,22 @@
+"""The sharded tensor: global outside, one range inside."""
+
+from __future__ import annotations
+
+from zhooks.tensor.group import ShardGroup
+from zhooks.tensor.overflow import Name, Overflow, Overflows, Watch, overflowed
+from zhooks.tensor.range_tensor import ParamShard, part_numel
+from zhooks.tensor.sharded import Registries, ShardedOverTp, ShardedTensor
+
+__all__ = [
+    "Name",
+    "Overflow",
+    "Overflows",
+    "ParamShard",
+    "Registries",
+    "ShardGroup",
+    "ShardedOverTp",
+    "ShardedTensor",
+    "Watch",
+    "overflowed",
+    "part_numel",
+]

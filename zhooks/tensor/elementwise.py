@@ -1,0 +1,369 @@
+"""Element-wise work on one rank's ranges, and what an operation falls back to: the gathered value, or a refusal by name.
+
+``aten.py`` and ``totals.py`` call it, below autograd.  It never communicates, but for what a gathered value
+asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ShardedOpError
+from offload.store import BlockRange
+from zhooks.layout import whole_of
+from zhooks.tensor.range_tensor import RangeTensor
+
+aten = torch.ops.aten
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A list operation over ranges on disk, of which all at once may not fit in memory, or on several tiers."""
+    count = len(args[0])
+
+    def at(index: int, value: Any) -> Any:
+        return [value[index]] if type(value) in (list, tuple) and len(value) == count else value
+
+    out: list[Any] = []
+    for index in range(count):
+        named = {key: at(index, value) for key, value in kwargs.items()}
+        out.extend(local(func, tuple(at(index, value) for value in args), named) or ())
+    return out or None
+
+
+def _scattered(tensors: Any) -> bool:
+    """Ranges on disk, or ranges in different memories: no one operation may have them all."""
+    sharded = [tensor for tensor in tensors if isinstance(tensor, RangeTensor)]
+    apart = any(t._on.type != "cpu" for t in sharded) and len({t._local.device for t in sharded if not t._paged}) > 1
+    return apart or any(t._paged for t in sharded)
+
+
+def writes_only_self(func: Any) -> bool:
+    """The overload changes its first argument and no other."""
+    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+    return bool(writes) and writes[0] and not any(writes[1:])
+
+
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The short way of an optimizer's inner loop: one tensor changed by others of its own range, and by numbers."""
+    lead = args[0]
+    if not isinstance(lead, RangeTensor):
+        return local(func, args, kwargs)
+    for value in kwargs.values():
+        if isinstance(value, Tensor):
+            return local(func, args, kwargs)
+    spec = lead._spec
+    plain, near = [lead._local], lead._on.type == "cpu"
+    for value in args[1:]:
+        if getattr(value, "_spec", None) is spec:
+            plain.append(value._local if near else _near(value, lead))
+        elif isinstance(value, Tensor) and (value.dim() > 0 or value.device != plain[0].device):
+            return local(func, args, kwargs)
+        else:
+            plain.append(value)
+    func(*plain, **kwargs)
+    lead._written()
+    return lead
+
+
+@cache
+def _positions_written(func: Any) -> tuple[int, ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple(number for number, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+
+
+def lists_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same of a foreach or fused optimizer: lists of ranges that all are in the memory they are computed in."""
+    if any(isinstance(value, (Tensor, list, tuple)) for value in kwargs.values()):
+        return local(func, args, kwargs)
+    leads, plain, memories = args[0], list[Any](), list[Any]()
+    for lead in leads:
+        if not isinstance(lead, RangeTensor) or type(lead._at) is BlockRange:
+            return local(func, args, kwargs)
+        if lead._on.type == "cpu":
+            memories.append(None)
+        elif lead._at.device == lead._on:
+            memories.append(lead._on)
+        else:
+            return local(func, args, kwargs)
+    for values in args:
+        if isinstance(values, Tensor):
+            return local(func, args, kwargs)
+        if not isinstance(values, (list, tuple)) or not values:
+            plain.append(values)
+            continue
+        if len(values) != len(leads):
+            return local(func, args, kwargs)
+        ranges: list[Any] = []
+        for value, lead, memory in zip(values, leads, memories, strict=True):
+            found = value
+            if getattr(value, "_spec", None) is lead._spec:
+                found = value._at
+                if type(found) is BlockRange or (memory is not None and found.device != memory):
+                    return local(func, args, kwargs)
+            elif isinstance(value, Tensor) and (value.dim() > 0 or (memory is not None and value.device != memory)):
+                return local(func, args, kwargs)
+            ranges.append(found)
+        plain.append(ranges)
+    func(*plain, **kwargs)
+    for position in _positions_written(func):
+        for written in args[position] if position < len(args) else ():
+            if isinstance(written, RangeTensor):
+                written._written()
+    return None
+
+
+def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply an element-wise operation to the ranges."""
+    if not _over_one_range(func, args, kwargs):
+        return whole(func, args, kwargs)
+    first = args[0]
+    if type(first) in (list, tuple) and len(first) > 1 and _scattered(first):
+        return _one_by_one(func, args, kwargs)
+    mixed = _mixed(args)
+    if mixed is not None:
+        parts = {side: func(*_side(args, mixed, side), **kwargs) for side in (True, False)}
+        if parts[True] is None:
+            return None
+        queues = {side: iter(part) for side, part in parts.items()}
+        return [next(queues[side]) for side in mixed]
+    leads = _leads(args, kwargs)
+    lead = leads[0]
+    if func is aten.copy_.default and not isinstance(args[0], RangeTensor):
+        return whole(func, args, kwargs)
+    written = _written(func, args, kwargs)
+    if written is None:
+        return whole(func, args, kwargs)
+    plain = [localise(value, lead, leads) for value in args]
+    named = {key: localise(value, lead, leads) for key, value in kwargs.items() if key != "memory_format"}
+    if any(value is NotImplemented for value in (*plain, *named.values())):
+        return whole(func, args, kwargs)
+    assert lead._on.type == "cpu" or len({tensor._local.device for tensor in written}) < 2, f"{func} writes on two tiers"
+    out = func(*plain, **named)
+    for tensor in written:
+        tensor._written()
+    if written:
+        named_outs = [kwargs[name] for name in outs_of(func) if name in kwargs]
+        return (named_outs[0] if len(named_outs) == 1 else tuple(named_outs) or args[0]) if out is not None else None
+    device = kwargs.get("device") or lead._on
+    if device.type == "cpu":
+        device = torch.device("cpu")  # a number means nothing there, and no plain tensor has it
+    if isinstance(out, Tensor):
+        return type(lead)(out, lead._spec, device=device)
+    if isinstance(out, (list, tuple)):
+        pairs = zip(out, leads, strict=False)
+        return type(out)(type(of)(item, of._spec, device=device) for item, of in pairs)
+    return out
+
+
+def _mixed(args: tuple[Any, ...]) -> list[bool] | None:
+    """Which of a list operation's tensors are sharded, where some are and some are not."""
+    if not args or not isinstance(args[0], (list, tuple)):
+        return None
+    mask = [isinstance(value, RangeTensor) for value in args[0]]
+    return mask if any(mask) and not all(mask) else None
+
+
+def _side(args: tuple[Any, ...], mask: list[bool], side: bool) -> list[Any]:
+    """The arguments of the sharded tensors alone, or of the others."""
+    return [
+        [item for item, sharded in zip(value, mask, strict=True) if sharded is side]
+        if isinstance(value, (list, tuple)) and len(value) == len(mask)
+        else value
+        for value in args
+    ]
+
+
+def _leads(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RangeTensor]:
+    """The sharded tensors that say what range this is: the first, or the first list's, one an element."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, RangeTensor):
+            return [value]
+        if isinstance(value, (list, tuple)) and value and all(isinstance(item, RangeTensor) for item in value):
+            return list(value)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            found = [item for item in value if isinstance(item, RangeTensor)]
+            if found:
+                return found
+    raise AssertionError("an operation without a sharded argument was dispatched here")
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RangeTensor] | None:
+    """The sharded tensors this operation writes; None when it writes into something that is not sharded."""
+    if not func._schema.is_mutable:
+        return []
+    out: list[RangeTensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = kwargs.get(argument.name) if position >= len(args) else args[position]
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, RangeTensor):
+                out.append(item)
+            elif isinstance(item, Tensor) and item.dim() > 0:
+                return None
+    return out
+
+
+def localise(value: Any, lead: RangeTensor, leads: list[RangeTensor]) -> Any:
+    """An argument as the range that lies beside ``lead``'s; NotImplemented where there is none."""
+    if isinstance(value, RangeTensor):
+        return _matching(value, lead)
+    if isinstance(value, Tensor):
+        if value.dim() == 0:
+            return _beside(value, lead)
+        if torch.broadcast_shapes(value.shape, lead.shape) != lead.shape:
+            return NotImplemented
+        return _beside(lead._spec.take(value), lead)
+    if isinstance(value, (list, tuple)) and value and any(isinstance(item, Tensor) for item in value):
+        if len(value) == len(leads):
+            return [localise(item, of, leads) for item, of in zip(value, leads, strict=True)]
+        return [localise(item, lead, leads) for item in value]
+    return value
+
+
+def _beside(value: Tensor, lead: RangeTensor) -> Tensor:
+    """A plain tensor where the range is: beside one in host memory, the number a user's loop computed on the device."""
+    if lead._on == value.device and value.device.type != "cpu":
+        return value.to(lead._local.device)
+    return value
+
+
+def _near(value: RangeTensor, lead: RangeTensor) -> Tensor:
+    """A range to be read where the lead's is: their tiers may differ."""
+    return value._local if value is lead or lead._on.type == "cpu" else value._local.to(lead._local.device)
+
+
+def _matching(value: RangeTensor, lead: RangeTensor) -> Any:
+    if value._spec is lead._spec or value._spec.key() == lead._spec.key():
+        return _near(value, lead)
+    if value.shape != lead.shape and value._bound:
+        return NotImplemented
+    if value.shape != lead.shape:
+        raise ShardedOpError(
+            f"element-wise operation on {lead._spec.name} {tuple(lead.shape)} and {value._spec.name} "
+            f"{tuple(value.shape)}: expected "
+            "sharded tensors of one shape, found two. Use full_tensor() on both."
+        )
+    if value._bound:
+        return lead._spec.take(whole_of(value._bound.view(value._spec.index).detach()))
+    raise ShardedOpError(
+        f"{lead._spec.name} and {value._spec.name}: expected the same range of elements on this rank, found two. "
+        "Load at the world "
+        "size that saved, or use full values (attachment.state_dict())."
+    )
+
+
+def outs_of(func: Any) -> list[str]:
+    """Names of the arguments that the overload writes its results to, whatever they held."""
+    return [
+        argument.name
+        for argument in func._schema.arguments
+        if argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _over_one_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Results that go to a sharded ``out=`` are of the range that every sharded argument is of."""
+    outs = [kwargs[name] for name in outs_of(func) if isinstance(kwargs.get(name), Tensor)] if kwargs else []
+    if not outs:
+        return True
+    sharded = [value for value in (*args, *kwargs.values()) if isinstance(value, RangeTensor)]
+    first = outs[0]
+    return isinstance(first, RangeTensor) and all(
+        value._spec.key() == first._spec.key() and value._local.device == first._local.device for value in sharded
+    )
+
+
+def _into_outs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[str]) -> Any:
+    """Compute whole results beside ``out=`` and keep this rank's ranges of them."""
+    beside: dict[str, Tensor] = {}
+    for name in outs:
+        out = kwargs[name]
+        fresh = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        beside[name] = fresh
+    made = func(*args, **{**kwargs, **beside})
+    for name in outs:
+        out, value = kwargs[name], beside[name]
+        if value.shape != out.shape:
+            raise ShardedOpError(
+                f"{func._schema.name.split('::')[1]} into {out._spec.name}: expected a result of shape {tuple(out.shape)}, "
+                f"found {tuple(value.shape)}. Compute it beside the parameter, then copy_."
+            )
+        out.copy_(value)
+    if isinstance(made, Tensor):
+        return kwargs[outs[0]]
+    return tuple(kwargs.get(name) for name in outs_of(func))
+
+
+def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Read parameters whole; refuse anything that would need the whole of a gradient or a state."""
+    outs = [name for name in outs_of(func) if isinstance(kwargs.get(name), RangeTensor)] if kwargs else []
+    if outs:
+        return _into_outs(func, args, kwargs, outs)
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+    named_writes = {argument.name for argument, writes in zip(func._schema.arguments, written, strict=True) if writes}
+
+    def swap(value: Any, writes: bool = False) -> Any:
+        if isinstance(value, RangeTensor):
+            if writes or not (value._bound or isinstance(value, torch.nn.Parameter)):
+                return refuse(func, value)
+            if not value._bound:
+                return value.full_tensor()
+            return whole_of(value._bound.view(value._spec.index).detach())
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            return [swap(item, writes) for item in value]
+        return value
+
+    plain = [swap(value, writes) for value, writes in zip(args, written, strict=False)]
+    out = func(*plain, **{key: swap(value, key in named_writes) for key, value in kwargs.items()})
+    if any(argument.alias_info is not None for argument in func._schema.returns) and isinstance(out, Tensor):
+        return out.as_subclass(ReadOnly)
+    return out
+
+
+def refuse(func: Any, tensor: RangeTensor) -> Any:
+    """Raise the error of an operation that needs more than a range."""
+    raise ShardedOpError(
+        f"{func._schema.name.split('::')[1]} on the sharded tensor of {tensor._spec.name} {tuple(tensor.shape)}: "
+        "expected an element-wise "
+        "operation or a total, found one that needs whole rows or matrices (Adafactor, Muon, LBFGS and Shampoo do). Use an "
+        "element-wise optimizer, or full_tensor(); to write, use `with attachment.gathered(parameter, write=True):`."
+    )
+
+
+class ReadOnly(torch.Tensor):
+    """A gathered value read outside a forward, or a view of one: writing to it would be lost, so it is refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in _READS)
+        target = args[0] if args else None
+        if isinstance(target, ReadOnly) and (writes or name == "__setitem__"):
+            raise ShardedOpError(
+                f"{name} on a gathered value: expected reading, found a write that would be lost. Write to the "
+                "parameter itself, "
+                "or use `with attachment.gathered(parameter, write=True):`."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = _read_only(func(*args, **(kwargs or {})), target)
+        return out
+
+
+_READS = frozenset({"__index__", "__int__", "__invert__", "__init__", "__iter__"})
+
+
+def _read_only(out: Any, source: Any) -> Any:
+    """What was read: a view of the gathered value stays read-only, a new value is plain."""
+    if not isinstance(out, Tensor) or not isinstance(source, Tensor):
+        return out
+    address = torch._C._storage_address  # type: ignore[attr-defined]
+    return out.as_subclass(ReadOnly if address(out) == address(source) else Tensor)

@@ -1,0 +1,264 @@
+"""What happens when a sharded tensor meets a torch function: the safety net of law 2, above autograd.
+
+``RangeTensor.__torch_function__`` calls it.  With grad enabled, a bound parameter that requires grad is replaced by its
+gathered value, a node of the graph whose backward reduces; everything else falls through to ``aten.py``.  It never
+computes anything itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import AttachError, ShardedOpError
+from zhooks.layout import is_divided, whole_of
+from zhooks.tensor.range_tensor import Handler, RangeTensor, range_alone
+
+# Asking a parameter about itself gathers nothing.
+ABOUT = frozenset(
+    {
+        "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "is_contiguous",
+        "is_floating_point", "is_complex", "is_signed", "get_device", "data_ptr", "untyped_storage", "type", "is_shared",
+        "__len__", "__hash__", "detach", "detach_", "requires_grad_", "retain_grad", "__reduce_ex__", "__deepcopy__",
+        "__repr__",
+        "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "is_same_size", "backward", "grad",
+        "to_local", "full_tensor", "_is_view", "is_inference", "is_pinned", "__format__", "__dir__", "is_nonzero", "is_tensor",
+        "is_set_to", "pin_memory", "__setstate__", "has_names", "result_type", "is_conj", "is_neg", "dim_order", "is_leaf",
+    }
+)  # fmt: skip
+_TRANSPOSED: tuple[Any, ...] = (
+    torch.Tensor.T,
+    torch.Tensor.mT,
+    torch.Tensor.H,
+    torch.Tensor.mH,
+    torch.Tensor.real,
+    torch.Tensor.imag,
+)
+_GATHERED_GETTERS = frozenset(descriptor.__get__ for descriptor in _TRANSPOSED)
+_PROPERTIES: Any = Tensor
+
+
+def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out ``func``, one of whose arguments is a sharded tensor."""
+    if torch.is_grad_enabled() and _uses_values(func):
+        args, kwargs, found = _gathered(args, kwargs)
+        if found:
+            return func(*args, **kwargs)
+    out = kwargs.get("out") if kwargs else None
+    if isinstance(out, RangeTensor) and not torch.is_grad_enabled() and not any(map(_is_or_has_sharded, args)):
+        # Made of nothing sharded (torch.randn): some such functions resize what they are given, which no parameter bears.
+        beside = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        func(*args, **{**kwargs, "out": beside})
+        if beside.shape == out.shape:
+            return out.copy_(beside)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _is_or_has_sharded(value: Any) -> bool:
+    return isinstance(value, RangeTensor) or (isinstance(value, (list, tuple)) and any(map(_is_or_has_sharded, value)))
+
+
+def _uses_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return func in _GATHERED_GETTERS
+    # An in-place function on a leaf that requires grad is autograd's own error, raised below.
+    return name not in ABOUT and not (name.endswith("_") and not name.endswith("__"))
+
+
+def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Replace bound parameters that require grad by their gathered values, one level of lists deep."""
+    found = False
+    # Among DTensors a parameter that was one is one; anything else meets its whole value.
+    among = any(is_divided(value) for value in (*args, *kwargs.values()))
+
+    def swap(value: Any) -> Any:
+        nonlocal found
+        if isinstance(value, RangeTensor):
+            if value._bound and value.requires_grad:
+                found = True
+                view = value._bound.view(value._spec.index)
+                return view if among else whole_of(view)
+        elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(swap(item) for item in value)
+        return value
+
+    # What is written to stays what it is: of a leaf that requires grad autograd refuses the write itself.
+    named = {key: value if key == "out" else swap(value) for key, value in kwargs.items()}
+    return tuple(swap(arg) for arg in args), named, found
+
+
+def _plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``p.view_as(p)`` asks for the node that accumulates a parameter's gradient: torch's zero-bubble schedules do."""
+    itself = len(args) == 2 and args[0] is args[1]
+    if itself and args[0]._bound:
+        args[0]._bound.node_asked = True
+    return (_plain if itself else with_values)(func, args, kwargs)
+
+
+def _to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is there already stays the object it is; ``cpu:0``, which libraries pass on, is not ``cpu`` to torch."""
+    tensor = args[0]
+    if isinstance(tensor, RangeTensor) and not kwargs.get("copy") and _is_there(tensor, args[1:], kwargs):
+        return tensor
+    return with_values(func, args, kwargs)
+
+
+def _is_there(tensor: RangeTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    named = {key: value for key, value in kwargs.items() if key != "copy"}
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            device, dtype, _, order = torch._C._nn._parse_to(*args, **named)
+    except (TypeError, RuntimeError):  # a copy by position, or what torch itself will refuse
+        return False
+    here = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"
+    return here and dtype in (None, tensor.dtype) and order in (None, torch.preserve_format)
+
+
+def _cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    there = isinstance(args[0], RangeTensor) and args[0].device.type == "cpu" and len(args) == 1 and not kwargs
+    return args[0] if there else with_values(func, args, kwargs)
+
+
+def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if tensor._bound is not None:
+        tensor._bound.look(tensor._spec.name)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(tensor)
+
+
+def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What earlier backward passes still owe belongs to the gradient that goes."""
+    owner = args[0]._bound if isinstance(args[0], RangeTensor) else None
+    if owner is not None:
+        owner.look(args[0]._spec.name)
+    return _plain(func, args, kwargs)
+
+
+def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, before = args[0], None
+    if tensor._bound and isinstance(tensor, torch.nn.Parameter):
+        before = tensor.requires_grad
+    out = _plain(func, args, kwargs)
+    if before is not None and tensor.requires_grad != before:
+        tensor._bound.relayout()
+    return out
+
+
+def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _hooked(func, args, kwargs, args[0]._spec.hooks)
+
+
+def _register_post_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _hooked(func, args, kwargs, args[0]._spec.post_hooks)
+
+
+def _hooked(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], table: OrderedDict[int, Callable[..., Any]]
+) -> Any:
+    """Put a hook in the parameter's own table; torch itself answers where there is nothing to hook (frozen: an error)."""
+    if not (args[0]._bound and args[0].requires_grad):
+        return _plain(func, args, kwargs)
+    hook = args[1] if len(args) > 1 else kwargs["hook"]
+    # torch's own handle: its numbers are the ones that hooks from before attach have in the same table.
+    handle = RemovableHandle(table)
+    table[handle.id] = hook
+    return handle
+
+
+def _about(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What fully_shard and FullyShardedDataParallel ask a parameter before they change anything: they would take its range."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if caller.startswith("torch.distributed.fsdp") and isinstance(args[0], RangeTensor) and args[0]._bound:
+        raise AttachError(
+            f"parameter {args[0]._spec.name}: expected fully_shard or FullyShardedDataParallel to get a plain model, found "
+            "an attached one, which is partitioned already. Train the attached model as it is, or detach() it first."
+        )
+    return _plain(func, args, kwargs)
+
+
+def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, value = args[0], args[1]
+    if value is tensor:  # Module._apply of what changed nothing
+        return None
+    if not isinstance(tensor, RangeTensor):
+        raise ShardedOpError(
+            "data: expected a plain tensor, found a sharded one. Use full_tensor() for the whole value, or to_local()."
+        )
+    same = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
+    if not same or value.device != tensor.device:
+        raise ShardedOpError(
+            f"{tensor._spec.name}.data: expected a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on "
+            f"{tensor.device}, found "
+            f"{tuple(value.shape)}, {value.dtype} on {value.device}. Call attachment.detach(), change the model, attach again."
+        )
+    with torch.no_grad():
+        tensor.copy_(value)
+    return None
+
+
+def _set_item(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``parameter[index] = value``: change the whole value, keep this rank's range."""
+    tensor, index, value = args
+    if not isinstance(tensor, RangeTensor):
+        return _plain(func, (tensor, index, value.full_tensor() if isinstance(value, RangeTensor) else value), kwargs)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    whole = tensor.full_tensor()
+    whole[index] = value.full_tensor() if isinstance(value, RangeTensor) else value
+    with torch.no_grad():
+        tensor.copy_(whole)
+    return None
+
+
+def _refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = next(value for value in args if isinstance(value, RangeTensor))
+    raise ShardedOpError(
+        f"{getattr(func, '__name__', func)} of {tensor._spec.name}: expected the whole tensor, found one rank's range. Use "
+        "full_tensor(), or read it inside `with attachment.gathered(parameter):`."
+    )
+
+
+def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise range_alone("storage of", args[0])
+
+
+#: Function -> its handler; that of any other is ``with_values``.
+FUNCTIONS: dict[Any, Handler] = {
+    _PROPERTIES.grad.__get__: _grad,
+    _PROPERTIES.grad.__set__: _set_grad,
+    _PROPERTIES.grad.__delete__: _set_grad,
+    _PROPERTIES.shape.__get__: _about,
+    _PROPERTIES.is_meta.__get__: _about,
+    Tensor.to: _to,
+    Tensor.cpu: _cpu,
+    Tensor.view_as: _like,
+    Tensor.expand_as: _like,
+    _PROPERTIES.requires_grad.__set__: _requires_grad,
+    Tensor.requires_grad_: _requires_grad,
+    Tensor.register_hook: _register_hook,
+    Tensor.register_post_accumulate_grad_hook: _register_post_hook,
+    Tensor.__setitem__: _set_item,
+    _PROPERTIES.data.__set__: _set_data,
+    Tensor.numpy: _refused,
+    Tensor.tolist: _refused,
+    Tensor.__array__: _refused,
+    Tensor.share_memory_: _refused,
+    Tensor.untyped_storage: _stored,
+    Tensor.storage: _stored,
+    torch.autograd.grad: _plain,
+    torch.autograd.backward: _plain,
+}

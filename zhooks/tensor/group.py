@@ -1,0 +1,140 @@
+"""The ranks that share one flat buffer: who has which range, and how ranges are combined and made whole over them.
+
+``unit/flat.py`` makes it, every tensor with a range of the buffer keeps it.  It never leads to a parameter.
+
+Note: [Group and owner]
+    A gradient or a state needs its group as long as somebody keeps it, whatever became of the model or its layout.  The group
+    therefore knows ranks and sizes alone: from a parameter's ``.grad``, which the garbage collector cannot follow, no way
+    shall lead back to the parameter.  What is bound, a parameter or an alias of one, keeps the flat buffer itself alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from offload.errors import ShardedOpError
+from zhooks.comm import CONTROL, Alone, Call, Transport
+from zhooks.layout import PP, SHARD, Axis, Layout, Piece
+
+if TYPE_CHECKING:
+    from zhooks.tensor.overflow import Watch
+    from zhooks.tensor.range_tensor import RangeTensor
+
+__all__ = ["Owner", "ShardGroup"]
+
+
+class Owner(Protocol):
+    """The flat buffer of a parameter."""
+
+    node_asked: bool
+    """Somebody has asked autograd for a parameter's accumulation node."""
+
+    def written(self, index: int | None = None) -> None:
+        """The shard's values changed, those of one parameter or all: whatever is gathered is stale."""
+
+    def finish_backward(self) -> None:
+        """Finish a backward that is still open, so that gradients are what they claim."""
+
+    def look(self, name: str) -> None:
+        """The user reads the gradient of a parameter: an open backward is finished, and it must be there to be read."""
+
+    def view(self, index: int) -> Tensor:
+        """The full plain tensor of parameter ``index``, gathered if need be; part of the graph where grad is on."""
+
+    def relayout(self) -> None:
+        """A parameter was frozen or unfrozen: the layout follows at the next entry."""
+
+
+class ShardGroup:
+    """The ranks that share one flat buffer, and this rank's place among them: alone, where each rank has all of it.
+
+    Args:
+        layout: how the buffer is divided over the data ranks.
+        transport: between those.
+        replicated: each of them has all of the buffer.
+        buffer_nbytes: bytes that no buffer may exceed.
+    Attributes:
+        layout: how the buffer is divided; over this rank alone where it has all of it.
+        transport: between the ranks of ``layout``.
+        rank: whose range of ``layout`` this is.
+        sharded: more than one rank shares the buffer.
+        beside: transports of the other axes, by name, for what is summed up over more than the data ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        device: torch.device,
+        layout: Layout,
+        transport: Transport,
+        *,
+        replicated: bool,
+        buffer_nbytes: int,
+        beside: Mapping[str, Transport] | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.name, self.number, self.buffer_nbytes = name, number, buffer_nbytes
+        axis = transport.axis
+        alone = Alone(Axis(axis.name, (axis.ranks[axis.rank],), 0))
+        self.layout, self.transport = (layout.undivided(), alone) if replicated else (layout, transport)
+        self.rank, self.sharded = self.transport.axis.rank, self.layout.world > 1
+        self.beside = beside or {}
+        self._device = device
+        self._watch = None if watch is None else weakref.ref(watch)
+
+    @property
+    def watch(self) -> Watch | None:
+        """Who watches the gradients, as long as there is one."""
+        return None if self._watch is None else self._watch()
+
+    def pieces(self, index: int) -> tuple[Piece, ...]:
+        """What this rank has of parameter ``index``."""
+        return self.layout.pieces(index, self.rank)
+
+    def assemble(self, tensor: RangeTensor) -> Tensor:
+        """The full plain tensor of a range of this buffer.  Collective."""
+        layout, spec = self.layout, tensor._spec
+        self._check(self.transport, spec.name)
+        own = torch.zeros(layout.shard_numel, dtype=tensor.dtype, device=self._device)
+        start, local = spec.pieces[0].local if spec.pieces else 0, tensor._local
+        own[start : start + local.numel()].copy_(local)
+        full = torch.empty(layout.padded, dtype=tensor.dtype, device=self._device)
+        self.transport.all_gather(Call(CONTROL, "full_tensor", spec.name, self.number), own, full, layout).wait()
+        return spec.whole(spec.within(full, layout.starts[spec.index]).clone())
+
+    def all_reduce(self, tensor: Tensor, op: str, axes: tuple[str, ...] = (SHARD,)) -> None:
+        """Combine a small tensor over axes of the mesh; "shard" stands for the ranks that share the buffer, if any do."""
+        call = Call(CONTROL, f"all-reduce {op}", self.name, self.number)
+        for axis in axes:
+            if axis == PP:
+                # Units of other stages have other names.
+                call = Call(CONTROL, f"all-reduce {op}", "all stages")
+            if axis != SHARD and axis in self.beside:
+                self._check(self.beside[axis], self.name)
+                self.beside[axis].all_reduce(call, tensor, op)
+            elif axis == SHARD and self.sharded:
+                self._check(self.transport, self.name)
+                self.transport.all_reduce(call, tensor, op)
+
+    def _check(self, transport: Transport, name: str) -> None:
+        if transport.closed:
+            raise ShardedOpError(
+                f"tensor of {name}: expected an attached model, found that it was detached and its ranks have parted. Take "
+                "full_tensor() or norms before detach(), or what the plain model has; to_local() still is this rank's range."
+            )
+
+    def spans(self, axis: str) -> bool:
+        """More than one rank is on ``axis``, tp or pp."""
+        return axis in self.beside and self.beside[axis].axis.world > 1
+
+    def first(self, axis: str) -> bool:
+        """This is the first rank on ``axis``, shard or tp, or holds the same as the first."""
+        if axis == SHARD:
+            return self.rank == 0
+        return axis not in self.beside or self.beside[axis].axis.rank == 0

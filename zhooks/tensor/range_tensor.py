@@ -1,0 +1,243 @@
+"""What a sharded tensor is: one rank's range of a tensor whose shape, dtype and device are global, and what it belongs to.
+
+``sharded.py`` adds what torch's calls do to it; the handlers of those calls know it as the type here.  It never moves data
+between ranks itself: it asks the flat buffer it belongs to.
+
+Note: [Bound and derived]
+    A *bound* tensor is a parameter, or an alias of one (``detach``, ``data``): its values are those of the unit's shard.
+    Any use in a forward gathers the unit.  A *derived* one (a gradient, an optimizer state, a temporary) holds the same
+    range of another value; element-wise work stays local, whole-tensor norms and sums are combined over the ranks, and
+    what needs rows or matrices raises ShardedOpError.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import ShardedOpError
+from offload.store import BlockRange
+from zhooks.layout import Division, Piece, is_divided, part_of, whole_of
+from zhooks.tensor.group import Owner, ShardGroup
+
+#: What carries out a call: (the function or overload, its arguments, its keywords).
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class ParamShard:
+    """What all tensors of one parameter's range have in common; replaced ranges reach every one of them.
+
+    ``shape`` and ``stride`` are global; ``part_shape`` and ``part_stride`` are those of what this place on the tp axis has,
+    which the flat buffer holds.  ``pieces`` say which elements of the part, in storage order, this rank owns.
+    """
+
+    __slots__ = (
+        "__weakref__", "device", "division", "dtype", "group", "hooks", "index", "name", "part_shape", "part_stride", "pieces",
+        "place", "post_hooks", "shape", "stride",
+    )  # fmt: skip
+
+    def __init__(
+        self, name: str, like: Tensor, group: ShardGroup, index: int, pieces: tuple[Piece, ...], device: torch.device
+    ) -> None:
+        self.name, self.group, self.index, self.pieces = name, group, index, pieces
+        self.shape, self.dtype, self.device = like.shape, like.dtype, device
+        self.stride = like.stride() if _dense(like) else _contiguous(like.shape)
+        division = cast(Any, like)._spec.division if isinstance(like, RangeTensor) else Division.of(like)
+        self.division: Division | None = division
+        #: Which part of the whole this tp rank has: dim, index and count; None where it has all of it.
+        self.place: tuple[int, int, int] | None = None if division is None else division.place
+        self.part_shape, self.part_stride = self.shape, self.stride
+        if isinstance(like, RangeTensor):
+            self.part_shape, self.part_stride = like._spec.part_shape, like._spec.part_stride
+        elif self.division is not None:
+            part = part_of(like)
+            self.part_shape = part.shape
+            self.part_stride = part.stride() if _dense(part) else _contiguous(part.shape)
+        # The parameter's own tables where it has any, before attach and after detach: torch's handles refer to them.
+        self.hooks: OrderedDict[int, Callable[[Tensor], Tensor | None]] = OrderedDict()
+        self.post_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def key(self) -> tuple[Any, ...]:
+        return (self.shape, self.stride, self.place, self.pieces)
+
+    def within(self, flat: Tensor, start: int) -> Tensor:
+        """The part, in its shape, at ``start`` of a flat tensor, wherever that lies in its storage."""
+        return flat.as_strided(self.part_shape, self.part_stride, flat.storage_offset() + start)
+
+    def storage_order(self, part: Tensor) -> Tensor:
+        """A tensor of the part's shape as 1-D in the order the parameter lies in memory."""
+        return in_storage_order(part, self.part_stride)
+
+    def pick(self, part: Tensor) -> Tensor:
+        """This rank's range of a tensor of the part's shape, 1-D."""
+        flat = self.storage_order(part)
+        parts = [flat[piece.start : piece.start + piece.numel] for piece in self.pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else flat[:0]
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """This rank's range of a global tensor, which is expanded to the global shape, 1-D."""
+        if is_divided(tensor) and (self.division is None or tensor.shape != self.shape):
+            tensor = whole_of(tensor)
+        if not is_divided(tensor):
+            tensor = tensor.expand(self.shape)
+        return self.pick(tensor if self.division is None else self.division.cut(tensor))
+
+    def wrap(self, part: Tensor) -> Tensor:
+        """``part`` as the model had it before attach."""
+        return part if self.division is None else self.division.wrap(part)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The global value of a tensor of the part's shape.  Collective over tp where it is divided."""
+        return part if self.division is None else self.division.whole(part)
+
+
+def in_storage_order(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """``tensor`` as 1-D in the order a dense tensor of these strides lies in memory."""
+    if stride == _contiguous(tensor.shape):
+        return tensor.reshape(-1)
+    laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    laid.copy_(tensor)
+    return laid.as_strided((tensor.numel(),), (1,))
+
+
+class RangeTensor(torch.Tensor):
+    """See ``ShardedTensor``, which every one is.
+
+    ``to_local()`` is the 1-D range in storage order; ``full_tensor()`` gathers the whole (every rank must call it).
+    """
+
+    _at: Tensor | BlockRange
+    _on: torch.device
+    _spec: ParamShard
+    #: Of bound ones: the flat buffer.
+    _bound: Owner | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: Tensor | BlockRange,
+        spec: ParamShard,
+        *,
+        bound: Owner | None = None,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+    ) -> RangeTensor:
+        on = local.device if device is None else device
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=on, requires_grad=requires_grad
+        )
+        tensor: RangeTensor = made
+        tensor._at, tensor._on, tensor._spec, tensor._bound = local, on, spec, bound
+        return tensor
+
+    @property
+    def _local(self) -> Tensor:
+        at = self._at
+        return at.open() if type(at) is BlockRange else cast(Tensor, at)
+
+    @property
+    def _paged(self) -> bool:
+        """The range is on disk: opening many at once would bring them all into memory."""
+        return type(self._at) is BlockRange and self._at.block.paged
+
+    def _written(self) -> None:
+        """Its range was written below autograd, where torch counts no version."""
+        if type(self._at) is BlockRange:
+            self._at.block.touch()
+        if self._bound is not None:
+            self._bound.written(self._spec.index)
+
+    def to_local(self) -> Tensor:
+        """This rank's range: 1-D, in storage order, on the device it really lives on.
+
+        Shares memory with the shard on the device and in host memory; a range on disk is a copy in host memory.
+        """
+        return self._local.clone() if self._paged else self._local
+
+    def full_tensor(self) -> Tensor:
+        """The whole value as a new plain tensor on every rank.  Collective; not differentiable."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            spec = self._spec
+            if not spec.group.sharded:
+                return spec.whole(self._local.as_strided(spec.part_shape, spec.part_stride).to(self._on, copy=True))
+            return spec.group.assemble(self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        kind = "parameter" if self._bound else "tensor"
+        return (
+            f"ShardedTensor({kind} of {self._spec.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"local={self._local.numel()} of {self._spec.numel} elements, requires_grad={self.requires_grad})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RangeTensor:
+        if id(self) in memo:
+            return cast(RangeTensor, memo[id(self)])
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            copied = type(self)(self._local.clone(), self._spec, device=self._on)
+            made: Any = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+            if self.grad is not None:
+                made.grad = self.grad.__deepcopy__(memo)
+        memo[id(self)] = made
+        return cast(RangeTensor, made)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the plain tensor where this rank has all of it; a range is refused, for no file says where the rest is.
+
+        Raises:
+            ShardedOpError: this rank has a range.
+        """
+        spec = self._spec
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if spec.group.sharded or (spec.place is not None and spec.place[2] > 1):
+                raise range_alone("pickling", self)
+            plain = self._local.detach().as_strided(spec.part_shape, spec.part_stride).clone()
+            whole = nn.Parameter(plain, False) if isinstance(self, nn.Parameter) else plain
+        return whole.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+
+def range_alone(what: str, tensor: RangeTensor) -> ShardedOpError:
+    """The refusal of a writer that would take this rank's range for the tensor."""
+    spec = tensor._spec
+    found = f"one rank's range of the model, here {tensor._local.numel()} of its {spec.numel} elements"
+    if not spec.group.sharded and spec.place is None:
+        found = "it in memory it shares with its unit"
+    return ShardedOpError(
+        f"{what} {spec.name} (torch.save, safetensors, save_pretrained, or a checkpoint of Lightning, Accelerate, Trainer or "
+        f"torch.distributed.checkpoint): expected the whole tensor, found {found}. Call, on every rank, "
+        "attachment.save(folder) to resume, attachment.save_full(file) for the weights, or attachment.state_dict(optimizer), "
+        "whole on rank 0: save_pretrained(..., state_dict=that['model'])."
+    )
+
+
+def part_numel(param: Tensor) -> int:
+    """Elements of what this place on the tp axis has of a parameter, sharded or not."""
+    return param._spec.part_shape.numel() if isinstance(param, RangeTensor) else part_of(param).numel()
+
+
+def _dense(tensor: Tensor) -> bool:
+    """The tensor fills its memory without gaps or overlap, so its own strides can be kept."""
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride != size:
+            return False
+        size *= length
+    return True
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    """The strides torch gives a new tensor of ``shape``."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))

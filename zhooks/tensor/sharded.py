@@ -1,0 +1,83 @@
+"""The sharded tensor of law 2: global shape, dtype and compute device outside, one rank's range inside.
+
+``unit/unit.py`` swaps parameters for these at attach and ``detach`` swaps them back; optimizers, clipping and the user's loop
+meet them between steps.  It computes nothing: the tables of ``functions.py`` and ``aten.py`` say who carries out a call.
+
+Note: [The way of a call]
+    torch asks ``__torch_function__`` first, above autograd: ``FUNCTIONS`` has what a parameter answers by itself, and with
+    grad enabled a bound parameter that requires grad becomes its gathered value there.  What is left comes down to
+    ``__torch_dispatch__``, where ``ATEN`` names one handler an overload: element-wise on the ranges, a total over the
+    ranks, the gathered value, or a refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _foreach_supported_types
+
+from zhooks.tensor.aten import ATEN
+from zhooks.tensor.functions import FUNCTIONS, with_values
+from zhooks.tensor.range_tensor import Handler, RangeTensor
+
+
+class ShardedTensor(RangeTensor):
+    """One rank's range of a tensor whose shape, dtype and device are the global ones.
+
+    ``to_local()`` is the 1-D range in storage order; ``full_tensor()`` gathers the whole (every rank must call it).
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler: Handler = FUNCTIONS.get(func, with_values)
+        return handler(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return ATEN[func](func, args, kwargs or {})
+
+
+class _SlotsOfDTensor(torch.Tensor):
+    __slots__ = ("_local_tensor", "_spec")
+
+
+class ShardedOverTp(ShardedTensor, _SlotsOfDTensor):
+    """The same, for a parameter that is a DTensor: ``swap_tensors`` exchanges only tensors of classes with the same slots."""
+
+    __slots__ = ()
+
+
+_KINDS = (ShardedTensor, ShardedOverTp)
+_open = 0
+
+
+class Registries:
+    """One attachment's claim on the list torch keeps of the tensor types that its optimizers may batch.
+
+    The process' first attachment puts ours there, the last takes them off; nothing of torch is patched.
+    """
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def open(self) -> None:
+        global _open
+        _open += 1
+        self._held = True
+        _foreach_supported_types.extend(kind for kind in _KINDS if kind not in _foreach_supported_types)
+
+    def close(self) -> None:
+        global _open
+        if not self._held:
+            return
+        self._held = False
+        _open -= 1
+        if _open == 0:
+            for kind in _KINDS:
+                _foreach_supported_types.remove(kind)

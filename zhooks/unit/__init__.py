@@ -1,0 +1,26 @@
+"""Units and their flat buffers: gathered, shown to modules, released, kept on tiers."""
+
+from __future__ import annotations
+
+from zhooks.unit.flat import Flat, Links, State
+from zhooks.unit.full_values import Ranges, all_copies, full_copies, passing, spread
+from zhooks.unit.pool import Pool, Scratch
+from zhooks.unit.unit import Unit, find_around, find_recurrent, find_slots, loose_references
+
+__all__ = [
+    "Flat",
+    "Links",
+    "Pool",
+    "Ranges",
+    "Scratch",
+    "State",
+    "Unit",
+    "all_copies",
+    "find_around",
+    "find_recurrent",
+    "find_slots",
+    "full_copies",
+    "loose_references",
+    "passing",
+    "spread",
+]

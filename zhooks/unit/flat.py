@@ -1,0 +1,332 @@
+"""One flat buffer: parameters of a kind, and whether they are released, being gathered, or gathered.
+
+``unit.py`` tells it to gather and release; the sharded tensor asks it for values; ``setup/build.py`` makes it.  It never
+decides when anything happens and knows nothing of modules.
+
+Note: [Release]
+    Releasing drops our views and hands the buffer's storage back to the pool, which reuses it only when nobody else holds
+    it.  A reference the user or autograd kept stays valid with the values it had: memory is held, never overwritten.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import ShardedOpError, TierError
+from offload.events import Bus
+from offload.policy import Footprint
+from offload.store import BlockRange, Store
+from zhooks.comm import DONE, Transport, Work
+from zhooks.layout import Kind, Layout
+from zhooks.refusals import too_late
+from zhooks.tensor import ParamShard, ShardGroup, Watch
+from zhooks.unit.buffer import buffer_of
+from zhooks.unit.pool import Pool
+from zhooks.unit.views import Views
+
+
+class State(Enum):
+    """Where the full values of a flat buffer are."""
+
+    RELEASED = "released"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+MOVES = {
+    (State.RELEASED, "begin"): State.GATHERING,
+    (State.GATHERING, "finish"): State.GATHERED,
+    (State.GATHERED, "begin"): State.GATHERING,
+    (State.GATHERED, "release"): State.RELEASED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What a flat buffer is connected to.
+
+    Attributes:
+        store: where it may be kept off the device.
+        beside: transports of the axes that do not share it, by name.
+        ask: told that it is to be used, looked at or laid out anew; None once the model is plain.
+        node: makes the node of the graph that its values come from.
+        watch: who watches its gradients.
+    """
+
+    bus: Bus = field(default_factory=Bus)
+    store: Store | None = None
+    beside: Mapping[str, Transport] = field(default_factory=dict)
+    ask: Callable[[Flat, str], None] | None = None
+    node: Callable[[Flat], tuple[Tensor, ...]] | None = None
+    watch: Watch | None = None
+
+
+class Flat:
+    """The parameters of one unit that share a ``Kind``, as one padded flat range over the ranks of ``transport``.
+
+    Args:
+        layout: divides the full buffer over those ranks, for reductions where each keeps all of it too.
+        replicated: each rank keeps and updates all of it.
+        resident: the full buffer stays between uses.
+    Attributes:
+        group: the ranks that share the values; this one alone where they are replicated.
+        buffer: what this rank keeps of them between uses.
+        full, state: the gathered values, [layout.padded] in the compute dtype, and whether they are there.
+        long: one parameter that is larger than any buffer may be: what is not gathered of it passes through in pieces.
+        releasable: the full buffer comes and goes with its uses.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        kind: Kind,
+        layout: Layout,
+        *,
+        replicated: bool,
+        resident: bool,
+        transport: Transport,
+        pool: Pool,
+        links: Links,
+    ) -> None:
+        self.name, self.number, self.kind, self.layout = name, number, kind, layout
+        self.replicated, self.resident = replicated, resident
+        self.transport, self.pool = transport, pool
+        self.bus, self.store, self.ask, self.node = links.bus, links.store, links.ask, links.node
+        self.group = ShardGroup(
+            name,
+            number,
+            kind.device,
+            layout,
+            transport,
+            replicated=replicated,
+            buffer_nbytes=pool.bound,
+            beside=links.beside,
+            watch=links.watch,
+        )
+        self.long = len(layout.numels) == 1 and layout.padded * kind.wide > pool.bound
+        self.buffer = buffer_of(self.group, kind, pool, links.store, resident=resident, long=self.long)
+        self.version = self.buffer.version
+        self.sharded, self.shard_numel = self.group.sharded, self.group.layout.shard_numel
+        self.releasable = not (resident or self.buffer.in_full)
+        self.full_nbytes = layout.padded * kind.compute.itemsize
+        # Of the full buffer: what comes and goes with its uses, and what stays beside the shard.
+        self.transient_nbytes = self.full_nbytes if self.releasable else 0
+        self.resident_nbytes = 0 if self.buffer.in_full else self.full_nbytes - self.transient_nbytes
+        # A partial gradient.
+        self.sum_nbytes = layout.padded * kind.reduce.itemsize
+        self.moved_nbytes = self.full_nbytes if self.sharded else 0
+        self.params: list[nn.Parameter] = []
+        self.specs: list[ParamShard] = []
+        self.full: Tensor | None = None
+        self.state = State.RELEASED
+        self.views = Views(kind, layout, self.specs)
+        # The shard holds the parameters' values, on every rank that shares it: of an attach that failed half way, not yet.
+        self.holds = False
+        # Somebody asked autograd for the accumulation node of one of the parameters, and may have put hooks on it.
+        self.node_asked = False
+        # Parameters that were updated early in this step (overlap.py), by name, and forwards whose backward is still to come.
+        self.spent: set[str] = set()
+        self.nodes = 0
+        # The nodes of graphs that live.
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._version = -1
+        self._work: Work = DONE
+
+    # What a bound tensor asks (tensor.group.Owner).
+
+    def written(self, index: int | None = None) -> None:
+        if self.buffer.lent:
+            # The update that writes has a thread of its own, and was told of when it began.
+            return
+        self.buffer.writes += 1
+        self._stale(index)
+
+    def finish_backward(self) -> None:
+        self._ask("finish_backward")
+
+    def relayout(self) -> None:
+        self._ask("relayout")
+
+    def look(self, name: str) -> None:
+        if self.ask is not None:
+            self.ask(self, "finish_backward")
+        if name in self.spent:
+            self.spent = set()
+            raise too_late(f"{name}.grad", "a look at the gradient before the step (clipping, unscaling, zero_grad)")
+
+    def view(self, index: int) -> Tensor:
+        self._ask("use")
+        with torch.inference_mode(False):
+            value, watch = self.values()[index], self.group.watch
+            return value if watch is None else watch.outside(value)
+
+    def _ask(self, what: str) -> None:
+        if self.ask is not None:
+            self.ask(self, what)
+
+    # Gathered or not.
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's values between uses, 1-D in the master dtype; short-lived where they lie on disk.  Writes reach them."""
+        return self.buffer.values()
+
+    def footprint(self) -> tuple[Footprint, Footprint, Footprint]:
+        """What this rank keeps between steps: parameter, gradient and masters, by the layout and the policy's dtypes."""
+        return self.kind.footprint(self.layout.padded, self.shard_numel, resident=self.resident)
+
+    def held_nbytes(self) -> tuple[int, int]:
+        """Bytes that exist of the parameter's cell, and of masters."""
+        read, masters = self.buffer.held_nbytes
+        full = 0 if self.full is None else self.full.nbytes
+        return (full if self.resident else read), masters
+
+    def current(self) -> bool:
+        """The full buffer, complete or on its way, holds the shard's present values."""
+        return self.full is not None and self._version == self.version()
+
+    def begin_gather(self) -> None:
+        """Start bringing the full buffer up to date; nothing to do when it is."""
+        if self.current() or self.layout.padded == 0:
+            return
+        if self.state is State.GATHERING:
+            self.finish_gather()
+        self._move("begin")
+        before, self._version = self._version, -1  # an interrupt leaves no buffer that passes for the values
+        if self.full is None:
+            self.full = self.pool.take(self.layout.padded, self.kind.compute, self.kind.device)
+        now = self.version()
+        if before != now:
+            self._stale()
+        if self.bus.active:
+            self.bus.hold("parameter on device", self.name, self.full.untyped_storage())
+            self.bus.begin("gather", self.name, self.moved_nbytes)
+        self._version = now
+        try:
+            with torch.no_grad(), torch.inference_mode(False):
+                self._work = self.buffer.fill(self.full)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def prepare(self) -> None:
+        """Start fetching from its tier what the next gather sends."""
+        if self.buffer.fetches and not self.current():
+            self.buffer.prepare()
+
+    def finish_gather(self) -> None:
+        """Wait until the full buffer may be used."""
+        if self.state is not State.GATHERING:
+            return
+        work, self._work = self._work, DONE
+        self.bus.begin("wait gather", self.name)
+        try:
+            with torch.no_grad():
+                work.wait()
+        except BaseException:
+            # A tier that failed left the buffer half filled: it must not pass for the values.
+            self.abandon()
+            raise
+        self.buffer.sent()
+        self._move("finish")
+        if self.bus.active:
+            self.bus.end("wait gather", self.name)
+            self.bus.end("gather", self.name, self.moved_nbytes)
+
+    def end_gather(self) -> None:
+        """Finish what was gathered ahead and is not wanted any more: that its tier failed is nobody's concern."""
+        with suppress(TierError):
+            self.finish_gather()
+
+    def release(self) -> None:
+        """Drop the full buffer; the shard remains."""
+        self.end_gather()
+        if self.state is State.RELEASED or not self.releasable:
+            return
+        self._move("release")
+        self.views.drop()
+        full, self.full = self.full, None
+        if full is not None:
+            self.pool.give(full)
+            self.bus.instant("release", self.name, full.nbytes)
+
+    def abandon(self) -> None:
+        """Release after a failure, without waiting for ranks that may never come: memory under way is left to its work."""
+        self._work = DONE
+        self.buffer.sent()
+        if self.releasable and self.state is not State.RELEASED:
+            self.state = State.RELEASED
+            self.views.drop()
+            self.full = None
+        elif self.state is State.GATHERING:
+            self.state, self._version = State.GATHERED, -1
+
+    def _move(self, verb: str) -> None:
+        moved = MOVES.get((self.state, verb))
+        assert moved is not None, f"unit {self.name}: cannot {verb} while {self.state.value}"
+        self.state = moved
+
+    # Views.
+
+    def values(self) -> Sequence[Tensor]:
+        """Full tensors, one a parameter: nodes of the graph where grad is enabled and the parameters train."""
+        if self.full is None:
+            raise ShardedOpError(
+                f"tensor of {self.name}: expected an attached model to gather it, found one that was detached. Use what the "
+                "plain model has; to_local() still is this rank's range."
+            )
+        if self.kind.trainable and torch.is_grad_enabled() and self.node is not None:
+            return self.views.graph(self.full, self._begin_node)
+        return self.views.shown(self.full)
+
+    def _begin_node(self) -> tuple[Tensor, ...]:
+        assert self.node is not None
+        made = self.node(self)
+        self.nodes += 1
+        self._made.add(made[0].grad_fn)
+        return made
+
+    def nodes_in_backward(self) -> list[Any]:
+        """The nodes of this buffer that the backward that runs has reached, or will reach."""
+        return [node for node in self._made if torch._C._will_engine_execute_node(node)]
+
+    def graph_views(self) -> tuple[Tensor, ...]:
+        """New tensors for a node's outputs."""
+        assert self.full is not None
+        return self.views.fresh(self.full)
+
+    def end_graph(self) -> None:
+        """Backward has used the nodes of this forward: the next one makes its own."""
+        self.views.end_graph()
+
+    def _stale(self, index: int | None = None) -> None:
+        self.views.stale(index, releasable=self.releasable)
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Where this rank's range of parameter ``index`` lies in a shard-sized tensor: start and numel."""
+        pieces = self.group.pieces(index)
+        return (pieces[0].local if pieces else 0), sum(piece.numel for piece in pieces)
+
+    def local(self, index: int, shard: Tensor) -> Tensor:
+        """This rank's range of parameter ``index`` in a shard-sized tensor."""
+        start, numel = self.span(index)
+        return shard[start : start + numel]
+
+    def part(self, index: int) -> Tensor | BlockRange:
+        """This rank's range of parameter ``index``, wherever it is kept."""
+        return self.buffer.at(*self.span(index))
+
+    def adopt(self, full: Tensor) -> None:
+        """Take the padded values of all parameters (master dtype): keep this rank's ranges, or the buffer itself."""
+        if self.buffer.take(full):
+            self.full = full
+            self.state, self._version = State.GATHERED, self.version()

@@ -1,0 +1,122 @@
+"""Buffers for gathered parameters and partial gradients, used again from step to step.
+
+``unit.py`` and ``grad/gradient.py`` take and give; fresh host memory costs page faults at a sixteenth of the speed of a copy,
+so a released buffer is kept for the next taker of its size.  Where there is an arena that is where buffers lie, and nothing is
+kept here.  It never hands out memory that anybody else still holds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload.events import Bus
+from offload.memory import Arena, Use
+from offload.pages import aligned
+
+
+class Pool:
+    """Idle buffers by size; on CUDA the caching allocator is the pool and nothing is kept here."""
+
+    def __init__(self, bound: int, bus: Bus) -> None:
+        # No buffer is larger but those that parameters are gathered in; larger ones are never kept idle.
+        self.bound, self.bus = bound, bus
+        self.idle_nbytes = 0
+        # Buffers that a disk fills start on a page.
+        self.paged = False
+        # Memory reserved ahead, where the policy wants it.
+        self.arena: Arena | None = None
+        self._idle: dict[tuple[int, torch.device], list[Tensor]] = {}
+        self._held = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept idle now."""
+        return self._held
+
+    def lasting(self, numel: int, dtype: torch.dtype, device: torch.device, use: Use = Use.SHARDS) -> Tensor:
+        """An uninitialised 1-D tensor that is not given back here: a shard."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self._reserved(device):
+                return self._range(use, numel * dtype.itemsize).view(dtype)
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, use: Use = Use.GATHERED) -> Tensor:
+        """An uninitialised 1-D tensor; its storage is exactly as large."""
+        nbytes = numel * dtype.itemsize
+        if self._reserved(device):
+            with torch.inference_mode(False), torch.no_grad():
+                return self._range(use, nbytes).view(dtype)
+        shelf = self._idle.get((nbytes, device))
+        with torch.inference_mode(False), torch.no_grad():
+            if shelf:
+                self._held -= nbytes
+                return shelf.pop().view(dtype)
+            if self.paged and not device_keeps(device):
+                return aligned(nbytes).view(dtype)
+            return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take ``buffer`` back, unless someone else holds its storage or enough lies idle already.
+
+        A range of the arena goes back there by itself, when its storage dies.
+        """
+        if self._reserved(buffer.device):
+            return
+        storage = buffer.untyped_storage()
+        # One count for the tensor, one for the handle above; a buffer that is a view counts its base too.
+        alone = torch._C._storage_Use_Count(storage._cdata) <= (3 if buffer._is_view() else 2)
+        nbytes = storage.nbytes()
+        if device_keeps(buffer.device) or not alone or nbytes > self.bound or self._held + nbytes > self.idle_nbytes:
+            return
+        self._held += nbytes
+        self.bus.hold("communication on device", "idle buffers", storage)
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=torch.uint8, device=buffer.device)
+            whole = empty.set_(storage, 0, (nbytes,), (1,))
+        self._idle.setdefault((nbytes, buffer.device), []).append(whole)
+
+    def _reserved(self, device: torch.device) -> bool:
+        return self.arena is not None and self.arena.device == device
+
+    def _range(self, use: Use, nbytes: int) -> Tensor:
+        assert self.arena is not None
+        return self.arena.take(use, nbytes)
+
+    def step_ended(self) -> None:
+        """A backward is over."""
+        if self.arena is not None:
+            self.arena.step_ended()
+
+    def clear(self) -> None:
+        """Give all idle memory back to the system."""
+        self._idle.clear()
+        self._held = 0
+        if self.arena is not None:
+            self.arena.close()
+
+
+class Scratch:
+    """One buffer that the units of an attachment are laid out in, one after the other, while they are built."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed 1-D tensor in the buffer, or beside it when it is too small."""
+        start = -(-self._used // 64) * 64
+        stop = start + numel * dtype.itemsize
+        if stop > self._memory.numel():
+            return torch.zeros(numel, dtype=dtype, device=self._memory.device)
+        self._used = stop
+        return self._memory[start:stop].view(dtype).zero_()
+
+    def reset(self) -> None:
+        """The next unit begins."""
+        self._used = 0
+
+
+def device_keeps(device: torch.device) -> bool:
+    """The device's own allocator keeps freed blocks."""
+    return device.type != "cpu"

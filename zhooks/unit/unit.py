@@ -1,0 +1,185 @@
+"""One unit: parameters gathered together, and the places in modules where they are put while in use.
+
+``run/runtime.py`` tells it to gather, show, hide and release; ``setup/build.py`` makes it.  It never decides when.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from offload.errors import AttachError, ShardedOpError
+from zhooks.layout import mark_of
+from zhooks.unit.flat import Flat
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in the module tree that holds a parameter: a module's table of parameters and a name."""
+
+    table: MutableMapping[str, Any]
+    key: str
+    flat: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A module that keeps a list of its weights beside its attributes, with weak references to see them change."""
+
+    module: nn.Module
+    weights: tuple[Any, ...]
+
+    def hide(self) -> None:
+        self.module.__dict__["_flat_weights"] = list(self.weights)
+        if "_flat_weight_refs" in self.module.__dict__:
+            references = [None if weight is None else weakref.ref(weight) for weight in self.weights]
+            self.module.__dict__["_flat_weight_refs"] = references
+
+
+class Unit:
+    """A group of parameters gathered together, and the places in modules where they are put while in use."""
+
+    def __init__(self, name: str, number: int, entries: list[nn.Module]) -> None:
+        self.name, self.number, self.entries = name, number, entries
+        self.flats: list[Flat] = []
+        self.slots: list[Slot] = []
+        self.recurrent: list[Recurrent] = []
+        self._shown: list[tuple[Tensor, tuple[int, int]]] = []
+        self.depth = 0
+        self.trainable_left = 0
+        # Numbers of the units entered through modules inside this one's.
+        self.around: frozenset[int] = frozenset()
+        # Inside gathered(): the slots hold full values that the user may change.
+        self.lent = False
+
+    @property
+    def releasable(self) -> bool:
+        return any(flat.releasable for flat in self.flats)
+
+    @property
+    def trainable(self) -> bool:
+        return any(flat.kind.trainable for flat in self.flats)
+
+    @property
+    def full_nbytes(self) -> int:
+        return sum(flat.full_nbytes for flat in self.flats)
+
+    def prepare(self) -> None:
+        """Start fetching what the next gather sends from the tiers it is on."""
+        for flat in self.flats:
+            flat.prepare()
+
+    def begin_gather(self) -> None:
+        for flat in self.flats:
+            flat.begin_gather()
+
+    def finish_gather(self) -> None:
+        for flat in self.flats:
+            flat.finish_gather()
+
+    def release(self) -> None:
+        for flat in self.flats:
+            flat.release()
+
+    def show(self) -> None:
+        """Put the gathered values where the modules look for their parameters.
+
+        Raises:
+            AttachError: a module holds something else there by now (``model.to``, ``half``, an assignment).
+        """
+        values = [flat.values() for flat in self.flats]
+        for slot in self.slots:
+            flat = self.flats[slot.flat]
+            if slot.table.get(slot.key) is not flat.params[slot.index]:
+                if self.lent:
+                    raise AttachError(
+                        f"unit {self.name}: expected no forward inside gathered(), found one. Use `with "
+                        "attachment.resident():`."
+                    )
+                self.hide()
+                raise AttachError(
+                    f"parameter {flat.specs[slot.index].name}: expected the parameter that was attached, found "
+                    "another or none in its place "
+                    "(model.to(), half(), an assignment or a deletion; undone now). Call detach(), change it, attach again."
+                )
+            slot.table[slot.key] = values[slot.flat][slot.index]
+        self._shown = [(view, mark_of(view)) for group in values for view in group]
+
+    def end_show(self, *, failed: bool) -> None:
+        """Let go of what was shown, and refuse a write into it: where it is a copy, it would be lost.
+
+        A forward that failed is not judged; torch's checkpoint ends its second forwards by an exception.
+
+        Raises:
+            ShardedOpError: a forward changed a parameter in place, or replaced its data.
+        """
+        shown, self._shown = self._shown, []
+        if failed:
+            return
+        names = [(flat, spec.name) for flat in self.flats for spec in flat.specs]
+        for (view, mark), (flat, name) in zip(shown, names, strict=True):
+            if (now := mark_of(view)) != mark and (now[1] != mark[1] or not flat.buffer.in_full):
+                raise ShardedOpError(
+                    f"parameter {name}: expected its forward to read it, found a write that would be lost. Write outside the "
+                    "forward under no_grad (weight.clamp_(...)), or use `with attachment.gathered(parameter, write=True):`."
+                )
+
+    def hide(self) -> None:
+        """Put the sharded parameters back."""
+        for slot in self.slots:
+            slot.table[slot.key] = self.flats[slot.flat].params[slot.index]
+        for module in self.recurrent:
+            module.hide()
+
+
+def find_slots(model: nn.Module, unit: Unit) -> list[Slot]:
+    """Every place in the tree that holds a parameter of ``unit``."""
+    where = {id(param): (f, i) for f, flat in enumerate(unit.flats) for i, param in enumerate(flat.params)}
+    slots = []
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if id(param) in where:
+                slots.append(Slot(module._parameters, key, *where[id(param)]))
+    return slots
+
+
+def find_recurrent(model: nn.Module, unit: Unit) -> list[Recurrent]:
+    """RNNs rebuild their list of weights from their attributes; it is put back with the sharded parameters."""
+    mine = {id(param) for flat in unit.flats for param in flat.params}
+    found = []
+    for module in model.modules():
+        weights = module.__dict__.get("_flat_weights")
+        if isinstance(weights, list) and any(id(weight) in mine for weight in weights):
+            found.append(Recurrent(module, tuple(weights)))
+    return found
+
+
+def find_around(units: Sequence[Unit]) -> None:
+    """Let every unit know which others run inside its modules."""
+    at: dict[int, set[int]] = {}
+    for unit in units:
+        for entry in unit.entries:
+            at.setdefault(id(entry), set()).add(unit.number)
+    for unit in units:
+        inner = {number for entry in unit.entries for module in entry.modules() for number in at.get(id(module), ())}
+        unit.around = frozenset(inner - {unit.number})
+
+
+@contextmanager
+def loose_references(model: nn.Module) -> Iterator[None]:
+    """RNNs keep weak references to their weights, which would forbid the swap: taken away and given back."""
+    held = [module for module in model.modules() if isinstance(module.__dict__.get("_flat_weight_refs"), list)]
+    for module in held:
+        module.__dict__["_flat_weight_refs"] = []
+    try:
+        yield
+    finally:
+        for module in held:
+            weights = module.__dict__["_flat_weights"]
+            module.__dict__["_flat_weight_refs"] = [None if weight is None else weakref.ref(weight) for weight in weights]
