@@ -145,7 +145,7 @@ def in_use(attachment: Any) -> set[int]:
     gradients = attachment._runtime.reducer.gradients.values()
     with torch._C.DisableTorchFunctionSubclass():
         claimed = [param.grad for flat in flats(attachment) for param in flat.params]
-    return storages(*claimed, *(flat.full for flat in flats(attachment)), *(gradient.at for gradient in gradients))
+    return storages(*claimed, *(flat.full for flat in flats(attachment)), *(gradient.shard.at for gradient in gradients))
 
 
 def flats(attachment: Any) -> list[Any]:

@@ -160,13 +160,13 @@ class Loading:
         if held is None:
             return
         gradient = self.run.reducer.gradients.get(flat.number)
-        if gradient is not None and gradient.reserve_shard():
+        if gradient is not None and gradient.shard.reserve():
             try:
-                _pour(self.reader, name, [(0, gradient.overwritten())])
+                _pour(self.reader, name, [(0, gradient.shard.overwritten())])
                 for index in held:
-                    flat.params[index].grad = gradient.tensor(index)
+                    flat.params[index].grad = gradient.shard.claim(index)
             finally:
-                gradient.hand_over()
+                gradient.shard.hand_over()
             return
         grads = {index: _new(flat, index, flat.kind.master) for index in held}
         _pour(self.reader, name, [(flat.span(index)[0], grad._local) for index, grad in grads.items()])

@@ -24,16 +24,21 @@ from zhooks.layout import Layout, Segment
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``numel`` elements at ``local`` of every rank's shard, at ``starts[r]`` of the flat buffer for rank r."""
+    """``numel`` elements at ``local`` of every rank's shard.
+
+    Attributes:
+        starts: where they lie in the flat buffer, rank after rank.
+        layout: that of the chunk of all ranks, one after the other.
+    """
 
     local: int
     numel: int
     starts: tuple[int, ...]
+    layout: Layout
 
-    @property
-    def layout(self) -> Layout:
-        """That of the chunk of all ranks, one after the other."""
-        return even(self.numel * len(self.starts), len(self.starts))
+    def of(self, shard: Tensor) -> Tensor:
+        """This chunk's run of a shard; the very tensor where that is all of it."""
+        return shard if shard.numel() == self.numel else shard[self.local : self.local + self.numel]
 
 
 def even(numel: int, world: int) -> Layout:
@@ -41,11 +46,12 @@ def even(numel: int, world: int) -> Layout:
     return Layout((numel,), (0,), (Segment(0, numel),), world)
 
 
-def chunks_of(layout: Layout, numel: int, align: int) -> Iterator[Chunk]:
+def chunks_of(layout: Layout, numel: int, align: int, *, world: int | None = None) -> Iterator[Chunk]:
     """Cut every rank's range into chunks of at most ``numel`` elements over all ranks, at multiples of ``align`` elements.
 
     Args:
         numel: at least ``world * align``.
+        world: ranks that a chunk is divided over, when they are others than those of ``layout``.
     """
     size = numel // layout.world // align * align
     assert size > 0, f"chunks of {numel} elements: expected at least one aligned row"
@@ -54,7 +60,8 @@ def chunks_of(layout: Layout, numel: int, align: int) -> Iterator[Chunk]:
         step = segment.numel // layout.world
         for start in range(0, step, size):
             mine = min(size, step - start)
-            yield Chunk(local + start, mine, tuple(segment.start + rank * step + start for rank in range(layout.world)))
+            starts = tuple(segment.start + rank * step + start for rank in range(layout.world))
+            yield Chunk(local + start, mine, starts, even(mine * layout.world, world or layout.world))
         local += step
 
 

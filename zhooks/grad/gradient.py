@@ -1,67 +1,27 @@
-"""One flat buffer's gradient: from what autograd hands over to the shard behind the parameters' ``.grad``.
+"""One flat buffer's gradient: from what autograd hands over to the parameters' ``.grad``.
 
-``reduce.py`` fills it, ``reduction.py`` takes what was added up and brings back this rank's range of the mean.  It never
-communicates.
+``reduce.py`` fills it, ``reduction.py`` takes what was added up and brings back this rank's range of the mean.  Where that is
+kept, on the device or on a tier, is for ``shard.py`` to know.  It never communicates.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import ShardedOpError
 from offload.memory import Use
-from offload.store import Block, BlockRange, Mode
-from offload.tier import Tier
-from zhooks.comm import chunks_of, even
+from zhooks.comm import Chunk, chunks_of, in_order, read
+from zhooks.grad.shard import hold, shard_of
 from zhooks.grad.user_hooks import has_hooks, hooked
-from zhooks.layout import Layout
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Pool
 
-__all__ = ["Gradient", "GradientChunk", "Into"]
-
-
-@dataclass(frozen=True, slots=True)
-class GradientChunk:
-    """``numel`` elements at ``local`` of every rank's range.
-
-    Attributes:
-        layout: of what is sent.
-        starts: where those elements lie in the flat buffer, rank after rank; none where the partial sum is sent as it lies.
-        sends, lands: elements of the buffers that are taken for it.
-    """
-
-    local: int
-    numel: int
-    layout: Layout
-    starts: tuple[int, ...]
-    sends: int
-    lands: int
-
-
-def gradient_chunks(flat: Flat, *, in_place: bool) -> Sequence[GradientChunk]:
-    """The chunks of a flat buffer, in order; ``in_place``: every rank's range is all of it."""
-    layout = flat.layout
-    if not flat.long:
-        return (GradientChunk(0, flat.shard_numel, layout, (), layout.padded, flat.shard_numel),)
-    # Every chunk takes buffers of the same size, the last too: so the pool has them again.
-    most = flat.pool.bound // flat.kind.wide
-    if in_place:
-        run = chunks_of(even(layout.padded, 1), most, layout.align * layout.world)
-        return [GradientChunk(one.local, one.numel, even(one.numel, layout.world), one.starts, most, most) for one in run]
-    return [
-        GradientChunk(one.local, one.numel, one.layout, one.starts, most, most // layout.world)
-        for one in chunks_of(layout, most, layout.align)
-    ]
+__all__ = ["Gradient", "Into", "gradient_of"]
 
 
 class Into(Enum):
@@ -82,54 +42,36 @@ class Gradient:
 
     Args:
         returned: it becomes nobody's ``.grad``: autograd.grad returns it.
-
-    Note: [Handed out once]
-        The shard is ours from ``reserve_shard`` until its parts have become parameters' gradients; then it is theirs, and we
-        know it by weak references alone.  So it goes with the last of them (``zero_grad``), nobody's is ever overwritten, and
-        no count of references says whose it is.  A part that no parameter has claimed yet may be handed out later, as long as
-        the others keep the shard alive.
+    Attributes:
+        shard: where the reduced range is kept.
+        chunks: what is sent at once, in order; see Note [Chunks] in reduction.py.
+        moved_nbytes: payload of one reduction.
+        partial, present: what was added up and not taken yet, and for which parameters there was something.
     """
 
     def __init__(self, flat: Flat, pool: Pool, *, returned: bool = False) -> None:
         self.flat, self._pool, self._returned = flat, pool, returned
-        #: The gradient is kept off the device: it is made whole there before it goes.
-        self.tiered = flat.kind.tiers.gradient is not Tier.DEVICE and flat.layout.padded > 0
-        #: This rank's range is all of the buffer: partial sums become the sum where they lie.
-        self.in_place = flat.replicated or flat.layout.world == 1
-        #: What is reduced has the dtype of what is kept: it may be received where it belongs.
-        self.exact = flat.kind.reduce == flat.kind.master
+        self.shard = shard_of(flat, pool)
+        self.chunks: Sequence[Chunk] = (Chunk(0, flat.shard_numel, (), flat.layout),)
+        # A replicated gradient is gathered again when its ranges are reduced.
+        self.moved_nbytes = flat.sum_nbytes * (1 if flat.sharded else 2 if flat.layout.world > 1 else 0)
         self.present = [False] * len(flat.params)
         self.partial: Tensor | None = None
-        # Of a long flat: what autograd handed over, until its chunks are sent.
-        self._given: list[Tensor] = []
-        #: Where the shard lies until it is handed over: a tensor, or a block of the gradient's tier.
-        self.at: Tensor | Block | None = None
-        # The shard holds, or is about to receive, values that no parameter claims yet.
-        self._reserved = False
-        # Parts of the shard that are, or were, gradients, and how to find the shard while they live.
-        self._claimed: set[int] = set()
-        self._find: Callable[[], Tensor | Block | None] = _nothing
-
-    @cached_property
-    def chunks(self) -> Sequence[GradientChunk]:
-        """What is sent at once, in order; see Note [Chunks] in reduction.py."""
-        return gradient_chunks(self.flat, in_place=self.in_place)
+        # Nothing is copied between the partial sum and the shard: they are one.
+        self._sums_in_shard = self.shard.direct and not flat.sharded
 
     # What this rank adds up.
 
     def add(self, grads: Sequence[Tensor | None], *, held: bool = False) -> None:
         """Take what autograd hands over, one a parameter, into the partial sum: one pass over each, cast on the way.
 
-        That of a long flat stays autograd's own until its chunks are filled from it, unless the sum is ``held`` back.
+        Args:
+            held: the sum is held back, and others are to be added.
         """
         flat = self.flat
-        if flat.long and not held:
-            self._given.extend(grad for grad in grads if grad is not None)
-            self.present[0] = self.present[0] or bool(self._given)
-            return
         if self.partial is None:
-            own = self.in_place and self.exact and not (self.tiered or self.apart) and self.reserve_shard()
-            self.partial = self._clear(self.shard) if own else self._clear(self.buffer(flat.layout.padded))
+            own = self._sums_in_shard and not self.apart and self.shard.reserve()
+            self.partial = self._clear(self.shard.values() if own else self.buffer(flat.layout.padded))
         partial, present = self.partial, self.present
         for index, (grad, spec, start) in enumerate(zip(grads, flat.specs, flat.layout.starts, strict=True)):
             if grad is None:
@@ -143,12 +85,10 @@ class Gradient:
     def take(self) -> list[Tensor]:
         """What was added since the last reduction, to be summed up in this order; what comes next starts anew.
 
-        Of a long flat the parts, none where this rank had no gradient; else the whole partial sum, with zeros there.
+        Here the whole partial sum, with zeros where this rank had no gradient.
         """
-        flat, partial, given, present = self.flat, self.partial, self._given, self.present
-        self.partial, self._given, self.present = None, [], [False] * len(flat.params)
-        if flat.long:
-            return ([] if partial is None else [partial]) + given if present[0] else []
+        flat, partial, present = self.flat, self.partial, self.present
+        self.partial, self.present = None, [False] * len(flat.params)
         if partial is None:
             partial = self._clear(self.buffer(flat.layout.padded))
         if not all(present):
@@ -157,11 +97,19 @@ class Gradient:
                     partial[start : start + numel].zero_()
         return [partial]
 
+    def sent(self, taken: Sequence[Tensor], chunk: Chunk, own: Tensor | None) -> Tensor:
+        """What this rank sends of a chunk of what was ``taken``; ``own`` is where its own range of the sum is to be."""
+        return taken[0]
+
+    def landing(self, chunk: Chunk) -> Tensor:
+        """A buffer for this rank's range of the sum of a chunk."""
+        return self.buffer(chunk.numel, "communication on device")
+
     def resume(self, partial: Tensor | None, present: Sequence[bool]) -> None:
         """Go on from a partial sum [padded] that was saved, instead of what was added up here."""
         if self.partial is not None:
             self.give_back(self.partial)
-            self._reserved = False
+            self.shard.reserved = False
         self.partial, self.present = partial, list(present)
 
     def buffer(self, numel: int, what: str = "gradient on device") -> Tensor:
@@ -170,11 +118,11 @@ class Gradient:
         if self._returned:
             return torch.empty(numel, dtype=flat.kind.reduce, device=flat.kind.device)
         taken = self._pool.take(numel, flat.kind.reduce, flat.kind.device, Use.SUMS)
-        self._hold(taken, what)
+        hold(flat, taken, what)
         return taken
 
     def give_back(self, buffer: Tensor) -> None:
-        if buffer is not self.at:
+        if buffer is not self.shard.at:
             self._pool.give(buffer)
 
     @cached_property
@@ -190,68 +138,6 @@ class Gradient:
             buffer[start:stop].zero_()
         return buffer
 
-    def _hold(self, tensor: Tensor, what: str = "gradient on device") -> None:
-        bus = self.flat.bus
-        if bus.active:
-            bus.hold(what, self.flat.name, tensor.untyped_storage())
-
-    # The shard.
-
-    def reserve_shard(self) -> bool:
-        """Keep the shard for the next gradient, where no parameter has one and none is to come; allocates it if need be."""
-        if self._reserved or any(param.grad is not None for param in self.flat.params):
-            return False
-        if self._claimed or self.at is None:
-            self.at = self._fresh()
-        self._reserved = True
-        return True
-
-    def _fresh(self) -> Tensor | Block:
-        """Another shard; one that somebody keeps lives as long as the gradients in it."""
-        flat = self.flat
-        self.at, self._claimed = None, set()
-        if self.tiered:
-            assert flat.store is not None
-            block = flat.store.put(f"gradient/{flat.name}", flat.shard_numel, flat.kind.master, flat.kind.tiers.gradient)
-            self._find = weakref.ref(block)
-            return block
-        shard = self._pool.lasting(flat.shard_numel, flat.kind.master, flat.kind.device, Use.GRADIENTS)
-        self._find = _while_it_lives(shard)
-        self._hold(shard)
-        return shard
-
-    def hand_over(self) -> None:
-        """The shard belongs to the gradients in it from now on."""
-        self._reserved = False
-        self.at = None
-
-    @property
-    def shard(self) -> Tensor:
-        """This rank's range [shard_numel] in the master dtype, in memory."""
-        assert self.at is not None
-        return self.at.tensor() if isinstance(self.at, Block) else self.at
-
-    def overwritten(self) -> Tensor:
-        """The shard for whoever writes all of it: what it held is not read."""
-        assert self.at is not None
-        return self.at.tensor(Mode.WRITE_ALL) if isinstance(self.at, Block) else self.at
-
-    def tensor(self, index: int) -> ShardedTensor:
-        """One parameter's part of the shard, for its ``.grad``."""
-        assert self.at is not None
-        return self._claim_of(self.at, index)
-
-    def _claim_of(self, at: Tensor | Block, index: int) -> ShardedTensor:
-        self._claimed.add(index)
-        start, numel = self._spans[index]
-        with torch.inference_mode(False):
-            part = BlockRange(at, start, numel) if isinstance(at, Block) else at[start : start + numel]
-            return ShardedTensor(part, self.flat.specs[index])
-
-    @cached_property
-    def _spans(self) -> list[tuple[int, int]]:
-        return [self.flat.span(index) for index in range(len(self.flat.specs))]
-
     # Where the mean over the ranks lands.
 
     @property
@@ -263,26 +149,21 @@ class Gradient:
         """Where a range goes that has been reduced now."""
         if self.apart:
             return Into.APART
-        if self.reserve_shard():
+        if self.shard.reserve():
             return Into.SHARD
-        return Into.SHARD_AGAIN if self._reserved else Into.GRADS
+        return Into.SHARD_AGAIN if self.shard.reserved else Into.GRADS
 
     def put(self, into: Into, start: int, reduced: Tensor) -> list[int]:
         """Put ``reduced`` at ``start`` of this rank's range; returns the parameters that it did not reach: they had no gradient
         where others have."""
         if into is Into.GRADS:
             return self._add_to_grads(start, reduced)
-        again, whole, store = into is Into.SHARD_AGAIN, reduced.numel() == self.flat.shard_numel, self.flat.store
-        if whole and isinstance(self.at, Block) and store is not None:
-            store.change(self.at, reduced, add=again)
-            return []
-        target = self.shard if whole else self.shard[start : start + reduced.numel()]
-        target.add_(reduced.to(target.device)) if again else target.copy_(reduced)
+        self.shard.put(start, reduced, add=into is Into.SHARD_AGAIN)
         return []
 
     def _add_to_grads(self, start: int, reduced: Tensor) -> list[int]:
         missing, stop = [], start + reduced.numel()
-        for index, (begin, numel) in enumerate(self._spans):
+        for index, (begin, numel) in enumerate(self.shard.spans):
             if self.flat.params[index].grad is None:
                 missing.append(index)
                 continue
@@ -293,56 +174,47 @@ class Gradient:
         return missing
 
     def claim(self, used: Sequence[int]) -> None:
-        """The shard's parts become the gradients of the parameters that some rank has used, and that have none."""
-        if self.at is None or self.flat.spent:
+        """The shard's ranges become the gradients of the parameters that some rank has used, and that have none."""
+        if self.shard.at is None or self.flat.spent:
             return
         for index, param in enumerate(self.flat.params):
             if used[index] and param.grad is None:
-                param.grad = self._claim_of(self.at, index)
+                param.grad = self.shard.claim(index)
 
     def land(self, index: int, local: Tensor) -> None:
         """Set or add one parameter's reduced range, by way of the user's hooks."""
-        spec = self.flat.specs[index]
+        spec, param = self.flat.specs[index], self.flat.params[index]
         if spec.hooks or spec.post_hooks:
-            self._deliver(index, ShardedTensor(local.to(self.flat.kind.master, copy=True), spec))
+            grad = hooked(ShardedTensor(local.to(self.flat.kind.master, copy=True), spec))
+            if param.grad is not None:
+                param.grad.add_(grad)
+            else:
+                param.grad = self.shard.adopt(index, grad)
+            for hook in tuple(spec.post_hooks.values()):
+                hook(param)
+        elif param.grad is not None:
+            mine = self._local_of(index)
+            mine.add_(local.to(mine.device))
         else:
-            self._set(index, local)
+            param.grad = self.shard.keep(index, local)
 
     def add_alone(self, grads: Sequence[Tensor | None]) -> None:
         """No other rank takes part: write each gradient where the parameter's ``.grad`` lives."""
-        fresh = self.reserve_shard()
+        flat, shard = self.flat, self.shard
+        fresh = shard.reserve()
         try:
             for index, grad in enumerate(grads):
                 if grad is None:
                     continue
-                spec = self.flat.specs[index]
+                spec = flat.specs[index]
                 if fresh and not (spec.hooks or spec.post_hooks):
-                    spec.within(self.shard, self.flat.layout.starts[index]).copy_(grad)
-                    self.flat.params[index].grad = self.tensor(index)
+                    spec.within(shard.values(), flat.layout.starts[index]).copy_(grad)
+                    flat.params[index].grad = shard.claim(index)
                 else:
                     self.land(index, spec.storage_order(grad))
         finally:
             if fresh:
-                self.hand_over()
-
-    def _set(self, index: int, local: Tensor) -> None:
-        param = self.flat.params[index]
-        if param.grad is not None:
-            mine = self._local_of(index)
-            mine.add_(local.to(mine.device))
-            return
-        # Others' gradients may keep a shard alive whose part for this one was never anybody's.
-        at = None if index in self._claimed else self._find()
-        if at is None and self.tiered:
-            at = self._fresh()
-        if at is None:
-            landed = torch.empty(local.shape, dtype=self.flat.kind.master, device=local.device)
-            self._hold(landed)
-            tensor = ShardedTensor(landed, self.flat.specs[index])
-        else:
-            tensor = self._claim_of(at, index)
-        tensor._local.copy_(local)
-        param.grad = tensor
+                shard.hand_over()
 
     def _local_of(self, index: int) -> Tensor:
         """This rank's range of the gradient that a parameter has."""
@@ -355,33 +227,57 @@ class Gradient:
             )
         return grad._local
 
-    def _deliver(self, index: int, landed: ShardedTensor) -> None:
-        """Hand one reduced gradient to the parameter through the user's hooks."""
-        grad, param = hooked(landed), self.flat.params[index]
-        if param.grad is not None:
-            param.grad.add_(grad)
-        elif self.tiered:
-            self._set(index, grad._local)
-        else:
-            param.grad = grad
-        for hook in tuple(self.flat.specs[index].post_hooks.values()):
-            hook(param)
+
+class LongGradient(Gradient):
+    """That of one parameter larger than any buffer may be: it passes through buffers of bounded size, chunk by chunk.
+
+    What autograd hands over stays autograd's own until the chunks are filled from it, unless the sum is held back.
+    """
+
+    def __init__(self, flat: Flat, pool: Pool, *, returned: bool = False) -> None:
+        super().__init__(flat, pool, returned=returned)
+        # Every chunk takes buffers of the same size, the last too: so the pool has them again.
+        self._most = flat.pool.bound // flat.kind.wide
+        kept, world = flat.group.layout, flat.layout.world
+        self.chunks = tuple(chunks_of(kept, self._most, kept.align * world // kept.world, world=world))
+        self._given: list[Tensor] = []
+
+    def add(self, grads: Sequence[Tensor | None], *, held: bool = False) -> None:
+        if held:
+            super().add(grads, held=held)
+            return
+        self._given.extend(grad for grad in grads if grad is not None)
+        self.present[0] = self.present[0] or bool(self._given)
+
+    def take(self) -> list[Tensor]:
+        """The sum that was held back and what was given since; none where this rank had no gradient."""
+        partial, given, present = self.partial, self._given, self.present
+        self.partial, self._given, self.present = None, [], [False]
+        return ([] if partial is None else [partial]) + given if present[0] else []
+
+    def sent(self, taken: Sequence[Tensor], chunk: Chunk, own: Tensor | None) -> Tensor:
+        numel, ranges = chunk.numel, len(chunk.starts)
+        if own is None or ranges > 1:
+            own = self.buffer(self._most)[: numel * ranges]
+        for rank, start in enumerate(chunk.starts):
+            self._fill(taken, start, own[rank * numel : (rank + 1) * numel])
+        return own
+
+    def _fill(self, taken: Sequence[Tensor], start: int, out: Tensor) -> None:
+        """Elements of the flat buffer from ``start`` on: the first tensor copied, others added, zeros past their end."""
+        spec = self.flat.specs[0]
+        known = min(max(self.flat.layout.numels[0] - start, 0), out.numel()) if taken else 0
+        for number, tensor in enumerate(taken):
+            if number == 0 and tensor.data_ptr() + start * tensor.element_size() == out.data_ptr():
+                continue  # what no_sync summed up lies where it is to be reduced
+            values = in_order(tensor, spec.part_stride) if tensor.shape == spec.part_shape else tensor
+            read(values, start, out[:known], add=number > 0)
+        out[known:].zero_()
+
+    def landing(self, chunk: Chunk) -> Tensor:
+        return self.buffer(self._most // self.flat.layout.world, "communication on device")[: chunk.numel]
 
 
-def _nothing() -> None:
-    """No shard."""
-
-
-def _while_it_lives(shard: Tensor) -> Callable[[], Tensor | None]:
-    """The shard again, by its memory, as long as something keeps that."""
-    known, dtype, device = StorageWeakRef(shard.untyped_storage()), shard.dtype, shard.device
-    offset, numel = int(shard.storage_offset()), shard.numel()
-
-    def find() -> Tensor | None:
-        storage: Any = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
-        if storage is None:
-            return None
-        with torch.inference_mode(False), torch.no_grad():
-            return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, (numel,), (1,))
-
-    return find
+def gradient_of(flat: Flat, pool: Pool, *, returned: bool = False) -> Gradient:
+    """The gradient of one flat buffer, without memory yet."""
+    return (LongGradient if flat.long else Gradient)(flat, pool, returned=returned)

@@ -35,7 +35,7 @@ from offload.errors import ShardedOpError
 from offload.events import Bus
 from zhooks.comm import CONTROL, Agreement, Call, Comm
 from zhooks.grad.accumulation import Accumulation
-from zhooks.grad.gradient import Gradient
+from zhooks.grad.gradient import Gradient, gradient_of
 from zhooks.grad.reduction import Reduction, Sent
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import accumulates
@@ -145,7 +145,7 @@ class Reducer:
         """Take over these flats (all trainable ones of the attachment), in unit order."""
         kept = {flat.number: self.gradients.get(flat.number) for flat in flats}
         self.gradients = {
-            flat.number: old if (old := kept[flat.number]) is not None and old.flat is flat else Gradient(flat, self.pool)
+            flat.number: old if (old := kept[flat.number]) is not None and old.flat is flat else gradient_of(flat, self.pool)
             for flat in flats
         }
         self._streams = one_stream(flats[0].kind.device) if flats else self._streams
@@ -196,7 +196,7 @@ class Reducer:
 
     def _accumulate(self, gradient: Gradient, grads: Sequence[Tensor | None], *, scaled: bool) -> None:
         flat = gradient.flat
-        written = self._alone and gradient.exact and not gradient.tiered and self.updates is None and not scaled
+        written = self._alone and gradient.shard.direct and self.updates is None and not scaled
         if flat.layout.padded == 0 or written:
             gradient.add_alone(grads)
             self._update_early(gradient, whole=False)
@@ -251,7 +251,7 @@ class Reducer:
         present = gradient.present
         self._seen[flat.number] = present if seen is None else [a or b for a, b in zip(present, seen, strict=True)]
         if self.bus.active:
-            self.bus.begin("reduce", flat.name, self.nbytes(flat))
+            self.bus.begin("reduce", flat.name, gradient.moved_nbytes)
         # fp16 sums would overflow.
         before = flat.kind.reduce is torch.float16
         reduction = Reduction(gradient, self.comm.shard, self._world, before=before)
@@ -264,7 +264,7 @@ class Reducer:
 
     def _reduce_now(self, flat: Flat, grads: Sequence[Tensor | None]) -> list[Any]:
         """What autograd.grad or backward(inputs=...) gets: this rank's ranges of the means.  Collective, waited for at once."""
-        gradient = Gradient(flat, self.pool, returned=True)
+        gradient = gradient_of(flat, self.pool, returned=True)
         gradient.add(grads)
         reduction = Reduction(gradient, self.comm.shard, self._world, what="reduce for autograd.grad")
         for chunk in gradient.chunks:
@@ -303,19 +303,13 @@ class Reducer:
                 finally:
                     self.bus.end("wait reduce", key)
 
-    def nbytes(self, flat: Flat) -> int:
-        """Payload of one reduction of ``flat``; a replicated gradient is gathered again after it."""
-        if self.comm.shard.axis.world == 1:
-            return 0
-        return flat.layout.padded * flat.kind.reduce.itemsize * (2 if flat.replicated else 1)
-
     def under_way(self) -> tuple[int, int]:
         """Bytes that reductions land in, and bytes they send, apart from gradients' own memory."""
         return sum(one.landing_nbytes for one in self._under_way), sum(one.sent_nbytes for one in self._under_way)
 
     def payload(self) -> int:
         """Payload of one step's reductions."""
-        return sum(self.nbytes(gradient.flat) for gradient in self.gradients.values())
+        return sum(gradient.moved_nbytes for gradient in self.gradients.values())
 
     def _land_oldest(self) -> None:
         self._begin_replicas(len(self._under_way) - 1)
@@ -329,11 +323,10 @@ class Reducer:
         if not reduction.land(sent, self._mean(sent)):
             return
         if self.bus.active:
-            self.bus.end("reduce", flat.name, self.nbytes(flat))
+            self.bus.end("reduce", flat.name, reduction.gradient.moved_nbytes)
         if reduction.claims:
             self._landed.append(reduction)
-        whole = self.updates is not None and reduction.whole and reduction.in_shard
-        self._update_early(reduction.gradient, whole=whole)
+        self._update_early(reduction.gradient, whole=reduction.whole and reduction.in_shard)
 
     def _mean(self, sent: Sent) -> Tensor:
         """A sum over the ranks as the loop shall see it: divided by them and by the loss scale."""
@@ -409,7 +402,7 @@ class Reducer:
             self._agree_order()
         finally:
             for gradient in self.gradients.values():
-                gradient.hand_over()
+                gradient.shard.hand_over()
             self._next = 0
             self._ready.clear()
             self._under_way.clear()

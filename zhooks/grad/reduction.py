@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from offload.device import beside
-from zhooks.comm import DONE, REDUCE, Call, Transport, Work, in_order, read
-from zhooks.grad.gradient import Gradient, GradientChunk, Into
+from zhooks.comm import DONE, REDUCE, Call, Chunk, Transport, Work
+from zhooks.grad.gradient import Gradient, Into
 from zhooks.layout import flat_layout
 
 __all__ = ["Reduction", "Sent"]
@@ -44,7 +44,7 @@ class Reduction:
         self._call = Call(REDUCE, what, flat.name, flat.number)
         #: This rank had a gradient for every parameter.
         self.whole = all(gradient.present)
-        self._parts = gradient.take()
+        self._taken = gradient.take()
         self._left = len(gradient.chunks)
         #: Where the range goes; None until it is known, when the first chunk lands.
         self.into: Into | None = None
@@ -53,13 +53,14 @@ class Reduction:
         self.missing: Sequence[int] = ()
         # The range that chunks are received in, where what comes back is what is kept.
         self._target: Tensor | None = None
-        if gradient.exact and not gradient.tiered:
-            if self._parts and self._parts[0] is gradient.at:
-                self.into, self._target = Into.SHARD, self._parts[0]
+        shard = gradient.shard
+        if shard.direct:
+            if self._taken and self._taken[0] is shard.at:
+                self.into, self._target = Into.SHARD, self._taken[0]
             elif gradient.apart:
                 self._target = self._apart()
-            elif gradient.reserve_shard():
-                self.into, self._target = Into.SHARD, gradient.shard
+            elif shard.reserve():
+                self.into, self._target = Into.SHARD, shard.values()
 
     def _apart(self) -> Tensor:
         flat = self.gradient.flat
@@ -67,20 +68,18 @@ class Reduction:
         self.result = torch.empty(flat.shard_numel, dtype=flat.kind.master, device=flat.kind.device)
         return self.result
 
-    def start(self, chunk: GradientChunk) -> Sent:
+    def start(self, chunk: Chunk) -> Sent:
         """Start summing a chunk over the ranks."""
-        gradient, own = self.gradient, self._target
-        if own is not None and chunk.starts:
-            own = own[chunk.local : chunk.local + chunk.numel]
-        partial = self._filled(chunk, own if gradient.in_place else None) if chunk.starts else self._parts[0]
+        gradient = self.gradient
+        own = None if self._target is None else chunk.of(self._target)
+        partial = gradient.sent(self._taken, chunk, own)
         if self._before != 1.0:
             partial.mul_(self._before)
-        if gradient.in_place:
-            out = partial
-            work = self._transport.all_reduce_flat(self._call, partial, chunk.layout)
+        if partial.numel() == chunk.numel:
+            # Every rank's range is all of it: the sum is made where the partial sum lies.
+            out, work = partial, self._transport.all_reduce_flat(self._call, partial, chunk.layout)
         else:
-            out = gradient.buffer(chunk.lands, "communication on device") if own is None else own
-            out = out if out.numel() == chunk.numel else out[: chunk.numel]
+            out = gradient.landing(chunk) if own is None else own
             work = self._transport.reduce_scatter(self._call, partial, out, chunk.layout)
         return Sent(self, chunk, work, partial, out, out is own)
 
@@ -96,16 +95,16 @@ class Reduction:
         self._left -= 1
         if self._left:
             return False
-        self._parts = []
+        self._taken = []
         return True
 
-    def _put(self, chunk: GradientChunk, mean: Tensor) -> None:
+    def _put(self, chunk: Chunk, mean: Tensor) -> None:
         """Put a chunk where it belongs, as that is found at the first one."""
         if self.into is None:
             self.into = self.gradient.choose()
         if self.into is Into.APART:
             result = self._apart() if self.result is None else self.result
-            result[chunk.local : chunk.local + chunk.numel].copy_(mean)
+            chunk.of(result).copy_(mean)
         elif missing := self.gradient.put(self.into, chunk.local, mean):
             self.result, self.missing = mean.clone(), missing
 
@@ -128,34 +127,13 @@ class Reduction:
                 if used[index]:
                     self.gradient.land(index, self.gradient.flat.local(index, self.result))
 
-    def _filled(self, chunk: GradientChunk, own: Tensor | None) -> Tensor:
-        """What this rank sends of a chunk that is one of several; written into ``own`` where that is given."""
-        numel = chunk.numel
-        filled = self.gradient.buffer(chunk.sends)[: numel * len(chunk.starts)] if own is None else own
-        for rank, start in enumerate(chunk.starts):
-            self._fill(start, filled[rank * numel : (rank + 1) * numel])
-        return filled
-
-    def _fill(self, start: int, out: Tensor) -> None:
-        """Elements of the flat buffer from ``start`` on: the first part copied, others added, zeros where there is nothing."""
-        flat = self.gradient.flat
-        spec, known = flat.specs[0], min(max(flat.layout.numels[0] - start, 0), out.numel())
-        if not self._parts:
-            known = 0
-        for number, part in enumerate(self._parts):
-            if number == 0 and part.data_ptr() + start * part.element_size() == out.data_ptr():
-                continue  # what no_sync summed up lies where it is to be reduced
-            values = in_order(part, spec.part_stride) if part.shape == spec.part_shape else part
-            read(values, start, out[:known], add=number > 0)
-        out[known:].zero_()
-
 
 @dataclass(slots=True)
 class Sent:
     """A chunk under way: ``partial`` is sent, ``out`` is where its sum will be, which ``received`` says is where it belongs."""
 
     reduction: Reduction
-    chunk: GradientChunk
+    chunk: Chunk
     work: Work
     partial: Tensor
     out: Tensor

@@ -200,7 +200,7 @@ class Overlap:
         if not len(set(held)) == len(held) == len(flat.params):
             return
         for index, param in enumerate(flat.params):
-            param.grad = gradient.tensor(index)
+            param.grad = gradient.shard.claim(index)
         for optimizer, update in mine:
             made = self._made_for(optimizer)
             if made is None:

@@ -57,7 +57,7 @@ def _state_flat(bus: Bus, flat: Flat, reducer: Reducer) -> None:
     gradient = reducer.gradients.get(flat.number)
     if gradient is not None:
         # Until parameters claim the gradients in it, the shard is its owner's.
-        for held in (gradient.partial, gradient.at):
+        for held in (gradient.partial, gradient.shard.at):
             _hold(bus, "gradient", flat, held)
     with torch._C.DisableTorchFunctionSubclass():
         grads = [param.grad for param in flat.params]

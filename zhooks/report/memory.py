@@ -197,23 +197,13 @@ def _gradients(flats: Sequence[Flat], reducer: Reducer) -> Iterator[tuple[Flat, 
                 owner, nbytes = _owner(grad)
                 held += 0 if owner in seen else nbytes
                 seen.add(owner)
-        for owner, nbytes in _kept(flat, reducer):
+        if (gradient := reducer.gradients.get(flat.number)) is not None:
+            # Memory that its gradients are put in, while no parameter claims one yet.
+            owner, nbytes = gradient.shard.held()
             held += 0 if owner in seen else nbytes
             seen.add(owner)
         some = any(grad is not None for grad in grads)
         yield flat, (held, flat.footprint()[1].nbytes if some else 0)
-
-
-def _kept(flat: Flat, reducer: Reducer) -> Iterator[Cell]:
-    """Identity and size of the memory that a flat's gradients are put in, while no parameter claims one yet."""
-    gradient = reducer.gradients.get(flat.number)
-    if gradient is None:
-        return
-    if isinstance(gradient.at, Block):
-        yield id(gradient.at), gradient.at.nbytes
-    elif gradient.at is not None:
-        storage = gradient.at.untyped_storage()
-        yield storage._cdata, storage.nbytes()
 
 
 def _owner(tensor: ShardedTensor) -> Cell:

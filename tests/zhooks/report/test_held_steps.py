@@ -43,7 +43,7 @@ def on_device(attachment: zhooks.Attachment, optimizer: torch.optim.Optimizer) -
             for value in optimizer.state.get(param, {}).values():
                 add("optimizer", value)
         gradient = attachment._runtime.reducer.gradients.get(flat.number)
-        for value in (gradient.partial, gradient.at) if gradient is not None else ():
+        for value in (gradient.partial, gradient.shard.at) if gradient is not None else ():
             add("gradient", value)
     held: Counter[str] = Counter()
     for what, nbytes in found.values():
