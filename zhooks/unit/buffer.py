@@ -202,7 +202,6 @@ class StoreBuffer(Buffer):
         return None
 
     def reserve(self) -> None:
-        assert self._store is not None, "a planned flat is reserved"
         for what, dtype, tier in self._wanted:
             self._blocks.append(self._store.put(f"{what}/{self._group.name}", self._layout.shard_numel, dtype, tier))
         self.copy = self._blocks[1] if len(self._blocks) > 1 else None

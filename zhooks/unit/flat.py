@@ -98,8 +98,7 @@ class Flat:
         links: Links,
     ) -> None:
         self.name, self.number, self.kind, self.layout = name, number, kind, layout
-        self.replicated, self.resident = replicated, resident
-        self.transport, self.pool = transport, pool
+        self.resident, self.transport, self.pool = resident, transport, pool
         self.bus, self.store, self.ask, self.node = links.bus, links.store, links.ask, links.node
         self.group = ShardGroup(
             name,
@@ -148,7 +147,7 @@ class Flat:
             # The update that writes has a thread of its own, and was told of when it began.
             return
         self.buffer.writes += 1
-        self._stale(index)
+        self.views.stale(index)
 
     def finish_backward(self) -> None:
         self._ask("finish_backward")
@@ -206,7 +205,7 @@ class Flat:
             self.full = self.pool.take(self.layout.padded, self.kind.compute, self.kind.device)
         now = self.version()
         if before != now:
-            self._stale()
+            self.views.stale(None)
         if self.bus.active:
             self.bus.hold("parameter on device", self.name, self.full.untyped_storage())
             self.bus.begin("gather", self.name, self.moved_nbytes)
@@ -307,9 +306,6 @@ class Flat:
     def end_graph(self) -> None:
         """Backward has used the nodes of this forward: the next one makes its own."""
         self.views.end_graph()
-
-    def _stale(self, index: int | None = None) -> None:
-        self.views.stale(index, releasable=self.releasable)
 
     def span(self, index: int) -> tuple[int, int]:
         """Where this rank's range of parameter ``index`` lies in a shard-sized tensor: start and numel."""

@@ -71,8 +71,8 @@ def passing(flat: Flat, ranges: Ranges) -> Iterator[tuple[int, Tensor]]:
         flat.transport.all_gather(call, shard.clone() if shard is ranges else shard, full, layout).wait()
         yield 0, full
         return
-    # A long flat has one parameter, whose range is the beginning of the shard: what the padding holds is nobody's.
-    mine = _own(flat, ranges, 0, dtype) if flat.long else _shard(flat, ranges, dtype)
+    # The range of a single parameter is the beginning of the shard: what the padding holds is nobody's.
+    mine = _own(flat, ranges, 0, dtype) if len(flat.specs) == 1 else _shard(flat, ranges, dtype)
     buffer = torch.empty(flat.pool.bound // dtype.itemsize, dtype=dtype, device=flat.kind.device)
     for piece in chunks_of(layout, buffer.numel(), layout.align):
         full = buffer[: piece.numel * axis.world]

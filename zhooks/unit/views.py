@@ -26,6 +26,8 @@ class Views:
         self._plain: list[Tensor] | None = None
         self._shown: list[Tensor] | None = None
         self._graph: tuple[Tensor, ...] | None = None
+        # The node's outputs left the buffer they were made on: they share no version counters with the plain views any more.
+        self._moved = False
         # Wrappers count versions of their own, and autograd checks those.
         self._wrappers: list[weakref.ref[Tensor]] = []
 
@@ -44,7 +46,7 @@ class Views:
     def graph(self, full: Tensor, node: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Outputs of the unit's node on ``full``: those of this forward where there are some, else what ``node`` makes."""
         if self._graph is None:
-            self._graph = node()
+            self._graph, self._moved = node(), False
         elif self._graph and part_of(self._graph[0]).untyped_storage()._cdata != full.untyped_storage()._cdata:
             for view, fresh in zip(self._graph, self.plain(full), strict=True):
                 part_of(view).data = fresh
@@ -88,13 +90,12 @@ class Views:
         """Backward has used the nodes of this forward: the next one makes its own."""
         self._graph = None
 
-    def stale(self, index: int | None, *, releasable: bool) -> None:
+    def stale(self, index: int | None) -> None:
         """Values changed under tensors that autograd may have saved, of one parameter or all: its check shall find out."""
         graph, self._graph = self._graph, None
         if self._plain is not None:
             torch.autograd.graph.increment_version(self._plain if index is None else self._plain[index])
-        if graph is not None and releasable:
-            # Re-pointed to another buffer since, these no longer share a counter with the plain views.
+        if graph is not None and self._moved:
             torch.autograd.graph.increment_version([part_of(view) for view in graph])
         if self._wrappers:
             alive = [wrapper for wrapper in (known() for known in self._wrappers) if wrapper is not None]
@@ -111,6 +112,7 @@ class Views:
         nothing = torch.empty(0, dtype=self._kind.compute, device=self._kind.device)
         for view in self._graph:
             part_of(view).data = nothing
+        self._moved = True
 
 
 def held(views: Sequence[Tensor]) -> bool:

@@ -83,7 +83,7 @@ def flat_of(
 def values_of(flat: Flat) -> Tensor:
     """Full values that both ranks' ranges agree with, as ``Twins`` wants them."""
     half = torch.arange(flat.layout.padded // 2, dtype=torch.float32)
-    return torch.arange(flat.layout.padded, dtype=torch.float32) if flat.replicated else half.repeat(2)
+    return torch.arange(flat.layout.padded, dtype=torch.float32) if not flat.sharded else half.repeat(2)
 
 
 def gathered(flat: Flat) -> Tensor:
