@@ -256,11 +256,10 @@ class LongGradient(Gradient):
         return ([] if partial is None else [partial]) + given if present[0] else []
 
     def sent(self, taken: Sequence[Tensor], chunk: Chunk, own: Tensor | None) -> Tensor:
-        numel, ranges = chunk.numel, len(chunk.starts)
-        if own is None or ranges > 1:
-            own = self.buffer(self._most)[: numel * ranges]
-        for rank, start in enumerate(chunk.starts):
-            self._fill(taken, start, own[rank * numel : (rank + 1) * numel])
+        if own is None or len(chunk.starts) > 1:
+            own = self.buffer(self._most)[: chunk.layout.padded]
+        for start, out in zip(chunk.starts, own.split(chunk.numel), strict=True):
+            self._fill(taken, start, out)
         return own
 
     def _fill(self, taken: Sequence[Tensor], start: int, out: Tensor) -> None:

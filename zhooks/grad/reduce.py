@@ -143,11 +143,8 @@ class Reducer:
 
     def watch(self, flats: Sequence[Flat]) -> None:
         """Take over these flats (all trainable ones of the attachment), in unit order."""
-        kept = {flat.number: self.gradients.get(flat.number) for flat in flats}
-        self.gradients = {
-            flat.number: old if (old := kept[flat.number]) is not None and old.flat is flat else gradient_of(flat, self.pool)
-            for flat in flats
-        }
+        kept = {gradient.flat: gradient for gradient in self.gradients.values()}
+        self.gradients = {flat.number: kept.get(flat) or gradient_of(flat, self.pool) for flat in flats}
         self._streams = one_stream(flats[0].kind.device) if flats else self._streams
         self._order = [flat.number for flat in reversed(flats) if flat.layout.padded]
         self._agreed = False
@@ -199,7 +196,7 @@ class Reducer:
         written = self._alone and gradient.shard.direct and self.updates is None and not scaled
         if flat.layout.padded == 0 or written:
             gradient.add_alone(grads)
-            self._update_early(gradient, whole=False)
+            self._update_early(gradient, None)
             return
         held = self._holds_back()
         gradient.add(grads, held=held)
@@ -272,12 +269,12 @@ class Reducer:
             sent.begin_replicas(self.comm.replicate)
             sent.wait()
             reduction.land(sent, self._mean(sent))
-        assert reduction.result is not None
-        out: list[Any] = [None] * len(grads)
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                out[index] = hooked(ShardedTensor(flat.local(index, reduction.result), flat.specs[index]))
-        return out
+        result = reduction.result
+        assert result is not None
+        return [
+            None if grad is None else hooked(ShardedTensor(flat.local(index, result), flat.specs[index]))
+            for index, grad in enumerate(grads)
+        ]
 
     def _make_way(self, most: int | None = None) -> None:
         """Wait for the oldest reductions until one more may be under way."""
@@ -326,7 +323,7 @@ class Reducer:
             self.bus.end("reduce", flat.name, reduction.gradient.moved_nbytes)
         if reduction.claims:
             self._landed.append(reduction)
-        self._update_early(reduction.gradient, whole=reduction.whole and reduction.in_shard)
+        self._update_early(reduction.gradient, reduction)
 
     def _mean(self, sent: Sent) -> Tensor:
         """A sum over the ranks as the loop shall see it: divided by them and by the loss scale."""
@@ -335,13 +332,14 @@ class Reducer:
             return self.scaling.mean(sent.reduction.gradient.flat, out, ranks)
         return out.mul_(1.0 / ranks) if ranks > 1 else out
 
-    def _update_early(self, gradient: Gradient, *, whole: bool) -> None:
-        """A reduction has landed; ``whole``: every parameter's gradient, and alone in the shard."""
-        gradient.flat.nodes = max(0, gradient.flat.nodes - 1)
-        if self.updates is not None and (whole or gradient.flat.spent):
-            gradient.flat.nodes += 1
+    def _update_early(self, gradient: Gradient, reduction: Reduction | None) -> None:
+        """A gradient has landed, by a ``reduction`` or written at once."""
+        flat = gradient.flat
+        flat.nodes = max(0, flat.nodes - 1)
+        if self.updates is not None and (flat.spent or (reduction is not None and reduction.complete)):
+            flat.nodes += 1
             self.updates.early(gradient)
-            gradient.flat.nodes -= 1
+            flat.nodes -= 1
 
     def finish_backward(self) -> None:
         """Backward is over: reduce what any rank still owes, wait for all, and set ``.grad``.  Collective when ranks > 1."""

@@ -42,8 +42,7 @@ class Reduction:
         self.gradient, self._transport = gradient, transport
         self.ranks, self._before = (1, 1.0 / ranks) if before else (ranks, 1.0)
         self._call = Call(REDUCE, what, flat.name, flat.number)
-        #: This rank had a gradient for every parameter.
-        self.whole = all(gradient.present)
+        self._every = all(gradient.present)
         self._taken = gradient.take()
         self._left = len(gradient.chunks)
         #: Where the range goes; None until it is known, when the first chunk lands.
@@ -109,9 +108,9 @@ class Reduction:
             self.result, self.missing = mean.clone(), missing
 
     @property
-    def in_shard(self) -> bool:
-        """The shard holds what it has reduced."""
-        return self.into is Into.SHARD or self.into is Into.SHARD_AGAIN
+    def complete(self) -> bool:
+        """The shard holds what it has reduced, and this rank had a gradient for every parameter."""
+        return self._every and (self.into is Into.SHARD or self.into is Into.SHARD_AGAIN)
 
     @property
     def claims(self) -> bool:

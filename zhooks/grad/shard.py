@@ -47,7 +47,7 @@ class GradientShard:
         self.reserved = False
         # Parameters whose ranges of the last shard are, or were, gradients, and how to find it while they live.
         self._claimed: set[int] = set()
-        self._find: Callable[[], Any] = _nothing
+        self._find: Callable[[], Any] = lambda: None
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -103,7 +103,8 @@ class GradientShard:
 
     def values(self) -> Tensor:
         """The reserved shard in memory; short-lived where it is kept on disk.  Writes reach it."""
-        return cast(Tensor, self.at)
+        at: Tensor = self.at
+        return at
 
     def overwritten(self) -> Tensor:
         """The reserved shard for whoever writes all of it: what it held is not read."""
@@ -115,9 +116,7 @@ class GradientShard:
         target.add_(values.to(target.device)) if add else target.copy_(values)
 
     def held(self) -> tuple[int, int]:
-        """What tells the memory of the shard from any other until it is handed over, and its bytes; zeros without one."""
-        if self.at is None:
-            return 0, 0
+        """What tells the memory of the shard, until it is handed over, from any other, and its bytes."""
         storage = self.at.untyped_storage()
         return storage._cdata, storage.nbytes()
 
@@ -125,22 +124,18 @@ class GradientShard:
 class StoreShard(GradientShard):
     """The range in blocks of a store: a gradient is complete on the device before it goes there."""
 
-    def __init__(self, flat: Flat, pool: Pool, store: Store) -> None:
-        super().__init__(flat, pool)
-        self._store = store
-
     def _fresh(self) -> Any:
         self.at, self._claimed = None, set()
-        flat, tier = self._flat, self._kind.tiers.gradient
-        made = self._store.put(f"gradient/{flat.name}", flat.shard_numel, self._kind.master, tier)
+        name, numel, tier = f"gradient/{self._flat.name}", self._flat.shard_numel, self._kind.tiers.gradient
+        made = cast(Store, self._flat.store).put(name, numel, self._kind.master, tier)
         self._find = weakref.ref(made)
         return made
 
     def claim(self, index: int, at: Any = None) -> ShardedTensor:
         self._claimed.add(index)
         with torch.inference_mode(False):
-            block = self.at if at is None else at
-            return ShardedTensor(BlockRange(block, *self.spans[index]), self._flat.specs[index])
+            run = BlockRange(self.at if at is None else at, *self.spans[index])
+            return ShardedTensor(run, self._flat.specs[index])
 
     def _apart(self, index: int) -> ShardedTensor:
         return self.claim(index, self._fresh())
@@ -156,29 +151,24 @@ class StoreShard(GradientShard):
 
     def put(self, start: int, values: Tensor, *, add: bool) -> None:
         if values.numel() == self._flat.shard_numel:
-            self._store.change(self.at, values, add=add)
+            cast(Store, self._flat.store).change(self.at, values, add=add)
         else:
             super().put(start, values, add=add)
 
     def held(self) -> tuple[int, int]:
-        return (0, 0) if self.at is None else (id(self.at), self.at.nbytes)
+        return id(self.at), self.at.nbytes
 
 
 def shard_of(flat: Flat, pool: Pool) -> GradientShard:
     """The memory of one flat's gradients, without any yet."""
-    if flat.kind.tiers.gradient is Tier.DEVICE or not flat.layout.padded:
-        return GradientShard(flat, pool)
-    return StoreShard(flat, pool, cast(Store, flat.store))
+    stored = flat.kind.tiers.gradient is not Tier.DEVICE and flat.layout.padded > 0
+    return (StoreShard if stored else GradientShard)(flat, pool)
 
 
 def hold(flat: Flat, tensor: Tensor, what: str = "gradient on device") -> None:
     """Tell observers what the memory of ``tensor`` is for."""
     if flat.bus.active:
         flat.bus.hold(what, flat.name, tensor.untyped_storage())
-
-
-def _nothing() -> None:
-    """No shard."""
 
 
 def _while_it_lives(shard: Tensor) -> Callable[[], Tensor | None]:

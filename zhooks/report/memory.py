@@ -197,7 +197,8 @@ def _gradients(flats: Sequence[Flat], reducer: Reducer) -> Iterator[tuple[Flat, 
                 owner, nbytes = _owner(grad)
                 held += 0 if owner in seen else nbytes
                 seen.add(owner)
-        if (gradient := reducer.gradients.get(flat.number)) is not None:
+        gradient = reducer.gradients.get(flat.number)
+        if gradient is not None and gradient.shard.at is not None:
             # Memory that its gradients are put in, while no parameter claims one yet.
             owner, nbytes = gradient.shard.held()
             held += 0 if owner in seen else nbytes

@@ -37,18 +37,17 @@ class Pool:
     def lasting(self, numel: int, dtype: torch.dtype, device: torch.device, use: Use = Use.SHARDS) -> Tensor:
         """An uninitialised 1-D tensor that is not given back here: a shard."""
         with torch.inference_mode(False), torch.no_grad():
-            if self._reserved(device):
-                return self._range(use, numel * dtype.itemsize).view(dtype)
+            if (arena := self._reserved(device)) is not None:
+                return arena.take(use, numel * dtype.itemsize).view(dtype)
             return torch.empty(numel, dtype=dtype, device=device)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, use: Use = Use.GATHERED) -> Tensor:
         """An uninitialised 1-D tensor; its storage is exactly as large."""
         nbytes = numel * dtype.itemsize
-        if self._reserved(device):
-            with torch.inference_mode(False), torch.no_grad():
-                return self._range(use, nbytes).view(dtype)
         shelf = self._idle.get((nbytes, device))
         with torch.inference_mode(False), torch.no_grad():
+            if (arena := self._reserved(device)) is not None:
+                return arena.take(use, nbytes).view(dtype)
             if shelf:
                 self._held -= nbytes
                 return shelf.pop().view(dtype)
@@ -61,7 +60,7 @@ class Pool:
 
         A range of the arena goes back there by itself, when its storage dies.
         """
-        if self._reserved(buffer.device):
+        if self._reserved(buffer.device) is not None:
             return
         storage = buffer.untyped_storage()
         # One count for the tensor, one for the handle above; a buffer that is a view counts its base too.
@@ -76,12 +75,9 @@ class Pool:
             whole = empty.set_(storage, 0, (nbytes,), (1,))
         self._idle.setdefault((nbytes, buffer.device), []).append(whole)
 
-    def _reserved(self, device: torch.device) -> bool:
-        return self.arena is not None and self.arena.device == device
-
-    def _range(self, use: Use, nbytes: int) -> Tensor:
-        assert self.arena is not None
-        return self.arena.take(use, nbytes)
+    def _reserved(self, device: torch.device) -> Arena | None:
+        """The arena, where this device has one."""
+        return self.arena if self.arena is not None and self.arena.device == device else None
 
     def step_ended(self) -> None:
         """A backward is over."""
