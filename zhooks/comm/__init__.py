@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.work import DONE, Work
 from zhooks.comm.agree import Agreement, disagreement, least, text_digest
 from zhooks.comm.alone import Alone
-from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_parts, read
+from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
 from zhooks.comm.meeting import Facts, meet, policy_facts, refused_by_all
 from zhooks.comm.open import Comm, open_comm
 from zhooks.comm.together import Together, all_or_none, one_stage_a_path
@@ -36,7 +36,7 @@ __all__ = [
     "norms_of_runs",
     "one_stage_a_path",
     "open_comm",
-    "own_parts",
+    "own_ranges",
     "policy_facts",
     "read",
     "refused_by_all",

@@ -47,7 +47,7 @@ def even(numel: int, world: int) -> Layout:
 
 
 def chunks_of(layout: Layout, numel: int, align: int, *, world: int | None = None) -> Iterator[Chunk]:
-    """Cut every rank's range into chunks of at most ``numel`` elements over all ranks, at multiples of ``align`` elements.
+    """Divide every rank's range into chunks of at most ``numel`` elements over all ranks, at multiples of ``align`` elements.
 
     Args:
         numel: at least ``world * align``.
@@ -111,7 +111,7 @@ def read(source: Tensor, start: int, out: Tensor, *, add: bool = False) -> None:
         read(source[row + rows], 0, out[rows * inner :], add=add)
 
 
-def own_parts(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+def own_ranges(layout: Layout, rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """What ``rank`` owns of the flat buffer between ``start`` and ``stop``: (from, to, place in its shard)."""
     local = 0
     for low, high in layout.ranges(rank):

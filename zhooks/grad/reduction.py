@@ -6,8 +6,8 @@ Note: [Chunks]
     A flat buffer is reduced in chunks, each the same stretch of every rank's range: one, which is the partial sum as it lies,
     or several that are filled one after the other where a single parameter is larger than any buffer may be.  A chunk holds
     the same elements of every rank's range as the whole would, cast and added in the same order, and transports that add in
-    rank order (shm, p2p) do so element by element: how a gradient is cut does not show in it.  The backend's own collectives
-    promise no order of additions, cut or not.
+    rank order (shm, p2p) do so element by element: how a gradient is divided does not show in it.  The backend's own
+    collectives promise no order of additions, divided or not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Reduction:
 
     Args:
         ranks: how many the sum is divided by, those of the replicas too.
-        before: this rank's part is divided before it is sent, for the sum would overflow.
+        before: what this rank sends is divided first, for the sum would overflow.
         what: the verb it is called by.
     """
 

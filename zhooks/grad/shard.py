@@ -166,7 +166,7 @@ def shard_of(flat: Flat, pool: Pool) -> GradientShard:
 
 
 def hold(flat: Flat, tensor: Tensor, what: str = "gradient on device") -> None:
-    """Tell observers what the memory of ``tensor`` is for."""
+    """Let observers know what the memory of ``tensor`` is for."""
     if flat.bus.active:
         flat.bus.hold(what, flat.name, tensor.untyped_storage())
 

@@ -80,7 +80,7 @@ class Flat:
         group: the ranks that share the values; this one alone where they are replicated.
         buffer: what this rank keeps of them between uses.
         full, state: the gathered values, [layout.padded] in the compute dtype, and whether they are there.
-        long: one parameter that is larger than any buffer may be: what is not gathered of it passes through in pieces.
+        long: one parameter that is larger than any buffer may be: what is not gathered of it passes through in chunks.
         releasable: the full buffer comes and goes with its uses.
     """
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zhooks.comm import CONTROL, Call, chunks_of, in_order, own_parts, read
+from zhooks.comm import CONTROL, Call, chunks_of, in_order, own_ranges, read
 from zhooks.tensor import ShardedTensor
 from zhooks.unit.flat import Flat
 
@@ -74,15 +74,14 @@ def passing(flat: Flat, ranges: Ranges) -> Iterator[tuple[int, Tensor]]:
     # The range of a single parameter is the beginning of the shard: what the padding holds is nobody's.
     mine = _own(flat, ranges, 0, dtype) if len(flat.specs) == 1 else _shard(flat, ranges, dtype)
     buffer = torch.empty(flat.pool.bound // dtype.itemsize, dtype=dtype, device=flat.kind.device)
-    for piece in chunks_of(layout, buffer.numel(), layout.align):
-        full = buffer[: piece.numel * axis.world]
-        own = full[axis.rank * piece.numel : (axis.rank + 1) * piece.numel]
-        known = mine[piece.local : piece.local + piece.numel]
+    for chunk in chunks_of(layout, buffer.numel(), layout.align):
+        full = buffer[: chunk.layout.padded]
+        runs = full.split(chunk.numel)
+        own, known = runs[axis.rank], mine[chunk.local : chunk.local + chunk.numel]
         own[: known.numel()].copy_(known)
         own[known.numel() :].zero_()
-        flat.transport.all_gather(call, own, full, piece.layout).wait()
-        for rank, start in enumerate(piece.starts):
-            yield start, full[rank * piece.numel : (rank + 1) * piece.numel]
+        flat.transport.all_gather(call, own, full, chunk.layout).wait()
+        yield from zip(chunk.starts, runs, strict=True)
 
 
 @torch.no_grad()
@@ -109,7 +108,7 @@ def spread(
                     read(in_order(tensor, spec.part_stride), low - place, run[low - start : high - start])
         if broadcast is not None:
             broadcast(call, run)
-        for low, high, local in own_parts(flat.group.layout, flat.group.rank, start, stop):
+        for low, high, local in own_ranges(flat.group.layout, flat.group.rank, start, stop):
             out[local : local + high - low].copy_(run[low - start : high - start])
 
 
