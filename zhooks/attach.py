@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from zhooks.setup import (
     open_store,
     plain_unit,
     read,
-    relayout_unit,
+    relayout,
     reserve_rest,
     shards_reserve,
 )
@@ -203,11 +204,7 @@ class Attachment(Stateful, Calibrated):
     def _lay_out(self, optimizers: Sequence[torch.optim.Optimizer], before: BuildContext | None = None) -> None:
         self._runtime.reducer.reduce_owed()
         try:
-            for unit in self._units:
-                if relayout_unit(unit, self._context, optimizers, self.model, before=before) and self._stepper is not None:
-                    for optimizer in optimizers:
-                        for flat in unit.flats:
-                            self._stepper.updater.adopt(optimizer, flat)
+            relayout(self.model, self._units, self._context, optimizers, partial(self._adopt, optimizers), before=before)
         finally:
             self._runtime.take(self._units)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,14 +178,15 @@ class Stateful:
         checkpoint.check_handed(verb, objects, extra)
         check_holds(optimizers, self.model, verb)
 
-        def landed(flat: Flat) -> None:
-            if self._stepper is not None:
-                for each in optimizers:
-                    self._stepper.updater.adopt(each, flat)
-
         about = {"stage": self.policy.stage, "table": dict(self.policy.table())}
         reducer = self._runtime.reducer
         return checkpoint.RunState(
-            self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, self._runtime.scaling, landed,
-            self._rounding,
+            self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, self._runtime.scaling,
+            partial(self._adopt, optimizers), self._rounding,
         )
+
+    def _adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
+        """States of a flat that were moved or loaded on the device go to their tier."""
+        if self._stepper is not None:
+            for each in optimizers:
+                self._stepper.updater.adopt(each, flat)

@@ -226,9 +226,8 @@ def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Ca
     handles: list[RemovableHandle] = []
     with _removed_if_it_fails(handles):
         for module, entered in through.values():
-            below = {id(inner) for inner in module.modules()}
-            numbers = tuple(u.number for u in units if u in entered or any(id(entry) in below for entry in u.entries))
-            scope = Scope(names.get(id(module), "") or type(module).__name__, numbers)
+            below = {unit.number for inner in module.modules() if id(inner) in through for unit in through[id(inner)][1]}
+            scope = Scope(names.get(id(module), "") or type(module).__name__, tuple(sorted(below)))
             before = Before(runtime, entered, scope, casts)
             after = After(runtime, casts, before)
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zhooks.setup.arena import open_arena, reserve_rest, shards_reserve
-from zhooks.setup.build import BuildContext, build_units, forget_laid_out, lay_out, plain_unit, relayout_unit
+from zhooks.setup.build import BuildContext, build_units, forget_laid_out, lay_out, plain_unit, relayout
 from zhooks.setup.checks import check_holds, check_scaled, read
 from zhooks.setup.device_budget import DeviceBudget
 from zhooks.setup.looking import look
@@ -28,7 +28,7 @@ __all__ = [
     "open_store",
     "plain_unit",
     "read",
-    "relayout_unit",
+    "relayout",
     "reserve_rest",
     "shards_reserve",
 ]

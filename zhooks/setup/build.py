@@ -6,7 +6,7 @@ shards and one unit.  It never runs a forward and installs no hook.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,6 @@ from zhooks.unit import (
     Scratch,
     Unit,
     all_copies,
-    find_recurrent,
     find_slots,
     loose_references,
     spread,
@@ -84,14 +83,14 @@ def build_units(plan: Plan, context: BuildContext, units: list[Unit]) -> None:
     with loose_references(request.model):
         for number, group in enumerate(plan.groups):
             units.append(Unit(group.name, number, group.entries))
-            build_unit(request.model, group, units[-1], wide, context, materializer, scratch)
+            build_unit(group, units[-1], wide, context, materializer, scratch)
             for optimizer in request.known:
                 shard_states(units[-1], optimizer, context)
+    find_slots(request.model, units)
     materializer.buffers(context.comm)
 
 
 def build_unit(
-    model: nn.Module,
     group: Group,
     unit: Unit,
     wide: set[int],
@@ -121,7 +120,6 @@ def build_unit(
                 _swap_in(flat, 0, flat.params[0])
         else:
             _take(flat, fulls.pop(0) if meta else _place(flat, scratch), context)
-    unit.slots, unit.recurrent = find_slots(model, unit), find_recurrent(model, unit)
 
 
 def _take(flat: Flat, full: Tensor, context: BuildContext) -> None:
@@ -365,24 +363,42 @@ def shard_states(unit: Unit, optimizer: torch.optim.Optimizer, context: BuildCon
         optimizer.state[param][key] = state
 
 
+def relayout(
+    model: nn.Module,
+    units: Sequence[Unit],
+    context: BuildContext,
+    optimizers: Sequence[torch.optim.Optimizer],
+    laid: Callable[[Flat], None],
+    *,
+    before: BuildContext | None = None,
+) -> None:
+    """Lay units out anew whose parameters were frozen or unfrozen; gradients and states follow.  Collective.
+
+    Args:
+        laid: called with each new flat.
+        before: lay all units out, for the policy has changed since they were laid out on this.
+    Raises:
+        BudgetError, TierError: there is no room for a unit on some rank; that one and those after it are laid out as they were.
+    """
+    wide = _normalised(model)
+    try:
+        for unit in units:
+            if before is not None or any(p.requires_grad != flat.kind.trainable for flat in unit.flats for p in flat.params):
+                _relayout_unit(unit, context, optimizers, wide, before)
+                for flat in unit.flats:
+                    laid(flat)
+    finally:
+        find_slots(model, units)
+
+
 @torch.no_grad()
-def relayout_unit(
+def _relayout_unit(
     unit: Unit,
     context: BuildContext,
     optimizers: Sequence[torch.optim.Optimizer],
-    model: nn.Module,
-    *,
-    before: BuildContext | None = None,
-) -> bool:
-    """Lay a unit out anew where parameters were frozen or unfrozen; gradients and states follow.  Collective.
-
-    ``before``: lay it out whatever the parameters say, for the policy has changed since it was laid out on this.
-    Raises:
-        BudgetError, TierError: there is no room for it on some rank; the unit is laid out as it was.
-    """
-    if before is None and all(param.requires_grad == flat.kind.trainable for flat in unit.flats for param in flat.params):
-        return False
-    wide = _normalised(model)
+    wide: set[int],
+    before: BuildContext | None,
+) -> None:
     kinds: dict[Kind, list[Member]] = {}
     kinds_before: dict[Kind, list[Member]] = {}
     carried: list[tuple[nn.Parameter, Any, str, Tensor]] = []
@@ -415,8 +431,6 @@ def relayout_unit(
                 owner.state[param][key] = moved
         for flat in unit.flats:
             flat.node_asked = asked
-        unit.slots, unit.recurrent = find_slots(model, unit), find_recurrent(model, unit)
-    return True
 
 
 Member = tuple[str, nn.Parameter, Tensor]

@@ -25,19 +25,23 @@ class Materializer:
         self._init = init
         self._done: set[int] = set()
         # Judged before anything has memory; a module's parameters may be placed before it is filled.
-        self._meta = {id(module): module for module in model.modules() if _is_meta(module)}
+        self._meta = [module for module in model.modules() if _is_meta(module)]
+        self._owners: dict[int, list[int]] = {}
+        for place, module in enumerate(self._meta):
+            for param in module.parameters(recurse=False):
+                self._owners.setdefault(id(param), []).append(place)
 
     def unit(self, group: Group) -> None:
         """Give the modules that own the group's parameters memory and values."""
-        wanted = {id(param) for param in group.params.values()}
-        for module in list(self._meta.values()):
-            if id(module) not in self._done and any(id(p) in wanted for p in module.parameters(recurse=False)):
+        places = {place for param in group.params.values() for place in self._owners.get(id(param), ())}
+        for module in [self._meta[place] for place in sorted(places)]:
+            if id(module) not in self._done:
                 self._fill(module)
 
     def buffers(self, comm: Comm) -> None:
         """Fill modules that own only buffers, then make all buffers equal to rank 0's, tp included where it has them whole."""
         with all_or_none(comm.stage, "attach"):
-            for module in self._meta.values():
+            for module in self._meta:
                 if id(module) not in self._done:
                     self._fill(module)
         if self.sync:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zhooks.unit.flat import Flat, Links, State
 from zhooks.unit.full_values import Ranges, all_copies, full_copies, passing, spread
 from zhooks.unit.pool import Pool, Scratch
-from zhooks.unit.unit import Unit, find_around, find_recurrent, find_slots, loose_references
+from zhooks.unit.unit import Unit, find_around, find_slots, loose_references
 
 __all__ = [
     "Flat",
@@ -17,7 +17,6 @@ __all__ = [
     "Unit",
     "all_copies",
     "find_around",
-    "find_recurrent",
     "find_slots",
     "full_copies",
     "loose_references",

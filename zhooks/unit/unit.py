@@ -138,26 +138,24 @@ class Unit:
             module.hide()
 
 
-def find_slots(model: nn.Module, unit: Unit) -> list[Slot]:
-    """Every place in the tree that holds a parameter of ``unit``."""
-    where = {id(param): (f, i) for f, flat in enumerate(unit.flats) for i, param in enumerate(flat.params)}
-    slots = []
+def find_slots(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Let every unit know the places in the tree that hold its parameters, all units in one walk.
+
+    RNNs rebuild their list of weights from their attributes; it is put back with the sharded parameters.
+    """
+    where: dict[int, tuple[Unit, int, int]] = {}
+    for unit in units:
+        unit.slots, unit.recurrent = [], []
+        where |= {id(param): (unit, f, i) for f, flat in enumerate(unit.flats) for i, param in enumerate(flat.params)}
     for module in model.modules():
         for key, param in module._parameters.items():
             if id(param) in where:
-                slots.append(Slot(module._parameters, key, *where[id(param)]))
-    return slots
-
-
-def find_recurrent(model: nn.Module, unit: Unit) -> list[Recurrent]:
-    """RNNs rebuild their list of weights from their attributes; it is put back with the sharded parameters."""
-    mine = {id(param) for flat in unit.flats for param in flat.params}
-    found = []
-    for module in model.modules():
+                unit, flat, index = where[id(param)]
+                unit.slots.append(Slot(module._parameters, key, flat, index))
         weights = module.__dict__.get("_flat_weights")
-        if isinstance(weights, list) and any(id(weight) in mine for weight in weights):
-            found.append(Recurrent(module, tuple(weights)))
-    return found
+        if isinstance(weights, list):
+            for unit in {where[id(weight)][0] for weight in weights if id(weight) in where}:
+                unit.recurrent.append(Recurrent(module, tuple(weights)))
 
 
 def find_around(units: Sequence[Unit]) -> None:

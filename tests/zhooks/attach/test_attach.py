@@ -351,3 +351,30 @@ def test_a_unit_of_several_dtypes_and_frozen_parameters_keeps_every_value(stage:
     zhooks.attach(model, policy={"stage": stage})
     for name, param in model.named_parameters():
         assert torch.equal(param.full_tensor(), expected[name]), name
+
+
+class CountedWalks(nn.Sequential):
+    """How often somebody walked over all modules of the model."""
+
+    walks = 0
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        self.walks += 1
+        return super().named_modules(*args, **kwargs)
+
+
+@on_ranks(1, meta=(False, True))
+def test_the_model_is_walked_as_often_however_many_units_it_has(meta: bool) -> None:
+    counts = []
+    for layers in (2, 12):
+        with torch.device("meta" if meta else "cpu"):
+            model = CountedWalks(*[nn.Linear(4, 4) for _ in range(layers)])
+        attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}})
+        assert len(attachment._units) == layers
+        attached, model.walks = model.walks, 0
+        for layer in model:
+            layer.requires_grad_(False)
+        model(torch.ones(1, 4))
+        counts.append((attached, model.walks))
+        attachment.detach()
+    assert counts[0] == counts[1]
