@@ -137,7 +137,7 @@ MAY_IMPORT = {"offload": {"offload"}, "zprof": {"offload", "zprof"}, "zhooks": {
 #: From the top down: what is in a package imports from its own line and from lines below.
 ORDER = {
     "zhooks": (
-        "__init__ attach attached_state", "setup", "report", "checkpoint", "run", "optim", "activation", "grad", "unit",
+        "__init__ attach attached_state", "build", "plan", "report", "checkpoint", "run", "optim", "activation", "grad", "unit",
         "tensor", "comm", "layout", "refusals tiling",
     ),
     "offload": (

@@ -240,8 +240,8 @@ def test_parameters_say_cuda_while_their_ranges_lie_in_host_memory(tier: str, tm
     train(under, optimizer, 1)
     x = torch.randint(0, 64, (4, 16)).cuda()
     under(x).float().square().mean().backward()
-    assert attachment._store is not None
-    attachment._store.flush()
+    assert attachment._tiers.store is not None
+    attachment._tiers.store.flush()
     for param in under.parameters():
         states = [state for state in optimizer.state[param].values() if state.dim()]
         for tensor in (param, param.grad, *states):
@@ -281,8 +281,8 @@ def test_device_memory_is_the_same_after_the_third_step_and_after_the_twentieth(
     for number in range(20):
         torch.cuda.reset_peak_memory_stats()
         train(under, optimizer, 1)
-        assert attachment._store is not None
-        attachment._store.flush()
+        assert attachment._tiers.store is not None
+        attachment._tiers.store.flush()
         torch.cuda.synchronize()
         if number >= 2:
             held.append(torch.cuda.memory_allocated())

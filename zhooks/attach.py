@@ -20,39 +20,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from offload.errors import AttachError, PolicyError
 from offload.events import Bus, Observer
 from offload.policy import Policy
-from offload.store import Store
-from offload.tier import Tier
 from zhooks.activation import check_axis
 from zhooks.attached_state import Stateful
+from zhooks.build import BuildContext, build_units, open_tiers, relayout_units, restore_units
 from zhooks.checkpoint import StockState
 from zhooks.comm import CONTROL, Call, Comm, all_or_none, disagreement, meet, open_comm, policy_facts, refused_by_all
-from zhooks.layout import Table
-from zhooks.optim import Optimizers, Rounding, Stepper, watch_steps
-from zhooks.report import Calibrated, MemoryReport, Observation, describe, memory_report, state_held
-from zhooks.run import Casts, Choices, Map, Runtime, chart, install, remove
-from zhooks.setup import (
-    BuildContext,
+from zhooks.layout import PP, TP, Table, UnitPlan
+from zhooks.optim import Optimizers, Rounding, watch_steps
+from zhooks.plan import (
     DeviceBudget,
+    Layouts,
     Plan,
-    build_units,
-    change_store,
     check_change,
     check_scaled,
-    forget_laid_out,
-    groups_of,
-    lay_out,
     look,
-    open_arena,
-    open_stepper,
-    open_store,
-    plain_unit,
     read,
-    relayout,
-    reserve_rest,
+    rest_reserve,
     shards_reserve,
 )
+from zhooks.report import Calibrated, MemoryReport, Observation, describe, memory_report, state_held
+from zhooks.run import Casts, Choices, Map, Runtime, chart, install, remove
 from zhooks.tensor import Overflow, Registries
-from zhooks.unit import Pool, Unit, loose_references
+from zhooks.unit import Links, Pool, Unit
 
 
 def attach(
@@ -97,28 +86,25 @@ class Attachment(Stateful, Calibrated):
 
     def __init__(self, plan: Plan, comm: Comm, undo: ExitStack) -> None:
         """``undo`` puts everything back that was done before; it is taken over once all is done."""
-        request, policy, stage = plan.request, plan.request.policy, comm.stage
+        request, policy = plan.request, plan.request.policy
         self.model, self.policy, self._known = request.model, policy, request.known
-        self._comm, self._table, self._bus = comm, plan.table, Bus()
+        self._comm, self._table, self._device, self._bus = comm, plan.table, request.device, Bus()
         self._pool = Pool(policy.comm.buffer, self._bus)
         self._rounding = Rounding(policy.optimizer.seed)
         self._units: list[Unit] = []
-        self._stepper: Stepper | None = None
-        self._store: Store | None = None
-        if plan.tiers is not None:
-            self._store = open_store(policy, request.device, plan.tiers, comm, self._bus)
-        for put_back in (self._shut_store, self._pool.clear, self._unmake):
-            undo.callback(put_back)
-        self._context = BuildContext(policy, plan.table, comm, self._pool, self._bus, request.sync, self._store)
-        with all_or_none(stage, "attach"):
-            self._pool.arena = open_arena(plan.arena, request.device, self._bus)
+        self._tiers = open_tiers(policy, request.device, plan.tiers, comm, self._bus)
+        # An attach that failed knows the optimizer it was given alone; what `apply` put in the place of tiers is shut, too.
+        undo.callback(lambda: self._tiers.shut())
+        undo.callback(self._pool.clear)
+        undo.callback(lambda: self._make_plain(self._known))
+        with all_or_none(comm.stage, "attach"):
+            self._pool.keep(plan.reserve, request.device)
             self._runtime = Runtime(
                 self.model, policy, comm, self._pool, self._bus, spare=plan.headroom.spare, follow_freezes=self._follow_freezes
             )
             undo.callback(self._runtime.close)
-        self._context = replace(self._context, runtime=self._runtime)
-        build_units(plan, self._context, self._units)
-        with all_or_none(stage, "attach"):
+        build_units(plan, self._context(), self._units)
+        with all_or_none(comm.stage, "attach"):
             self._size_pool(plan.headroom.spare)
             self._listen(plan, undo)
         self._undo: ExitStack | None = undo.pop_all()
@@ -127,7 +113,7 @@ class Attachment(Stateful, Calibrated):
         """Run the model that was built: modules, optimizers and observers are listened to from now on."""
         runtime, scaling = self._runtime, self._runtime.scaling
         runtime.take(self._units)
-        runtime.saved.follow(self.policy, self._units, self._store, self._pool.arena)
+        runtime.saved.follow(self.policy, self._units, self._tiers.store, self._pool.arena)
         self._casts, registries = Casts(scaling), Registries()
         self._device_budget = DeviceBudget(self._comm, self._units, self.policy, plan.headroom, self._keep_within)
         stock = StockState(self.model, self._units, self._comm, runtime.finish_backward)
@@ -146,42 +132,26 @@ class Attachment(Stateful, Calibrated):
         begin(self._optimizers, self._known)
         begin(self._device_budget)
         begin(scaling, watch_steps)
-        undo.callback(self._close_stepper)
-        self._step_over_tiers()
+        undo.callback(lambda: self._tiers.end_steps())
+        self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding)
         self._bus.told_by(self._state_held)
 
-    # Each puts back what one step of attach has done, if it was done.
-
-    def _close_stepper(self) -> None:
-        if self._stepper is not None:
-            self._stepper.close()
-
-    def _unmake(self) -> None:
-        """What ``detach`` has not done: an attach that failed knows the optimizer it was given alone."""
-        self._make_plain(self._known)
+    def _context(self) -> BuildContext:
+        """What flats are built on now."""
+        runtime, beside = self._runtime, {TP: self._comm.tp, PP: self._comm.pp}
+        links = Links(self._bus, self._tiers.store, beside, runtime.asked, runtime.node, runtime.scaling)
+        return BuildContext(self._comm, self._pool, links)
 
     def _make_plain(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Full parameters, gradients and optimizer states; of units that are plain already, nothing.  Collective."""
-        if self._store is not None:
-            self._store.unwind()
-        with loose_references(self.model):
-            for unit in self._units:
-                plain_unit(unit, optimizers, narrow=self.policy.optimizer.rounding == "stochastic")
-
-    def _shut_store(self) -> None:
-        if self._store is not None:
-            self._store.shut()
+        self._tiers.unwind()
+        restore_units(self.model, self._units, optimizers, narrow=self.policy.optimizer.rounding == "stochastic")
 
     def _state_held(self) -> None:
         if self._runtime.saved.partition is not None:
             self._runtime.saved.partition.state_held()
-        state_held(self._live("observe", (), None), self.policy, self._store, self._optimizers.here())
-        if self._pool.arena is not None:
-            self._pool.arena.tell()
-
-    def _step_over_tiers(self) -> None:
-        if self._store is not None:
-            self._stepper = open_stepper(self.policy, self._store, self._bus, self._units, self._runtime, self._rounding)
+        state_held(self._live("observe", (), None), self.policy, self._tiers.store, self._optimizers.here())
+        self._pool.tell()
 
     def _keep_within(self, spare: int | None) -> None:
         """So many bytes of gathered units may stay between forward and backward, from now on."""
@@ -190,21 +160,21 @@ class Attachment(Stateful, Calibrated):
 
     def _size_pool(self, spare: int | None) -> None:
         """Keep as many idle buffers as the schedule has under way at once, or reserve memory for them."""
-        flats = [flat for unit in self._units for flat in unit.flats]
-        self._pool.paged = any(flat.kind.tiers.parameter is Tier.DISK for flat in flats)
-        sizes = sorted((f.layout.padded * max(f.kind.compute.itemsize, f.kind.reduce.itemsize) for f in flats), reverse=True)
-        sizes = [min(size, self._pool.bound) for size in sizes]
-        reserve_rest(self._pool.arena, self.policy, self._units, spare)
-        self._pool.idle_nbytes = sum(sizes[: 2 + self.policy.schedule.prefetch])
+        self._pool.keep(rest_reserve(self.policy, self._device, self._plans(), spare), self._device)
+
+    def _plans(self) -> list[UnitPlan]:
+        """How units are laid out now."""
+        return [unit.plan for unit in self._units]
 
     def _follow_freezes(self) -> None:
         """Lay parameters out anew that were frozen or unfrozen since the last step.  Collective."""
-        self._lay_out(self._optimizers.agreed("lay out"))
+        layouts = Layouts.of(self.model, self.policy, self._comm, self._device)
+        self._lay_out(layouts.following(self._plans()), self._optimizers.agreed("lay out"))
 
-    def _lay_out(self, optimizers: Sequence[torch.optim.Optimizer], before: BuildContext | None = None) -> None:
+    def _lay_out(self, plans: Sequence[UnitPlan], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._runtime.reducer.reduce_owed()
         try:
-            relayout(self.model, self._units, self._context, optimizers, partial(self._adopt, optimizers), before=before)
+            relayout_units(self.model, self._units, plans, self._context(), optimizers, partial(self._tiers.adopt, optimizers))
         finally:
             self._runtime.take(self._units)
 
@@ -225,43 +195,38 @@ class Attachment(Stateful, Calibrated):
         problem = disagreement(self._comm.stage, {"policy": policy_facts(chosen)[1]})
         if problem:
             raise PolicyError(problem)
-        check_change(self.policy, chosen, self._store)
+        check_change(self.policy, chosen, self._tiers.fixed)
         check_scaled(self.model, chosen)
         check_axis(chosen, self._comm.names)
-        charted = chart(self.model, self._units, chosen)
+        charted = chart(self.model, self._plans(), chosen)
         with self._runtime.laying_out():
             self._check_at_rest("apply")
-            device = self._apply(chosen, charted)
-        self._keep_within(self._device_budget.change(chosen, device))
+            self._apply(chosen, charted)
+        self._keep_within(self._device_budget.change(chosen, self._device))
 
-    def _apply(self, chosen: Policy, charted: Map) -> torch.device:
-        """Take everything over to a policy that was found possible; returns the device of the shards.  Collective."""
+    def _apply(self, chosen: Policy, charted: Map) -> None:
+        """Take everything over to a policy that was found possible.  Collective."""
         optimizers = self._optimizers.with_ranges("apply")
-        table, device = Table.of(chosen.table()), self._units[0].flats[0].kind.device
-        if chosen.tiered or self._store is not None:
-            self._store = change_store(self._store, chosen, device, self._units, table, self._comm, self._bus)
-        self.policy, self._table = chosen, table
+        layouts = Layouts.of(self.model, chosen, self._comm, self._device)
+        plans = [layouts.anew(plan) for plan in self._plans()]
+        self._tiers = self._tiers.change(chosen, self._device, plans, self._comm, self._bus)
+        self.policy, self._table = chosen, Table.of(chosen.table())
         self._rounding.seed = chosen.optimizer.seed
-        before, self._context = self._context, replace(self._context, policy=chosen, table=self._table, store=self._store)
-        self._close_stepper()
+        self._tiers.end_steps()
         self._pool.clear()
-        self._pool.arena = None
         try:
             with all_or_none(self._comm.stage, "apply"):
-                self._step_over_tiers()
-                units = lay_out(self.model, groups_of(self._units), self._context, device)
-                self._pool.arena = open_arena(shards_reserve(chosen, device, units), device, self._bus)
-                forget_laid_out(units)
-            self._lay_out(optimizers, before)
+                self._tiers.step(chosen, self._bus, self._units, self._runtime, self._rounding)
+                self._pool.keep(shards_reserve(chosen, self._device, plans), self._device)
+            self._lay_out(plans, optimizers)
         finally:
             self._casts.open(chosen.precision, charted)
             self._runtime.scaling.change(chosen.precision)
             self._runtime.reducer.change(most=chosen.schedule.max_reductions, unreduced=self._table.accumulates_unreduced)
-            self._runtime.saved.follow(chosen, self._units, self._store, self._pool.arena)
+            self._runtime.saved.follow(chosen, self._units, self._tiers.store, self._pool.arena)
             self._size_pool(0)
             # Nothing is kept between forward and backward until the budget is known to allow it.
             self._runtime.paths.choices = Choices(chosen.schedule.prefetch, chosen.schedule.reshard_after_forward, 0)
-        return device
 
     def detach(self) -> nn.Module:
         """Restore the plain model: full parameters, gradients and optimizer states, no hook left.  Collective.

@@ -20,11 +20,12 @@ from offload.events import Bus
 from offload.policy import Policy
 from offload.text import shown_path
 from zhooks import checkpoint
+from zhooks.build import Tiers
 from zhooks.comm import Comm, Together
-from zhooks.optim import Optimizers, Rounding, Stepper
+from zhooks.optim import Optimizers, Rounding
+from zhooks.plan import check_holds
 from zhooks.run import Runtime
-from zhooks.setup import check_holds
-from zhooks.unit import Flat, Unit
+from zhooks.unit import Unit
 
 
 class Stateful:
@@ -37,7 +38,7 @@ class Stateful:
     _comm: Comm
     _bus: Bus
     _known: tuple[torch.optim.Optimizer, ...]
-    _stepper: Stepper | None
+    _tiers: Tiers
     _rounding: Rounding
     _optimizers: Optimizers
     _undo: ExitStack | None
@@ -182,11 +183,5 @@ class Stateful:
         reducer = self._runtime.reducer
         return checkpoint.RunState(
             self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, self._runtime.scaling,
-            partial(self._adopt, optimizers), self._rounding,
+            partial(self._tiers.adopt, optimizers), self._rounding,
         )
-
-    def _adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
-        """States of a flat that were moved or loaded on the device go to their tier."""
-        if self._stepper is not None:
-            for each in optimizers:
-                self._stepper.updater.adopt(each, flat)

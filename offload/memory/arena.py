@@ -1,8 +1,8 @@
 """Memory reserved ahead for what lives long, so that what lives briefly never strands between it (MD).
 
-``zhooks/unit/pool.py`` takes ranges for shards, gathered units and sums, ``zhooks/activation/inputs.py`` for what recomputed
-units keep; the sizes are a plan's (``zhooks/setup/arena.py``).  It never moves anything, and never hands out memory that
-anybody still holds.
+``zhooks/unit/buffer_pool.py`` takes ranges for shards, gathered units and sums, ``zhooks/activation/inputs.py`` for what
+recomputed units keep; the sizes are a plan's (``zhooks/plan/arena.py``).  It never moves anything, and never hands out memory
+that anybody still holds.
 
 Source: ZeRO, arXiv:1910.02054, sections 3.2 and 6.3.
 

@@ -52,7 +52,7 @@ class Census(TorchDispatchMode):
             return NotImplemented
         where = _whose(sys._getframe(1))
         # Not before the pool has handed it out is what it made in its place: a full buffer its unit's.
-        if self._more and where != "zhooks/unit/pool.py:Pool.take":
+        if self._more and where != "zhooks/unit/buffer_pool.py:Pool.take":
             self.weigh()
         out = func(*args, **(kwargs or {}))
         if where is not None:

@@ -7,6 +7,7 @@ from zhooks.layout.kind import DTYPES, FLATS, PIECE_NBYTES, Cut, Kind, kind_of, 
 from zhooks.layout.mesh import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, resolve
 from zhooks.layout.placement import Placement, Table
 from zhooks.layout.ranges import ALIGN_BYTES, Layout, Piece, Segment, flat_layout
+from zhooks.layout.unit_plan import FlatPlan, UnitPlan
 from zhooks.layout.units import Group, find_units
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Axis",
     "Cut",
     "Division",
+    "FlatPlan",
     "Group",
     "Kind",
     "Layout",
@@ -31,6 +33,7 @@ __all__ = [
     "Placement",
     "Segment",
     "Table",
+    "UnitPlan",
     "find_units",
     "flat_layout",
     "hollow",

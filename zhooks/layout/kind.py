@@ -1,6 +1,6 @@
 """What parameters of one flat buffer have in common, and how that buffer is held.
 
-``setup/build.py`` sorts a unit's parameters by it; every module that sees a flat buffer reads it.  Facts only.
+``plan/layouts.py`` sorts a unit's parameters by it; every module that sees a flat buffer reads it.  Facts only.
 """
 
 from __future__ import annotations

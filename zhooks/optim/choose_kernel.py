@@ -1,6 +1,6 @@
 """How the parameters of an optimizer are updated: the one place that chooses.
 
-``setup/tiers.py`` asks it once; ``updater.py`` asks what it returns for every flat.  An optimizer that updates whole matrices
+``build/tiers.py`` asks it once; ``updater.py`` asks what it returns for every flat.  An optimizer that updates whole matrices
 gets a kernel of its own here.
 """
 

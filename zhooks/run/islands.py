@@ -23,8 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from offload.errors import AttachError
 from offload.policy import Policy
-from zhooks.layout import DTYPES
-from zhooks.unit import Unit
+from zhooks.layout import DTYPES, UnitPlan
 
 __all__ = ["Island", "Map", "chart"]
 
@@ -66,7 +65,7 @@ class _Ruled:
         return found.pop() if len(found) == 1 and self.ruled.issuperset(params) else None
 
 
-def chart(model: nn.Module, units: Sequence[Unit], policy: Policy) -> Map:
+def chart(model: nn.Module, units: Sequence[UnitPlan], policy: Policy) -> Map:
     """Where ``model`` computes in which dtype under ``policy``.
 
     Raises:
@@ -86,12 +85,11 @@ def chart(model: nn.Module, units: Sequence[Unit], policy: Policy) -> Map:
     return Map(said, tuple(Island(module, dtype, outside) for module, dtype in _outermost(model, ruled, outside)))
 
 
-def _ruled(model: nn.Module, units: Sequence[Unit], policy: Policy) -> _Ruled:
+def _ruled(model: nn.Module, units: Sequence[UnitPlan], policy: Policy) -> _Ruled:
     # Norms with running statistics mix dtypes by themselves.
     exempt = {id(p) for m in model.modules() if isinstance(m, _NormBase) for p in m.parameters(recurse=False)}
-    flats = [flat for unit in units for flat in unit.flats if flat.kind.master.is_floating_point]
-    places = [(param, spec.name, flat) for flat in flats for param, spec in zip(flat.params, flat.specs, strict=True)]
-    places = [place for place in places if id(place[0]) not in exempt]
+    members = [member for unit in units for member in unit.members() if member[0].kind.master.is_floating_point]
+    places = [(param, name, flat) for flat, name, param in members if id(param) not in exempt]
     said = {name: policy.dtypes(name).param for _, name, _ in places}
     rules = [rule for rule in policy.rule if rule.precision.param is not None]
     return _Ruled(

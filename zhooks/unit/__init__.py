@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from zhooks.unit.buffer_pool import Pool, Reserve, Scratch
 from zhooks.unit.flat import Flat, Links, State
 from zhooks.unit.full_values import Ranges, all_copies, full_copies, passing, spread
-from zhooks.unit.pool import Pool, Scratch
 from zhooks.unit.unit import Unit, find_around, find_slots, loose_references
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Links",
     "Pool",
     "Ranges",
+    "Reserve",
     "Scratch",
     "State",
     "Unit",

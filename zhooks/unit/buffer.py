@@ -13,7 +13,6 @@ Note: [Master and copy]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,9 +22,9 @@ from offload.errors import ShardedOpError
 from offload.store import Block, BlockRange, Mode, Store
 from offload.tier import Tier
 from zhooks.comm import GATHER, Call, Work, gather
-from zhooks.layout import Kind
+from zhooks.layout import FlatPlan, Kind
 from zhooks.tensor import ShardGroup
-from zhooks.unit.pool import Pool
+from zhooks.unit.buffer_pool import Pool
 
 __all__ = ["Buffer", "buffer_of"]
 
@@ -55,11 +54,6 @@ class Buffer:
         self.lent = False
         self.copy: Block | None = None
         self.writes = 0
-
-    @property
-    def reserved_nbytes(self) -> int:
-        """What ``reserve`` takes of the device."""
-        return self._layout.shard_numel * self._kind.master.itemsize
 
     @property
     def held_nbytes(self) -> tuple[int, int]:
@@ -143,10 +137,6 @@ class FullBuffer(Buffer):
     in_full = True
 
     @property
-    def reserved_nbytes(self) -> int:
-        return 0
-
-    @property
     def memory(self) -> Tensor | None:
         return None
 
@@ -169,10 +159,9 @@ class StoreBuffer(Buffer):
         wanted: what ``reserve`` puts into the store: the masters, then the copy if there is one; see Note [Master and copy].
     """
 
-    def __init__(self, group: ShardGroup, kind: Kind, pool: Pool, store: Store | None, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, group: ShardGroup, kind: Kind, pool: Pool, store: Store, wanted: Sequence[Wanted]) -> None:
         super().__init__(group, kind, pool)
-        # A flat that is only planned has no store, and is never reserved.
-        self._store, self._wanted = cast(Store, store), wanted
+        self._store, self._wanted = store, wanted
         self._blocks: list[Block] = []
         self._copied = -1
         self._sending: list[Block] = []
@@ -188,10 +177,6 @@ class StoreBuffer(Buffer):
     def sends(self) -> Block:
         """What a gather reads."""
         return self._blocks[-1]
-
-    @property
-    def reserved_nbytes(self) -> int:
-        return 0
 
     @property
     def held_nbytes(self) -> tuple[int, int]:
@@ -316,28 +301,18 @@ class SharedLongBuffer(SharedStoreBuffer):
         return full[start:stop]
 
 
-def buffer_of(group: ShardGroup, kind: Kind, pool: Pool, store: Store | None, *, resident: bool, long: bool) -> Buffer:
-    """The buffer of one flat, without memory yet.
-
-    Args:
-        store: where there are tiers; None, too, for a flat that is only planned.
-        resident: the full buffer stays between uses.
-        long: one parameter that is larger than any buffer may be.
-    """
-    layout, tiers = group.layout, kind.tiers
-    wanted: list[Wanted] = []
+def buffer_of(plan: FlatPlan, group: ShardGroup, pool: Pool, store: Store | None) -> Buffer:
+    """The buffer of one flat, without memory yet; ``store``: where there are tiers."""
+    kind, tiers = plan.kind, plan.kind.tiers
+    if not plan.stored:
+        return (FullBuffer if plan.in_full else Buffer)(group, kind, pool)
+    assert store is not None
+    wanted: list[Wanted] = [("parameter", kind.master, tiers.parameter)]
     if kind.apart:
         wanted = [("optimizer/master", kind.master, tiers.optimizer), ("copy", kind.compute, tiers.parameter)]
-    elif tiers.parameter is not Tier.DEVICE:
-        wanted = [("parameter", kind.master, tiers.parameter)]
-    if wanted and layout.padded:
-        shared = SharedMasterBuffer if resident else SharedLongBuffer if long else SharedStoreBuffer
-        made = shared if group.sharded else StoreBuffer
-        return made(group, kind, pool, store, wanted[:1] if resident else wanted)
-    in_place = not group.sharded or (resident and len(layout.segments) == 1)
-    if not layout.padded or (in_place and kind.master == kind.compute):
-        return FullBuffer(group, kind, pool)
-    return Buffer(group, kind, pool)
+    shared = SharedMasterBuffer if plan.resident else SharedLongBuffer if plan.long else SharedStoreBuffer
+    made = shared if plan.sharded else StoreBuffer
+    return made(group, kind, pool, store, wanted[:1] if plan.resident else wanted)
 
 
 def _nothing() -> None:

@@ -1,6 +1,6 @@
 """One flat buffer: parameters of a kind, and whether they are released, being gathered, or gathered.
 
-``unit.py`` tells it to gather and release; the sharded tensor asks it for values; ``setup/build.py`` makes it.  It never
+``unit.py`` tells it to gather and release; the sharded tensor asks it for values; ``build/shard.py`` makes it.  It never
 decides when anything happens and knows nothing of modules.
 
 Note: [Release]
@@ -25,11 +25,11 @@ from offload.events import Bus
 from offload.policy import Footprint
 from offload.store import BlockRange, Store
 from zhooks.comm import DONE, Transport, Work
-from zhooks.layout import Kind, Layout
+from zhooks.layout import FlatPlan
 from zhooks.refusals import too_late
 from zhooks.tensor import ParamShard, ShardGroup, Watch
 from zhooks.unit.buffer import buffer_of
-from zhooks.unit.pool import Pool
+from zhooks.unit.buffer_pool import Pool
 from zhooks.unit.views import Views
 
 
@@ -72,11 +72,8 @@ class Links:
 class Flat:
     """The parameters of one unit that share a ``Kind``, as one padded flat range over the ranks of ``transport``.
 
-    Args:
-        layout: divides the full buffer over those ranks, for reductions where each keeps all of it too.
-        replicated: each rank keeps and updates all of it.
-        resident: the full buffer stays between uses.
     Attributes:
+        plan: what it was made of; names, sizes and the rest of it are in there.
         group: the ranks that share the values; this one alone where they are replicated.
         buffer: what this rank keeps of them between uses.
         full, state: the gathered values, [layout.padded] in the compute dtype, and whether they are there.
@@ -84,50 +81,32 @@ class Flat:
         releasable: the full buffer comes and goes with its uses.
     """
 
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        kind: Kind,
-        layout: Layout,
-        *,
-        replicated: bool,
-        resident: bool,
-        transport: Transport,
-        pool: Pool,
-        links: Links,
-    ) -> None:
-        self.name, self.number, self.kind, self.layout = name, number, kind, layout
-        self.resident, self.transport, self.pool = resident, transport, pool
+    def __init__(self, plan: FlatPlan, *, transport: Transport, pool: Pool, links: Links) -> None:
+        self.plan, self.name, self.number, self.kind, self.layout = plan, plan.name, plan.number, plan.kind, plan.layout
+        self.resident, self.long, self.transport, self.pool = plan.resident, plan.long, transport, pool
         self.bus, self.store, self.ask, self.node = links.bus, links.store, links.ask, links.node
         self.group = ShardGroup(
-            name,
-            number,
-            kind.device,
-            layout,
+            plan.name,
+            plan.number,
+            plan.kind.device,
+            plan.layout,
             transport,
-            replicated=replicated,
+            replicated=plan.replicated,
             buffer_nbytes=pool.bound,
             beside=links.beside,
             watch=links.watch,
         )
-        self.long = len(layout.numels) == 1 and layout.padded * kind.wide > pool.bound
-        self.buffer = buffer_of(self.group, kind, pool, links.store, resident=resident, long=self.long)
+        self.buffer = buffer_of(plan, self.group, pool, links.store)
         self.version = self.buffer.version
-        self.sharded, self.shard_numel = self.group.sharded, self.group.layout.shard_numel
-        self.releasable = not (resident or self.buffer.in_full)
-        self.full_nbytes = layout.padded * kind.compute.itemsize
-        # Of the full buffer: what comes and goes with its uses, and what stays beside the shard.
-        self.transient_nbytes = self.full_nbytes if self.releasable else 0
-        self.resident_nbytes = 0 if self.buffer.in_full else self.full_nbytes - self.transient_nbytes
-        # A partial gradient.
-        self.sum_nbytes = layout.padded * kind.reduce.itemsize
-        self.moved_nbytes = self.full_nbytes if self.sharded else 0
+        # Asked many times a step.
+        self.sharded, self.shard_numel, self.releasable = plan.sharded, plan.shard_numel, plan.releasable
+        self.full_nbytes, self.moved_nbytes, self.sum_nbytes = plan.full_nbytes, plan.moved_nbytes, plan.sum_nbytes
+        self.transient_nbytes, self.resident_nbytes = plan.transient_nbytes, plan.resident_nbytes
         self.params: list[nn.Parameter] = []
         self.specs: list[ParamShard] = []
         self.full: Tensor | None = None
         self.state = State.RELEASED
-        self.views = Views(kind, layout, self.specs)
+        self.views = Views(plan.kind, plan.layout, self.specs)
         # The shard holds the parameters' values, on every rank that shares it: of an attach that failed half way, not yet.
         self.holds = False
         # Somebody asked autograd for the accumulation node of one of the parameters, and may have put hooks on it.
@@ -181,7 +160,7 @@ class Flat:
 
     def footprint(self) -> tuple[Footprint, Footprint, Footprint]:
         """What this rank keeps between steps: parameter, gradient and masters, by the layout and the policy's dtypes."""
-        return self.kind.footprint(self.layout.padded, self.shard_numel, resident=self.resident)
+        return self.plan.footprint()
 
     def held_nbytes(self) -> tuple[int, int]:
         """Bytes that exist of the parameter's cell, and of masters."""

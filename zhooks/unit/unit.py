@@ -1,6 +1,6 @@
 """One unit: parameters gathered together, and the places in modules where they are put while in use.
 
-``run/runtime.py`` tells it to gather, show, hide and release; ``setup/build.py`` makes it.  It never decides when.
+``run/runtime.py`` tells it to gather, show, hide and release; ``build/shard.py`` makes it.  It never decides when.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from offload.errors import AttachError, ShardedOpError
-from zhooks.layout import mark_of
+from zhooks.layout import UnitPlan, mark_of
 from zhooks.unit.flat import Flat
 
 
@@ -45,8 +45,8 @@ class Recurrent:
 class Unit:
     """A group of parameters gathered together, and the places in modules where they are put while in use."""
 
-    def __init__(self, name: str, number: int, entries: list[nn.Module]) -> None:
-        self.name, self.number, self.entries = name, number, entries
+    def __init__(self, plan: UnitPlan) -> None:
+        self.plan, self.name, self.number, self.entries = plan, plan.name, plan.number, plan.group.entries
         self.flats: list[Flat] = []
         self.slots: list[Slot] = []
         self.recurrent: list[Recurrent] = []
@@ -60,15 +60,15 @@ class Unit:
 
     @property
     def releasable(self) -> bool:
-        return any(flat.releasable for flat in self.flats)
+        return self.plan.releasable
 
     @property
     def trainable(self) -> bool:
-        return any(flat.kind.trainable for flat in self.flats)
+        return self.plan.trainable
 
     @property
     def full_nbytes(self) -> int:
-        return sum(flat.full_nbytes for flat in self.flats)
+        return self.plan.full_nbytes
 
     def prepare(self) -> None:
         """Start fetching what the next gather sends from the tiers it is on."""

@@ -77,8 +77,8 @@ def test_zero_grad_frees_gradients_on_tiers(stage: int, tier: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             assert gradients(attachment) == (0, 0)
-        attachment._store.flush()
-        assert not [what for what, _ in attachment._store.budget.account._levels if what.startswith("gradient")]
+        attachment._tiers.store.flush()
+        assert not [what for what, _ in attachment._tiers.store.budget.account._levels if what.startswith("gradient")]
         attachment.detach()
 
 

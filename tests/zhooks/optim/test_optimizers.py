@@ -239,7 +239,7 @@ def test_attach_collects_no_garbage_for_optimizers_without_state(monkeypatch: py
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("collected"))
-    monkeypatch.setattr(sys.modules["zhooks.setup.build"], "forget_idle_graphs", lambda: None)
+    monkeypatch.setattr(sys.modules["zhooks.build.shard"], "forget_idle_graphs", lambda: None)
     attachment = zhooks.attach(model, policy=POLICY)
     monkeypatch.undo()
     attachment.detach()

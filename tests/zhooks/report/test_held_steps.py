@@ -65,7 +65,7 @@ class Watched:
     def rest(self, where: str) -> None:
         known = {what: nbytes for what, nbytes in self.levels.table().items() if what.endswith("on device")}
         assert known == on_device(self.attachment, self.optimizer), where
-        store = self.attachment._store
+        store = self.attachment._tiers.store
         for tier in (Tier.HOST, Tier.DISK):
             assert self.levels.on(tier.value) == (0 if store is None else store.budget.used(tier)), f"{where}: {tier}"
 

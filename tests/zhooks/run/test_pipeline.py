@@ -20,7 +20,7 @@ import zhooks
 from offload.events import Recorder
 from tests.support.on_ranks import on_ranks
 from tests.support.pipelines import Pipeline, Plain, batch_of, loss_of, mean_over, mesh_of, mine_of, parts, pipeline, share
-from zhooks.setup.device_budget import device_floor
+from zhooks.plan.device_budget import device_floor
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 10
@@ -218,7 +218,8 @@ def test_a_budget_of_the_device_counts_the_sum_that_microbatches_leave() -> None
     mesh, model = mesh_of(2, 2), nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
     policy: dict[str, Any] = {"stage": 3, "units": {"min_numel": 0}}
     attachment = zhooks.attach(model, mesh=mesh, policy=policy)
-    few, all_of_them = (device_floor(attachment.policy, attachment._units, whole_sums=whole) for whole in (False, True))
+    plans = [unit.plan for unit in attachment._units]
+    few, all_of_them = (device_floor(attachment.policy, plans, whole_sums=whole) for whole in (False, True))
     attachment.detach()
     assert all_of_them >= few + 4 * 64 * 64 * 4
     with pytest.raises(zhooks.BudgetError, match=r"\[budget\] device: expected room for what rests there"):
@@ -235,7 +236,8 @@ def test_of_one_data_rank_the_sum_is_counted_where_there_is_one(precision: dict[
         gradients = attachment._runtime.reducer.gradients.values()
         held = sum(gradient.partial.nbytes for gradient in gradients if gradient.partial is not None)
         [line] = [line for line in str(attachment.memory()).splitlines() if "partial gradients" in line]
-    few, whole = (device_floor(attachment.policy, attachment._units, whole_sums=whole) for whole in (False, True))
+    plans = [unit.plan for unit in attachment._units]
+    few, whole = (device_floor(attachment.policy, plans, whole_sums=whole) for whole in (False, True))
     resting = sum(2 * 4 * param.numel() for param in model.parameters())
     assert bool(held) is bool(precision) and whole >= resting + held and whole >= few
     now, _, bound = line.partition("<=")

@@ -279,12 +279,14 @@ def compared(stage: int, precision: str, arena: str) -> zhooks.Attachment:
 @on_ranks(1, 2, case=((0, "fp32", "states"), (1, "bf16", "all"), (2, "fp32", "all"), (3, "bf16", "states"), (3, "fp32", "all")))
 def test_training_is_bit_equal_with_and_without_it_at_every_stage(case: tuple[int, str, str]) -> None:
     attachment = compared(*case)
-    report = attachment._pool.arena.report()  # type: ignore[union-attr]
+    arena = attachment._pool.arena
+    assert arena is not None
+    report = arena.report()
     assert report.used <= report.peak <= report.reserved
     # Nothing fell back but what a longer second batch kept.
     assert report.fell_back <= (BLOCKS + 1 if case[2] == "all" else 0), report
     attachment.detach()
-    assert attachment._pool.arena.report().reserved == 0  # type: ignore[union-attr]
+    assert attachment._pool.arena is None and arena.report().reserved == 0
 
 
 @pytest.mark.slow

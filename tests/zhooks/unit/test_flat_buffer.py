@@ -19,9 +19,7 @@ from offload.policy import Policy, cost
 from offload.store import BlockRange, Store
 from offload.tier import Tier, Tiers
 from zhooks.comm import DONE, Call, Work
-from zhooks.layout import Axis, Group, Kind, Layout, Table, flat_layout
-from zhooks.setup.build import kind_of
-from zhooks.setup.tiers import needs
+from zhooks.layout import Axis, FlatPlan, Kind, Layout, Table, flat_layout, kind_of
 from zhooks.unit import Flat, Links, Pool
 from zhooks.unit.buffer import FullBuffer, StoreBuffer
 
@@ -72,12 +70,10 @@ def flat_of(
     kind = Kind(torch.float32, compute, torch.float32, CPU, True, tiers)
     layout = flat_layout(numels, world=2, itemsize=2)
     bus = Bus()
-    pool = Pool(bound, bus)
-    made = Flat(
-        "u", 0, kind, layout, replicated=replicated, resident=resident, transport=transport,  # type: ignore[arg-type]
-        pool=pool, links=Links(bus=bus, store=store),
-    )
-    return made, transport
+    names, long = tuple(map(str, range(len(numels)))), len(numels) == 1 and layout.padded * kind.wide > bound
+    plan = FlatPlan("u", 0, kind, names, layout, replicated, resident, long)
+    links = Links(bus=bus, store=store)
+    return Flat(plan, transport=transport, pool=Pool(bound, bus), links=links), transport  # type: ignore[arg-type]
 
 
 def values_of(flat: Flat) -> Tensor:
@@ -135,7 +131,7 @@ def test_a_flat_that_stays_gathered_reserves_no_more_than_its_footprint_says(
     if compute is not torch.float32:
         assert masters == cells["optimizer"].nbytes == flat.shard_numel * 4
     on_device = optimizer is Tier.DEVICE and compute is not torch.float32
-    assert flat.buffer.reserved_nbytes == (flat.shard_numel * 4 if on_device else 0)
+    assert flat.plan.shard_nbytes == (flat.shard_numel * 4 if on_device else 0)
 
 
 @PLACES
@@ -184,19 +180,6 @@ def test_what_is_lent_is_waited_for_before_it_is_read(store: Store) -> None:
     assert flat.version() == before
     flat.shard.add_(0)
     assert over == [True] and not buffer.lent
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_tier_needs_room_for_the_range_that_a_rank_updates(stage: int) -> None:
-    model = torch.nn.Linear(8, 4, bias=False)
-    policy = Policy.of({"stage": stage, "gradient": {"tier": "host"}, "optimizer": {"tier": "disk"}})
-    group = Group("u", [model], dict(model.named_parameters()))
-    need = needs([group], policy, Table.of(policy.table()), 2, CPU)
-    # Of fp32 the parameters are the masters: on the disk there will be states alone.
-    assert need.off_device == {Tier.HOST: 4 * 32 // (2 if stage else 1), Tier.DISK: 0}
-    half = Policy.of({**policy.values(), "precision": {"param": "bf16"}})
-    need = needs([group], half, Table.of(half.table()), 2, CPU)
-    assert need.off_device[Tier.DISK] == need.off_device[Tier.HOST]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -194,7 +194,7 @@ def test_memory_is_the_formula_to_the_byte_on_every_tier(tier: str, param: str |
             assert found == wanted, f"{tier} {param} stage {stage}"
         for row in report.rows:
             assert row.nbytes == row.formula and row.tier == TIERS[tier][("parameter", "gradient", "optimizer").index(row.what)]
-        store = attachment._store
+        store = attachment._tiers.store
         if store is not None:
             store.flush()
             for where in ("host", "disk"):
@@ -444,14 +444,14 @@ def test_detach_leaves_a_plain_model_that_trains_on_and_no_file(tier: str) -> No
     step(model, optimizer, 0)
     loss_of(model, 1).backward()
     grads = full([param.grad for param in model.parameters()])
-    store = attachment._store
+    store = attachment._tiers.store
     assert store is not None
     path = store.disk.path if "disk" in TIERS[tier] else None
     assert path is None or path.exists()
     attachment.detach()
     assert path is None or not path.exists()
     assert same([param.grad for param in model.parameters() if param.grad is not None], grads)
-    assert not attachment._stepper or not attachment._stepper._handles
+    assert not attachment._tiers.stepper or not attachment._tiers.stepper._handles
     optimizer.step()
     copy.deepcopy(model)
 

@@ -72,7 +72,7 @@ def attached(
     attachment = zhooks.attach(model, policy=on_disk(tmp_path, tier, **more))
     optimizer = adamw(model)
     step(model, optimizer, 0)
-    store = attachment._store
+    store = attachment._tiers.store
     assert store is not None
     store.flush()
     faulty = Faulty()
@@ -133,7 +133,7 @@ def test_a_budget_bounds_the_memory_and_the_file_behind_the_tiers_and_memory_say
     attachment = zhooks.attach(model, policy=mixed)
     optimizer = adamw(model)
     step(model, optimizer, 0)
-    store = attachment._store
+    store = attachment._tiers.store
     assert store is not None
     store.flush()
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_a_disk_that_fails_during_attach_leaves_the_plain_model(
     else:
         # The write-backs of attach itself were still under way: whoever waits next hears of them.
         faulty.heal()
-        store = attachment._store
+        store = attachment._tiers.store
         assert store is not None
         for _ in range(2):
             try:
@@ -256,7 +256,7 @@ def test_a_disk_that_fails_in_backward_raises_and_the_step_repeated_from_zero_is
     setattr(faulty, verb, left)
     try:
         loss.backward()
-        attachment._store.flush()  # type: ignore[union-attr]
+        attachment._tiers.store.flush()  # type: ignore[union-attr]
     except zhooks.TierError as error:
         assert ("cannot read parameter/" if verb == "reads_left" else "cannot write gradient/") in str(error)
     faulty.heal()
@@ -287,7 +287,7 @@ def test_a_read_that_fails_in_the_optimizer_says_how_far_it_had_come(tmp_path: P
     model, attachment, optimizer, faulty = attached(tmp_path)
     before, wanted = values(model), plainly(range(2))[1]
     loss_of(model, 1).backward()
-    attachment._store.flush()  # type: ignore[union-attr]
+    attachment._tiers.store.flush()  # type: ignore[union-attr]
     faulty.reads_left = left
     with pytest.raises(zhooks.TierError, match=r"cannot read (parameter|gradient|optimizer)/.*EIO") as caught:
         optimizer.step()
@@ -309,7 +309,7 @@ def test_a_read_that_fails_in_the_optimizer_says_how_far_it_had_come(tmp_path: P
 def test_a_write_that_fails_in_the_optimizer_loses_no_value(tmp_path: Path, left: int) -> None:
     """The last units' write-backs fail after the step has returned: the next entry raises, and all is still there."""
     model, attachment, optimizer, faulty = attached(tmp_path)
-    store = attachment._store
+    store = attachment._tiers.store
     assert store is not None
     store.staging_limit = 1 << 30
     loss_of(model, 1).backward()
@@ -342,7 +342,7 @@ def test_a_write_that_fails_in_the_optimizer_loses_no_value(tmp_path: Path, left
 @pytest.mark.parametrize("damage", ["bit", "cut"])
 def test_a_scratch_file_that_was_altered_between_steps_is_noticed_and_names_what_was_lost(tmp_path: Path, damage: str) -> None:
     model, attachment, optimizer, _ = attached(tmp_path)
-    store = attachment._store
+    store = attachment._tiers.store
     assert store is not None
     if damage == "cut":
         os.truncate(store.disk.path, 8192)
@@ -456,7 +456,7 @@ def test_nothing_of_a_step_outlives_it(tmp_path: Path, name: str) -> None:
     def steps(count: int) -> tuple[Counter[str], dict[str, Any]]:
         for _ in range(count):
             step(model, optimizer, next(numbers))
-        store, held = attachment._store, {"threads": threading.active_count()}
+        store, held = attachment._tiers.store, {"threads": threading.active_count()}
         if store is not None:
             store.flush()
             held |= {f"bytes on {tier.value}": store.budget.used(tier) for tier in Tier}
@@ -506,7 +506,7 @@ for step in range(50 if tier == "disk" else 5):
     optimizer.zero_grad()
     losses.append(loss.item())
     # Pages that writes under way have touched stay: as many as there ever were at once, which is the disk's pace.
-    touched = 0 if attachment._store is None else attachment._store.host.high_water
+    touched = 0 if attachment._tiers.store is None else attachment._tiers.store.host.high_water
     marks.append(process.memory_info().rss - before - touched)
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024 - before
 print(json.dumps({"peak": peak, "marks": marks, "losses": losses}))

@@ -17,7 +17,6 @@ from offload.errors import BudgetError, CapabilityError, ShardedOpError
 from offload.events import Event
 from offload.policy import Policy
 from tests.support.on_ranks import on_ranks, place
-from zhooks.setup import change_store
 
 
 def build() -> nn.Sequential:
@@ -81,9 +80,8 @@ def test_apply_asks_whether_the_kernel_can_run_where_the_new_policy_wants_it() -
     attached = zhooks.attach(build(), policy=tiered("host"))
     chosen = Policy.of(tiered("host", kernel="numba"))
     with pytest.raises(CapabilityError, match='compute = "host"'):
-        change_store(
-            attached._store, chosen, torch.device("cuda"), attached._units, attached._table, attached._comm, attached._bus
-        )
+        plans = [unit.plan for unit in attached._units]
+        attached._tiers.change(chosen, torch.device("cuda"), plans, attached._comm, attached._bus)
     attached.detach()
 
 

@@ -1,20 +1,20 @@
 """Models built under ``torch.device("meta")``: give each unit memory and values just before it is sharded.
 
-``build.py`` hands it every group in turn, then the buffers.  No more than one unit is whole at a time.  It never guesses
-a value: what no initialiser fills is refused by name while ``looking.py`` looks.
+``shard.py`` hands it every group in turn, then the buffers.  No more than one unit is whole at a time.  It never guesses
+a value: what no initialiser fills was refused by name (``plan/initialisers.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from offload.errors import AttachError
 from zhooks.comm import CONTROL, Call, Comm, Transport, all_or_none
 from zhooks.layout import Division, Group, part_of
+from zhooks.plan import initialiser_of, is_meta
 
 
 class Materializer:
@@ -25,7 +25,7 @@ class Materializer:
         self._init = init
         self._done: set[int] = set()
         # Judged before anything has memory; a module's parameters may be placed before it is filled.
-        self._meta = [module for module in model.modules() if _is_meta(module)]
+        self._meta = [module for module in model.modules() if is_meta(module)]
         self._owners: dict[int, list[int]] = {}
         for place, module in enumerate(self._meta):
             for param in module.parameters(recurse=False):
@@ -71,46 +71,10 @@ class Materializer:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 module._buffers[key] = _real(buffer, self.device)
-        initialise = self._init or _initialiser(self.model, module)
+        initialise = self._init or initialiser_of(self.model, module)
         assert initialise is not None
         with torch.no_grad():
             initialise(module)
-
-
-def check_initialisers(model: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
-    """Every module on meta can be given values.
-
-    Raises:
-        AttachError: one has no initialiser, and none was passed.
-    """
-    meta = [(name, module) for name, module in model.named_modules() if _is_meta(module)] if init is None else []
-    missing = [name or type(module).__name__ for name, module in meta if _initialiser(model, module) is None]
-    if missing:
-        raise AttachError(
-            "attach: expected every module of a meta model to have reset_parameters, or the root _init_weights; found none for "
-            f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Pass init=function(module)."
-        )
-
-
-def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """The module's own reset, then the model's rule for its modules, which knows better where it says anything."""
-    found = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
-    reset = next((method for method in found if callable(method)), None)
-    weights = getattr(model, "_init_weights", None)
-    if not callable(weights):
-        return None if reset is None else lambda _: reset()
-
-    def both(inner: nn.Module) -> None:
-        if reset is not None:
-            reset()
-        weights(inner)
-
-    return both
-
-
-def _is_meta(module: nn.Module) -> bool:
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(tensor.device.type == "meta" for tensor in tensors)
 
 
 def _real(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,11 +1,14 @@
 """Buffers for gathered parameters and partial gradients, used again from step to step.
 
-``unit.py`` and ``grad/gradient.py`` take and give; fresh host memory costs page faults at a sixteenth of the speed of a copy,
+``flat.py`` and ``grad/gradient.py`` take and give; fresh host memory costs page faults at a sixteenth of the speed of a copy,
 so a released buffer is kept for the next taker of its size.  Where there is an arena that is where buffers lie, and nothing is
 kept here.  It never hands out memory that anybody else still holds.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,16 +18,35 @@ from offload.memory import Arena, Use
 from offload.pages import aligned
 
 
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Memory that a pool shall keep, as ``plan/arena.py`` counts it.
+
+    Attributes:
+        regions: bytes of an arena by use; empty where the policy has none.
+        growing: of these uses as much is reserved between steps as a step needed.
+        idle_nbytes: the most that may lie idle where there is no arena.
+        paged: a disk fills buffers, which start on a page for it.
+    """
+
+    regions: Mapping[Use, int]
+    growing: frozenset[Use]
+    idle_nbytes: int
+    paged: bool
+
+
 class Pool:
-    """Idle buffers by size; on CUDA the caching allocator is the pool and nothing is kept here."""
+    """Idle buffers by size; on CUDA the caching allocator is the pool and nothing is kept here.
+
+    Attributes:
+        arena: memory reserved ahead, where the policy wants it.
+        idle_nbytes: the most that may lie idle.
+    """
 
     def __init__(self, bound: int, bus: Bus) -> None:
         # No buffer is larger but those that parameters are gathered in; larger ones are never kept idle.
         self.bound, self.bus = bound, bus
-        self.idle_nbytes = 0
-        # Buffers that a disk fills start on a page.
-        self.paged = False
-        # Memory reserved ahead, where the policy wants it.
+        self.idle_nbytes, self._paged = 0, False
         self.arena: Arena | None = None
         self._idle: dict[tuple[int, torch.device], list[Tensor]] = {}
         self._held = 0
@@ -33,6 +55,14 @@ class Pool:
     def nbytes(self) -> int:
         """Bytes that are kept idle now."""
         return self._held
+
+    def keep(self, reserve: Reserve, device: torch.device) -> None:
+        """Keep so much memory on ``device`` from now on; what an arena has reserved for other uses stays reserved."""
+        self.idle_nbytes, self._paged = reserve.idle_nbytes, reserve.paged
+        if reserve.regions:
+            self.arena = self.arena or Arena(device, self.bus, paged=reserve.paged)
+            self.arena.reserve(reserve.regions)
+            self.arena.growing = reserve.growing
 
     def lasting(self, numel: int, dtype: torch.dtype, device: torch.device, use: Use = Use.SHARDS) -> Tensor:
         """An uninitialised 1-D tensor that is not given back here: a shard."""
@@ -51,7 +81,7 @@ class Pool:
             if shelf:
                 self._held -= nbytes
                 return shelf.pop().view(dtype)
-            if self.paged and not device_keeps(device):
+            if self._paged and not device_keeps(device):
                 return aligned(nbytes).view(dtype)
             return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
 
@@ -84,16 +114,25 @@ class Pool:
         if self.arena is not None:
             self.arena.step_ended()
 
+    def tell(self) -> None:
+        """State what is reserved, for an observer that has just been added."""
+        if self.arena is not None:
+            self.arena.tell()
+
     def clear(self) -> None:
-        """Give all idle memory back to the system."""
+        """Give all memory that is idle or reserved back to the system."""
         self._idle.clear()
         self._held = 0
         if self.arena is not None:
             self.arena.close()
+            self.arena = None
 
 
 class Scratch:
     """One buffer that the units of an attachment are laid out in, one after the other, while they are built."""
+
+    #: Tensors in it begin on multiples of this many bytes.
+    ALIGN = 64
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -101,7 +140,7 @@ class Scratch:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed 1-D tensor in the buffer, or beside it when it is too small."""
-        start = -(-self._used // 64) * 64
+        start = -(-self._used // self.ALIGN) * self.ALIGN
         stop = start + numel * dtype.itemsize
         if stop > self._memory.numel():
             return torch.zeros(numel, dtype=dtype, device=self._memory.device)

@@ -1,7 +1,7 @@
-"""How much memory the arena reserves, and when: from layouts, schedule and budget, before anything is allocated.
+"""How much memory the pool keeps, idle or reserved ahead in an arena: from layouts, schedule and budget.
 
-``looking.py`` asks what the shards take, ``attach.py`` opens the arena before a model is built and completes it afterwards;
-``device_budget.py`` asks what it costs beside the bytes it holds.  Sizes only: it never takes a range.
+``plan.py`` asks what the shards take, ``attach.py`` what the rest does once a model is built; ``device_budget.py`` asks what an
+arena costs beside the bytes it holds.  Sizes only: it never takes a range.
 
 Note: [What is planned]
     Shards of parameters and gradients are exact.  For gathered units and sums a forward and a backward are walked through in
@@ -14,64 +14,55 @@ Note: [What is planned]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from offload.events import Bus
-from offload.memory import Arena, Use, grain, rounded
+from offload.memory import Use, grain, rounded
 from offload.policy import Policy
 from offload.ranges import Space
 from offload.tier import Tier
+from zhooks.layout import UnitPlan
 from zhooks.run import keep_gathered
-from zhooks.unit import Unit
+from zhooks.unit import Reserve
 
-__all__ = ["Reserve", "beside", "open_arena", "reserve_rest", "shards_reserve", "sizes"]
+__all__ = ["beside", "rest_reserve", "shards_reserve", "sizes"]
 
 Move = tuple[object, int]
 """A range by its key, and its bytes when it is taken; 0 when it is given back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """What an arena reserves before a model is built: the shards' bytes, and whether ranges start on pages."""
-
-    shards_nbytes: int
-    paged: bool
+def shards_reserve(policy: Policy, device: torch.device, units: Sequence[UnitPlan]) -> Reserve:
+    """What is reserved before a model is built of ``units``: its shards alone, for its own parameters are still there."""
+    wanted = sizes(policy, units, None) if has_arena(policy, device) else {}
+    return Reserve({use: nbytes for use, nbytes in wanted.items() if use is Use.SHARDS}, frozenset(), 0, paged(units))
 
 
-def shards_reserve(policy: Policy, device: torch.device, units: Sequence[Unit]) -> Reserve | None:
-    """For the arena of a model about to be built of ``units``; None where the policy wants no arena."""
-    if policy.device.arena == "none" or device.type not in ("cpu", "cuda"):
-        return None
-    return Reserve(sizes(policy, units, None)[Use.SHARDS], paged(units))
+def rest_reserve(policy: Policy, device: torch.device, units: Sequence[UnitPlan], spare: int | None) -> Reserve:
+    """Once it is built: what holds gradients, gathered units and sums; ``spare`` as ``keep_gathered`` has it."""
+    wanted = sizes(policy, units, spare) if has_arena(policy, device) else {}
+    flats = [flat for unit in units for flat in unit.flats]
+    buffers = sorted((max(flat.full_nbytes, flat.sum_nbytes) for flat in flats), reverse=True)
+    return Reserve(
+        {use: nbytes for use, nbytes in wanted.items() if use is not Use.SHARDS},
+        # Activations are nobody's budget, and neither are copies of them.
+        frozenset((Use.CHECKPOINTS,) if spare is not None else (Use.GATHERED, Use.SUMS, Use.CHECKPOINTS)),
+        # As many buffers as the schedule has under way at once.
+        sum(min(size, policy.comm.buffer) for size in buffers[: 2 + policy.schedule.prefetch]),
+        paged(units),
+    )
 
 
-def open_arena(reserve: Reserve | None, device: torch.device, bus: Bus) -> Arena | None:
-    """That arena, with room for the shards.  They come first, and alone: the model's own parameters are still there."""
-    if reserve is None:
-        return None
-    arena = Arena(device, bus, paged=reserve.paged)
-    arena.reserve({Use.SHARDS: reserve.shards_nbytes})
-    return arena
+def has_arena(policy: Policy, device: torch.device) -> bool:
+    """The policy wants memory reserved ahead, and the device is one that has it."""
+    return policy.device.arena != "none" and device.type in ("cpu", "cuda")
 
 
-def reserve_rest(arena: Arena | None, policy: Policy, units: Sequence[Unit], spare: int | None) -> None:
-    """Once the model is built: what holds gradients, gathered units and sums; ``spare`` as ``keep_gathered`` has it."""
-    if arena is None:
-        return
-    wanted = sizes(policy, units, spare)
-    arena.reserve({use: nbytes for use, nbytes in wanted.items() if use is not Use.SHARDS})
-    # Activations are nobody's budget, and neither are copies of them.
-    arena.growing = frozenset((Use.CHECKPOINTS,) if spare is not None else (Use.GATHERED, Use.SUMS, Use.CHECKPOINTS))
-
-
-def paged(units: Sequence[Unit]) -> bool:
+def paged(units: Sequence[UnitPlan]) -> bool:
     """A disk fills buffers, which start on a page for it."""
     return any(flat.kind.tiers.parameter is Tier.DISK for unit in units for flat in unit.flats)
 
 
-def beside(policy: Policy, units: Sequence[Unit]) -> int:
+def beside(policy: Policy, units: Sequence[UnitPlan]) -> int:
     """Bytes that an arena reserves above what it holds: whole grains, and holes that pieces of several sizes leave."""
     if policy.device.arena == "none":
         return 0
@@ -80,7 +71,7 @@ def beside(policy: Policy, units: Sequence[Unit]) -> int:
     return max(0, sum(sizes(policy, units, 0).values()) - most)
 
 
-def sizes(policy: Policy, units: Sequence[Unit], spare: int | None) -> Mapping[Use, int]:
+def sizes(policy: Policy, units: Sequence[UnitPlan], spare: int | None) -> Mapping[Use, int]:
     """Bytes of each region; see Note [What is planned].
 
     Args:
@@ -102,14 +93,14 @@ def sizes(policy: Policy, units: Sequence[Unit], spare: int | None) -> Mapping[U
 class _Sizes:
     """Sizes of ranges in whole grains ``to``, and the order they are wanted in."""
 
-    def __init__(self, policy: Policy, units: Sequence[Unit], spare: int | None, to: int) -> None:
+    def __init__(self, policy: Policy, units: Sequence[UnitPlan], spare: int | None, to: int) -> None:
         self._schedule, self._spare, self._to = policy.schedule, spare, to
         self._units = units
         self._flats = [flat for unit in units for flat in unit.flats if flat.layout.padded]
 
     @property
     def shards(self) -> int:
-        return sum(rounded(flat.buffer.reserved_nbytes, self._to) for flat in self._flats)
+        return sum(rounded(flat.shard_nbytes, self._to) for flat in self._flats)
 
     @property
     def gradients(self) -> int:

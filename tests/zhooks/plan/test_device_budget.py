@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import hooks_left, on_ranks, place
-from zhooks.setup.device_budget import device_floor, state_nbytes
+from zhooks.plan.device_budget import device_floor, state_nbytes
 
 WIDTH = 64
 
@@ -42,8 +42,9 @@ def policy_of(stage: int, nbytes: int | None = None, **more: Any) -> dict[str, A
 def floor_of(stage: int) -> tuple[int, int]:
     """What attach counts without states, and what one state a parameter adds on the rank that has most."""
     attachment = zhooks.attach(net(), policy=policy_of(stage))
-    flats = [flat for unit in attachment._units for flat in unit.flats]
-    floor, one = device_floor(attachment.policy, attachment._units), sum(flat.shard_numel * 4 for flat in flats)
+    plans = [unit.plan for unit in attachment._units]
+    flats = [flat for plan in plans for flat in plan.flats]
+    floor, one = device_floor(attachment.policy, plans), sum(flat.shard_numel * 4 for flat in flats)
     attachment.detach()
     return floor, one
 
@@ -98,11 +99,11 @@ class Noisy(torch.optim.SGD):
 def test_states_are_foreseen_by_stepping_a_stand_in(kind: Any, options: dict[str, Any], states: int | None) -> None:
     model = net()
     attachment = zhooks.attach(model, policy=policy_of(3))
-    optimizer, flats = kind(model.parameters(), **options), [flat for unit in attachment._units for flat in unit.flats]
+    optimizer, plans = kind(model.parameters(), **options), [unit.plan for unit in attachment._units]
     drawn, before = torch.get_rng_state(), values(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = state_nbytes(optimizer, flats)
+        found = state_nbytes(optimizer, plans, 0)
     numel = sum(param.numel() for param in model.parameters())
     assert found == (4 * (states or 0) * numel, states is not None)
     assert torch.equal(drawn, torch.get_rng_state()) and not optimizer.state
@@ -113,11 +114,11 @@ def test_states_are_foreseen_by_stepping_a_stand_in(kind: Any, options: dict[str
 def test_groups_differ_and_rounded_parameters_have_wide_states() -> None:
     model = net(torch.bfloat16)
     attachment = zhooks.attach(model, policy=policy_of(0))
-    flats = [flat for unit in attachment._units for flat in unit.flats]
+    plans = [unit.plan for unit in attachment._units]
     first, *others = model.parameters()
     groups = [{"params": [first], "momentum": 0.9}, {"params": others}]
-    assert state_nbytes(torch.optim.SGD(groups, lr=0.1), flats) == (2 * first.numel(), True)
-    assert state_nbytes(torch.optim.SGD(groups, lr=0.1), flats, wide=True) == (4 * first.numel(), True)
+    assert state_nbytes(torch.optim.SGD(groups, lr=0.1), plans, 0) == (2 * first.numel(), True)
+    assert state_nbytes(torch.optim.SGD(groups, lr=0.1), plans, 0, wide=True) == (4 * first.numel(), True)
     attachment.detach()
 
 

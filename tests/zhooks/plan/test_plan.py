@@ -16,7 +16,7 @@ import zhooks
 from offload.tier import Tier
 from tests.support.on_ranks import hooks_left, on_ranks
 from zhooks.comm import open_comm
-from zhooks.setup import Plan, look, read
+from zhooks.plan import Plan, look, read
 
 
 def net() -> nn.Module:
@@ -63,11 +63,11 @@ def test_a_plan_is_made_without_touching_the_model(stage: int) -> None:
     plan = planned(model, policy)
     assert untouched(model, params, values) and [param.data_ptr() for param in params] == memory
     assert {id(tensor) for tensor in tensors(plan)} == {id(param) for param in params}
-    assert [name for group in plan.groups for name in group.params] == [name for name, _ in model.named_parameters()]
+    assert [name for unit in plan.units for name in unit.group.params] == [name for name, _ in model.named_parameters()]
     assert [island.module for island in plan.islands.islands] == [model[3]]  # type: ignore[index]
     assert plan.tiers is not None and plan.tiers.need.off_device[Tier.DISK] == 0
     with pytest.raises(AttributeError):
-        plan.groups = ()  # type: ignore[misc]
+        plan.units = ()  # type: ignore[misc]
 
 
 @on_ranks(1, 2)
@@ -76,7 +76,7 @@ def test_the_same_model_is_planned_alike_twice() -> None:
     one, other = (planned(model, {"budget": {"device": "1GiB"}}) for _ in range(2))
     assert one.headroom.limit == other.headroom.limit == 1 << 30
     assert one.headroom.spare == other.headroom.spare and one.headroom.spare is not None
-    assert [group.name for group in one.groups] == [group.name for group in other.groups]
+    assert [unit.flats for unit in one.units] == [unit.flats for unit in other.units]
 
 
 @on_ranks(1, 2)

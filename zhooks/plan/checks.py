@@ -1,7 +1,7 @@
-"""What ``attach`` was given: read, and refused where it cannot be attached.
+"""What cannot be attached is refused: by one rank for itself, or by all because they differ.
 
-``attach.py`` reads it before ranks meet, ``looking.py`` compares it over them.  Every refusal names subject, expected,
-found and what to do.  It never changes a model.
+``request.py`` asks before ranks meet, ``plan.py`` compares over them.  Every refusal names subject, expected, found and what
+to do.  It never changes a model.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,42 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from offload.errors import AttachError, CheckpointError
 from offload.policy import Policy
 from offload.text import shown
-from zhooks.activation import check_axis
 from zhooks.comm import CONTROL, Call, Comm, Transport, text_digest
-from zhooks.layout import Axis, Division, Group, is_divided, part_of, resolve
-from zhooks.optim import holders, optimizer_facts, partitions
+from zhooks.layout import Axis, Division, Group, is_divided, part_of
+from zhooks.optim import holders, partitions
 from zhooks.run import Before, wrapper
-from zhooks.setup.materialize import check_initialisers
-from zhooks.setup.plan import Request
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import loose_references
-
-
-def read(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    policy: Policy | str | Path | dict[str, Any] | None,
-    mesh: DeviceMesh | None,
-    init: Callable[[nn.Module], None] | None,
-    sync: bool,
-) -> Request:
-    """What ``attach`` was given.
-
-    Raises:
-        PolicyError: the policy cannot be read.
-        AttachError: model, optimizer or mesh cannot be attached.
-    """
-    chosen = Policy.of(policy)
-    check_arguments(optimizer, mesh, init, sync)
-    device = check_model(model)
-    check_optimizer(model, optimizer)
-    check_scaled(model, chosen)
-    axes = resolve(mesh)
-    check_division(model, axes.tp)
-    check_axis(chosen, axes.names)
-    check_initialisers(model, init)
-    facts = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, model.parameters())}
-    return Request(model, () if optimizer is None else (optimizer,), chosen, axes, device, init, sync, facts)
 
 
 def check_arguments(optimizer: object, mesh: object, init: object, sync: object) -> None:

@@ -1,6 +1,6 @@
 """``[budget] device``: what an attachment will hold on the device, the states of its optimizers included, and its refusal.
 
-``looking.py`` asks before anything is built, and ``apply`` asks again; torch's step hooks ask for optimizers that only the
+``plan.py`` asks before anything is built, and ``apply`` asks again; torch's step hooks ask for optimizers that only the
 first step shows.  It never allocates on the device and moves nothing.
 
 Note: [States ahead]
@@ -30,10 +30,11 @@ from offload.errors import BudgetError
 from offload.policy import Policy
 from offload.tier import Tier
 from zhooks.comm import Comm, least
+from zhooks.layout import UnitPlan
 from zhooks.optim import watch_steps
-from zhooks.setup.arena import beside
-from zhooks.setup.tiers import limit_of
-from zhooks.unit import Flat, Unit
+from zhooks.plan.arena import beside
+from zhooks.plan.tiers import limit_of
+from zhooks.unit import Unit
 
 __all__ = ["DeviceBudget", "Headroom", "device_floor", "device_headroom", "state_nbytes"]
 
@@ -57,12 +58,11 @@ class Headroom:
 
 
 def device_headroom(
-    policy: Policy, device: torch.device, units: Sequence[Unit], optimizers: Iterable[Optimizer], comm: Comm
+    policy: Policy, device: torch.device, units: Sequence[UnitPlan], optimizers: Iterable[Optimizer], comm: Comm
 ) -> Headroom:
     """What the bound leaves beside these units and the states of these optimizers.  Collective.
 
     Args:
-        units: as they are, or as they will be built.
     Raises:
         BudgetError: it does not hold what is kept on the device and the units in flight; on every rank.
     """
@@ -133,7 +133,8 @@ class DeviceBudget:
 
     def _headroom(self, optimizers: Iterable[Optimizer], after: str) -> Headroom:
         assert self._limit is not None
-        return _headroom(self._limit, self._policy, self._units, optimizers, self._comm, after)
+        plans = [unit.plan for unit in self._units]
+        return _headroom(self._limit, self._policy, plans, optimizers, self._comm, after)
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch's pre-hook.  Collective at the first step of an optimizer that holds parameters of the model, and at the first
@@ -172,12 +173,11 @@ class DeviceBudget:
 
 
 def _headroom(
-    limit: int, policy: Policy, units: Sequence[Unit], optimizers: Iterable[Optimizer], comm: Comm, after: str
+    limit: int, policy: Policy, units: Sequence[UnitPlan], optimizers: Iterable[Optimizer], comm: Comm, after: str
 ) -> Headroom:
     """What is left beside the states of these optimizers; ``after`` ends the refusal.  Collective."""
-    flats = [flat for unit in units for flat in unit.flats]
-    rounded = policy.optimizer.rounding == "stochastic"
-    found = {optimizer: state_nbytes(optimizer, flats, wide=rounded) for optimizer in optimizers}
+    rounded, rank = policy.optimizer.rounding == "stochastic", comm.shard.axis.rank
+    found = {optimizer: state_nbytes(optimizer, units, rank, wide=rounded) for optimizer in optimizers}
     floor = device_floor(policy, units, whole_sums=comm.pp.axis.world > 1) + beside(policy, units)
     spare = least(comm.stage, limit - floor - sum(nbytes for nbytes, _ in found.values()))
     assert spare is not None
@@ -196,7 +196,7 @@ def _headroom(
     )
 
 
-def device_floor(policy: Policy, units: Sequence[Unit], *, whole_sums: bool = False) -> int:
+def device_floor(policy: Policy, units: Sequence[UnitPlan], *, whole_sums: bool = False) -> int:
     """Bytes on the device whatever is kept: parameters, masters and gradients that rest there, gathered units, sums in flight.
 
     Args:
@@ -220,14 +220,15 @@ def device_floor(policy: Policy, units: Sequence[Unit], *, whole_sums: bool = Fa
 # What an optimizer keeps.
 
 
-def state_nbytes(optimizer: Optimizer, flats: Sequence[Flat], *, wide: bool = False) -> tuple[int, bool]:
-    """Bytes of this rank's states on the device, those it has and those it will make, and whether the latter could be foreseen;
-    see Note [States ahead].
+def state_nbytes(optimizer: Optimizer, units: Sequence[UnitPlan], rank: int, *, wide: bool = False) -> tuple[int, bool]:
+    """Bytes of states on the device, those it has and those it will make, and whether the latter could be foreseen; see
+    Note [States ahead].
 
     Args:
+        rank: among the data ranks.
         wide: bf16 parameters are updated in fp32 and have states in it.
     """
-    numels = {id(param): numel for flat in flats for param, numel in _on_device(flat)}
+    numels = {id(param): numel for unit in units for param, numel in _on_device(unit, rank)}
     held, coming = 0, list[tuple[_Place, int]]()
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -242,11 +243,12 @@ def state_nbytes(optimizer: Optimizer, flats: Sequence[Flat], *, wide: bool = Fa
     return held + sum(made[place] * numel for place, numel in coming if made is not None), made is not None
 
 
-def _on_device(flat: Flat) -> Iterator[tuple[nn.Parameter, int]]:
-    """Trainable parameters whose states rest on the device, and the elements of each that this rank owns."""
-    if flat.kind.trainable and flat.kind.tiers.optimizer is Tier.DEVICE:
-        for index, param in enumerate(flat.params):
-            yield param, flat.span(index)[1]
+def _on_device(unit: UnitPlan, rank: int) -> Iterator[tuple[nn.Parameter, int]]:
+    """Trainable parameters whose states are kept on the device, and the elements of each that a rank owns."""
+    for flat in unit.flats:
+        if flat.kind.trainable and flat.kind.tiers.optimizer is Tier.DEVICE:
+            for index, param in enumerate(unit.params(flat)):
+                yield param, flat.owned_numel(index, rank)
 
 
 def _itemsize(states: Any, shape: torch.Size) -> int:

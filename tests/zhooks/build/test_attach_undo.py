@@ -22,22 +22,22 @@ from tests.support.on_ranks import hooks_left, on_ranks, place
 
 #: What attach calls once ranks are connected, in the order of the calls; of methods the class is named.
 LATER = (
-    "zhooks.setup.looking.check_same_model",
-    "zhooks.setup.looking.lay_out",
-    "zhooks.setup.looking.device_headroom",
-    "zhooks.setup.looking.chart",
-    "zhooks.attach.open_store",
-    "zhooks.attach.open_arena",
+    "zhooks.plan.plan.check_same_model",
+    "zhooks.plan.layouts.flat_layout",
+    "zhooks.plan.plan.device_headroom",
+    "zhooks.plan.plan.chart",
+    "zhooks.build.tiers.open_store",
+    "zhooks.unit.buffer_pool.Pool.keep",
     "zhooks.run.runtime.Members",
     "zhooks.run.runtime.Scaling",
     "zhooks.run.runtime.Reducer",
     "zhooks.run.runtime.Node",
     "zhooks.run.runtime.Paths",
     "zhooks.attach.Runtime",
-    "zhooks.setup.build.scratch_for",
-    "zhooks.setup.build.Materializer",
-    "zhooks.setup.build.shard_states",
-    "zhooks.attach.reserve_rest",
+    "zhooks.build.shard.scratch_for",
+    "zhooks.build.shard.Materializer",
+    "zhooks.build.shard.shard_states",
+    "zhooks.attach.rest_reserve",
     "zhooks.run.runtime.Runtime.take",
     "zhooks.activation.saved.open_stash",
     "zhooks.activation.saved.open_partition",
@@ -51,19 +51,19 @@ LATER = (
     "zhooks.tensor.sharded.Registries.open",
     "zhooks.checkpoint.torch_state.StockState.open",
     "zhooks.optim.optimizers.Optimizers.open",
-    "zhooks.setup.device_budget.DeviceBudget.open",
+    "zhooks.plan.device_budget.DeviceBudget.open",
     "zhooks.grad.scaling.Scaling.open",
-    "zhooks.attach.open_stepper",
+    "zhooks.build.tiers.open_stepper",
     "offload.events.Bus.told_by",
 )
 #: Of these every rank runs its own, and may fail alone: the call that fails is the second or third of its kind.
 ALONE = (
-    "zhooks.attach.open_arena",
+    "zhooks.unit.buffer_pool.Pool.keep",
     "zhooks.unit.buffer.Buffer.reserve",
     "zhooks.unit.flat.Flat.adopt",
-    "zhooks.setup.build._swap_in",
+    "zhooks.build.shard._swap_in",
     "zhooks.attach.install",
-    "zhooks.attach.open_stepper",
+    "zhooks.build.tiers.open_stepper",
     "torch.nn.Module.register_forward_hook",
 )
 
@@ -160,15 +160,15 @@ def test_an_attach_whose_later_steps_fail_leaves_the_model_plain(stage: int) -> 
 def test_an_attach_that_fails_on_one_rank_fails_on_all_and_leaves_them_plain(stage: int) -> None:
     policy = {"stage": stage, "units": {"min_numel": 0}, "optimizer": {"tier": "host"}}
     for name in ALONE:
-        methods = name.startswith(("zhooks.unit", "zhooks.setup.build", "torch"))
+        methods = name.startswith(("zhooks.unit", "zhooks.build.shard", "torch"))
         if not stage:
             # Where every rank has all values in one dtype, they lie in the full buffer.
             name = name.replace("Buffer.reserve", "FullBuffer.reserve")
         refused(name, 2 if methods else 1, lambda rank: rank == 1, policy)
     for at in (1, 2, 3, 4, 5, 6):
-        refused("zhooks.setup.build._swap_in", at, lambda rank: rank == 1, {"stage": stage})
+        refused("zhooks.build.shard._swap_in", at, lambda rank: rank == 1, {"stage": stage})
 
 
 @on_ranks(2)
 def test_an_attach_that_fails_within_a_parameter_larger_than_any_buffer_leaves_it_plain() -> None:
-    refused("zhooks.setup.build._swap_in", 1, lambda rank: rank == 1, {"comm": {"buffer": "1KiB"}, "units": {"min_numel": 0}})
+    refused("zhooks.build.shard._swap_in", 1, lambda rank: rank == 1, {"comm": {"buffer": "1KiB"}, "units": {"min_numel": 0}})

@@ -1,0 +1,194 @@
+"""The tiers of an attachment, open: the store of what is kept off the device, and what steps optimizers over it.
+
+``attach.py`` opens them as ``plan/tiers.py`` admitted, and asks nothing else whether there are any: an attachment that keeps
+everything on the device has tiers that do nothing.  It never touches a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import ClassVar
+
+import torch
+
+from offload.budget import Budget, preflight
+from offload.device import Device, open_device
+from offload.disk import BufferedIo, DiskFile
+from offload.errors import CapabilityError
+from offload.events import Bus
+from offload.memory import HostPool, slab_within
+from offload.policy import Policy
+from offload.store import Store
+from offload.tier import Tier
+from zhooks.comm import Comm, all_or_none
+from zhooks.layout import UnitPlan
+from zhooks.optim import Overlap, Rounding, Stepper, Updater, Worker, kernels_of
+from zhooks.plan import Admission, Need, admit
+from zhooks.run import Runtime
+from zhooks.unit import Flat, Unit
+
+__all__ = ["Tiers", "open_tiers"]
+
+
+class Tiers:
+    """Of an attachment that keeps everything on the device: nothing to open, to step over or to put back.
+
+    Attributes:
+        store: what is kept elsewhere.
+        stepper: what steps optimizers over it.
+        fixed: tables of the policy that cannot change any more.
+    """
+
+    store: Store | None = None
+    stepper: Stepper | None = None
+    fixed: ClassVar[tuple[str, ...]] = ("units", "comm")
+
+    def change(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm, bus: Bus) -> Tiers:
+        """The tiers under another policy, for units planned by it.  Collective.
+
+        Raises:
+            BudgetError: what is to be kept on a tier exceeds its budget.
+            CapabilityError: the machine lacks what the policy asks for.
+        """
+        return open_tiers(policy, device, admit(policy, device, units, comm), comm, bus) if policy.tiered else self
+
+    def step(self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding) -> None:
+        """Step optimizers over the tiers from now on, as ``policy`` says; ``units`` may change under it."""
+
+    def end_steps(self) -> None:
+        """Leave optimizers to torch again."""
+
+    def adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
+        """States of a flat that were moved or loaded on the device go to their tier."""
+
+    def unwind(self) -> None:
+        """The end is near: nothing is written back any more."""
+
+    def shut(self) -> None:
+        """Give everything back: memory, threads, the scratch file."""
+
+
+class StoredTiers(Tiers):
+    """Of an attachment that keeps something off the device, or may."""
+
+    store: Store
+    fixed = (*Tiers.fixed, "disk", "host")
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def change(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm, bus: Bus) -> Tiers:
+        admitted = admit(policy, device, units, comm, self.store.device)
+        self.store.change_limits(admitted.limits)
+        self.store.staging_limit = admitted.staging_nbytes
+        return self
+
+    def step(self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding) -> None:
+        self.stepper = open_stepper(policy, self.store, bus, units, runtime, rounding)
+
+    def end_steps(self) -> None:
+        if self.stepper is not None:
+            self.stepper.close()
+
+    def adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
+        assert self.stepper is not None
+        for optimizer in optimizers:
+            self.stepper.updater.adopt(optimizer, flat)
+
+    def unwind(self) -> None:
+        self.store.unwind()
+
+    def shut(self) -> None:
+        self.store.shut()
+
+
+def open_tiers(policy: Policy, device: torch.device, admitted: Admission | None, comm: Comm, bus: Bus) -> Tiers:
+    """The tiers of this rank, empty.  Collective.
+
+    Args:
+        admitted: what they will hold; None where nothing is kept off the device.
+    """
+    return Tiers() if admitted is None else StoredTiers(open_store(policy, device, admitted, comm, bus))
+
+
+def open_store(policy: Policy, device: torch.device, admitted: Admission, comm: Comm, bus: Bus) -> Store:
+    """The store of this rank, empty.  Collective.
+
+    Raises:
+        BudgetError, CapabilityError: the machine has not what was admitted; nothing was allocated.
+    """
+    seam, axis, limits = open_device(device), comm.stage.axis, admitted.limits
+    budget = Budget(limits, rank=axis.ranks[axis.rank])
+    budget.account.bus = seam.bus = bus
+    with ExitStack() as undo:
+        with all_or_none(comm.stage, "open tiers"):
+            _fits(policy, seam, admitted.need, comm)
+            host = HostPool(
+                seam,
+                limit=limits[Tier.HOST],
+                slab_nbytes=slab_within(policy.host.slab, limits[Tier.HOST]),
+                pin=policy.host.pin is not False,
+            )
+            disk = _disk(policy, axis.ranks[axis.rank], bus, budget)
+            store = Store(seam, host, disk, budget, staging_nbytes=admitted.staging_nbytes)
+            undo.callback(store.shut)
+            # Now, while nothing has changed, is the time to hear that there is no thread to be had, or no folder to write in.
+            seam.start()
+            if admitted.on_disk:
+                assert store.disk.path
+        undo.pop_all()
+    return store
+
+
+def _fits(policy: Policy, seam: Device, need: Need, comm: Comm) -> None:
+    """Refuse what this machine cannot hold; ranks that share memory rings share the machine."""
+    pinned = seam.pins() and policy.host.pin is not False and seam.memlock_applies()
+    ranks = comm.stage.axis.world if comm.stage.name == "shm" else 1
+    preflight(dict(need.off_device), device=seam, folder=policy.disk.folder, pinned=pinned, ranks=ranks)
+
+
+def _disk(policy: Policy, rank: int, bus: Bus, budget: Budget) -> Callable[[], DiskFile]:
+    chosen = policy.disk
+
+    def opened() -> DiskFile:
+        io = BufferedIo() if chosen.direct is False else None
+        limit = budget.limit(Tier.DISK)
+        file = DiskFile(
+            chosen.folder, label=f"r{rank}", limit=limit, threads=chosen.threads, block=chosen.block, io=io, bus=bus
+        )
+        if chosen.direct is True and not file.direct:
+            file.close()
+            raise CapabilityError(
+                f"[disk] direct = true: expected a file system that does direct I/O, found none at {chosen.folder}. Choose "
+                'another [disk] path, or direct = "auto".'
+            )
+        return file
+
+    return opened
+
+
+def open_stepper(
+    policy: Policy, store: Store, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding
+) -> Stepper:
+    """What steps optimizers over the tiers, listening from now on; ``units`` may change under it."""
+    place = Tier.HOST if policy.optimizer.compute == "host" else Tier.DEVICE
+    updater = Updater(
+        store,
+        bus,
+        lambda: [flat for unit in units for flat in unit.flats],
+        kernel_of=kernels_of(policy, rounding),
+        place=place,
+        ahead=min(policy.schedule.prefetch, 1),
+    )
+    reducer = runtime.reducer
+    overlap: Overlap | None = None
+    if policy.optimizer.overlap:
+        axis = reducer.comm.stage.axis
+        # On a device that computes by itself an update takes none of backward's time.
+        worker = Worker() if place is Tier.HOST else None
+        overlap = Overlap(updater, worker, rank=axis.ranks[axis.rank])
+    reducer.update_early(overlap)
+    stepper = Stepper(updater, runtime.due, overlap)
+    stepper.open()
+    return stepper

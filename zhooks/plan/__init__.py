@@ -1,0 +1,30 @@
+"""What was given, whether it can be attached, and what it comes to: layouts, bytes, budgets, as data."""
+
+from __future__ import annotations
+
+from zhooks.plan.arena import rest_reserve, shards_reserve
+from zhooks.plan.checks import check_holds, check_scaled
+from zhooks.plan.device_budget import DeviceBudget
+from zhooks.plan.initialisers import initialiser_of, is_meta
+from zhooks.plan.layouts import Layouts
+from zhooks.plan.plan import Plan, look
+from zhooks.plan.request import read
+from zhooks.plan.tiers import Admission, Need, admit, check_change
+
+__all__ = [
+    "Admission",
+    "DeviceBudget",
+    "Layouts",
+    "Need",
+    "Plan",
+    "admit",
+    "check_change",
+    "check_holds",
+    "check_scaled",
+    "initialiser_of",
+    "is_meta",
+    "look",
+    "read",
+    "rest_reserve",
+    "shards_reserve",
+]

@@ -1,0 +1,72 @@
+"""What ``attach`` was given: read, checked as far as one rank can tell, and kept as data.
+
+``attach.py`` reads it before ranks meet.  It never changes a model and asks no other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from offload.policy import Policy
+from zhooks.activation import check_axis
+from zhooks.comm import Facts
+from zhooks.layout import Mesh, resolve
+from zhooks.optim import optimizer_facts
+from zhooks.plan.checks import check_arguments, check_division, check_model, check_optimizer, check_scaled
+from zhooks.plan.initialisers import check_initialisers
+
+__all__ = ["Request", "read"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What ``attach`` was given, read, and possible as far as one rank can tell.
+
+    Attributes:
+        device: where the parameters are, or shall be made.
+        known: the optimizer that was passed, or none.
+        facts: what must be the same on every rank beside policy and mesh, by subject.
+    """
+
+    model: nn.Module
+    known: tuple[torch.optim.Optimizer, ...]
+    policy: Policy
+    mesh: Mesh
+    device: torch.device
+    init: Callable[[nn.Module], None] | None
+    sync: bool
+    facts: Mapping[str, Facts]
+
+
+def read(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    policy: Policy | str | Path | dict[str, Any] | None,
+    mesh: DeviceMesh | None,
+    init: Callable[[nn.Module], None] | None,
+    sync: bool,
+) -> Request:
+    """What ``attach`` was given.
+
+    Raises:
+        PolicyError: the policy cannot be read.
+        AttachError: model, optimizer or mesh cannot be attached.
+    """
+    chosen = Policy.of(policy)
+    check_arguments(optimizer, mesh, init, sync)
+    device = check_model(model)
+    check_optimizer(model, optimizer)
+    check_scaled(model, chosen)
+    axes = resolve(mesh)
+    check_division(model, axes.tp)
+    check_axis(chosen, axes.names)
+    check_initialisers(model, init)
+    facts = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, model.parameters())}
+    return Request(model, () if optimizer is None else (optimizer,), chosen, axes, device, init, sync, facts)
