@@ -17,7 +17,7 @@ from offload.errors import AttachError
 from zhooks.build.materialize import Materializer, swap_memory
 from zhooks.build.restore import swap_out
 from zhooks.comm import CONTROL, Call, Comm, all_or_none
-from zhooks.layout import FlatPlan, Group, UnitPlan, part_of
+from zhooks.layout import FlatPlan, Group, Keeps, UnitPlan, part_of
 from zhooks.plan import Plan
 from zhooks.run import forget_idle_graphs
 from zhooks.tensor import ParamShard, ShardedOverTp, ShardedTensor
@@ -101,7 +101,7 @@ def scratch_for(units: Sequence[UnitPlan], bound: int, device: torch.device) -> 
     """Room for the largest flat that does not stay as it is laid out, of a unit on meta for all of its flats at once."""
     sizes = [0]
     for unit in units:
-        moving = [flat.layout.padded * flat.kind.master.itemsize for flat in unit.flats if not flat.in_full]
+        moving = [flat.layout.padded * flat.kind.master.itemsize for flat in unit.flats if flat.keeps is not Keeps.FULL]
         if on_meta(unit.group):
             sizes.append(sum(-(-nbytes // Scratch.ALIGN) * Scratch.ALIGN for nbytes in moving))
         else:
@@ -151,11 +151,10 @@ def _fill(flat: Flat, full: Tensor, context: BuildContext, *, sync: bool) -> Non
             part.data = place.copy_(part)
     if sync:
         context.comm.world.broadcast(Call(CONTROL, "broadcast parameters", flat.name, flat.number), full)
-        if context.comm.tp.axis.world > 1:
-            for spec, start, numel in zip(flat.specs, flat.layout.starts, flat.layout.numels, strict=True):
-                if spec.place is None and numel:
-                    call = Call(CONTROL, "broadcast over tp", spec.name, flat.number)
-                    context.comm.tp.broadcast(call, full[start : start + numel])
+        for spec, start, numel in zip(flat.specs, flat.layout.starts, flat.layout.numels, strict=True):
+            if spec.place is None and numel:
+                call = Call(CONTROL, "broadcast over tp", spec.name, flat.number)
+                context.comm.tp.broadcast(call, full[start : start + numel])
 
 
 def _pass(flat: Flat, context: BuildContext, *, sync: bool) -> None:

@@ -24,7 +24,7 @@ from offload.tier import Tier
 from zhooks.comm import Comm, all_or_none
 from zhooks.layout import UnitPlan
 from zhooks.optim import Overlap, Rounding, Stepper, Updater, Worker, kernels_of
-from zhooks.plan import Admission, Need, admit
+from zhooks.plan import Admission, Need, admit, admit_any
 from zhooks.run import Runtime
 from zhooks.unit import Flat, Unit
 
@@ -51,7 +51,7 @@ class Tiers:
             BudgetError: what is to be kept on a tier exceeds its budget.
             CapabilityError: the machine lacks what the policy asks for.
         """
-        return open_tiers(policy, device, admit(policy, device, units, comm), comm, bus) if policy.tiered else self
+        return open_tiers(policy, device, admit_any(policy, device, units, comm), comm, bus)
 
     def step(self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding) -> None:
         """Step optimizers over the tiers from now on, as ``policy`` says; ``units`` may change under it."""

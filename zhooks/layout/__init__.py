@@ -7,7 +7,7 @@ from zhooks.layout.kind import DTYPES, FLATS, PIECE_NBYTES, Cut, Kind, kind_of, 
 from zhooks.layout.mesh import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, resolve
 from zhooks.layout.placement import Placement, Table
 from zhooks.layout.ranges import ALIGN_BYTES, Layout, Piece, Segment, flat_layout
-from zhooks.layout.unit_plan import FlatPlan, UnitPlan
+from zhooks.layout.unit_plan import FlatPlan, Keeps, UnitPlan
 from zhooks.layout.units import Group, find_units
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Division",
     "FlatPlan",
     "Group",
+    "Keeps",
     "Kind",
     "Layout",
     "Mesh",

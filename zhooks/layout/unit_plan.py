@@ -7,7 +7,8 @@ adds it up.  Pure: it never touches a tensor, and it is the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from torch import nn
 
@@ -17,7 +18,15 @@ from zhooks.layout.kind import Kind
 from zhooks.layout.ranges import Layout
 from zhooks.layout.units import Group
 
-__all__ = ["FlatPlan", "UnitPlan"]
+__all__ = ["FlatPlan", "Keeps", "UnitPlan"]
+
+
+class Keeps(Enum):
+    """Where a rank's range of a flat lies between uses."""
+
+    FULL = "in the full buffer"
+    RANGE = "on the device, in memory of its own"
+    BLOCKS = "in blocks of a store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,7 @@ class FlatPlan:
         replicated: each rank keeps and updates all of it.
         resident: the full buffer stays between uses.
         long: one parameter that is larger than any buffer may be.
+        keeps: where a rank's range lies between uses; see Note [Master and copy] in ``unit/buffer.py`` for blocks.
     """
 
     name: str
@@ -40,6 +50,14 @@ class FlatPlan:
     replicated: bool
     resident: bool
     long: bool
+    keeps: Keeps = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # A buffer of no elements, or of the range alone, in the dtype that is updated.
+        in_place = not self.sharded or (self.resident and len(self.layout.segments) == 1)
+        full = not self.layout.padded or (in_place and self.kind.master == self.kind.compute)
+        blocks = self.layout.padded and (self.kind.apart or self.kind.tiers.parameter is not Tier.DEVICE)
+        object.__setattr__(self, "keeps", Keeps.BLOCKS if blocks else Keeps.FULL if full else Keeps.RANGE)
 
     @property
     def ranks(self) -> int:
@@ -57,26 +75,14 @@ class FlatPlan:
         return self.layout.padded // self.ranks
 
     @property
-    def stored(self) -> bool:
-        """The values are kept in blocks of a store; see Note [Master and copy] in ``unit/buffer.py``."""
-        return bool(self.layout.padded) and (self.kind.apart or self.kind.tiers.parameter is not Tier.DEVICE)
-
-    @property
-    def in_full(self) -> bool:
-        """A rank's range lies in the full buffer itself."""
-        in_place = not self.sharded or (self.resident and len(self.layout.segments) == 1)
-        same = in_place and self.kind.master == self.kind.compute
-        return not self.layout.padded or (same and not self.stored)
-
-    @property
     def releasable(self) -> bool:
         """The full buffer comes and goes with its uses."""
-        return not (self.resident or self.in_full)
+        return not self.resident and self.keeps is not Keeps.FULL
 
     @property
     def shard_nbytes(self) -> int:
         """Bytes on the device of a rank's range, where it has memory of its own there."""
-        return 0 if self.stored or self.in_full else self.shard_numel * self.kind.master.itemsize
+        return self.shard_numel * self.kind.master.itemsize if self.keeps is Keeps.RANGE else 0
 
     @property
     def full_nbytes(self) -> int:
@@ -90,8 +96,8 @@ class FlatPlan:
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of it that stay beside the shard."""
-        return 0 if self.in_full else self.full_nbytes - self.transient_nbytes
+        """Bytes of it that stay beside the range."""
+        return self.full_nbytes if self.resident and self.keeps is not Keeps.FULL else 0
 
     @property
     def sum_nbytes(self) -> int:

@@ -9,7 +9,7 @@ from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import Layouts
 from zhooks.plan.plan import Plan, look
 from zhooks.plan.request import read
-from zhooks.plan.tiers import Admission, Need, admit, check_change
+from zhooks.plan.tiers import Admission, Need, admit, admit_any, check_change
 
 __all__ = [
     "Admission",
@@ -18,6 +18,7 @@ __all__ = [
     "Need",
     "Plan",
     "admit",
+    "admit_any",
     "check_change",
     "check_holds",
     "check_scaled",

@@ -90,6 +90,11 @@ def sizes(policy: Policy, units: Sequence[UnitPlan], spare: int | None) -> Mappi
     }
 
 
+def reductions(units: Sequence[UnitPlan], most: int) -> int:
+    """How many reductions may be under way at once: none of one rank's, which send nothing."""
+    return most if any(flat.layout.world > 1 for unit in units for flat in unit.flats) else 0
+
+
 class _Sizes:
     """Sizes of ranges in whole grains ``to``, and the order they are wanted in."""
 
@@ -121,10 +126,11 @@ class _Sizes:
         moves: list[Move] = []
         for sequence, staying in ((order, kept), (order[::-1], frozenset())):
             here = set(kept) if sequence is not order else set()
+            # In backward what was kept stays until its use.
+            until = {number: place for place, number in enumerate(sequence)} if sequence is not order else {}
             for place in range(len(sequence) + 1):
                 window = sequence[place : place + 1 + self._schedule.prefetch]
-                ahead = sequence[place:] if sequence is not order else []
-                gone = [n for n in sorted(here) if n not in window and n not in staying and n not in ahead]
+                gone = [n for n in sorted(here) if n not in window and n not in staying and until.get(n, -1) < place]
                 moves += [(("unit", number, index), 0) for number in gone for index in range(len(pieces[number]))]
                 fresh = [number for number in window if number not in here]
                 moves += [(("unit", n, index), size) for n in fresh for index, size in enumerate(pieces[n])]
@@ -134,8 +140,7 @@ class _Sizes:
     def sums(self, measure: Callable[[Sequence[Move]], int]) -> int:
         """Partial sums under way and one that fills, and what reductions leave where they cannot write the shard at once."""
         flats = [flat for flat in self._flats if flat.kind.trainable]
-        alone = all(flat.layout.world == 1 for flat in flats)
-        most = 0 if alone else self._schedule.max_reductions
+        most = reductions(self._units, self._schedule.max_reductions)
         under_way: list[int] = []
         moves: list[Move] = []
         for index, flat in reversed(list(enumerate(flats))):

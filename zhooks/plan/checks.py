@@ -232,8 +232,6 @@ def check_same_model(groups: Sequence[Group], world: Transport) -> None:
     Raises:
         AttachError: names, shapes, dtypes, requires_grad or units differ between ranks.
     """
-    if world.axis.world == 1:
-        return
     facts = [
         (name, f"{number} {name} {tuple(param.shape)} {param.dtype} {param.requires_grad} {getattr(param, 'placements', '')}")
         for number, group in enumerate(groups)

@@ -32,7 +32,7 @@ from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.layout import UnitPlan
 from zhooks.optim import watch_steps
-from zhooks.plan.arena import beside
+from zhooks.plan.arena import beside, reductions
 from zhooks.plan.tiers import limit_of
 from zhooks.unit import Unit
 
@@ -205,14 +205,10 @@ def device_floor(policy: Policy, units: Sequence[UnitPlan], *, whole_sums: bool 
     flats = [flat for unit in units for flat in unit.flats]
     gathered = sorted((unit.full_nbytes for unit in units if unit.releasable), reverse=True)
     sums = sorted((flat.sum_nbytes for flat in flats if flat.kind.trainable), reverse=True)
-    # Of a world of one gradients go where they rest, unless they are cast, or looked at before.
-    alone = (
-        flats[0].layout.world == 1
-        and policy.precision.loss_scale is None
-        and all(flat.kind.reduces_in_place for flat in flats)
-    )
-    flying = 1 if flats[0].layout.world == 1 else 1 + policy.schedule.max_reductions
-    under_way = 0 if alone else sum(sums if whole_sums else sums[:flying])
+    flying = reductions(units, policy.schedule.max_reductions)
+    # What is never sent goes where gradients are kept, unless it is cast, or looked at before.
+    direct = not flying and policy.precision.loss_scale is None and all(flat.kind.reduces_in_place for flat in flats)
+    under_way = 0 if direct else sum(sums if whole_sums else sums[: 1 + flying])
     kept = sum(cell.on(Tier.DEVICE) for flat in flats for cell in flat.footprint())
     return kept + sum(gathered[: 1 + policy.schedule.prefetch]) + under_way
 

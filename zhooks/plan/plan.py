@@ -15,7 +15,7 @@ from zhooks.plan.checks import check_ranks_equal, check_same_model
 from zhooks.plan.device_budget import Headroom, device_headroom
 from zhooks.plan.layouts import Layouts
 from zhooks.plan.request import Request
-from zhooks.plan.tiers import Admission, admit
+from zhooks.plan.tiers import Admission, admit_any
 from zhooks.run import Map, chart
 from zhooks.unit import Reserve
 
@@ -56,7 +56,7 @@ def look(request: Request, comm: Comm) -> Plan:
     groups = find_units(model, policy)
     check_same_model(groups, comm.stage)
     units = Layouts.of(model, policy, comm, device).units(groups)
-    tiers = admit(policy, device, units, comm) if policy.tiered else None
+    tiers = admit_any(policy, device, units, comm)
     headroom = device_headroom(policy, device, units, request.known, comm)
     islands = chart(model, units, policy)
     return Plan(

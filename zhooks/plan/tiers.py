@@ -21,7 +21,7 @@ from zhooks.comm import Comm, least
 from zhooks.layout import PIECE_NBYTES, UnitPlan
 from zhooks.optim import check_rounding
 
-__all__ = ["Admission", "Need", "admit", "check_change", "limit_of", "needs"]
+__all__ = ["Admission", "Need", "admit", "admit_any", "check_change", "limit_of", "needs"]
 
 #: Arrays of a unit that an update works on (masters, gradient, two moments), for this unit and the next; write-backs of the
 #: one before are waited for.
@@ -63,6 +63,11 @@ class Admission:
     def staging_nbytes(self) -> int:
         """What may be on its way between tiers at once."""
         return _STAGED * self.need.largest
+
+
+def admit_any(policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm) -> Admission | None:
+    """As ``admit``; None where the policy keeps nothing off the device.  Collective."""
+    return admit(policy, device, units, comm) if policy.tiered else None
 
 
 def admit(

@@ -22,7 +22,7 @@ from offload.errors import ShardedOpError
 from offload.store import Block, BlockRange, Mode, Store
 from offload.tier import Tier
 from zhooks.comm import GATHER, Call, Work, gather
-from zhooks.layout import FlatPlan, Kind
+from zhooks.layout import FlatPlan, Keeps, Kind
 from zhooks.tensor import ShardGroup
 from zhooks.unit.buffer_pool import Pool
 
@@ -304,8 +304,8 @@ class SharedLongBuffer(SharedStoreBuffer):
 def buffer_of(plan: FlatPlan, group: ShardGroup, pool: Pool, store: Store | None) -> Buffer:
     """The buffer of one flat, without memory yet; ``store``: where there are tiers."""
     kind, tiers = plan.kind, plan.kind.tiers
-    if not plan.stored:
-        return (FullBuffer if plan.in_full else Buffer)(group, kind, pool)
+    if plan.keeps is not Keeps.BLOCKS:
+        return {Keeps.FULL: FullBuffer, Keeps.RANGE: Buffer}[plan.keeps](group, kind, pool)
     assert store is not None
     wanted: list[Wanted] = [("parameter", kind.master, tiers.parameter)]
     if kind.apart:

@@ -39,7 +39,6 @@ class Pool:
     """Idle buffers by size; on CUDA the caching allocator is the pool and nothing is kept here.
 
     Attributes:
-        arena: memory reserved ahead, where the policy wants it.
         idle_nbytes: the most that may lie idle.
     """
 
@@ -47,9 +46,15 @@ class Pool:
         # No buffer is larger but those that parameters are gathered in; larger ones are never kept idle.
         self.bound, self.bus = bound, bus
         self.idle_nbytes, self._paged = 0, False
-        self.arena: Arena | None = None
+        # Memory reserved ahead, where the policy wants it; of one device, as all of a model is.
+        self._arenas: dict[torch.device, Arena] = {}
         self._idle: dict[tuple[int, torch.device], list[Tensor]] = {}
         self._held = 0
+
+    @property
+    def arena(self) -> Arena | None:
+        """Memory reserved ahead, where there is any."""
+        return next(iter(self._arenas.values()), None)
 
     @property
     def nbytes(self) -> int:
@@ -60,24 +65,26 @@ class Pool:
         """Keep so much memory on ``device`` from now on; what an arena has reserved for other uses stays reserved."""
         self.idle_nbytes, self._paged = reserve.idle_nbytes, reserve.paged
         if reserve.regions:
-            self.arena = self.arena or Arena(device, self.bus, paged=reserve.paged)
-            self.arena.reserve(reserve.regions)
-            self.arena.growing = reserve.growing
+            if device not in self._arenas:
+                self._arenas[device] = Arena(device, self.bus, paged=reserve.paged)
+            self._arenas[device].reserve(reserve.regions)
+            self._arenas[device].growing = reserve.growing
 
     def lasting(self, numel: int, dtype: torch.dtype, device: torch.device, use: Use = Use.SHARDS) -> Tensor:
         """An uninitialised 1-D tensor that is not given back here: a shard."""
         with torch.inference_mode(False), torch.no_grad():
-            if (arena := self._reserved(device)) is not None:
-                return arena.take(use, numel * dtype.itemsize).view(dtype)
+            if device in self._arenas:
+                return self._arenas[device].take(use, numel * dtype.itemsize).view(dtype)
             return torch.empty(numel, dtype=dtype, device=device)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, use: Use = Use.GATHERED) -> Tensor:
         """An uninitialised 1-D tensor; its storage is exactly as large."""
         nbytes = numel * dtype.itemsize
+        if device in self._arenas:
+            with torch.inference_mode(False), torch.no_grad():
+                return self._arenas[device].take(use, nbytes).view(dtype)
         shelf = self._idle.get((nbytes, device))
         with torch.inference_mode(False), torch.no_grad():
-            if (arena := self._reserved(device)) is not None:
-                return arena.take(use, nbytes).view(dtype)
             if shelf:
                 self._held -= nbytes
                 return shelf.pop().view(dtype)
@@ -90,7 +97,7 @@ class Pool:
 
         A range of the arena goes back there by itself, when its storage dies.
         """
-        if self._reserved(buffer.device) is not None:
+        if buffer.device in self._arenas:
             return
         storage = buffer.untyped_storage()
         # One count for the tensor, one for the handle above; a buffer that is a view counts its base too.
@@ -105,27 +112,22 @@ class Pool:
             whole = empty.set_(storage, 0, (nbytes,), (1,))
         self._idle.setdefault((nbytes, buffer.device), []).append(whole)
 
-    def _reserved(self, device: torch.device) -> Arena | None:
-        """The arena, where this device has one."""
-        return self.arena if self.arena is not None and self.arena.device == device else None
-
     def step_ended(self) -> None:
         """A backward is over."""
-        if self.arena is not None:
-            self.arena.step_ended()
+        for arena in self._arenas.values():
+            arena.step_ended()
 
     def tell(self) -> None:
         """State what is reserved, for an observer that has just been added."""
-        if self.arena is not None:
-            self.arena.tell()
+        for arena in self._arenas.values():
+            arena.tell()
 
     def clear(self) -> None:
         """Give all memory that is idle or reserved back to the system."""
         self._idle.clear()
         self._held = 0
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
+        while self._arenas:
+            self._arenas.popitem()[1].close()
 
 
 class Scratch:

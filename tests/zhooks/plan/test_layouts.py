@@ -16,7 +16,7 @@ from offload.errors import AttachError, PolicyError
 from offload.policy import Policy
 from offload.tier import Tier
 from tests.support.on_ranks import on_ranks
-from zhooks.layout import Cut, Group, Table, UnitPlan
+from zhooks.layout import Cut, Group, Keeps, Table, UnitPlan
 from zhooks.plan import Layouts
 from zhooks.plan.tiers import needs
 
@@ -87,7 +87,7 @@ def test_what_is_built_has_the_sizes_that_were_planned(stage: int, param: str, t
     attachment = zhooks.attach(model, policy=policy)
     for flat in [flat for unit in attachment._units for flat in unit.flats]:
         plan, own = flat.plan, flat.buffer.memory
-        assert plan.in_full is flat.buffer.in_full and plan.sharded is flat.group.sharded
+        assert (plan.keeps is Keeps.FULL) is flat.buffer.in_full and plan.sharded is flat.group.sharded
         assert plan.shard_nbytes == (0 if own is None else own.nbytes)
         assert plan.shard_numel == flat.group.layout.shard_numel
         owned = [plan.owned_numel(index, flat.transport.axis.rank) for index in range(len(plan.names))]
