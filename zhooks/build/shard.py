@@ -197,7 +197,7 @@ def _drop_hooks(param: Any) -> None:
 
 
 def shard_states(unit: Unit, optimizer: torch.optim.Optimizer, context: BuildContext) -> None:
-    """Cut the states an optimizer already holds down to this rank's ranges: all of the unit's, or none.  Collective."""
+    """Narrow the states an optimizer already holds to this rank's ranges: all of the unit's, or none.  Collective."""
     made: list[tuple[nn.Parameter, str, ShardedTensor]] = []
     with all_or_none(context.comm.stage, "attach"):
         for param, spec in [pair for flat in unit.flats for pair in zip(flat.params, flat.specs, strict=True)]:

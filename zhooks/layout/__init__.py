@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zhooks.layout.division import Division, hollow, is_divided, mark_of, part_of, rewrap, whole_of
-from zhooks.layout.kind import DTYPES, FLATS, PIECE_NBYTES, Cut, Kind, kind_of, pieces
+from zhooks.layout.kind import DTYPES, FLATS, Kind, kind_of
 from zhooks.layout.mesh import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, resolve
 from zhooks.layout.placement import Placement, Table
 from zhooks.layout.ranges import ALIGN_BYTES, Layout, Piece, Segment, flat_layout
@@ -15,14 +15,12 @@ __all__ = [
     "DATA",
     "DTYPES",
     "FLATS",
-    "PIECE_NBYTES",
     "PP",
     "REPLICATE",
     "SHARD",
     "STAGE",
     "TP",
     "Axis",
-    "Cut",
     "Division",
     "FlatPlan",
     "Group",
@@ -42,7 +40,6 @@ __all__ = [
     "kind_of",
     "mark_of",
     "part_of",
-    "pieces",
     "resolve",
     "rewrap",
     "whole_of",

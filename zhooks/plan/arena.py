@@ -63,7 +63,7 @@ def paged(units: Sequence[UnitPlan]) -> bool:
 
 
 def beside(policy: Policy, units: Sequence[UnitPlan]) -> int:
-    """Bytes that an arena reserves above what it holds: whole grains, and holes that pieces of several sizes leave."""
+    """Bytes that an arena reserves above what it holds: whole grains, and holes that ranges of several sizes leave."""
     if policy.device.arena == "none":
         return 0
     held = _Sizes(policy, units, 0, 1)
@@ -114,15 +114,15 @@ class _Sizes:
     def gathered(self, measure: Callable[[Sequence[Move]], int]) -> int:
         """Full buffers that stay, and those that come and go in a forward and its backward."""
         stay = sum(rounded(flat.resident_nbytes, self._to) for flat in self._flats)
-        ranges = {
+        every = {
             unit.number: [rounded(flat.transient_nbytes, self._to) for flat in unit.flats if flat.transient_nbytes]
             for unit in self._units
         }
-        pieces = {number: nbytes for number, nbytes in ranges.items() if nbytes}
-        nbytes = {number: sum(sizes) for number, sizes in pieces.items()}
-        trained = [unit.number for unit in self._units if unit.number in pieces and unit.trainable]
+        ranges = {number: sizes for number, sizes in every.items() if sizes}
+        nbytes = {number: sum(sizes) for number, sizes in ranges.items()}
+        trained = [unit.number for unit in self._units if unit.number in ranges and unit.trainable]
         kept = keep_gathered(trained, nbytes, reshard=self._schedule.reshard_after_forward, budget=self._spare)
-        order = list(pieces)
+        order = list(ranges)
         moves: list[Move] = []
         for sequence, staying in ((order, kept), (order[::-1], frozenset())):
             here = set(kept) if sequence is not order else set()
@@ -131,9 +131,9 @@ class _Sizes:
             for place in range(len(sequence) + 1):
                 window = sequence[place : place + 1 + self._schedule.prefetch]
                 gone = [n for n in sorted(here) if n not in window and n not in staying and until.get(n, -1) < place]
-                moves += [(("unit", number, index), 0) for number in gone for index in range(len(pieces[number]))]
+                moves += [(("unit", number, index), 0) for number in gone for index in range(len(ranges[number]))]
                 fresh = [number for number in window if number not in here]
-                moves += [(("unit", n, index), size) for n in fresh for index, size in enumerate(pieces[n])]
+                moves += [(("unit", n, index), size) for n in fresh for index, size in enumerate(ranges[n])]
                 here = here.difference(gone) | set(fresh)
         return stay + measure(moves)
 

@@ -147,7 +147,7 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
 
 
 def check_division(model: nn.Module, tp: Axis) -> None:
-    """Every DTensor must be cut evenly, or whole, over the ``tp`` axis alone.
+    """Every DTensor must be divided evenly, or whole, over the ``tp`` axis alone.
 
     Raises:
         AttachError: one lies over other ranks, or is uneven, or a partial sum.
@@ -275,9 +275,9 @@ def _check_equal(ranks: Transport, named: Sequence[tuple[str, Tensor]]) -> None:
         ranks.all_reduce(Call(CONTROL, "compare ranks", "all parameters"), high, "max")
     differ = [name for (name, _), a, b in zip(named, low.tolist(), high.tolist(), strict=True) if a != b]
     if differ:
-        rest = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise AttachError(
-            f"attach(sync=False): expected equal values on every rank, found that {', '.join(differ[:3])}{rest} differ (rank "
+            f"attach(sync=False): expected equal values on every rank, found that {', '.join(differ[:3])}{more} differ (rank "
             f"{ranks.axis.ranks[ranks.axis.rank]} among them). Use sync=True, or seed every rank alike."
         )
 
@@ -290,7 +290,7 @@ def _digest(tensor: Tensor) -> int:
 
 
 def check_scaled(model: nn.Module, policy: Policy) -> None:
-    """Gradients rest in the parameters' own dtype: in fp16 they would vanish where the loss scale is taken off.
+    """Gradients are kept in the parameters' own dtype: in fp16 they would vanish where the loss scale is taken off.
 
     Raises:
         AttachError: the policy scales the loss of a model with fp16 parameters.

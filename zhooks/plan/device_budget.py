@@ -190,14 +190,14 @@ def _headroom(
         tier = 'set [optimizer] tier = "host", '
         what = f"{shown(floor)}, and for the states of {of}, {shown(states)}: {shown(floor + states)} in all"
     raise BudgetError(
-        f"[budget] device: expected room for what rests there and the units in flight, {what}, found "
+        f"[budget] device: expected room for what is kept there and the units in flight, {what}, found "
         f"{shown(limit)}. Raise it, {tier}lower [schedule] prefetch or [units] max_numel, or place more on another "
         f"tier.{after}"
     )
 
 
 def device_floor(policy: Policy, units: Sequence[UnitPlan], *, whole_sums: bool = False) -> int:
-    """Bytes on the device whatever is kept: parameters, masters and gradients that rest there, gathered units, sums in flight.
+    """Bytes on the device whatever is kept: parameters, masters and gradients kept there, gathered units, sums in flight.
 
     Args:
         whole_sums: microbatches of a pipeline add up unreduced: every sum is held until the last.

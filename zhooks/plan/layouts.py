@@ -6,7 +6,7 @@ comes to the same, and nothing is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +14,47 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from offload.budget import shown
-from offload.errors import AttachError
+from offload.errors import AttachError, PolicyError
 from offload.policy import Policy
 from zhooks.comm import Comm
-from zhooks.layout import FLATS, Cut, FlatPlan, Group, Kind, Table, UnitPlan, flat_layout, kind_of, pieces
+from zhooks.layout import ALIGN_BYTES, FLATS, FlatPlan, Group, Kind, Table, UnitPlan, flat_layout, kind_of
 from zhooks.tensor import part_numel
 
-__all__ = ["Layouts"]
+__all__ = ["STAGED_NBYTES", "Bound", "Layouts"]
+
+#: Masters of one flat that is kept on a tier, unless a single parameter is larger: what an update stages at once.
+STAGED_NBYTES = 32 << 20
+
+Member = tuple[str, nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """No flat is above ``nbytes`` in any of its dtypes, unless one parameter alone is.
+
+    ``ranks`` share a flat over ``replicas`` replicas of it; every range of a rank begins and ends on an aligned element.
+    """
+
+    nbytes: int
+    ranks: int = 1
+    replicas: int = 1
+
+    @property
+    def align_nbytes(self) -> int:
+        """Where every parameter and every range starts."""
+        return ALIGN_BYTES * self.replicas
+
+    def row(self, kind: Kind) -> int:
+        """Elements of one aligned row: the least that every rank can own a range of."""
+        return self.ranks * self.align(kind)
+
+    def align(self, kind: Kind) -> int:
+        """Elements between places where something may start."""
+        return max(1, self.align_nbytes // kind.narrow)
+
+    def admits(self, kind: Kind, numel: int) -> bool:
+        """A flat of so many elements, padding included, is within the bound."""
+        return -(-numel // self.row(kind)) * self.row(kind) * kind.wide <= self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +62,13 @@ class Layouts:
     """How a policy has the units of a model laid out.
 
     Attributes:
-        cut: how units are cut into flats.
+        bound: how large a flat may be.
         wide: parameters, by identity, that are computed with in their own dtype whatever the policy says.
     """
 
     policy: Policy
     table: Table
-    cut: Cut
+    bound: Bound
     device: torch.device
     wide: frozenset[int]
 
@@ -44,15 +78,15 @@ class Layouts:
         # Parameters of batch and instance norms stay in their own dtype beside their running statistics.
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]
         wide = frozenset(id(param) for norm in norms for param in norm.parameters(recurse=False))
-        cut = Cut(policy.comm.buffer, comm.shard.axis.world, comm.replicate.axis.world)
-        return cls(policy, Table.of(policy.table()), cut, device, wide)
+        bound = Bound(policy.comm.buffer, comm.shard.axis.world, comm.replicate.axis.world)
+        return cls(policy, Table.of(policy.table()), bound, device, wide)
 
     def units(self, groups: Sequence[Group]) -> tuple[UnitPlan, ...]:
         """Every group as a unit.
 
         Raises:
             PolicyError: [comm] buffer does not hold one aligned row.
-            AttachError: it cuts a unit into too many flats.
+            AttachError: under that bound a unit has too many flats.
         """
         return tuple(self.unit(group, number) for number, group in enumerate(groups))
 
@@ -70,33 +104,64 @@ class Layouts:
 
     def unit(self, group: Group, number: int) -> UnitPlan:
         """The unit of one group."""
-        kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[Kind, list[Member]] = {}
         for name, param in group.params.items():
             kind = kind_of(name, param, self.policy, self.device, wide=id(param) in self.wide)
             kinds.setdefault(kind, []).append((name, param))
-        cut = list(pieces(kinds, self.cut, part_numel))
-        if len(cut) > FLATS:
+        split = list(_split(kinds, self.bound))
+        if len(split) > FLATS:
             raise AttachError(
-                f"unit {group.name}: expected at most {FLATS} flat buffers, found more: its parameters are cut at "
-                f"{shown(self.cut.nbytes)}. Raise [comm] buffer, or make smaller units ([units] names)."
+                f"unit {group.name}: expected at most {FLATS} flat buffers, found more: its parameters are split at "
+                f"{shown(self.bound.nbytes)}. Raise [comm] buffer, or make smaller units ([units] names)."
             )
-        flats = [self._flat(group.name, number, place, kind, members) for place, (kind, members) in enumerate(cut)]
+        flats = [self._flat(group.name, number, place, kind, members) for place, (kind, members) in enumerate(split)]
         return UnitPlan(group, number, tuple(flats))
 
-    def _flat(self, unit: str, number: int, place: int, kind: Kind, members: Sequence[tuple[str, nn.Parameter]]) -> FlatPlan:
+    def _flat(self, unit: str, number: int, place: int, kind: Kind, members: Sequence[Member]) -> FlatPlan:
         numels = [part_numel(param) for _, param in members]
         replicated = not self.table.shards_optimizer
         resident = self.table.keeps_gathered(kind.tiers)
-        long = len(members) == 1 and not self.cut.admits(kind, numels[0])
+        long = len(members) == 1 and not self.bound.admits(kind, numels[0])
         undivided = replicated or long or (resident and kind.master == kind.compute)
         layout = flat_layout(
             numels,
-            world=self.cut.ranks,
+            world=self.bound.ranks,
             itemsize=kind.narrow,
-            align_bytes=self.cut.align_nbytes,
+            align_bytes=self.bound.align_nbytes,
             max_numel=None if undivided else self.policy.units.max_numel,
         )
         name = f"{unit}#{place}" if place else unit
         return FlatPlan(
             name, number * FLATS + place, kind, tuple(name for name, _ in members), layout, replicated, resident, long
         )
+
+
+def _split(kinds: Mapping[Kind, Sequence[Member]], bound: Bound) -> Iterator[tuple[Kind, list[Member]]]:
+    """The parameters of each flat of a unit: one flat a kind; several where the bound demands it, or something is kept on a
+    tier, whose staging buffers stay small.  A parameter above the bound has a flat of its own, and the small ones beside it
+    stay together.
+
+    Raises:
+        PolicyError: the bound does not hold one aligned row.
+    """
+    for kind, members in kinds.items():
+        if not bound.admits(kind, 1):
+            raise PolicyError(
+                f"[comm] buffer: expected room for one aligned row over {bound.ranks * bound.replicas} ranks, "
+                f"{bound.row(kind) * kind.wide} B for parameters such as {members[0][0]}, found {bound.nbytes} B. Raise it."
+            )
+        flat: list[Member] = []
+        size = 0
+        for member in members:
+            numel = -(-part_numel(member[1]) // bound.align(kind)) * bound.align(kind)
+            if not bound.admits(kind, numel):
+                yield kind, [member]
+                continue
+            staged = kind.tiers.anywhere and (size + numel) * kind.master.itemsize > STAGED_NBYTES
+            if flat and (staged or not bound.admits(kind, size + numel)):
+                yield kind, flat
+                flat, size = [], 0
+            flat.append(member)
+            size += numel
+        if flat:
+            yield kind, flat

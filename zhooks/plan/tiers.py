@@ -18,8 +18,9 @@ from offload.kernels import available as available_kernels
 from offload.policy import Policy
 from offload.tier import Tier
 from zhooks.comm import Comm, least
-from zhooks.layout import PIECE_NBYTES, UnitPlan
+from zhooks.layout import UnitPlan
 from zhooks.optim import check_rounding
+from zhooks.plan.layouts import STAGED_NBYTES
 
 __all__ = ["Admission", "Need", "admit", "admit_any", "check_change", "limit_of", "needs"]
 
@@ -42,7 +43,7 @@ def needs(units: Sequence[UnitPlan]) -> Need:
     cells = [cell for flat in flats for cell in flat.footprint()]
     off_device = {tier: sum(cell.on(tier) for cell in cells) for tier in (Tier.HOST, Tier.DISK)}
     # A flat is of one parameter, or of at most so many bytes.
-    masters = [(max(max(flat.layout.numels) * flat.kind.master.itemsize, PIECE_NBYTES), flat.ranks) for flat in flats]
+    masters = [(max(max(flat.layout.numels) * flat.kind.master.itemsize, STAGED_NBYTES), flat.ranks) for flat in flats]
     return Need(off_device, max((-(-nbytes // ranks) for nbytes, ranks in masters), default=0))
 
 
@@ -145,7 +146,7 @@ def _check_limits(limits: Mapping[Tier, int | None], need: Need) -> None:
         limit = limits[tier]
         if limit is not None and nbytes > limit:
             raise BudgetError(
-                f"[budget] {tier.value}: expected room for the parameters, masters and gradients that are to rest there, "
+                f"[budget] {tier.value}: expected room for the parameters, masters and gradients to be kept there, "
                 f"{shown(nbytes)} a rank, found {shown(limit)}, {shown(nbytes - limit)} short. Raise it, or change the tier of "
                 "[parameter] or [gradient] (of [optimizer] where [precision] param is 16 bit: its masters)."
             )

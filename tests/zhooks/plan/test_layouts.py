@@ -16,8 +16,9 @@ from offload.errors import AttachError, PolicyError
 from offload.policy import Policy
 from offload.tier import Tier
 from tests.support.on_ranks import on_ranks
-from zhooks.layout import Cut, Group, Keeps, Table, UnitPlan
+from zhooks.layout import Group, Keeps, Table, UnitPlan
 from zhooks.plan import Layouts
+from zhooks.plan.layouts import Bound
 from zhooks.plan.tiers import needs
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 def planned(model: nn.Module, policy: dict[str, Any], *, ranks: int = 2, nbytes: int = 1 << 20) -> UnitPlan:
     chosen = Policy.of(policy)
-    layouts = Layouts(chosen, Table.of(chosen.table()), Cut(nbytes, ranks), CPU, frozenset())
+    layouts = Layouts(chosen, Table.of(chosen.table()), Bound(nbytes, ranks), CPU, frozenset())
     return layouts.unit(Group("u", [model], dict(model.named_parameters())), 3)
 
 
@@ -45,7 +46,7 @@ def test_parameters_that_differ_in_kind_have_flats_of_their_own_in_the_order_the
 
 def test_a_unit_is_planned_anew_where_a_parameter_was_frozen_and_nowhere_else() -> None:
     chosen = Policy.of({})
-    layouts = Layouts(chosen, Table.of(chosen.table()), Cut(1 << 20, 2), CPU, frozenset())
+    layouts = Layouts(chosen, Table.of(chosen.table()), Bound(1 << 20, 2), CPU, frozenset())
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     plans = layouts.units([Group(str(place), [model], dict(model.named_parameters())) for place, model in enumerate(models)])
     models[1].weight.requires_grad_(False)
