@@ -247,7 +247,7 @@ HOOK = re.compile(
     r"register_(module_)?(forward|full_backward|backward)\w*hook\w*|saved_tensors_hooks"
     r"|register_post_accumulate_grad_hook|register_(optimizer_)?step_(pre|post)_hook|register_(pre|multi_grad_)?hook"
 )
-HOOK_ROOMS = ("zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/stepper.py", "zhooks/grad/user_hooks.py")
+HOOK_ROOMS = ("zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/step_hooks.py", "zhooks/grad/user_hooks.py")
 
 
 def hooks_only_in_their_rooms(sources: list[Source]) -> list[str]:

@@ -112,7 +112,7 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (imports_point_down, "offload/store/store.py", "def f():\n    import zprof.cli", ":2: offload imports zprof.cli"),
     (imports_point_down, "tools/zprof/top.py", "import zhooks.comm", ":1: zprof imports zhooks.comm"),
     (imports_point_down, "zhooks/unit/unit.py", "from zprof import cli", ":1: zhooks imports zprof.cli"),
-    (packages_point_down, "zhooks/comm/shm.py", "from zhooks.unit import Flat", ":1: zhooks.comm imports zhooks.unit.Flat"),
+    (packages_point_down, "zhooks/comm/p2p.py", "from zhooks.unit import Flat", ":1: zhooks.comm imports zhooks.unit.Flat"),
     (packages_point_down, "offload/device/cpu.py", "def f():\n    import offload.store", ":2: offload.device imports"),
     (packages_point_down, "zhooks/new/file.py", "", ":1: zhooks.new has no place"),
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "import torch.distributed as d\nd.all_reduce(t)", ":2: torch.dist"),
@@ -173,9 +173,9 @@ def test_the_cycle_rule_notices_each_way_of_writing_an_import(text: str) -> None
 
 
 def test_the_door_rule_notices_who_goes_past_it() -> None:
-    package = [source("zhooks/comm/__init__.py", "from zhooks.comm.shm import Ring"), source("zhooks/comm/shm.py", "")]
+    package = [source("zhooks/comm/__init__.py", "from zhooks.comm.p2p import Ring"), source("zhooks/comm/p2p.py", "")]
     assert packages_have_one_door([*package, source("zhooks/unit.py", "from zhooks.comm import Ring")]) == []
-    for text in ("from zhooks.comm.shm import Ring", "import zhooks.comm.shm", "from zhooks.comm import shm"):
+    for text in ("from zhooks.comm.p2p import Ring", "import zhooks.comm.p2p", "from zhooks.comm import p2p"):
         findings = packages_have_one_door([*package, source("zhooks/unit.py", text)])
         assert len(findings) == 1 and "past the door of zhooks.comm" in findings[0]
 
@@ -184,7 +184,7 @@ SOUND: list[tuple[Rule, str, str]] = [
     (imports_point_down, "tools/zprof/top.py", "from offload.events import Event"),
     (imports_point_down, "zhooks/unit/unit.py", "from offload import policy"),
     (packages_point_down, "zhooks/unit/unit.py", "from zhooks.comm import Call\nfrom zhooks.unit.flat import Flat"),
-    (collectives_only_in_comm, "zhooks/comm/shm.py", "import torch.distributed as d\nd.all_reduce(t)"),
+    (collectives_only_in_comm, "zhooks/comm/p2p.py", "import torch.distributed as d\nd.all_reduce(t)"),
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "comm.all_reduce(t)\nimport torch.distributed as d\nd.get_rank()"),
     (hooks_only_in_their_rooms, "zhooks/run/hooks.py", "m.register_forward_hook(f)"),
     (hooks_only_in_their_rooms, "zhooks/tensor/sharded.py", "overridden = {Tensor.register_hook: f}"),

@@ -21,7 +21,7 @@ from offload.policy import Policy
 from offload.text import shown_path
 from zhooks import checkpoint
 from zhooks.build import Tiers
-from zhooks.comm import Comm, Together
+from zhooks.comm import AllRanks, Comm
 from zhooks.optim import Optimizers, Rounding
 from zhooks.plan import check_holds
 from zhooks.run import Runtime
@@ -132,7 +132,7 @@ class Stateful:
         self._check_at_rest("save")
         self._runtime.due()
         chosen = self._chosen("save", optimizer)
-        live = Together(self._comm.stage, "save", shown_path(folder)).run(lambda: self._live("save", chosen, objects, extra))
+        live = AllRanks(self._comm.stage, "save", shown_path(folder)).run(lambda: self._live("save", chosen, objects, extra))
         for each in live.optimizers:
             # What torch loaded into it and no step has met yet is saved as ranges, too.
             self._optimizers.meet(each, "save")
@@ -158,7 +158,7 @@ class Stateful:
         self._check_at_rest("load")
         self._runtime.due()
         chosen = self._chosen("load", optimizer)
-        live = Together(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", chosen, objects))
+        live = AllRanks(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", chosen, objects))
         extra = checkpoint.load(live, folder)
         for each in live.optimizers:
             self._optimizers.admit(each)
@@ -166,7 +166,7 @@ class Stateful:
 
     def _check_optimizers(self, optimizer: Any, verb: str) -> None:
         given = () if optimizer is None else (optimizer,)
-        Together(self._comm.stage, verb, "the optimizer").run(lambda: check_holds(given, self.model, verb))
+        AllRanks(self._comm.stage, verb, "the optimizer").run(lambda: check_holds(given, self.model, verb))
 
     def _chosen(self, verb: str, optimizer: Any) -> tuple[Any, ...]:
         """What is given, or else meant.  Collective where that is not known from ``attach``."""

@@ -1,7 +1,7 @@
 """Pa: what a recomputed unit was given is kept as 1/t on each of t ranks that hold it alike, and gathered for backward.
 
 ``recompute.py`` says when a unit's inputs pass, ``saved.py`` hands them over and asks for them again; the stash takes the
-ranges where activations have a tier.  It is one of the callers of ``comm/open.py`` and never runs a unit.
+ranges where activations have a tier.  It is one of the callers of ``comm/choose_transport.py`` and never runs a unit.
 
 Source: ZeRO, arXiv:1910.02054, section 6.1.
 

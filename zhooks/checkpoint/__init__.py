@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from zhooks.checkpoint.contents import RunState, check_handed
-from zhooks.checkpoint.export import save_full
-from zhooks.checkpoint.full import full_state, gathered, load_full_state
+from zhooks.checkpoint.full_safetensors import save_full
+from zhooks.checkpoint.full_state_dict import full_state, gathered, load_full_state
 from zhooks.checkpoint.save_load import load, save
-from zhooks.checkpoint.torch_state import StockState
+from zhooks.checkpoint.shard_contents import RunState, check_handed
+from zhooks.checkpoint.torch_state_dict import StockState
 
 __all__ = [
     "RunState",

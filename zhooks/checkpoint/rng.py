@@ -1,7 +1,7 @@
 """The random generators of this process: torch's on the CPU and on the CUDA devices in use, python's, and numpy's.
 
-``contents.py`` saves what ``generators`` gives, ``loading.py`` hands it to ``restore``.  It never touches a generator object
-that the user made.
+``shard_contents.py`` saves what ``generators`` gives, ``load_shard.py`` hands it to ``restore``.  It never touches a generator
+object that the user made.
 """
 
 from __future__ import annotations

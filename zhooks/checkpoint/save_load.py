@@ -19,10 +19,10 @@ import torch
 from offload.errors import CheckpointError, ZhooksError
 from offload.shards import Draft, Manifest, Record, ShardReader, ShardWriter, destination, find, read_manifest, shard_name
 from offload.text import shown_path
-from zhooks.checkpoint.contents import FileTensor, RunState, buffer_digests, contents
-from zhooks.checkpoint.loading import Loading, check
+from zhooks.checkpoint.load_shard import Loading, check
 from zhooks.checkpoint.saved_layout import describe, difference
-from zhooks.comm import Together, one_stage_a_path
+from zhooks.checkpoint.shard_contents import FileTensor, RunState, buffer_digests, contents
+from zhooks.comm import AllRanks, one_stage_a_path
 
 __all__ = ["load", "save"]
 
@@ -30,7 +30,7 @@ __all__ = ["load", "save"]
 @torch.no_grad()
 def save(run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any]) -> None:
     """See ``Attachment.save``."""
-    ranks = Together(run.comm.stage, "save", shown_path(folder))
+    ranks = AllRanks(run.comm.stage, "save", shown_path(folder))
     target = ranks.run(lambda: destination(folder, "save"))
     one_stage_a_path(run.comm, "save", ranks.share(str(target)))
     draft = Draft(target, ranks.share(secrets.token_hex(8)))
@@ -76,7 +76,7 @@ def _write_file(run: RunState, path: Path, dir_fd: int, tensors: Sequence[FileTe
 
 def load(run: RunState, saved: str | os.PathLike[str]) -> dict[str, Any]:
     """See ``Attachment.load``."""
-    ranks = Together(run.comm.stage, "load", shown_path(saved))
+    ranks = AllRanks(run.comm.stage, "load", shown_path(saved))
     target = ranks.run(lambda: destination(saved, "load"))
     run.bus.begin("load", target.name)
     nbytes = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from zhooks.checkpoint.contents import RunState
+from zhooks.checkpoint.shard_contents import RunState
 from zhooks.tensor import ParamShard
 
 __all__ = ["describe", "difference"]

@@ -1,7 +1,7 @@
 """State dicts as JSON and tensors: what a scheduler, a scaler or an optimizer's group says of itself, without pickle.
 
-``contents.py`` packs values before they are written, ``loading.py`` unpacks what was read; the tensors go to the shard file
-beside the JSON.  It never builds anything but plain containers, numbers, texts and tensors.
+``shard_contents.py`` packs values before they are written, ``load_shard.py`` unpacks what was read; the tensors go to the
+shard file beside the JSON.  It never builds anything but plain containers, numbers, texts and tensors.
 """
 
 from __future__ import annotations

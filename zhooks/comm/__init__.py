@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from offload.work import DONE, Work
 from zhooks.comm.agree import Agreement, disagreement, least, text_digest
+from zhooks.comm.all_ranks import AllRanks, all_or_none, one_stage_a_path
 from zhooks.comm.alone import Alone
+from zhooks.comm.choose_transport import Comm, open_comm
 from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
-from zhooks.comm.meeting import Facts, meet, policy_facts, refused_by_all
-from zhooks.comm.open import Comm, open_comm
-from zhooks.comm.together import Together, all_or_none, one_stage_a_path
-from zhooks.comm.work import CONTROL, GATHER, REDUCE, Call, Transport
+from zhooks.comm.rendezvous import Facts, meet, policy_facts, refused_by_all
+from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Transport
 
 __all__ = [
     "CONTROL",
@@ -17,12 +17,12 @@ __all__ = [
     "GATHER",
     "REDUCE",
     "Agreement",
+    "AllRanks",
     "Alone",
     "Call",
     "Chunk",
     "Comm",
     "Facts",
-    "Together",
     "Transport",
     "Work",
     "all_or_none",

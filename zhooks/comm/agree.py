@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from zhooks.comm.meeting import Facts, difference
-from zhooks.comm.work import CONTROL, Call, Transport
+from zhooks.comm.rendezvous import Facts, difference
+from zhooks.comm.transport import CONTROL, Call, Transport
 
 
 class Agreement:

@@ -1,11 +1,11 @@
-"""Collectives of one rank: a copy, or nothing.  ``open.py`` uses it for an axis of one."""
+"""Collectives of one rank: a copy, or nothing.  ``choose_transport.py`` uses it for an axis of one."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from offload.work import DONE, Work
-from zhooks.comm.work import Call
+from zhooks.comm.transport import Call
 from zhooks.layout import Axis, Layout
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from offload.work import Work, all_of
-from zhooks.comm.work import Call, Transport
+from zhooks.comm.transport import Call, Transport
 from zhooks.layout import Layout, Segment
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.work import Work
-from zhooks.comm.work import CONTROL, OPS, BackendWork, Call, TwoSteps
+from zhooks.comm.transport import CONTROL, OPS, BackendWork, Call, TwoSteps
 from zhooks.layout import Axis, Layout
 
 #: A tag is what torch lets through, 31 bits: the channel, the call's place in its sequence, and which call it is.

@@ -1,6 +1,6 @@
 """The backend's own collectives: NCCL on GPUs, Gloo where the policy asks for it.
 
-``open.py`` opens it with a process group a channel, so that gathers and reductions need no common order.
+``choose_transport.py`` opens it with a process group a channel, so that gathers and reductions need no common order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.work import Work
-from zhooks.comm.work import CONTROL, OPS, BackendWork, Call
+from zhooks.comm.transport import CONTROL, OPS, BackendWork, Call
 from zhooks.layout import Axis, Layout
 
 #: A tensor of the host up to this size goes by the host's network, one of a GPU's model above it by the GPU's.

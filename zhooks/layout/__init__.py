@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from zhooks.layout.division import Division, hollow, is_divided, mark_of, part_of, rewrap, whole_of
-from zhooks.layout.kind import DTYPES, FLATS, Kind, kind_of
+from zhooks.layout.flat_kind import DTYPES, FLATS, Kind, kind_of
+from zhooks.layout.flat_ranges import ALIGN_BYTES, Layout, Piece, Segment, flat_layout
 from zhooks.layout.mesh import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, resolve
 from zhooks.layout.placement import Placement, Table
-from zhooks.layout.ranges import ALIGN_BYTES, Layout, Piece, Segment, flat_layout
+from zhooks.layout.tp_division import Division, hollow, is_divided, mark_of, part_of, rewrap, whole_of
 from zhooks.layout.unit_plan import FlatPlan, Keeps, UnitPlan
 from zhooks.layout.units import Group, find_units
 

@@ -2,7 +2,7 @@
 ``tp`` and ``pp`` over which the model itself is divided.
 
 This module turns a DeviceMesh, or the default process group, or no group at all, into axes; ``attach.py`` builds it and hands
-them to ``comm/open.py``.  It never launches a collective and never starts processes: that is torchrun's work.
+them to ``comm/choose_transport.py``.  It never launches a collective and never starts processes: that is torchrun's work.
 
 Note: [Slices]
     Ranks with the same places on ``tp`` and ``pp`` hold the same part of the model: they are the *data* ranks of one slice.

@@ -14,8 +14,8 @@ from torch import nn
 
 from offload.policy import Footprint
 from offload.tier import Tier
-from zhooks.layout.kind import Kind
-from zhooks.layout.ranges import Layout
+from zhooks.layout.flat_kind import Kind
+from zhooks.layout.flat_ranges import Layout
 from zhooks.layout.units import Group
 
 __all__ = ["FlatPlan", "Keeps", "UnitPlan"]

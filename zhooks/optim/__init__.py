@@ -6,8 +6,8 @@ from zhooks.optim.choose_kernel import kernels_of
 from zhooks.optim.optimizers import Optimizers, about_state, holders, optimizer_facts, partitions
 from zhooks.optim.overlap import Overlap, Worker
 from zhooks.optim.rounding import Rounding, check_rounding
-from zhooks.optim.stepper import Stepper, watch_steps
-from zhooks.optim.updater import Updater, state_keys
+from zhooks.optim.step_hooks import Stepper, watch_steps
+from zhooks.optim.tiered_update import Updater, state_keys
 
 __all__ = [
     "Optimizers",

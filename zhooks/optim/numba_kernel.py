@@ -1,8 +1,8 @@
 """``[optimizer] kernel = "numba"``: Adam, AdamW, SGD and Lion updated by our own kernels, one pass over each flat's range.
 
-``updater.py`` calls ``update`` for one flat at a time, with everything in host memory.  Groups, schedulers and state dicts of
-the optimizer stay what torch makes them; an optimizer or an option the kernels lack is refused by name.  It never falls
-back to another kernel by itself.
+``tiered_update.py`` calls ``update`` for one flat at a time, with everything in host memory.  Groups, schedulers and state
+dicts of the optimizer stay what torch makes them; an optimizer or an option the kernels lack is refused by name.  It never
+falls back to another kernel by itself.
 """
 
 from __future__ import annotations

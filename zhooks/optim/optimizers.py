@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CheckpointError, DivergenceError, ShardedOpError
-from zhooks.comm import CONTROL, Call, Facts, Together, Transport, disagreement, text_digest
-from zhooks.optim.stepper import watch_steps
+from zhooks.comm import CONTROL, AllRanks, Call, Facts, Transport, disagreement, text_digest
+from zhooks.optim.step_hooks import watch_steps
 from zhooks.tensor import ParamShard, ShardedTensor
 
 __all__ = ["Optimizers", "about_state", "holders", "optimizer_facts", "partitions"]
@@ -118,7 +118,7 @@ class Optimizers:
         facts = optimizer_facts(optimizer, params) if fresh else {}
         states = "\n".join(f"{spec.name} {key} {about_state(value)}" for _, spec, key, value in held)
         problem = disagreement(self._stage, {"optimizer": {**facts, "states": f"{text_digest(states):x}"}})
-        if problem and not Together(self._stage, verb, "the optimizer's state").same(states):
+        if problem and not AllRanks(self._stage, verb, "the optimizer's state").same(states):
             raise CheckpointError(
                 f"{type(optimizer).__name__}.{verb}: expected the same optimizer states on every rank, found others: "
                 "load_state_dict was called on some ranks alone, or with other files. Load the same state on all ranks, or "
@@ -207,7 +207,7 @@ class Optimizers:
     def _put_in_order(self, verb: str) -> None:
         """Those first seen in a backward, by what they hold."""
         self._unordered.sort(key=lambda entry: entry[0])
-        if not Together(self._stage, verb, "optimizers").same(str([number for number, _ in self._unordered])):
+        if not AllRanks(self._stage, verb, "optimizers").same(str([number for number, _ in self._unordered])):
             raise _others(verb, "those that stepped in backward", self._stage)
         self._order.extend(known for _, known in self._unordered)
         self._unordered = []
@@ -227,7 +227,7 @@ class Optimizers:
         gc.collect()
         found = _once(sorted(look(), key=lambda one: _told_apart(one, params)))
         names = [_told_apart(one, params) for one in found]
-        if not Together(self._stage, verb, "optimizers").same(str(names)):
+        if not AllRanks(self._stage, verb, "optimizers").same(str(names)):
             raise _others(verb, f"{len(found)} ({', '.join(type(one).__name__ for one in found)})", self._stage)
         for one, before, after in zip(found, names, names[1:], strict=False):
             if before == after:

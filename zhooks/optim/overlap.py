@@ -1,7 +1,7 @@
 """``[optimizer] overlap = true``: a flat is updated in backward, as soon as its reduction has landed.
 
-``grad/reduce.py`` calls it at every landing, and at the end of every backward; ``stepper.py`` when a step begins;
-``updater.py`` does the work.  An update made early cannot know of a clip, an unscale, another backward, a new learning
+``grad/reduce.py`` calls it at every landing, and at the end of every backward; ``step_hooks.py`` when a step begins;
+``tiered_update.py`` does the work.  An update made early cannot know of a clip, an unscale, another backward, a new learning
 rate or another optimizer, so each of these is refused by name when it comes.
 
 Note: [Early or not]
@@ -44,7 +44,7 @@ from offload.store import Block
 from offload.threads import Task, Workers
 from zhooks.grad import Gradient
 from zhooks.optim.kernel import NO_ARGUMENTS, Arguments, FlatUpdate
-from zhooks.optim.updater import Updater, group_options, same_options
+from zhooks.optim.tiered_update import Updater, group_options, same_options
 from zhooks.refusals import not_stepped, too_late
 from zhooks.unit import Flat
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from zhooks.report.calibrate import Calibrated
 from zhooks.report.description import describe
-from zhooks.report.held import state_held
 from zhooks.report.memory import MemoryReport, memory_report
-from zhooks.report.observation import Observation
+from zhooks.report.observe import Observation, state_held
 
 __all__ = [
     "Calibrated",

@@ -1,4 +1,4 @@
-"""Measures ranges over a few ordinary steps: what ``Attachment.calibrate`` does, and what ``proposal.py`` judges.
+"""Measures ranges over a few ordinary steps: what ``Attachment.calibrate`` does, and what ``propose_dtypes.py`` judges.
 
 Module and tensor hooks (``run/hooks.py``) show it activations and their gradients, the reducer shows it when a backward has
 ended; it reads what is there and changes nothing.  It never decides on a dtype.
@@ -26,7 +26,7 @@ from offload.text import shown
 from zhooks.comm import CONTROL, Call, Comm
 from zhooks.grad import Reducer
 from zhooks.layout import part_of
-from zhooks.report.proposal import BINS, LOWEST, Base, Proposal, Ranges, propose
+from zhooks.report.propose_dtypes import BINS, LOWEST, Base, Proposal, Ranges, propose
 from zhooks.run import Runtime, watch
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit

@@ -18,8 +18,8 @@ from zhooks.activation import Residual
 from zhooks.comm import Comm
 from zhooks.grad import Reducer
 from zhooks.layout import Placement, Table
-from zhooks.report.buffers import buffers
-from zhooks.report.residual_rows import Residue, activations, advice, mib, nobodys, notes
+from zhooks.report.memory_buffers import buffers
+from zhooks.report.memory_residual import Residue, activations, advice, mib, nobodys, notes
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
 

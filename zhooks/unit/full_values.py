@@ -1,8 +1,8 @@
 """Full values on their way: from every rank's ranges to plain tensors and back, through buffers of bounded size.
 
-``build/``, ``checkpoint/full.py`` and ``checkpoint/export.py`` call it for attach, detach and state dicts.  What they
-ask for may be as large as a parameter; what it passes through never is larger than the policy's bound.  It never decides what a
-state consists of.
+``build/``, ``checkpoint/full_state_dict.py`` and ``checkpoint/full_safetensors.py`` call it for attach, detach and state dicts.
+What they ask for may be as large as a parameter; what it passes through never is larger than the policy's bound.  It never
+decides what a state consists of.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ LATER = (
     "zhooks.run.hooks.install_casts",
     "zhooks.run.members.Members.open",
     "zhooks.tensor.sharded.Registries.open",
-    "zhooks.checkpoint.torch_state.StockState.open",
+    "zhooks.checkpoint.torch_state_dict.StockState.open",
     "zhooks.optim.optimizers.Optimizers.open",
     "zhooks.plan.device_budget.DeviceBudget.open",
     "zhooks.grad.scaling.Scaling.open",

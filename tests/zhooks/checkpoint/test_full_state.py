@@ -21,7 +21,7 @@ import zhooks
 from offload.events import Recorder
 from tests.support.on_ranks import on_ranks, place
 from tests.support.ranks import Pool
-from zhooks.comm import Together
+from zhooks.comm import AllRanks
 
 STAGES = (0, 1, 2, 3)
 
@@ -556,8 +556,8 @@ def test_a_gradient_kept_over_detach_has_its_range_and_says_what_it_lacks() -> N
 def test_a_full_state_is_agreed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     attachment = zhooks.attach(model, policy={"precision": {"loss_scale": "dynamic"}})
-    state, shared, real = attachment.state_dict(), [], Together.share
-    monkeypatch.setattr(Together, "share", lambda self, value: shared.append(value) or real(self, value))
+    state, shared, real = attachment.state_dict(), [], AllRanks.share
+    monkeypatch.setattr(AllRanks, "share", lambda self, value: shared.append(value) or real(self, value))
     attachment.load_state_dict(state)
     assert len(shared) == 1
     attachment.detach()

@@ -14,7 +14,7 @@ from offload.policy import Policy
 from tests.support.on_ranks import on_ranks, place
 from zhooks.comm import CONTROL, GATHER, REDUCE, Call, open_comm
 from zhooks.comm.p2p import tag_of
-from zhooks.comm.work import CHANNELS
+from zhooks.comm.transport import CHANNELS
 from zhooks.layout import FLATS, flat_layout, resolve
 
 

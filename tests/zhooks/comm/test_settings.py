@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
-from zhooks.comm import shm as comm_shm
+from zhooks.comm import shared_memory
 
 
 def net() -> nn.Module:
@@ -154,7 +154,7 @@ def test_a_rank_that_fails_while_transports_open_is_named_by_the_other_in_time()
     model = net()
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr(comm_shm, "_open_at", stopped)
+            patched.setattr(shared_memory, "_open_at", stopped)
         late = zhooks.DivergenceError, r"within 1.0 s, found that rank 1 did not"
         error, said = (RuntimeError, "stopped here") if rank else late
         with pytest.raises(error, match=said):
@@ -188,7 +188,7 @@ def test_memory_that_one_rank_cannot_have_is_shared_by_none(where: str) -> None:
     rank, _ = place()
     with pytest.MonkeyPatch.context() as patched:
         if where == "_open_at" and rank == 1:
-            patched.setattr(comm_shm, where, full)
+            patched.setattr(shared_memory, where, full)
         if where == "posix_fallocate":
             patched.setattr(os, where, full)
         model = net()
@@ -253,13 +253,13 @@ def test_optimizers_that_differ_by_rank_are_refused_at_their_first_step() -> Non
 def test_an_optimizer_is_compared_once() -> None:
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        real = comm_shm.SharedMemory.all_reduce
+        real = shared_memory.SharedMemory.all_reduce
 
         def heard(self: Any, call: Any, tensor: Any, op: str) -> None:
             calls.append(call.what)
             real(self, call, tensor, op)
 
-        patched.setattr(comm_shm.SharedMemory, "all_reduce", heard)
+        patched.setattr(shared_memory.SharedMemory, "all_reduce", heard)
         model = net()
         zhooks.attach(model, policy={"comm": {"timeout_s": 30}})
         first, second = calls.count("compare settings"), steps(model)

@@ -18,7 +18,7 @@ import zhooks
 from offload.errors import ShardedOpError
 from tests.parity.zoo import GPT, VOCABULARY, next_token
 from tests.support.on_ranks import hooks_left, on_ranks, place
-from zhooks.report.proposal import BINS, LOWEST, Proposal, Ranges, propose
+from zhooks.report.propose_dtypes import BINS, LOWEST, Proposal, Ranges, propose
 
 SMALL = {"units": {"names": ["blocks.*", "tokens", "head"], "min_numel": 0}}
 

@@ -20,8 +20,8 @@ import zhooks
 from offload.errors import BudgetError
 from offload.events import Event
 from tests.support.on_ranks import on_ranks, place
-from zhooks.comm.shm import SharedMemory
-from zhooks.comm.work import TwoSteps
+from zhooks.comm.shared_memory import SharedMemory
+from zhooks.comm.transport import TwoSteps
 from zhooks.grad import reduction
 
 NUMEL = 8 * 8 + 8

@@ -20,9 +20,10 @@ from offload.errors import AttachError, PolicyError
 from offload.events import Event
 from tests.support.buffer_census import counted
 from tests.support.on_ranks import on_ranks, place
-from zhooks.comm import chunks_of, in_order, norms_of_runs, read, together
+from zhooks.comm import chunks_of, in_order, norms_of_runs, read
+from zhooks.comm.all_ranks import COLLECT_NBYTES
 from zhooks.layout import flat_layout
-from zhooks.report.buffers import buffers
+from zhooks.report.memory_buffers import buffers
 
 SMALL = 4096
 BF16 = {"precision": {"param": "bf16"}}
@@ -251,7 +252,7 @@ def measured(depth: int, width: int, **policy: Any) -> dict[str, int]:
     with counted(attachment, optimizer) as census:
         step()
     peaks["step"] = census.peak
-    asked = ("zhooks/unit/full_values.py:full_copies", "zhooks/checkpoint/full_optimizer.py:_cut")
+    asked = ("zhooks/unit/full_values.py:full_copies", "zhooks/checkpoint/full_optimizer_state.py:_cut")
     with counted(attachment, optimizer, results=asked) as census:
         state = attachment.state_dict(optimizer)
     peaks["state_dict"] = census.peak
@@ -284,7 +285,7 @@ def grows_by_nothing(**policy: Any) -> None:
     # Where every rank has all of everything, nothing but reductions needs a buffer.
     may_need_none = {"state_dict", "load_state_dict", "save", "detach"} if policy["stage"] == 0 else {"save"}
     # In a save each rank tells the first of every tensor it wrote: text, no values, in slices.
-    told = min(together._SLICE, 96 * 1024 * place()[1])
+    told = min(COLLECT_NBYTES, 96 * 1024 * place()[1])
     for name, peak in small.items():
         assert peak > 0 or name in may_need_none, name
         assert deep[name] <= peak + (SLACK if name != "save" else told), (name, small, deep)

@@ -14,15 +14,16 @@ import torch
 import zhooks
 from offload.policy import Policy
 from tests.support.on_ranks import on_ranks, place
-from zhooks.comm import Together, open_comm, together
+from zhooks.comm import AllRanks, open_comm
+from zhooks.comm.all_ranks import COLLECT_NBYTES
 from zhooks.layout import resolve
 
 
 @contextmanager
-def all_ranks() -> Iterator[Together]:
+def every_rank() -> Iterator[AllRanks]:
     comm = open_comm(resolve(None), Policy(), torch.device("cpu"))
     try:
-        yield Together(comm.stage, "try", "this")
+        yield AllRanks(comm.stage, "try", "this")
     finally:
         comm.close()
 
@@ -30,14 +31,14 @@ def all_ranks() -> Iterator[Together]:
 def said_by(rank: int) -> bytes:
     """Of different lengths, none at rank 2, longer than two slices on the last."""
     generator = torch.Generator().manual_seed(rank)
-    length = (3, together._SLICE // 3, 0, 2 * together._SLICE + 5)[rank]
+    length = (3, COLLECT_NBYTES // 3, 0, 2 * COLLECT_NBYTES + 5)[rank]
     return bytes(torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8).tolist())
 
 
 @on_ranks(1, 2, 4)
 def test_the_first_rank_collects_what_each_says_and_no_other_holds_it() -> None:
     rank, world = place()
-    with all_ranks() as ranks:
+    with every_rank() as ranks:
         assert ranks.collect(said_by(rank)) == ([said_by(each) for each in range(world)] if rank == 0 else [])
         assert ranks.collect(b"") == ([b""] * world if rank == 0 else [])
 
@@ -45,7 +46,7 @@ def test_the_first_rank_collects_what_each_says_and_no_other_holds_it() -> None:
 @on_ranks(1, 2, 4)
 def test_the_first_ranks_value_is_shared_as_json_keeps_it() -> None:
     rank, _ = place()
-    with all_ranks() as ranks:
+    with every_rank() as ranks:
         value = {"pairs": [(1, "a"), (2, "\u00e9")], "none": None}
         assert ranks.share(value if rank == 0 else object()) == {"pairs": [[1, "a"], [2, "\u00e9"]], "none": None}
         with pytest.raises(zhooks.CheckpointError, match="not JSON serializable"):
@@ -63,7 +64,7 @@ def test_a_step_that_one_rank_cannot_take_fails_on_all_with_its_reason() -> None
         return rank
 
     said = f"rank {world - 1}: try this: .*No space left on device at /somewhere"
-    with all_ranks() as ranks:
+    with every_rank() as ranks:
         with pytest.raises(zhooks.CheckpointError, match=said):
             ranks.run(step)
         assert ranks.run(lambda: rank) == rank, "and the ranks can go on"

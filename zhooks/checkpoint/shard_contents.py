@@ -1,6 +1,6 @@
 """What one rank's shard file holds: its values, gradients, optimizer states, buffers and random states, tensor by tensor.
 
-``save_load.py`` writes what ``contents`` lists, in its order; ``loading.py`` reads it back.  Values are opened
+``save_load.py`` writes what ``contents`` lists, in its order; ``load_shard.py`` reads it back.  Values are opened
 one tensor of one flat buffer at a time, from whatever tier they are on; it never touches a file.
 
 Note: [Document]
@@ -22,9 +22,9 @@ from offload.errors import CheckpointError
 from offload.events import Bus
 from offload.shards import Entry, digest
 from offload.text import shown
+from zhooks.checkpoint.rank0_values import flats_of
 from zhooks.checkpoint.rng import generators
 from zhooks.checkpoint.state_tree import Packer
-from zhooks.checkpoint.values import flats_of
 from zhooks.comm import Comm
 from zhooks.grad import Reducer, Scaling
 from zhooks.layout import part_of

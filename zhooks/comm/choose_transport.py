@@ -1,14 +1,14 @@
 """Chooses and opens the transport of each axis of the mesh, the only way that collectives go.
 
-``unit/unit.py``, ``grad/gradient.py``, ``tensor/norms.py`` and ``checkpoint/full.py`` call what it opens with flat tensors and
-a ``Call`` that names what the collective is for.  Which backend wants which way is decided here, in ``open_comm``, and nowhere
-else; it never decides *when* anything is moved.
+``unit/unit.py``, ``grad/gradient.py``, ``tensor/norms.py`` and ``checkpoint/full_state_dict.py`` call what it opens with flat
+tensors and a ``Call`` that names what the collective is for.  Which backend wants which way is decided here, in ``open_comm``,
+and nowhere else; it never decides *when* anything is moved.
 
 Note: [Transports]
     stock  the backend's own collectives.  NCCL's are the best there are; Gloo's all-gather and reduce-scatter send as
            much as an all-reduce (measured: 1.0 and 0.8 GB/s where its send/recv does 4.6).
     p2p    Gloo send/recv, tagged with the call, each rank sending every peer its range directly: (N-1)/N of the payload.
-    shm    ranks of one host over shared memory (``shm.py``): one copy in, one copy out, every message labelled.
+    shm    ranks of one host over shared memory (``shared_memory.py``): one copy in, one copy out, every message labelled.
     "auto" is stock on CUDA; on CPU shm where all ranks of the axis share a host with ordered stores, else p2p.
 """
 
@@ -26,11 +26,11 @@ import torch.distributed as dist
 from offload.errors import CapabilityError, DivergenceError
 from offload.policy import Policy
 from zhooks.comm.alone import Alone
-from zhooks.comm.meeting import Facts, Meeting, meet, policy_facts
 from zhooks.comm.p2p import PeerToPeer
-from zhooks.comm.shm import SharedMemory, serve_together
+from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts
+from zhooks.comm.shared_memory import SharedMemory, serve_together
 from zhooks.comm.stock import Stock
-from zhooks.comm.work import CONTROL, GATHER, REDUCE, Transport
+from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Transport
 from zhooks.layout import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh
 
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CapabilityError, CheckpointError
-from zhooks.checkpoint.values import flats_of, whole_values
-from zhooks.comm import CONTROL, Call, Comm, Together
+from zhooks.checkpoint.rank0_values import flats_of, whole_values
+from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.grad import Asked, full_state_asked
 from zhooks.optim import about_state, state_keys
 from zhooks.run import Inert
@@ -73,7 +73,7 @@ class StockState:
                 "parameters in their place that nobody shards. Load without it, or load before attach."
             )
         self._finish_backward()
-        ranks = Together(self._comm.stage, "load_state_dict", "the model")
+        ranks = AllRanks(self._comm.stage, "load_state_dict", "the model")
         named = dict(module.state_dict(keep_vars=True))
         given = {name: state[prefix + name] for name in named if isinstance(state.get(prefix + name), Tensor)}
         if not ranks.same("\n".join(f"{name} {about_state(value)}" for name, value in given.items())):

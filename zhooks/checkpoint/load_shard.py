@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from offload.shards import ShardReader
 from offload.store import BlockRange, Mode
-from zhooks.checkpoint.contents import (
+from zhooks.checkpoint.rng import check as check_generators
+from zhooks.checkpoint.rng import restore
+from zhooks.checkpoint.shard_contents import (
     DOCUMENT,
     SHARDED,
     RunState,
@@ -30,8 +32,6 @@ from zhooks.checkpoint.contents import (
     state_name,
     tensor_name,
 )
-from zhooks.checkpoint.rng import check as check_generators
-from zhooks.checkpoint.rng import restore
 from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat

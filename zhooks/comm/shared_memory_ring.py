@@ -1,6 +1,6 @@
 """A ring of labelled slots in memory that the ranks of one host share: messages in, messages out, in order.
 
-``shm.py`` makes one a channel and says what each message carries; it owns the protocol and its counters.  It
+``shared_memory.py`` makes one a channel and says what each message carries; it owns the protocol and its counters.  It
 never waits: ``progress`` does what can be done now.
 
 Note: [Ring]
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from offload.disk import started_ticks
 from offload.errors import DivergenceError
-from zhooks.comm.work import Call
+from zhooks.comm.transport import Call
 from zhooks.layout import Axis
 
 SLOT = 1 << 19

@@ -1,7 +1,8 @@
 """What a collective is called, what a transport promises, and collectives under way.
 
-Every transport (``alone.py``, ``stock.py``, ``p2p.py``, ``shm.py``) is built of these; callers hold a ``Transport`` and wait
-for the ``Work`` it returns, which raises DivergenceError when the ranks do not meet in time.  It moves nothing itself.
+Every transport (``alone.py``, ``stock.py``, ``p2p.py``, ``shared_memory.py``) is built of these; callers hold a ``Transport``
+and wait for the ``Work`` it returns, which raises DivergenceError when the ranks do not meet in time.  It moves nothing
+itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Steps that all ranks take together and that fail on all ranks or on none.
 
 ``attach.py`` and ``checkpoint/`` run every step that may fail on one rank through here, so that no rank waits for another that
-has raised.  It communicates through the transport it is given (before there is one, ``meeting.py`` does this by the process
+has raised.  It communicates through the transport it is given (before there is one, ``rendezvous.py`` does this by the process
 group's store) and never decides what a step does.
 """
 
@@ -21,18 +21,19 @@ from offload.budget import shown
 from offload.errors import CheckpointError, DivergenceError, ZhooksError
 from offload.text import shown_path
 from zhooks.comm.agree import same_text, text_digest
-from zhooks.comm.meeting import error_of
-from zhooks.comm.open import Comm
-from zhooks.comm.work import CONTROL, Call, Transport
+from zhooks.comm.choose_transport import Comm
+from zhooks.comm.rendezvous import error_of
+from zhooks.comm.transport import CONTROL, Call, Transport
 
-__all__ = ["Together", "all_or_none", "one_stage_a_path"]
+__all__ = ["AllRanks", "all_or_none", "one_stage_a_path"]
 
 T = TypeVar("T")
 _TEXT = 2048
-_SLICE = 1 << 20
+#: So much of what all ranks hand to the first is in memory of the others at once.
+COLLECT_NBYTES = 1 << 20
 
 
-class Together:
+class AllRanks:
     """All ranks of ``world`` at one piece of work.
 
     Args:
@@ -114,8 +115,8 @@ class Together:
         self._world.all_reduce(self._call("collect"), lengths, "sum")
         ends = lengths.cumsum(0).tolist()
         begin, held = ends[self.rank] - len(raw), bytearray()
-        for low in range(0, ends[-1], _SLICE):
-            part = torch.zeros(min(_SLICE, ends[-1] - low), dtype=torch.uint8)
+        for low in range(0, ends[-1], COLLECT_NBYTES):
+            part = torch.zeros(min(COLLECT_NBYTES, ends[-1] - low), dtype=torch.uint8)
             mine = raw[max(0, low - begin) : max(0, low + len(part) - begin)]
             _put(mine, part[max(0, begin - low) :])
             self._world.all_reduce(self._call("collect"), part, "max")
@@ -161,7 +162,7 @@ def all_or_none(world: Transport, verb: str) -> Iterator[None]:
         raise
     except Exception as error:
         problem = error
-    failure = Together(world, verb, "").first_failure(problem)
+    failure = AllRanks(world, verb, "").first_failure(problem)
     if problem is not None:
         raise problem
     if failure is not None:

@@ -1,6 +1,6 @@
 """Updates flat buffers over tiers: flat k + 1 is fetched while k is updated, and k - 1 is written back meanwhile.
 
-``stepper.py`` has a step's flats updated here, ``overlap.py`` one at a time in backward.  It decides neither when, nor by
+``step_hooks.py`` has a step's flats updated here, ``overlap.py`` one at a time in backward.  It decides neither when, nor by
 what arithmetic: ``choose_kernel.py`` says that.
 
 Note: [One step, many calls]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import CheckpointError
-from zhooks.checkpoint.full_optimizer import apply_plan, plan_of
-from zhooks.checkpoint.values import flats_of, from_first, is_first, spread_values, whole_values
-from zhooks.comm import CONTROL, Call, Comm, Together
+from zhooks.checkpoint.full_optimizer_state import apply_plan, plan_of
+from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
+from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.layout import Division, is_divided, part_of, whole_of
 from zhooks.optim import state_keys
 from zhooks.run import Runtime
@@ -104,7 +104,7 @@ def load_full_state(
         scale: checks what the state says of the loss scale, and returns what follows it.
     """
     buffers, flats = dict(model.named_buffers()), list(flats_of(units))
-    ranks = Together(comm.stage, "load_state_dict", "the state")
+    ranks = AllRanks(comm.stage, "load_state_dict", "the state")
 
     def read() -> tuple[dict[str, Any], Any]:
         """Rank 0's values; what its loss scale is and its optimizer state consists of.  Nothing has been changed yet."""

@@ -1,7 +1,7 @@
 """Any torch optimizer over tiers: entered through torch's own step hooks.
 
 torch calls ``before`` and ``after`` around every optimizer's step; for those that hold our parameters ``before`` has
-``updater.py`` do the work and leaves nothing of ours for the outer call.  It never computes an update and moves nothing.
+``tiered_update.py`` do the work and leaves nothing of ours for the outer call.  It never computes an update and moves nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offload.errors import ShardedOpError
 from zhooks.grad import running
 from zhooks.optim.kernel import Arguments
 from zhooks.optim.overlap import Overlap
-from zhooks.optim.updater import Updater
+from zhooks.optim.tiered_update import Updater
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["Stepper", "watch_steps"]

@@ -1,6 +1,6 @@
 """The first rank's full optimizer state, checked, and cut to every rank's ranges.
 
-``full.py`` asks for a plan before it changes anything, and then has it carried out.  What can go wrong on one rank
+``full_state_dict.py`` asks for a plan before it changes anything, and then has it carried out.  What can go wrong on one rank
 goes wrong on all, and leaves the optimizer as it was.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError
-from zhooks.checkpoint.values import SAFETENSORS, spread_values
-from zhooks.comm import CONTROL, Call, Comm, Together
+from zhooks.checkpoint.rank0_values import SAFETENSORS, spread_values
+from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -109,7 +109,7 @@ def apply_plan(
 
     before = optimizer.state, optimizer.param_groups
     try:
-        Together(comm.stage, "load_state_dict", "the optimizer's state").run(load)
+        AllRanks(comm.stage, "load_state_dict", "the optimizer's state").run(load)
     except CheckpointError:
         optimizer.state, optimizer.param_groups = before
         raise

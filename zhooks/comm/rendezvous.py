@@ -1,9 +1,9 @@
 """Where all ranks of the process group meet before an attachment opens its transports, each as often as every other.
 
-``attach.py`` counts every call here, and ``open.py`` compares settings: making groups is collective over the whole process
-group, and a rank that attaches fewer models (stages of a pipeline) than another, under other settings, or not at all because
-it was refused, would let the others wait for ever.  It speaks through the process group's store alone, moves no tensor, and
-waits for nothing longer than ``[comm] timeout_s``.
+``attach.py`` counts every call here, and ``choose_transport.py`` compares settings: making groups is collective over the whole
+process group, and a rank that attaches fewer models (stages of a pipeline) than another, under other settings, or not at all
+because it was refused, would let the others wait for ever.  It speaks through the process group's store alone, moves no
+tensor, and waits for nothing longer than ``[comm] timeout_s``.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from offload.text import shown, shown_path
-from zhooks.checkpoint.values import SAFETENSORS, flats_of, is_first, whole_values
-from zhooks.comm import Comm, Together, one_stage_a_path
+from zhooks.checkpoint.rank0_values import SAFETENSORS, flats_of, is_first, whole_values
+from zhooks.comm import AllRanks, Comm, one_stage_a_path
 from zhooks.layout import whole_of
 from zhooks.tensor import ParamShard
 from zhooks.unit import Flat, Unit, passing
@@ -78,13 +78,13 @@ class _File:
 @torch.no_grad()
 def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, target: str | os.PathLike[str]) -> None:
     """See ``Attachment.save_full``.  Tied parameters are written under each name: a strict load succeeds."""
-    ranks = Together(comm.stage, "save_full", shown_path(target))
+    ranks = AllRanks(comm.stage, "save_full", shown_path(target))
     path = ranks.run(lambda: _destination(target, ranks.first))
     named = [(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)]
     header, places = _header(named)
     one_stage_a_path(comm, "save_full", str(path.absolute()))
     file = _File(path, header) if is_first(comm) else None
-    ranks = Together(comm.stage, "save_full", str(path))
+    ranks = AllRanks(comm.stage, "save_full", str(path))
     ranks.run(lambda: _problem(file))
     sharded: set[int] = set()
     for flat in flats_of(units):

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from offload.work import Work
-from zhooks.comm.meeting import Meeting
-from zhooks.comm.ring import SLOT, SMALL_SLOT, Message, Ring
-from zhooks.comm.work import CHANNELS, CONTROL, Call, Transport, TwoSteps, gone, stuck
+from zhooks.comm.rendezvous import Meeting
+from zhooks.comm.shared_memory_ring import SLOT, SMALL_SLOT, Message, Ring
+from zhooks.comm.transport import CHANNELS, CONTROL, Call, Transport, TwoSteps, gone, stuck
 from zhooks.layout import Axis, Layout
 
 SPIN_S = 0.002

@@ -1,7 +1,7 @@
 """Full values of flat buffers: put together on the ranks that want them, and cut to every rank's ranges from the first's.
 
-``full.py``, ``full_optimizer.py``, ``export.py`` and ``torch_state.py`` call it.  It bounds what is in memory (one flat, or
-over tp one parameter) and never says what a state consists of.
+``full_state_dict.py``, ``full_optimizer_state.py``, ``full_safetensors.py`` and ``torch_state_dict.py`` call it.  It bounds
+what is in memory (one flat, or over tp one parameter) and never says what a state consists of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""States what this rank holds on the device, for whoever begins to listen: shards, gathered units, gradients, states.
+"""What observers get: the handle that ``Attachment.observe`` returns, and what is held already when one begins to listen.
 
-``attach.py`` gives it to the bus; what changes afterwards is said where it changes. It reads storages, allocates nothing and
-never communicates. What is kept on the other tiers is stated by the store's account.
+``attach.py`` gives ``state_held`` to the bus, which calls it for each new observer; what changes afterwards is emitted where it
+changes.  It reads storages, allocates nothing and never communicates; what lies on tiers the store's account emits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload.events import Bus
+from offload.events import Bus, Observer
 from offload.policy import Policy
 from offload.store import Store
 from offload.tier import Tier
@@ -21,7 +21,39 @@ from zhooks.grad import Reducer
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
-__all__ = ["state_held"]
+__all__ = ["Observation", "state_held"]
+
+
+class Observation:
+    """An observer that listens; ``close()`` or leaving the ``with`` block ends it."""
+
+    def __init__(self, bus: Bus, observer: Observer) -> None:
+        self._bus, self.observer, self._open = bus, observer, True
+        start = getattr(observer, "start", None)
+        if start is not None:
+            start()
+        try:
+            bus.attach(observer)
+        except BaseException:
+            # Interrupted: nobody will have a handle to end it by.
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End it; again changes nothing."""
+        if not self._open:
+            return
+        self._open = False
+        self._bus.detach(self.observer)
+        close = getattr(self.observer, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Observation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def state_held(live: RunState, policy: Policy, store: Store | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
