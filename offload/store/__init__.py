@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.store.block import Block, BlockRange
 from offload.store.grants import Grant, Grants, Pools
-from offload.store.lease import Mode
+from offload.store.lease import Lease, Mode
 from offload.store.store import Store
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "BlockRange",
     "Grant",
     "Grants",
+    "Lease",
     "Mode",
     "Pools",
     "Store",

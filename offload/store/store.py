@@ -21,7 +21,7 @@ from torch import Tensor
 from offload.budget import Budget
 from offload.device import Device
 from offload.disk import DiskFile
-from offload.errors import BudgetError, TierError
+from offload.errors import BudgetError, TierError, ZhooksError
 from offload.memory import HostPool
 from offload.store.block import Block
 from offload.store.grants import Grant, Grants
@@ -141,11 +141,22 @@ class Store:
         Raises:
             As ``fetch``.  TierError: the values could not be read.
         """
+        with self.fetched(block, at, mode) as lease:
+            yield lease.wait()
+
+    @contextmanager
+    def fetched(self, block: Block, at: Tier, mode: Mode = Mode.UPDATE) -> Iterator[Lease]:
+        """The same for who waits for the values later: inside they are on their way to ``at``, or there.
+
+        Raises:
+            As ``fetch``.
+        """
         lease = self.fetch(block, at, mode)
         try:
-            yield lease.wait()
+            yield lease
         except BaseException:
-            self.give_up(block)
+            with suppress(ZhooksError):  # the first error is the one that counts
+                self.give_up(block)
             raise
         self.close(block)
 

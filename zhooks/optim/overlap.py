@@ -30,7 +30,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -40,19 +40,14 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ZhooksError
 from offload.kernels import flushes_denormals
-from offload.store import Block
 from offload.threads import Task, Workers
 from zhooks.grad import Gradient
 from zhooks.optim.kernel import NO_ARGUMENTS, Arguments, FlatUpdate
-from zhooks.optim.tiered_update import Updater, group_options, same_options
+from zhooks.optim.tiered_update import Fetched, Mine, Updater, group_options, same_options
 from zhooks.refusals import not_stepped, too_late
 from zhooks.unit import Flat
 
 __all__ = ["Overlap", "Worker"]
-
-#: An optimizer, and what its step has to do for one flat.
-Mine = tuple[Optimizer, FlatUpdate]
-
 
 class Worker:
     """The thread that updates are made on.
@@ -73,11 +68,12 @@ class Worker:
 class Update:
     """One flat's update under way, made elsewhere as the thread that asks for it would make it here.
 
-    To the leases of its blocks it is work like a copy (``wait``, ``done``): until it is over nobody else gets the values.
+    To the leases of what was fetched for it, it is work like a copy (``wait``, ``done``): until it is over nobody else gets the
+    values.
     """
 
-    def __init__(self, updater: Updater, flat: Flat, mine: Sequence[Mine], blocks: list[Block]) -> None:
-        self.flat, self.blocks, self.over = flat, blocks, Task(self)
+    def __init__(self, updater: Updater, flat: Flat, mine: Sequence[Mine], fetched: Fetched) -> None:
+        self.flat, self.fetched, self.over = flat, fetched, Task(self)
         self.optimizers = [optimizer for optimizer, _ in mine]
         self._updater, self._left = updater, [(_stand_in(optimizer, update), update) for optimizer, update in mine]
         self._thread: int | None = None
@@ -223,18 +219,16 @@ class Overlap:
     def _begin(self, worker: Worker, flat: Flat, mine: Sequence[Mine]) -> None:
         """Fetch what the flat's update needs, and have it made."""
         self._wait(_MOST - 1)
-        updater, blocks = self._updater, list[Block]()
-        updater.make_way([flat])
-        try:
-            for optimizer, wanted in mine:
-                blocks.extend(updater.fetch_now(optimizer, wanted))
-        except BaseException:
-            updater.give_up(blocks)
-            raise
-        update = Update(updater, flat, mine, blocks)
-        for block in blocks:
-            assert block.lease is not None
-            block.lease.lend(update)
+        self._updater.make_way([flat])
+        fetched = self._updater.fetch(mine)
+        with ExitStack() as undo:
+            undo.push(fetched)
+            # Here: the thread that updates must not wait for copies, whose order is this one's.
+            fetched.wait()
+            undo.pop_all()
+        update = Update(self._updater, flat, mine, fetched)
+        for lease in fetched.leases:
+            lease.lend(update)
         flat.written()
         flat.buffer.lend(partial(self._reclaim, update))
         self._under_way.append(update)
@@ -252,27 +246,22 @@ class Overlap:
     def _end_oldest(self) -> None:
         """Put away what the oldest update has made; an error is kept for the step."""
         update = self._under_way[0]
-        flat, updater = update.flat, self._updater
+        flat = update.flat
         found = update.over.error()
         self._under_way.popleft()
-        for block in update.blocks:
-            assert block.lease is not None
-            block.lease.take_back()
+        for lease in update.fetched.leases:
+            lease.take_back()
         flat.buffer.take_back()
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            try:
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), update.fetched:
                 flat.written()
                 if found is not None:
                     raise found
                 _no_gradient(flat)
                 for optimizer in update.optimizers:
-                    updater.put_away(optimizer, flat)
-                updater.close_blocks(update.blocks)
-            except BaseException as error:
-                updater.give_up(update.blocks)
-                if not isinstance(error, Exception):
-                    raise
-                self._failed = self._failed or self._named(flat, error)
+                    self._updater.put_away(optimizer, flat)
+        except Exception as error:
+            self._failed = self._failed or self._named(flat, error)
 
     def _named(self, flat: Flat, error: Exception) -> Exception:
         where = f"Found while unit {flat.name} was updated beside backward, on rank {self._rank}"

@@ -13,8 +13,10 @@ Note: [One step, many calls]
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch.optim import Optimizer
 
 from offload.errors import BudgetError, ShardedOpError, ZhooksError
 from offload.events import Bus
-from offload.store import Block, BlockRange, Mode, Store
+from offload.store import Block, BlockRange, Lease, Mode, Store
 from offload.tier import Tier
 from zhooks.optim.kernel import Arguments, FlatUpdate, Kernel, grad_of
 from zhooks.tensor import ShardedTensor
@@ -39,6 +41,32 @@ class _Present(threading.local):
     """What this thread updates."""
 
     update: FlatUpdate | None = None
+
+
+#: An optimizer, and what its step has to do for one flat.
+Mine = tuple[Optimizer, FlatUpdate]
+
+
+class Fetched(ExitStack):
+    """Everything an update needs, on its way to where it is computed.
+
+    ``close`` once the update was made: changes start on their way back.  Where something is raised inside, they are given up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leases: list[Lease] = []
+
+    def wait(self) -> None:
+        """Until it is there."""
+        for lease in self.leases:
+            lease.wait()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> bool:
+        self.leases.clear()
+        return bool(super().__exit__(kind, error, traceback))
 
 
 class Updater:
@@ -95,67 +123,58 @@ class Updater:
         updates = [update for update in updates if any(grad_of(param) is not None for param in update.params())]
         start = group_options(optimizer)
         end: list[dict[str, Any]] | None = None
-        opened: list[list[Block]] = []
+        to_fetch, ahead = deque(updates), deque[Fetched]()
         done = 0
         try:
-            for index, update in enumerate(updates):
-                while len(opened) < min(len(updates), index + 1 + self._ahead):
-                    opened.append(self.fetch(optimizer, updates[len(opened)]))
-                _await(opened[index])
-                self.update(optimizer, update, arguments)
-                done += 1
-                self.put_away(optimizer, update.flat)
-                end = _put_back_options(optimizer, start, end)
-                self.close_blocks(opened[index])
+            with ExitStack() as opened:
+                for update in updates:
+                    while to_fetch and len(ahead) <= self._ahead:
+                        ahead.append(opened.enter_context(self.fetch([(optimizer, to_fetch.popleft())])))
+                    fetched = ahead.popleft()
+                    fetched.wait()
+                    self.update(optimizer, update, arguments)
+                    done += 1
+                    self.put_away(optimizer, update.flat)
+                    end = _put_back_options(optimizer, start, end)
+                    fetched.close()
         except ZhooksError as error:
-            self.give_up(*opened)
             if done or isinstance(error, ShardedOpError):
                 lost = f"{done} of {len(updates)} units had been updated in this step"
                 advice = ": load the last checkpoint, or go on, under a larger budget (attachment.apply)"
                 error.args = (f"{str(error).rstrip('.')}. {lost}{advice if done and isinstance(error, BudgetError) else ''}.",)
             raise
-        except BaseException:
-            self.give_up(*opened)
-            raise
 
     def make_way(self, flats: Iterable[Flat]) -> None:
-        """These flats are about to be updated: what was fetched ahead of them for a use that never came goes home."""
+        """These flats are about to be updated: what was fetched ahead of them for a use that never came goes back."""
         for flat in flats:
             if flat.state is not State.GATHERING:
                 flat.buffer.sent()
         self._store.evict()
 
-    def fetch(self, optimizer: Optimizer, update: FlatUpdate) -> list[Block]:
-        """Start bringing everything of an update to where it is computed."""
-        if self._place is Tier.HOST and update.flat.kind.device.type != "cpu":
-            self._bring_strays(optimizer, update)
-        blocks: dict[int, Block] = {}
-        for param in update.params():
-            for tensor in (param, grad_of(param), *optimizer.state.get(param, {}).values()):
-                if isinstance(tensor, ShardedTensor) and type(tensor._at) is BlockRange:
-                    blocks[id(tensor._at.block)] = tensor._at.block
-        fetched: list[Block] = []
-        copy = update.flat.buffer.copy
-        try:
-            for block in blocks.values():
-                self._store.fetch(block, self._place)
-                fetched.append(block)
-            if copy is not None and self.kernel_of(optimizer).writes_copy(update.flat):
-                self._store.fetch(copy, self._place, Mode.WRITE_ALL)
-                fetched.append(copy)
-        except BaseException:
-            self.give_up(fetched)
-            raise
-        return fetched
+    def fetch(self, mine: Sequence[Mine]) -> Fetched:
+        """Start bringing everything that these updates of one flat need to where they are computed.
 
-    def fetch_now(self, optimizer: Optimizer, update: FlatUpdate) -> list[Block]:
-        """The same, and wait until it is there: for a thread that must not wait for copies, whose order is this one's."""
-        fetched = self.fetch(optimizer, update)
-        try:
-            _await(fetched)
-        except BaseException:
-            self.give_up(fetched)
-            raise
+        Raises:
+            BudgetError, TierError: there is no room, or an earlier write-back failed; nothing stays fetched.
+        """
+        wanted: dict[int, tuple[Block, Mode]] = {}
+        for optimizer, update in mine:
+            if self._place is Tier.HOST and update.flat.kind.device.type != "cpu":
+                self._bring_strays(optimizer, update)
+            for param in update.params():
+                for tensor in (param, grad_of(param), *optimizer.state.get(param, {}).values()):
+                    block = tensor._block if isinstance(tensor, ShardedTensor) else None
+                    if block is not None:
+                        wanted[id(block)] = (block, Mode.UPDATE)
+            copy = update.flat.buffer.copy
+            if copy is not None and self.kernel_of(optimizer).writes_copy(update.flat):
+                wanted[id(copy)] = (copy, Mode.WRITE_ALL)
+        fetched = Fetched()
+        with ExitStack() as undo:
+            undo.push(fetched)
+            for block, mode in wanted.values():
+                fetched.leases.append(fetched.enter_context(self._store.fetched(block, self._place, mode)))
+            undo.pop_all()
         return fetched
 
     def _bring_strays(self, optimizer: Optimizer, update: FlatUpdate) -> None:
@@ -163,20 +182,8 @@ class Updater:
         self.adopt(optimizer, update.flat)
         for param in update.params():
             grad = grad_of(param)
-            if isinstance(grad, ShardedTensor) and isinstance(grad._at, Tensor):
-                grad._at = grad._at.to("cpu")
-
-    def close_blocks(self, blocks: list[Block]) -> None:
-        """They have been updated: changes start on their way home."""
-        while blocks:
-            self._store.close(blocks.pop())
-
-    def give_up(self, *opened: list[Block]) -> None:
-        """After an error: changes that were made start on their way home.  The first error is the one that counts."""
-        for blocks in opened:
-            while blocks:
-                with suppress(ZhooksError):
-                    self._store.give_up(blocks.pop())
+            if isinstance(grad, ShardedTensor) and grad._block is None:
+                grad._at = grad._local.to("cpu")
 
     @torch.no_grad()
     def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
@@ -226,12 +233,6 @@ class Updater:
             state._at, state._on = BlockRange(block, *flat.span(index)), flat.kind.device
         if fresh:
             self._store.passed(block.nbytes, _MADE_NBYTES)
-
-
-def _await(blocks: Iterable[Block]) -> None:
-    for block in blocks:
-        assert block.lease is not None
-        block.lease.wait()
 
 
 def state_keys(flat: Flat, optimizer: torch.optim.Optimizer) -> list[str]:

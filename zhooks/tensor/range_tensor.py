@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import ShardedOpError
-from offload.store import BlockRange
+from offload.store import Block, BlockRange
 from zhooks.layout import Division, Piece, is_divided, part_of, whole_of
 from zhooks.tensor.group import Owner, ShardGroup
 
@@ -144,14 +144,21 @@ class RangeTensor(torch.Tensor):
         return at.open() if type(at) is BlockRange else cast(Tensor, at)
 
     @property
+    def _block(self) -> Block | None:
+        """The block of a store that the range lies in; None of memory of its own."""
+        return self._at.block if type(self._at) is BlockRange else None
+
+    @property
     def _paged(self) -> bool:
         """The range is on disk: opening many at once would bring them all into memory."""
-        return type(self._at) is BlockRange and self._at.block.paged
+        block = self._block
+        return block is not None and block.paged
 
     def _written(self) -> None:
         """Its range was written below autograd, where torch counts no version."""
-        if type(self._at) is BlockRange:
-            self._at.block.touch()
+        block = self._block
+        if block is not None:
+            block.touch()
         if self._bound is not None:
             self._bound.written(self._spec.index)
 
