@@ -133,7 +133,7 @@ class Attachment(Stateful, Calibrated):
         begin(self._device_budget)
         begin(scaling, watch_steps)
         undo.callback(lambda: self._tiers.end_steps())
-        self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding)
+        self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding, self._optimizers)
         self._bus.told_by(self._state_held)
 
     def _context(self) -> BuildContext:
@@ -216,7 +216,7 @@ class Attachment(Stateful, Calibrated):
         self._pool.clear()
         try:
             with all_or_none(self._comm.stage, "apply"):
-                self._tiers.step(chosen, self._bus, self._units, self._runtime, self._rounding)
+                self._tiers.step(chosen, self._bus, self._units, self._runtime, self._rounding, self._optimizers)
                 self._pool.keep(shards_reserve(chosen, self._device, plans), self._device)
             self._lay_out(plans, optimizers)
         finally:

@@ -23,7 +23,7 @@ from offload.store import Store
 from offload.tier import Tier
 from zhooks.comm import Comm, all_or_none
 from zhooks.layout import UnitPlan
-from zhooks.optim import Overlap, Rounding, Stepper, Updater, Worker, kernels_of
+from zhooks.optim import Optimizers, Overlap, Rounding, Stepper, Updater, Worker, kernels_of
 from zhooks.plan import Admission, Need, admit, admit_any
 from zhooks.run import Runtime
 from zhooks.unit import Flat, Unit
@@ -53,8 +53,10 @@ class Tiers:
         """
         return open_tiers(policy, device, admit_any(policy, device, units, comm), comm, bus)
 
-    def step(self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding) -> None:
-        """Step optimizers over the tiers from now on, as ``policy`` says; ``units`` may change under it."""
+    def step(
+        self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding, optimizers: Optimizers
+    ) -> None:
+        """Step ``optimizers`` over the tiers from now on, as ``policy`` says; ``units`` may change under it."""
 
     def end_steps(self) -> None:
         """Leave optimizers to torch again."""
@@ -84,8 +86,10 @@ class StoredTiers(Tiers):
         self.store.staging_limit = admitted.staging_nbytes
         return self
 
-    def step(self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding) -> None:
-        self.stepper = open_stepper(policy, self.store, bus, units, runtime, rounding)
+    def step(
+        self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding, optimizers: Optimizers
+    ) -> None:
+        self.stepper = open_stepper(policy, self.store, bus, units, runtime, rounding, optimizers)
 
     def end_steps(self) -> None:
         if self.stepper is not None:
@@ -169,9 +173,15 @@ def _disk(policy: Policy, rank: int, bus: Bus, budget: Budget) -> Callable[[], D
 
 
 def open_stepper(
-    policy: Policy, store: Store, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding
+    policy: Policy,
+    store: Store,
+    bus: Bus,
+    units: Sequence[Unit],
+    runtime: Runtime,
+    rounding: Rounding,
+    optimizers: Optimizers,
 ) -> Stepper:
-    """What steps optimizers over the tiers, listening from now on; ``units`` may change under it."""
+    """What steps ``optimizers`` over the tiers, listening from now on; ``units`` may change under it."""
     place = Tier.HOST if policy.optimizer.compute == "host" else Tier.DEVICE
     updater = Updater(
         store,
@@ -187,7 +197,7 @@ def open_stepper(
         axis = reducer.comm.stage.axis
         # On a device that computes by itself an update takes none of backward's time.
         worker = Worker() if place is Tier.HOST else None
-        overlap = Overlap(updater, worker, rank=axis.ranks[axis.rank])
+        overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
     reducer.update_early(overlap)
     stepper = Stepper(updater, runtime.due, overlap)
     stepper.open()

@@ -12,8 +12,9 @@ Note: [Known on every rank]
 Note: [Met]
     ``Optimizer.load_state_dict`` puts a new ``state`` in place of the old one, ``add_param_group`` makes the list of groups
     longer.  So a step looks whether the optimizer still holds what it had when it was last met, and meets it again where it
-    does not.  Only the identity of ``state`` is kept, for the old states shall go; that another may come to lie where it lay is
-    why a hook of ``load_state_dict`` tells, too.
+    does not.  Of ``state`` only the identity is kept, for the old states shall go; another may come to have the same, so a hook
+    of ``load_state_dict`` ends what was kept, too.  Updates in backward (``overlap.py``) go by the same record: they are right
+    for an optimizer that has stepped with the states it holds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +55,21 @@ class States(Protocol):
         """Answer torch's state functions for it from now on."""
 
 
+@dataclass(slots=True, eq=False)
+class Met:
+    """What an optimizer held when it was last met, see Note [Met]: another one once its states are others.
+
+    Attributes:
+        state: the identity of its ``state``.
+        groups: how many it had.
+        stepped: it has begun a step with these states.
+    """
+
+    state: int
+    groups: int
+    stepped: bool = False
+
+
 class Optimizers:
     """The known optimizers of one attachment.
 
@@ -66,8 +83,8 @@ class Optimizers:
         self._order: list[weakref.ref[Optimizer]] = []
         #: Those first seen in a backward, with a number that stands for what they hold.
         self._unordered: list[tuple[int, weakref.ref[Optimizer]]] = []
-        #: What an optimizer held when it was last met, see Note [Met]; of those that hold nothing of the model, too.
-        self._met: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        #: Of those that hold nothing of the model, too.
+        self._met: weakref.WeakKeyDictionary[Optimizer, Met] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
 
     def open(self, known: Iterable[Optimizer]) -> None:
@@ -94,8 +111,8 @@ class Optimizers:
             CapabilityError: Accelerate was asked for mixed precision, which it leaves out for this model.
             ShardedOpError: the optimizer partitions the parameters itself; nothing has been updated.
         """
-        met = self._met.get(optimizer)
-        if met is None or met[0] != id(optimizer.state) or met[1] != len(optimizer.param_groups):
+        met = self.met(optimizer)
+        if met is None or met.groups != len(optimizer.param_groups):
             self.meet(optimizer, "step")
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -107,14 +124,14 @@ class Optimizers:
         Raises:
             CheckpointError, DivergenceError: as ``before``; nothing has been changed.
         """
-        params, now = list(self._model.parameters()), (id(optimizer.state), len(optimizer.param_groups))
+        params = list(self._model.parameters())
         if not _places(optimizer, params):
-            self._met[optimizer] = now
+            self._note(optimizer)
             return
         self._stock.check_autocast()
         met, held = self._met.get(optimizer), self._stock.held(optimizer)
         # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
-        fresh = (met is None or met[1] != now[1]) and not _in_backward()
+        fresh = (met is None or met.groups != len(optimizer.param_groups)) and not _in_backward()
         facts = optimizer_facts(optimizer, params) if fresh else {}
         states = "\n".join(f"{spec.name} {key} {about_state(value)}" for _, spec, key, value in held)
         problem = disagreement(self._stage, {"optimizer": {**facts, "states": f"{text_digest(states):x}"}})
@@ -131,7 +148,14 @@ class Optimizers:
             raise ShardedOpError(f"{verb}: {problem}")
         self._stock.make_ranges(optimizer, held)
         self.admit(optimizer)
-        self._met[optimizer] = now
+        self._note(optimizer)
+
+    def _note(self, optimizer: Optimizer) -> None:
+        """It has been met, as it is now."""
+        met = self.met(optimizer)
+        if met is None:
+            met = self._met[optimizer] = Met(id(optimizer.state), 0)
+        met.groups = len(optimizer.param_groups)
 
     def admit(self, optimizer: Optimizer) -> None:
         """It is known from now on, on every rank: whoever calls does so on all of them."""
@@ -160,6 +184,21 @@ class Optimizers:
     def here(self) -> list[Optimizer]:
         """Known ones that are alive on this rank, for whoever looks without communicating."""
         return _once(found for found in (known() for known in self._references()) if found is not None)
+
+    def met(self, optimizer: Optimizer) -> Met | None:
+        """What is known of the states it holds; None of states that nobody has compared."""
+        met = self._met.get(optimizer)
+        return met if met is not None and met.state == id(optimizer.state) else None
+
+    def steps(self, optimizer: Optimizer) -> None:
+        """It begins a step, with the states it has."""
+        met = self.met(optimizer)
+        if met is not None:
+            met.stepped = True
+
+    def stepped(self) -> list[Optimizer]:
+        """Those that have begun a step with the states they hold now, alive on this rank."""
+        return [one for one in list(self._met) if (met := self.met(one)) is not None and met.stepped]
 
     def agreed(self, verb: str) -> list[Optimizer]:
         """Known ones that are alive on every rank, in the common order.  Collective."""

@@ -32,11 +32,10 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ZhooksError
 from offload.kernels import flushes_denormals
@@ -117,19 +116,32 @@ def _stand_in(optimizer: Optimizer, update: FlatUpdate) -> Optimizer:
     return cast(Optimizer, made)
 
 
+class Known(Protocol):
+    """Who knows which optimizers have stepped, and what they hold (``optimizers.py``)."""
+
+    def met(self, optimizer: Optimizer) -> object | None:
+        """Stands for the states it holds: another object once they are replaced; None of states that have not been compared."""
+
+    def steps(self, optimizer: Optimizer) -> None:
+        """It begins a step, with the states it has."""
+
+    def stepped(self) -> list[Optimizer]:
+        """Those that have begun a step with the states they hold now."""
+
+
 class Made:
     """What was updated early for one optimizer, until its step."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, known: Known) -> None:
         self.optimizer, self.name = weakref.ref(optimizer), type(optimizer).__name__
-        self.start, self.state = group_options(optimizer), id(optimizer.state)
+        self.start, self._known, self._met = group_options(optimizer), known, known.met(optimizer)
         #: The group of each parameter that was updated, by its id.
         self.groups: dict[int, int] = {}
         #: The flats, as the updates have left them.
         self.flats: list[tuple[Flat, int]] = []
 
     def add(self, update: FlatUpdate) -> None:
-        self.groups.update(_places([update]))
+        self.groups.update(_group_of_each([update]))
         self.flats.append((update.flat, 0))
 
     def over(self) -> None:
@@ -138,8 +150,8 @@ class Made:
 
     def changed(self, optimizer: Optimizer, updates: Sequence[FlatUpdate]) -> str:
         """What the step of the optimizer finds otherwise than the updates did; "" where it is the same."""
-        places, now = _places(updates), group_options(optimizer)
-        if self.state != id(optimizer.state):
+        places, now = _group_of_each(updates), group_options(optimizer)
+        if self._known.met(optimizer) is not self._met:
             return "other states (load_state_dict)"
         if any(places.get(param) != group for param, group in self.groups.items()):
             return "other parameters in its groups"
@@ -150,7 +162,7 @@ class Made:
         return f"a write to parameters of unit {written[0]}" if written else ""
 
 
-def _places(updates: Sequence[FlatUpdate]) -> dict[int, int]:
+def _group_of_each(updates: Sequence[FlatUpdate]) -> dict[int, int]:
     """The group of each parameter, by its id."""
     return {id(param): number for update in updates for number, group in enumerate(update.groups) for param in group}
 
@@ -163,16 +175,13 @@ class Overlap:
     """The early updates of one attachment, between two steps.
 
     Args:
+        known: the optimizers of the attachment, which are asked which of them have stepped.
         worker: makes the updates beside backward; None where backward's own thread shall.
         rank: named in errors.
     """
 
-    def __init__(self, updater: Updater, worker: Worker | None, *, rank: int) -> None:
-        self._updater, self._worker, self._rank = updater, worker, rank
-        #: Optimizers, each with the identity of the ``state`` of its last step: what was loaded since has not been made ranges
-        #: yet.  See Note [Met] in optimizers.py.
-        self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+    def __init__(self, updater: Updater, known: Known, worker: Worker | None, *, rank: int) -> None:
+        self._updater, self._known, self._worker, self._rank = updater, known, worker, rank
         self._made: list[Made] = []
         #: What a step of an optimizer has to do, by flat; found once a backward.
         self._to_do: weakref.WeakKeyDictionary[Optimizer, dict[int, FlatUpdate]] = weakref.WeakKeyDictionary()
@@ -191,7 +200,7 @@ class Overlap:
             raise too_late(f"unit {flat.name}", "a second backward")
         if self._failed is not None or flat.nodes > 1 or any(param.grad is not None for param in flat.params):
             return
-        mine = [(one, update) for one in self._optimizers() if (update := self._update_of(one, flat)) is not None]
+        mine = [(one, update) for one in self._known.stepped() if (update := self._update_of(one, flat)) is not None]
         held = [id(param) for _, update in mine for param in update.params()]
         if not len(set(held)) == len(held) == len(flat.params):
             return
@@ -200,7 +209,7 @@ class Overlap:
         for optimizer, update in mine:
             made = self._made_for(optimizer)
             if made is None:
-                made = Made(optimizer)
+                made = Made(optimizer, self._known)
                 self._made.append(made)
             made.add(update)
         if self._worker is not None and all(self._updater.kernel_of(one).apart(one) for one, _ in mine):
@@ -293,10 +302,6 @@ class Overlap:
     def close(self) -> None:
         """Nothing more is updated early."""
         self.finish()
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
-        self._known.clear()
         if self._worker is not None:
             self._worker.close()
 
@@ -311,10 +316,10 @@ class Overlap:
         self.finish()
         failed, self._failed = self._failed, None
         name, mine = type(optimizer).__name__, self._made_for(optimizer)
-        self._know(optimizer)
+        self._known.steps(optimizer)
         others = [made for made in self._made if made is not mine]
         if others:
-            held = _places(updates)
+            held = _group_of_each(updates)
             other = next((made for made in others if not made.groups.keys().isdisjoint(held)), None)
             if other is not None:
                 self._forget()
@@ -334,34 +339,12 @@ class Overlap:
         if mine is not None and arguments.given:
             raise too_late(f"{name}.step", f"arguments ({', '.join(arguments.given)})")
 
-    def _know(self, optimizer: Optimizer) -> None:
-        """It steps, with the states it has."""
-        self._known[optimizer] = id(optimizer.state)
-        if optimizer not in self._hooks:
-            me = weakref.ref(self)
-
-            def loaded(optimizer: Optimizer) -> None:
-                overlap = me()
-                if overlap is not None:
-                    overlap._loaded(optimizer)
-
-            self._hooks[optimizer] = optimizer.register_load_state_dict_post_hook(loaded)
-
-    def _loaded(self, optimizer: Optimizer) -> None:
-        self._known.pop(optimizer, None)
-        made = self._made_for(optimizer)
-        if made is not None:
-            made.state = 0
-
     def _forget(self) -> None:
         """Said once; from here on the step is an ordinary one."""
         self._wait()
         self._made.clear()
         for flat in self._updater.flats():
             flat.spent = set()
-
-    def _optimizers(self) -> list[Optimizer]:
-        return [optimizer for optimizer, state in list(self._known.items()) if id(optimizer.state) == state]
 
     def _update_of(self, optimizer: Optimizer, flat: Flat) -> FlatUpdate | None:
         known = self._to_do.get(optimizer)
