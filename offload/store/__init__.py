@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.store.block import Block, BlockRange
+from offload.store.block import Block, BlockRange, owner_of
 from offload.store.grants import Grant, Grants, Pools
 from offload.store.lease import Lease, Mode
 from offload.store.store import Store
@@ -16,4 +16,5 @@ __all__ = [
     "Mode",
     "Pools",
     "Store",
+    "owner_of",
 ]

@@ -17,7 +17,7 @@ from offload.store.lease import Lease, Mode
 from offload.tier import Tier
 from offload.work import DONE, HostWork
 
-__all__ = ["Block", "BlockRange", "Keeper"]
+__all__ = ["Block", "BlockRange", "Keeper", "owner_of"]
 
 
 class Keeper(Protocol):
@@ -130,3 +130,12 @@ class BlockRange:
     def open(self) -> Tensor:
         """The range in memory: writes reach the block; short-lived where the home is a disk."""
         return self.block.tensor()[self.start : self.start + self.numel]
+
+
+def owner_of(values: Tensor | Block | BlockRange) -> tuple[int, int]:
+    """The identity and the bytes of the memory that values lie in: their block, or their storage."""
+    block = values.block if isinstance(values, BlockRange) else values
+    if isinstance(block, Block):
+        return id(block), block.nbytes
+    storage = block.untyped_storage()
+    return storage._cdata, storage.nbytes()

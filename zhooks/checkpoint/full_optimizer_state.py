@@ -39,7 +39,7 @@ def plan_of(packed: Any, optimizer: torch.optim.Optimizer, flats: Sequence[Flat]
     if saved != here:
         raise _expected(f"groups of {saved} parameters where it has {here}")
     order = [param for group in optimizer.param_groups for param in group["params"]]
-    shapes = {id(param): spec.shape for flat in flats for param, spec in zip(flat.params, flat.specs, strict=True)}
+    shapes = {id(param): spec.shape for flat in flats for param, spec in flat.members()}
     values = []
     for index, entry in packed["state"].items():
         if not isinstance(index, int) or not 0 <= index < len(order) or not isinstance(entry, dict):

@@ -18,7 +18,7 @@ from zhooks.checkpoint.full_optimizer_state import apply_plan, plan_of
 from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.layout import Division, is_divided, part_of, whole_of
-from zhooks.optim import state_keys
+from zhooks.optim import state_keys, states_of
 from zhooks.run import Runtime
 from zhooks.unit import Unit
 
@@ -36,8 +36,10 @@ def full_state(model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: t
         for param, value in zip(flat.params, whole_values(flat, flat.shard, every, _CPU), strict=True):
             if value is not None:
                 values[id(param)] = value
-        for key in [] if optimizer is None else state_keys(flat, optimizer):
-            shards = [optimizer.state.get(param, {}).get(key) for param in flat.params]  # type: ignore[union-attr]
+        if optimizer is None:
+            continue
+        for key in state_keys(flat, optimizer):
+            shards = states_of(flat, optimizer, key)
             for param, value, held in zip(flat.params, whole_values(flat, shards, every, _CPU), shards, strict=True):
                 if value is not None and held is not None:
                     states.setdefault(id(param), {})[key] = value
@@ -205,7 +207,7 @@ def gathered(
 @torch.no_grad()
 def _write_back(units: Sequence[Unit], comm: Comm, values: dict[int, Tensor]) -> None:
     for flat in flats_of(units):
-        for index, (param, spec) in enumerate(zip(flat.params, flat.specs, strict=True)):
+        for index, (param, spec) in enumerate(flat.members()):
             value = values.get(id(param))
             if value is None:
                 continue

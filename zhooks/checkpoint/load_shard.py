@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from offload.shards import ShardReader
-from offload.store import BlockRange, Mode
+from offload.store import Mode
 from zhooks.checkpoint.rng import check as check_generators
 from zhooks.checkpoint.rng import restore
 from zhooks.checkpoint.shard_contents import (
@@ -196,7 +196,7 @@ class Loading:
             saved.states.entries[param][saved.key] = made[-1][1]
         if len(made) == len(flat.params):
             # All of it is overwritten: what a failed disk has lost is not asked for.
-            for block in {state._at.block for _, state in made if isinstance(state._at, BlockRange)}:
+            for block in {block for _, state in made if (block := state._block) is not None}:
                 block.tensor(Mode.WRITE_ALL).zero_()
         _pour(self.reader, saved.name, [(flat.span(index)[0], state._local) for index, state in made])
 

@@ -28,7 +28,7 @@ from zhooks.checkpoint.state_tree import Packer
 from zhooks.comm import Comm
 from zhooks.grad import Reducer, Scaling
 from zhooks.layout import part_of
-from zhooks.optim import Rounding
+from zhooks.optim import Rounding, sharded_states, states_of
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
 
@@ -123,7 +123,7 @@ def grads_of(flat: Flat) -> list[ShardedTensor | None]:
         CheckpointError: one of them is a plain tensor.
     """
     found: list[ShardedTensor | None] = []
-    for param, spec in zip(flat.params, flat.specs, strict=True):
+    for param, spec in flat.members():
         with torch._C.DisableTorchFunctionSubclass():
             grad = param.grad
         if grad is not None and not isinstance(grad, ShardedTensor):
@@ -265,21 +265,19 @@ def _partial(number: int, flat: Flat, reducer: Reducer) -> tuple[list[bool], Fil
 def _sharded_states(flat: Flat, optimizer: torch.optim.Optimizer) -> list[tuple[Any, torch.dtype, list[int]]]:
     """States that lie like the parameters: (key, dtype, which parameters have it)."""
     found: dict[tuple[Any, torch.dtype], list[int]] = {}
-    for index, param in enumerate(flat.params):
-        for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, ShardedTensor):
-                found.setdefault((key, value.dtype), []).append(index)
+    for index, key, state in sharded_states(flat, optimizer):
+        found.setdefault((key, state.dtype), []).append(index)
     return [(key, dtype, held) for (key, dtype), held in found.items()]
 
 
 def _state_chunks(flat: Flat, optimizer: torch.optim.Optimizer, key: Any, held: Sequence[int]) -> Any:
-    def take(index: int) -> Tensor | None:
-        if index not in held:
-            return None
-        state: ShardedTensor = optimizer.state[flat.params[index]][key]
-        return state._local
+    states = states_of(flat, optimizer, key)
 
-    dtype = optimizer.state[flat.params[held[0]]][key].dtype
+    def take(index: int) -> Tensor | None:
+        state: ShardedTensor | None = states[index] if index in held else None
+        return None if state is None else state._local
+
+    dtype = states[held[0]].dtype
     return _laid(_spans(flat), flat.shard_numel, take, dtype)
 
 
@@ -288,7 +286,7 @@ def _state_chunks(flat: Flat, optimizer: torch.optim.Optimizer, key: Any, held: 
 
 def param_names(run: RunState) -> dict[int, str]:
     """Names of the model's parameters by identity; an optimizer may hold others, which have none."""
-    return {id(param): spec.name for flat in run.flats for param, spec in zip(flat.params, flat.specs, strict=True)}
+    return {id(param): spec.name for flat in run.flats for param, spec in flat.members()}
 
 
 def group_names(run: RunState, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -22,10 +22,10 @@ from offload.errors import CapabilityError, CheckpointError
 from zhooks.checkpoint.rank0_values import flats_of, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.grad import Asked, full_state_asked
-from zhooks.optim import about_state, state_keys
+from zhooks.optim import about_state, state_keys, states_of
 from zhooks.run import Inert
 from zhooks.tensor import ParamShard, ShardedTensor
-from zhooks.unit import Flat, Unit
+from zhooks.unit import Unit
 
 __all__ = ["StockState"]
 
@@ -100,7 +100,7 @@ class StockState:
 
     def held(self, optimizer: Optimizer) -> list[Held]:
         """Its states of the model's parameters, but for numbers."""
-        specs = {id(param): spec for flat in flats_of(self._units) if flat.holds for param, spec in _of(flat)}
+        specs = {id(param): spec for flat in flats_of(self._units) if flat.holds for param, spec in flat.members()}
         return [
             (param, specs[id(param)], key, value)
             for group in optimizer.param_groups
@@ -175,7 +175,7 @@ class StockState:
         state: dict[Any, Any] = packed["state"]
         for flat in flats_of(self._units):
             for key in state_keys(flat, optimizer):
-                shards = [optimizer.state.get(param, {}).get(key) for param in flat.params]
+                shards = states_of(flat, optimizer, key)
                 here = range(len(shards) if asked.here else 0)
                 values = whole_values(flat, shards, here, asked.device or flat.kind.device)
                 for param, shard, value in zip(flat.params, shards, values, strict=True):
@@ -219,10 +219,6 @@ class Saving(_Hook):
         asked = None if stock is None else full_state_asked(sys._getframe())
         if stock is not None and asked is not None:
             stock.whole_model(state, asked)
-
-
-def _of(flat: Flat) -> Iterator[tuple[nn.Parameter, ParamShard]]:
-    return zip(flat.params, flat.specs, strict=True)
 
 
 def _both_sharded(one: Any, other: Any) -> bool:

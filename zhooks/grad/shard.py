@@ -115,11 +115,6 @@ class GradientShard:
         target = self.values()[start : start + values.numel()]
         target.add_(values.to(target.device)) if add else target.copy_(values)
 
-    def held(self) -> tuple[int, int]:
-        """What tells the memory of the shard, until it is handed over, from any other, and its bytes."""
-        storage = self.at.untyped_storage()
-        return storage._cdata, storage.nbytes()
-
 
 class StoreShard(GradientShard):
     """The range in blocks of a store: a gradient is complete on the device before it goes there."""
@@ -154,9 +149,6 @@ class StoreShard(GradientShard):
             cast(Store, self._flat.store).change(self.at, values, add=add)
         else:
             super().put(start, values, add=add)
-
-    def held(self) -> tuple[int, int]:
-        return id(self.at), self.at.nbytes
 
 
 def shard_of(flat: Flat, pool: Pool) -> GradientShard:

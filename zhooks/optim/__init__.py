@@ -6,8 +6,9 @@ from zhooks.optim.choose_kernel import kernels_of
 from zhooks.optim.optimizers import Optimizers, about_state, holders, optimizer_facts, partitions
 from zhooks.optim.overlap import Overlap, Worker
 from zhooks.optim.rounding import Rounding, check_rounding
+from zhooks.optim.states import sharded_states, state_keys, states_of
 from zhooks.optim.step_hooks import Stepper, watch_steps
-from zhooks.optim.tiered_update import Updater, state_keys
+from zhooks.optim.tiered_update import Updater
 
 __all__ = [
     "Optimizers",
@@ -22,6 +23,8 @@ __all__ = [
     "kernels_of",
     "optimizer_facts",
     "partitions",
+    "sharded_states",
     "state_keys",
+    "states_of",
     "watch_steps",
 ]

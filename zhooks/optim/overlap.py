@@ -328,8 +328,7 @@ class Overlap:
         waiting = {param for made in others for param in made.groups}
         for update in updates:
             flat = update.flat
-            named = zip(flat.specs, flat.params, strict=True) if waiting else ()
-            flat.spent = {spec.name for spec, param in named if id(param) in waiting}
+            flat.spent = {spec.name for param, spec in flat.members() if id(param) in waiting} if waiting else set()
             flat.nodes = 0
         if failed is not None:
             raise failed

@@ -28,10 +28,11 @@ from offload.events import Bus
 from offload.store import Block, BlockRange, Lease, Mode, Store
 from offload.tier import Tier
 from zhooks.optim.kernel import Arguments, FlatUpdate, Kernel, grad_of
+from zhooks.optim.states import sharded_states
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, State
 
-__all__ = ["Updater", "group_options", "same_options", "state_keys"]
+__all__ = ["Updater", "group_options", "same_options"]
 
 #: New states an optimizer makes with the allocator, once each, before what they leave there is returned.
 _MADE_NBYTES = 16 << 20
@@ -210,14 +211,13 @@ class Updater:
         tier = flat.kind.tiers.optimizer
         if tier is Tier.DEVICE:
             return
-        for key in state_keys(flat, optimizer):
-            held = [(index, optimizer.state.get(param, {}).get(key)) for index, param in enumerate(flat.params)]
-            states = [(index, state) for index, state in held if isinstance(state, ShardedTensor)]
-            new = [(index, state) for index, state in states if type(state._at) is not BlockRange]
-            for dtype in {state.dtype for _, state in new}:
-                same = [(index, state) for index, state in new if state.dtype == dtype]
-                old = [state._at.block for _, state in states if type(state._at) is BlockRange and state._at.dtype == dtype]
-                self._move_in(flat, key, same, old[0] if old else None)
+        kinds: dict[tuple[str, torch.dtype], list[tuple[int, ShardedTensor]]] = {}
+        for index, key, state in sharded_states(flat, optimizer):
+            kinds.setdefault((key, state.dtype), []).append((index, state))
+        for (key, _), states in sorted(kinds.items(), key=lambda kind: str(kind[0])):
+            new = [(index, state) for index, state in states if state._block is None]
+            if new:
+                self._move_in(flat, key, new, next((state._block for _, state in states if state._block is not None), None))
 
     def _move_in(self, flat: Flat, key: str, states: Sequence[tuple[int, ShardedTensor]], block: Block | None) -> None:
         fresh = block is None
@@ -233,15 +233,6 @@ class Updater:
             state._at, state._on = BlockRange(block, *flat.span(index)), flat.kind.device
         if fresh:
             self._store.passed(block.nbytes, _MADE_NBYTES)
-
-
-def state_keys(flat: Flat, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the optimizer's states that are sharded like the parameters, in a common order."""
-    keys: set[str] = set()
-    for param in flat.params:
-        state = optimizer.state.get(param, {})
-        keys.update(key for key, value in state.items() if isinstance(value, ShardedTensor))
-    return sorted(keys)
 
 
 def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:

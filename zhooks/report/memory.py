@@ -11,15 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from offload.store import Block, BlockRange
+from offload.store import Block, BlockRange, owner_of
 from offload.tier import Tier
 from zhooks.activation import Residual
 from zhooks.comm import Comm
 from zhooks.grad import Reducer
 from zhooks.layout import Placement, Table
+from zhooks.optim import sharded_states
 from zhooks.report.memory_buffers import buffers
-from zhooks.report.memory_residual import Residue, activations, advice, mib, nobodys, notes
+from zhooks.report.memory_residual import Residue, activations, advice, mib, notes, unaccounted
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
 
@@ -126,15 +128,15 @@ def memory_report(
     advised = advice(_on_device(seen), residual.terms) if residual.counted else None
     return replace(
         seen,
-        rest=tuple(nobodys(flats[0].kind.device, seen.by_tier, flats[0].store)),
-        notes=(*_part(comm), *notes(residual), *([advised] if advised else [])),
+        rest=tuple(unaccounted(flats[0].kind.device, seen.by_tier, flats[0].store)),
+        notes=(*_over_tp(comm), *notes(residual), *([advised] if advised else [])),
     )
 
 
-def _part(comm: Comm) -> list[str]:
-    """Of a model that is divided over tp this rank has a part, and the figures are that part's."""
+def _over_tp(comm: Comm) -> list[str]:
+    """Of a model that is divided over tp, the figures are those of this rank's share."""
     tp = comm.tp.axis
-    return [f"counted of part {tp.rank} of {tp.world} on the tp axis, and over its data ranks alone"] if tp.world > 1 else []
+    return [f"counted for rank {tp.rank} of {tp.world} on the tp axis, and over its data ranks alone"] if tp.world > 1 else []
 
 
 _MANY = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer states"}
@@ -170,10 +172,6 @@ def paper_bytes(psi: int, ranks: int, table: Table) -> int:
     return sum(psi * size // (ranks if cell is Placement.SHARD else 1) for cell, size in cells)
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _parameter(flat: Flat) -> Cell:
     """What the model computes with, between uses: the shard, its copy in the compute dtype, or all of it."""
     return flat.held_nbytes()[0], flat.footprint()[0].nbytes
@@ -186,51 +184,31 @@ def _optimizer(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
 
 
 def _gradients(flats: Sequence[Flat], reducer: Reducer) -> Iterator[tuple[Flat, Cell]]:
-    """Storages and blocks behind the parameters' ``.grad``, each counted once, and those a backward is filling."""
+    """Storages and blocks behind the parameters' ``.grad``, and those that a backward is filling; each counted once."""
     seen: set[int] = set()
     for flat in flats:
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [param.grad for param in flat.params]
-        held = 0
-        for grad in grads:
-            if isinstance(grad, ShardedTensor):
-                owner, nbytes = _owner(grad)
-                held += 0 if owner in seen else nbytes
-                seen.add(owner)
+            grads = [param.grad for param in flat.params if param.grad is not None]
+        values: list[Tensor | Block | BlockRange] = [grad._at for grad in grads if isinstance(grad, ShardedTensor)]
         gradient = reducer.gradients.get(flat.number)
         if gradient is not None and gradient.shard.at is not None:
-            # Memory that its gradients are put in, while no parameter claims one yet.
-            owner, nbytes = gradient.shard.held()
-            held += 0 if owner in seen else nbytes
-            seen.add(owner)
-        some = any(grad is not None for grad in grads)
-        yield flat, (held, flat.footprint()[1].nbytes if some else 0)
-
-
-def _owner(tensor: ShardedTensor) -> Cell:
-    """The identity and the size of the memory behind a range."""
-    at = tensor._at
-    if isinstance(at, BlockRange):
-        return id(at.block), at.block.nbytes
-    storage = at.untyped_storage()
-    return storage._cdata, storage.nbytes()
+            values.append(gradient.shard.at)
+        owners = dict(map(owner_of, values))
+        held = sum(nbytes for owner, nbytes in owners.items() if owner not in seen)
+        seen.update(owners)
+        yield flat, (held, flat.footprint()[1].nbytes if grads else 0)
 
 
 def _states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
-    """Sharded states the optimizers keep for a flat: ranges on the device, whole blocks elsewhere."""
+    """Sharded states the optimizers keep for a flat: ranges in memory of their own, whole blocks of a store."""
     held = formula = 0
-    blocks: dict[int, Block] = {}
+    blocks: set[Block] = set()
     for optimizer in optimizers:
-        for index, param in enumerate(flat.params):
-            own = flat.span(index)[1]
-            for value in optimizer.state.get(param, {}).values():
-                if not isinstance(value, ShardedTensor):
-                    continue
-                if isinstance(value._at, BlockRange):
-                    blocks[id(value._at.block)] = value._at.block
-                else:
-                    held += _nbytes(value._local)
-                    formula += own * value.dtype.itemsize
-    rest = sum(block.nbytes for block in blocks.values())
-    return held + rest, formula + sum(flat.shard_numel * block.dtype.itemsize for block in blocks.values())
-
+        for index, _, state in sharded_states(flat, optimizer):
+            if state._block is not None:
+                blocks.add(state._block)
+            else:
+                held += state._local.nbytes
+                formula += flat.span(index)[1] * state.dtype.itemsize
+    stored = sum(block.nbytes for block in blocks)
+    return held + stored, formula + stored

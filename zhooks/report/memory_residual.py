@@ -1,4 +1,4 @@
-"""What is in memory beside the model states: activations beside their formula, what nobody uses, and what to do about it.
+"""What is in memory beside the model states: activations and their formula, what is unaccounted for, and what to change.
 
 ``memory.py`` asks for its rows and prints them.  It reads counts and the allocator's and the kernel's figures; it allocates
 nothing and never communicates.
@@ -43,8 +43,8 @@ def activations(residual: Residual) -> Iterator[Residue]:
     """What autograd keeps for backward, on each tier; see Note [What is counted] in ``activation/residual.py``."""
     terms, layers = residual.terms, residual.layers()
     formula = layers.kept_nbytes if layers is not None else None
-    again, home = terms.checkpoint == "unit", Tier(terms.tier)
-    here = formula if home is Tier.DEVICE else None if formula is None else 0
+    again, offloaded_to = terms.checkpoint == "unit", Tier(terms.tier)
+    here = formula if offloaded_to is Tier.DEVICE else None if formula is None else 0
     if not residual.counted:
         yield Residue("activations", "device", None, formula)
         return
@@ -65,13 +65,13 @@ def activations(residual: Residual) -> Iterator[Residue]:
         yield Residue("activations back", "device", back)
     for tier in (Tier.HOST, Tier.DISK):
         held, peak = stash.account.held("activation", tier)
-        if tier is home:
+        if tier is offloaded_to:
             yield Residue("activations", tier.value, held, formula, peak)
         elif peak:
             yield Residue("activations under way", tier.value, held, None, peak)
 
 
-def nobodys(device: torch.device, known: Mapping[str, int], store: Store | None) -> Iterator[Residue]:
+def unaccounted(device: torch.device, known: Mapping[str, int], store: Store | None) -> Iterator[Residue]:
     """What is reserved or resident beyond what is known: in CUDA's allocator and the tiers, and the process' own memory."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)

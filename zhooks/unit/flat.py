@@ -11,7 +11,7 @@ Note: [Release]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -118,6 +118,10 @@ class Flat:
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._version = -1
         self._work: Work = DONE
+
+    def members(self) -> Iterator[tuple[nn.Parameter, ParamShard]]:
+        """Its parameters, each with what its tensors have in common."""
+        return zip(self.params, self.specs, strict=True)
 
     # What a bound tensor asks (tensor.group.Owner).
 

@@ -32,7 +32,7 @@ def test_what_is_put_is_what_parameters_claim(shard: GradientShard) -> None:
     shard.put(0, values, add=False)
     shard.put(0, values, add=True)
     shard.put(16, torch.ones(5), add=True)
-    owner, nbytes = shard.held()
+    owner, nbytes = owner_of(shard.at)
     assert owner and nbytes == 4 * values.numel()
     weight, bias = shard.claim(0), shard.claim(1)
     shard.hand_over()
