@@ -24,8 +24,6 @@ class Agreement:
 
     def sequence(self, name: str, numbers: Sequence[int]) -> list[int]:
         """Rank 0's sequence.  Collective."""
-        if self._world.axis.world == 1:
-            return list(numbers)
         size = torch.tensor([len(numbers)], dtype=torch.int64)
         self._world.broadcast(Call(CONTROL, "agree on order", name), size)
         values = torch.zeros(int(size.item()), dtype=torch.int64)
@@ -39,15 +37,12 @@ class Agreement:
         """The numbers, of ``count``, that any rank names.  Collective."""
         flags = torch.zeros(count, dtype=torch.uint8)
         flags[list(numbers)] = 1
-        if self._world.axis.world > 1:
-            self._world.all_reduce(Call(CONTROL, "agree on use", name), flags, "max")
+        self._world.all_reduce(Call(CONTROL, "agree on use", name), flags, "max")
         return frozenset(int(number) for number in flags.nonzero().flatten().tolist())
 
 
 def least(world: Transport, budget: int | None) -> int | None:
     """The smallest budget of any rank, None where none has one: every rank must plan alike.  Collective."""
-    if world.axis.world == 1:
-        return budget
     unbounded = torch.iinfo(torch.int64).max
     value = torch.tensor([unbounded if budget is None else budget], dtype=torch.int64)
     world.all_reduce(Call(CONTROL, "agree on budget", "device"), value, "min")
@@ -62,8 +57,6 @@ def text_digest(text: str) -> int:
 
 def same_text(world: Transport, call: Call, text: str) -> bool:
     """Every rank has this text.  Collective: one small exchange."""
-    if world.axis.world == 1:
-        return True
     digest = text_digest(text)
     bounds = torch.tensor([digest, -digest], dtype=torch.int64)
     world.all_reduce(call, bounds, "max")
@@ -79,16 +72,16 @@ def disagreement(world: Transport, facts: Mapping[str, Facts]) -> str:
     call = Call(CONTROL, "compare settings", " ".join(facts))
     if same_text(world, call, text):
         return ""
-    leader = json.loads(_first_said(world, call, 0, text))
+    leader = json.loads(text_of(world, call, 0, text))
     mine = difference(facts, world.axis.ranks[world.axis.rank], leader, world.axis.ranks[0])
     found = torch.tensor([world.axis.world - world.axis.rank if mine else 0], dtype=torch.int64)
     world.all_reduce(call, found, "max")
-    return _first_said(world, call, world.axis.world - int(found.item()), mine)
+    return text_of(world, call, world.axis.world - int(found.item()), mine)
 
 
-def _first_said(world: Transport, call: Call, rank: int, text: str) -> str:
-    """The text of one rank of the axis on all of them."""
-    raw = text.encode() if world.axis.rank == rank else b""
+def text_of(world: Transport, call: Call, rank: int, text: str) -> str:
+    """The text of one rank of the axis on all of them.  Collective."""
+    raw = text.encode(errors="backslashreplace") if world.axis.rank == rank else b""
     size = torch.tensor([len(raw)], dtype=torch.int64)
     world.all_reduce(call, size, "max")
     said = torch.zeros(int(size.item()), dtype=torch.uint8)

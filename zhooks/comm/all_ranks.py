@@ -20,7 +20,7 @@ from torch import Tensor
 from offload.budget import shown
 from offload.errors import CheckpointError, DivergenceError, ZhooksError
 from offload.text import shown_path
-from zhooks.comm.agree import same_text, text_digest
+from zhooks.comm.agree import same_text, text_digest, text_of
 from zhooks.comm.choose_transport import Comm
 from zhooks.comm.rendezvous import error_of
 from zhooks.comm.transport import CONTROL, Call, Transport
@@ -28,7 +28,8 @@ from zhooks.comm.transport import CONTROL, Call, Transport
 __all__ = ["AllRanks", "all_or_none", "one_stage_a_path"]
 
 T = TypeVar("T")
-_TEXT = 2048
+#: The most characters of one rank's reason that the others repeat.
+_MOST_TEXT = 2048
 #: So much of what all ranks hand to the first is in memory of the others at once.
 COLLECT_NBYTES = 1 << 20
 
@@ -79,7 +80,7 @@ class AllRanks:
         mine = ""
         if problem is not None and self.rank == failed:
             mine = f"{type(problem).__name__}\n{self._reason(problem)}"
-        kind, _, why = self._said(mine).partition("\n")
+        kind, _, why = text_of(self._world, self._call("reason"), failed, mine[:_MOST_TEXT]).partition("\n")
         return failed, kind, why
 
     def on_first(self, step: Callable[[], Any]) -> None:
@@ -97,8 +98,6 @@ class AllRanks:
             CheckpointError: it is none; every rank raises.
         """
         raw = self.run(lambda: json.dumps(value).encode() if self.first else b"")
-        if self.size == 1:
-            return json.loads(raw)
         length = torch.tensor([len(raw)], dtype=torch.int64)
         self._world.broadcast(self._call("share"), length)
         text = torch.zeros(int(length.item()), dtype=torch.uint8)
@@ -108,8 +107,6 @@ class AllRanks:
 
     def collect(self, raw: bytes) -> list[bytes]:
         """Every rank's bytes in rank order on the first rank, nothing elsewhere: there a slice is held at once.  Collective."""
-        if self.size == 1:
-            return [raw]
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(raw)
         self._world.all_reduce(self._call("collect"), lengths, "sum")
@@ -123,14 +120,6 @@ class AllRanks:
             if self.first:
                 held += part.numpy().tobytes()
         return [bytes(held[end - count : end]) for end, count in zip(ends, lengths.tolist(), strict=True)] if self.first else []
-
-    def _said(self, problem: str) -> str:
-        """The one rank's reason on every rank."""
-        text = torch.zeros(_TEXT, dtype=torch.uint8)
-        _put(problem.encode(errors="backslashreplace")[:_TEXT], text)
-        if self.size > 1:
-            self._world.all_reduce(self._call("reason"), text, "max")
-        return text.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
     def _call(self, what: str) -> Call:
         return Call(CONTROL, f"{self._verb}: {what}", "all ranks")
@@ -177,8 +166,6 @@ def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
         CheckpointError: two do; on the ranks of every stage.
     """
     axis = comm.pp.axis
-    if axis.world == 1:
-        return
     paths = torch.zeros(axis.world, dtype=torch.int64)
     paths[axis.rank] = text_digest(path)
     comm.pp.all_reduce(Call(CONTROL, f"{verb}: compare paths", "all stages"), paths, "sum")

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.work import Work
-from zhooks.comm.transport import CONTROL, OPS, BackendWork, Call, TwoSteps
+from zhooks.comm.lost_rank import BackendWork, naming_lost_ranks
+from zhooks.comm.transport import CONTROL, OPS, Call, TwoSteps
 from zhooks.layout import Axis, Layout
 
 #: A tag is what torch lets through, 31 bits: the channel, the call's place in its sequence, and which call it is.
@@ -55,13 +56,15 @@ class PeerToPeer:
         world, rank = self.axis.world, self.axis.rank
         return [(rank + step) % world for step in range(1, world)]
 
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.isend(tensor, self.axis.ranks[peer], group=self._group, tag=tag)
+    def _send(self, call: Call, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        with naming_lost_ranks(call, self.axis):
+            work = dist.isend(tensor, self.axis.ranks[peer], group=self._group, tag=tag)
         assert work is not None
         return work
 
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(tensor, self.axis.ranks[peer], group=self._group, tag=tag)
+    def _receive(self, call: Call, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        with naming_lost_ranks(call, self.axis):
+            work = dist.irecv(tensor, self.axis.ranks[peer], group=self._group, tag=tag)
         assert work is not None
         return work
 
@@ -70,15 +73,15 @@ class PeerToPeer:
         ranges = [layout.ranges(r) for r in range(self.axis.world)]
         step = 0
         for start, stop in ranges[rank]:
-            piece = shard[step : step + stop - start]
+            own = shard[step : step + stop - start]
             for peer in self._peers():
-                works.append(self._send(piece, peer, tag))
-            if piece.data_ptr() != full[start:stop].data_ptr():
-                full[start:stop].copy_(piece)
+                works.append(self._send(call, own, peer, tag))
+            if own.data_ptr() != full[start:stop].data_ptr():
+                full[start:stop].copy_(own)
             step += stop - start
         for peer in self._peers():
             for start, stop in ranges[peer]:
-                works.append(self._receive(full[start:stop], peer, tag))
+                works.append(self._receive(call, full[start:stop], peer, tag))
         return BackendWork(call, works, [shard, full], self.axis, self._timeout)
 
     def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
@@ -86,12 +89,12 @@ class PeerToPeer:
         landed = {peer: torch.empty_like(out) for peer in self._peers()}
         for peer in self._peers():
             for start, stop in layout.ranges(peer):
-                works.append(self._send(full[start:stop], peer, tag))
+                works.append(self._send(call, full[start:stop], peer, tag))
         mine = layout.ranges(self.axis.rank)
         for peer in self._peers():
             step = 0
             for start, stop in mine:
-                works.append(self._receive(landed[peer][step : step + stop - start], peer, tag))
+                works.append(self._receive(call, landed[peer][step : step + stop - start], peer, tag))
                 step += stop - start
         pending = BackendWork(call, works, [full], self.axis, self._timeout)
         return _Sum(pending, full, out, landed, self.axis, mine)
@@ -100,15 +103,16 @@ class PeerToPeer:
         return TwoSteps(self, call, full, layout)
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
-        work = dist.all_reduce(tensor, op=OPS[op], group=self._group, async_op=True)
+        with naming_lost_ranks(call, self.axis):
+            work = dist.all_reduce(tensor, op=OPS[op], group=self._group, async_op=True)
         BackendWork(call, [work], [], self.axis, self._timeout).wait()
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         tag = self._tag(Call(CONTROL, call.what, call.key, call.number))
         if self.axis.rank == 0:
-            works = [self._send(tensor, peer, tag) for peer in self._peers()]
+            works = [self._send(call, tensor, peer, tag) for peer in self._peers()]
         else:
-            works = [self._receive(tensor, 0, tag)]
+            works = [self._receive(call, tensor, 0, tag)]
         BackendWork(call, works, [tensor], self.axis, self._timeout).wait()
 
     def close(self) -> None:

@@ -13,15 +13,17 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from offload.work import Work
+from zhooks.comm.lost_rank import gone, late
 from zhooks.comm.rendezvous import Meeting
 from zhooks.comm.shared_memory_ring import SLOT, SMALL_SLOT, Message, Ring
-from zhooks.comm.transport import CHANNELS, CONTROL, Call, Transport, TwoSteps, gone, stuck
+from zhooks.comm.transport import CHANNELS, CONTROL, Call, Transport, TwoSteps
 from zhooks.layout import Axis, Layout
 
 SPIN_S = 0.002
@@ -180,7 +182,7 @@ class SharedMemory:
                 continue
             waited = time.monotonic() - started
             if waited > self._timeout_s:
-                raise stuck(message.call, self.axis, self._timeout_s, ring.describe_absent(message))
+                raise late(message.call, self.axis, timedelta(seconds=self._timeout_s), ring.describe_absent(message))
             if started + waited - looked > LOOK_S:
                 looked = started + waited
                 # What a rank had written before it ended is still to be read.

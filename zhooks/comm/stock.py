@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.work import Work
-from zhooks.comm.transport import CONTROL, OPS, BackendWork, Call
+from zhooks.comm.lost_rank import BackendWork, naming_lost_ranks
+from zhooks.comm.transport import CONTROL, OPS, Call
 from zhooks.layout import Axis, Layout
 
 #: A tensor of the host up to this size goes by the host's network, one of a GPU's model above it by the GPU's.
@@ -49,16 +50,18 @@ class Stock:
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         group = self._groups[call.channel]
-        pairs = self._pairs(full, shard, layout)
-        return self._track(call, full, [_all_gather(whole, part, group=group, async_op=True) for whole, part in pairs])
+        with naming_lost_ranks(call, self.axis):
+            works = [_all_gather(all_, own, group=group, async_op=True) for all_, own in self._pairs(full, shard, layout)]
+        return self._track(call, full, works)
 
     def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
         group = self._groups[call.channel]
-        pairs = self._pairs(full, out, layout)
-        return self._track(call, full, [_reduce_scatter(part, whole, group=group, async_op=True) for whole, part in pairs])
+        with naming_lost_ranks(call, self.axis):
+            works = [_reduce_scatter(own, all_, group=group, async_op=True) for all_, own in self._pairs(full, out, layout)]
+        return self._track(call, full, works)
 
     def _pairs(self, full: Tensor, shard: Tensor, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each segment of the full buffer with this rank's part of it in the shard."""
+        """Each segment of the full buffer with this rank's range of it in the shard."""
         step = 0
         for segment in layout.segments:
             numel = segment.numel // self.axis.world
@@ -67,17 +70,21 @@ class Stock:
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         moved = self._sent(tensor)
-        work = dist.all_reduce(moved, op=OPS[op], group=self._groups[CONTROL], async_op=True)
+        with naming_lost_ranks(call, self.axis):
+            work = dist.all_reduce(moved, op=OPS[op], group=self._groups[CONTROL], async_op=True)
         self._track(call, moved, [work]).wait()
         if moved is not tensor:
             tensor.copy_(moved)
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
-        return self._track(call, full, [dist.all_reduce(full, group=self._groups[call.channel], async_op=True)])
+        with naming_lost_ranks(call, self.axis):
+            work = dist.all_reduce(full, group=self._groups[call.channel], async_op=True)
+        return self._track(call, full, [work])
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         moved = self._sent(tensor).contiguous()
-        work = dist.broadcast(moved, src=self.axis.ranks[0], group=self._groups[CONTROL], async_op=True)
+        with naming_lost_ranks(call, self.axis):
+            work = dist.broadcast(moved, src=self.axis.ranks[0], group=self._groups[CONTROL], async_op=True)
         self._track(call, moved, [work]).wait()
         if moved is not tensor:
             tensor.copy_(moved)

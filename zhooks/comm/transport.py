@@ -1,4 +1,4 @@
-"""What a collective is called, what a transport promises, and collectives under way.
+"""What a collective is called, and what a transport promises.
 
 Every transport (``alone.py``, ``stock.py``, ``p2p.py``, ``shared_memory.py``) is built of these; callers hold a ``Transport``
 and wait for the ``Work`` it returns, which raises DivergenceError when the ranks do not meet in time.  It moves nothing
@@ -7,16 +7,13 @@ itself.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.errors import DivergenceError
 from offload.work import Work
 from zhooks.layout import Axis, Layout
 
@@ -66,56 +63,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back groups and memory; the transport is not used again."""
-
-
-#: What Gloo says of a rank whose process has ended, or has closed its group.
-_PARTED = re.compile(r"(closed|reset) by peer|[Bb]roken pipe")
-
-
-class BackendWork:
-    """Works of a torch backend; a wait that fails or runs out of time says which rank, unit and call."""
-
-    __slots__ = ("_axis", "_call", "_keep", "_timeout", "_works")
-
-    def __init__(self, call: Call, works: list[dist.Work], keep: list[Tensor], axis: Axis, timeout: timedelta | None) -> None:
-        self._call, self._works, self._keep, self._axis, self._timeout = call, works, keep, axis, timeout
-
-    def wait(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            try:
-                if self._timeout is None:
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
-            except RuntimeError as error:
-                found = f"the backend said: {error}"
-                if _PARTED.search(str(error)):
-                    others = [rank for rank in self._axis.ranks if rank != self._axis.ranks[self._axis.rank]]
-                    who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}"
-                    raise gone(self._call, self._axis, who, f"; {found}") from error
-                raise stuck(self._call, self._axis, self._timeout, found) from error
-        self._keep = []
-
-    def done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-def gone(call: Call, axis: Axis, who: str, found: str = "") -> DivergenceError:
-    """The error of a rank whose peers have ended; ``who`` of them, and what the backend found."""
-    return DivergenceError(
-        f"rank {axis.ranks[axis.rank]} in {call.what} {call.key}: expected every rank of axis {axis.name} to make the same "
-        f"call, found {who} gone: killed, or ended by an error of its own{found}. Look at that rank's own output first."
-    )
-
-
-def stuck(call: Call, axis: Axis, timeout: timedelta | float | None, found: str) -> DivergenceError:
-    """The error of a rank that waits for others in vain."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return DivergenceError(
-        f"rank {axis.ranks[axis.rank]} in {call.what} {call.key}: expected every rank of axis {axis.name} to make the same "
-        f"call within {seconds} s; {found}. Let every rank run the same model code, or raise [comm] timeout_s."
-    )
 
 
 class TwoSteps:

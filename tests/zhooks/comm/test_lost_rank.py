@@ -9,6 +9,7 @@ import io
 import os
 import re
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from tests.support.ranks import LIMIT_S, forks
 from tests.support.waiting import soon
 
 
-def leave(rank: int, folder: str, transport: str, how: str) -> None:
-    """One rank's program: both train a step, then the first one is gone, and the other goes on."""
+def leave(rank: int, folder: str, transport: str, how: str, late_s: float) -> None:
+    """One rank's program: both train a step, then the first one is gone, and the other goes on, some time later."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     place = Path(folder)
@@ -43,6 +44,7 @@ def leave(rank: int, folder: str, transport: str, how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         torch.save(model.state_dict(), io.BytesIO())
     (place / "waits").touch()
+    time.sleep(late_s)
     try:
         model(torch.ones(2, 8)).sum().backward()
         model[0].weight.grad.full_tensor()  # type: ignore[union-attr, operator]
@@ -53,17 +55,26 @@ def leave(rank: int, folder: str, transport: str, how: str) -> None:
     (place / "said.tmp").rename(place / "said")
 
 
-@pytest.mark.parametrize("how", ["killed", "refused"])
-@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
-def test_a_rank_that_is_gone_is_named_by_the_others_at_once(tmp_path: Path, transport: str, how: str) -> None:
-    children = [forks().Process(target=leave, args=(rank, str(tmp_path), transport, how)) for rank in range(2)]
+def check_named(folder: Path, transport: str, how: str, late_s: float) -> None:
+    children = [forks().Process(target=leave, args=(rank, str(folder), transport, how, late_s)) for rank in range(2)]
     for child in children:
         child.start()
     try:
-        assert soon((tmp_path / "said").exists, within_s=LIMIT_S), "the rank that is left waits"
-        said = (tmp_path / "said").read_text()
+        assert soon((folder / "said").exists, within_s=LIMIT_S), "the rank that is left waits"
+        said = (folder / "said").read_text()
         assert re.match(r"rank 1 in .*found rank 0 gone: killed, or ended by an error of its own", said), said
     finally:
         for child in children:
             child.kill()
             child.join()
+
+
+@pytest.mark.parametrize("how", ["killed", "refused"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
+def test_a_rank_that_is_gone_is_named_by_the_others_at_once(tmp_path: Path, transport: str, how: str) -> None:
+    check_named(tmp_path, transport, how, late_s=0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
+def test_a_rank_that_was_gone_before_the_call_is_named_too(tmp_path: Path, transport: str) -> None:
+    check_named(tmp_path, transport, "killed", late_s=1)
