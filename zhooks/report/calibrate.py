@@ -1,13 +1,12 @@
-"""Measures ranges over a few ordinary steps: what ``Attachment.calibrate`` does, and what ``propose_dtypes.py`` judges.
+"""Measures how large values get over a few ordinary steps: ``Attachment.calibrate``.
 
-Module and tensor hooks (``run/hooks.py``) show it activations and their gradients, the reducer shows it when a backward has
-ended; it reads what is there and changes nothing.  It never decides on a dtype.
+Module and tensor hooks (``run/hooks.py``) hand it activations and their gradients, and the reducer calls it when a backward has
+ended; it reads what is there and changes nothing.  ``propose_dtypes.py`` decides on dtypes from what it measures.
 
 Note: [What is measured]
-    Largest values are exact.  Gradients are counted by their power of two, activations are compared with their bf16
-    neighbours, and updates are followed from one backward to the next, on samples of evenly spaced elements: a range of
-    powers of two does not need more.  Ranks add their counts and take the largest of their largest values, so that all of
-    them propose the same.
+    Maxima are exact.  On samples of evenly spaced elements, gradients are counted by their power of two, activations are
+    compared with themselves rounded to bf16, and updates are the difference of a parameter from one backward to the next.
+    Counts are summed over the ranks, maxima are the largest of any rank's, so that all ranks propose the same.
 """
 
 from __future__ import annotations
@@ -36,41 +35,47 @@ __all__ = ["Calibrated", "Calibration", "Meter", "Subject", "calibrating"]
 _SAMPLE = 1 << 14
 _ROWS = 256
 
-# Columns of what is added up, after two histograms, and of what is maximised.
-_MOVED, _LOST, _STRANGE, _BACKWARDS = range(2 * BINS, 2 * BINS + 4)
+#: Columns of ``Meter.sums``, after two histograms, and of ``Meter.maxima``.
+_CHANGED, _LOST, _NONFINITE, _BACKWARDS = range(2 * BINS, 2 * BINS + 4)
 _GRADIENT, _WEIGHT, _ACTIVATION, _OUTPUT, _NOISE = range(5)
 
 
 class Meter:
-    """What has been seen on this rank, unit by unit."""
+    """What has been seen on this rank.
+
+    Attributes:
+        sums: counts, [units, 2 * BINS + 4].
+        maxima: largest values, [units, 5].
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self.sums = torch.zeros(len(units), 2 * BINS + 4, dtype=torch.float64)
-        self.tops = torch.zeros(len(units), 5, dtype=torch.float64)
+        self.maxima = torch.zeros(len(units), 5, dtype=torch.float64)
+        #: Samples of the parameters at the last backward.
         self._before: dict[Flat, Tensor] = {}
 
     @torch.no_grad()
     def output(self, number: int, value: Tensor, whole: bool) -> None:
-        """A module of unit ``number`` has made ``value``; ``whole``: the unit itself has.  Of a DTensor, this rank's part."""
+        """A module of unit ``number`` has made ``value``; ``whole``: the unit itself has.  Of a DTensor, the local tensor."""
         values = part_of(value).detach().float()
-        top = self._finite(number, values)
-        self._raise(number, _ACTIVATION, top)
+        largest = self._largest(number, values)
+        self._raise(number, _ACTIVATION, largest)
         if whole:
-            self._raise(number, _OUTPUT, top)
+            self._raise(number, _OUTPUT, largest)
         if values.dim() and values.shape[-1] > 1:
             rows = _spaced(values.reshape(-1, values.shape[-1]), _ROWS)
             error = (rows - rows.bfloat16().float()).square().mean().sqrt()
             varies = (rows - rows.mean(-1, keepdim=True)).square().mean().sqrt()
             noise = (error / varies).item()
-            # Values that do not vary at all say nothing, and neither do infinite ones, which have been counted.
+            # Constant values say nothing about rounding, nor do infinite ones, which have been counted.
             self._raise(number, _NOISE, noise if 0 < noise < float("inf") else 0.0)
 
     @torch.no_grad()
     def gradient(self, number: int, value: Tensor, histogram: int = 1) -> None:
-        """A gradient of unit ``number``: histogram 0 counts those of parameters, 1 those of what the unit handed on."""
+        """A gradient of unit ``number``: histogram 0 is of those of parameters, 1 of those of activations."""
         values = part_of(value).detach().float().reshape(-1)
-        self._raise(number, _GRADIENT, self._finite(number, values))
+        self._raise(number, _GRADIENT, self._largest(number, values))
         sample = _spaced(values, _SAMPLE)
         sample = sample[(sample != 0) & sample.isfinite()]
         powers = torch.frexp(sample).exponent.sub_(LOWEST).clamp_(0, BINS - 1)
@@ -80,7 +85,7 @@ class Meter:
 
     @torch.no_grad()
     def backward_over(self) -> None:
-        """A backward has ended: gradients are in place, and the update before it has been made."""
+        """A backward has ended: ``.grad`` is complete, and the step before it has been made."""
         with torch._C.DisableTorchFunctionSubclass():
             for number, unit in enumerate(self._units):
                 self.sums[number, _BACKWARDS] += 1
@@ -92,7 +97,7 @@ class Meter:
 
     @torch.no_grad()
     def end(self) -> None:
-        """The last update has been made."""
+        """The last step has been made."""
         for number, unit in enumerate(self._units):
             for flat in unit.flats:
                 self._update(number, flat)
@@ -102,30 +107,30 @@ class Meter:
         if not flat.layout.padded or not flat.kind.master.is_floating_point:
             return
         shard = flat.shard.detach()
-        self._raise(number, _WEIGHT, self._finite(number, shard.float()))
+        self._raise(number, _WEIGHT, self._largest(number, shard.float()))
         now, before = _spaced(shard, _SAMPLE).float().clone(), self._before.get(flat)
         self._before[flat] = now
         if before is None or before.shape != now.shape:
             return
         narrow, change = before.bfloat16().float(), now - before
-        moved = change != 0
-        lost = moved & ((narrow + change).bfloat16().float() == narrow)
-        self.sums[number, _MOVED] += moved.sum().item()
+        changed = change != 0
+        lost = changed & ((narrow + change).bfloat16().float() == narrow)
+        self.sums[number, _CHANGED] += changed.sum().item()
         self.sums[number, _LOST] += lost.sum().item()
 
-    def _finite(self, number: int, values: Tensor) -> float:
-        """The largest absolute value; what is infinite or undefined is counted instead."""
+    def _largest(self, number: int, values: Tensor) -> float:
+        """The largest absolute finite value; infinities and NaN are counted."""
         if not values.numel():
             return 0.0
-        top = values.abs().amax().item()
-        if top < float("inf"):
-            return top
-        good = values.isfinite()
-        self.sums[number, _STRANGE] += values.numel() - int(good.sum().item())
-        return values[good].abs().amax().item() if bool(good.any()) else 0.0
+        largest = values.abs().amax().item()
+        if largest < float("inf"):
+            return largest
+        finite = values.isfinite()
+        self.sums[number, _NONFINITE] += values.numel() - int(finite.sum().item())
+        return values[finite].abs().amax().item() if bool(finite.any()) else 0.0
 
     def _raise(self, number: int, column: int, value: float) -> None:
-        self.tops[number, column] = max(self.tops[number, column].item(), value)
+        self.maxima[number, column] = max(self.maxima[number, column].item(), value)
 
     @property
     def backwards(self) -> int:
@@ -137,24 +142,24 @@ class Meter:
         return [self._ranges(number, unit) for number, unit in enumerate(self._units)]
 
     def _ranges(self, number: int, unit: Unit) -> Ranges:
-        sums, tops = self.sums[number].tolist(), self.tops[number].tolist()
+        sums, maxima = self.sums[number].tolist(), self.maxima[number].tolist()
         return Ranges(
             unit=unit.name,
             params=tuple(spec.name for flat in unit.flats for spec in flat.specs),
             numel=sum(flat.layout.numel for flat in unit.flats),
             gradients=(tuple(sums[:BINS]), tuple(sums[BINS : 2 * BINS])),
-            gradient=tops[_GRADIENT],
-            weight=tops[_WEIGHT],
-            activation=tops[_ACTIVATION],
-            output=tops[_OUTPUT],
-            noise=tops[_NOISE],
-            lost=sums[_LOST] / sums[_MOVED] if sums[_MOVED] else None,
-            strange=int(sums[_STRANGE]),
+            gradient=maxima[_GRADIENT],
+            weight=maxima[_WEIGHT],
+            activation=maxima[_ACTIVATION],
+            output=maxima[_OUTPUT],
+            noise=maxima[_NOISE],
+            lost=sums[_LOST] / sums[_CHANGED] if sums[_CHANGED] else None,
+            nonfinite=int(sums[_NONFINITE]),
         )
 
 
 class Calibration:
-    """What ``Attachment.calibrate`` yields: holds the proposal once the block has ended."""
+    """What ``Attachment.calibrate`` yields: has the proposal once the block has ended."""
 
     def __init__(self) -> None:
         self._proposal: Proposal | None = None
@@ -185,7 +190,7 @@ def _spaced(values: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured: the parts of one attachment."""
+    """What is measured: the model, and what is attached to it."""
 
     model: nn.Module
     units: Sequence[Unit]
@@ -208,7 +213,7 @@ def calibrating(subject: Subject, prefer: Base, loss_scale: float | None) -> Ite
             handles.pop().remove()
     meter.end()
     ranks.all_reduce(Call(CONTROL, "calibrate: counts", "all units"), meter.sums, "sum")
-    ranks.all_reduce(Call(CONTROL, "calibrate: largest", "all units"), meter.tops, "max")
+    ranks.all_reduce(Call(CONTROL, "calibrate: largest", "all units"), meter.maxima, "max")
     backwards = meter.backwards // ranks.axis.world
     if not backwards:
         raise ShardedOpError(
@@ -218,7 +223,7 @@ def calibrating(subject: Subject, prefer: Base, loss_scale: float | None) -> Ite
 
 
 class Calibrated:
-    """The verb of an attachment that measures."""
+    """``Attachment.calibrate``."""
 
     model: nn.Module
     policy: Policy

@@ -1,14 +1,14 @@
-"""From measured ranges to a dtype a unit, with the reason in words, as a table and as policy rules.  Pure.
+"""From measured ranges to a dtype for each unit, with the reason in words, as a table and as policy rules.  Pure.
 
-``calibrate.py`` fills in what was seen and calls ``propose``; users read a ``Proposal`` or hand it on as a policy.  It never
+``calibrate.py`` fills in what was measured and calls ``propose``; users read a ``Proposal`` or use it as a policy.  It never
 looks at a model.
 
 Note: [What is proposed]
-    The base is what the whole model computes in unless a unit cannot.  bf16 has the range of fp32 and 8 bits of it: a unit
-    cannot where rounding is much of what varies in its activations (large values that differ by little).  fp16 has 11 bits
-    and a narrow range: a unit cannot either where values come near its end, or where gradients vanish at the loss scale that
-    the largest gradient of the model allows.  A unit that cannot computes in fp32, which holds all that either would have
-    lost.  Where units hand fp16's end to each other, or most of the model cannot, fp16 is no base.  In doubt, fp32.
+    The base is what every unit computes in for which it is safe; the others compute in fp32.  bf16 has the range of fp32 and 8
+    bits of significand: unsafe where the rounding error is a large share of what varies in a unit's activations (large values
+    that differ by little).  fp16 has 11 bits and a narrow range: unsafe, too, where values come near its largest, or where
+    gradients underflow at the loss scale that the model's largest gradient allows.  Where units' outputs come near fp16's
+    largest value, or fp16 is unsafe for most of the model, the base is bf16.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ Base = Literal["bf16", "fp16"]
 LOWEST, BINS = -148, 278
 
 _FP16_MAX = 65504.0
+#: How far below fp16's largest value a measured one must stay.
 _HEADROOM = 8.0
-# fp16: below the first power of two a value has fewer digits, at the second or below it is zero.
+#: Exponents of fp16: below the first a value is subnormal and has fewer digits, at the second or below it is zero.
 _NORMAL, _ZERO = -14, -25
-_MOST_ZERO, _MOST_SHORT, _MOST_NOISE, _MOST_LOST = 0.01, 0.1, 0.05, 0.1
+#: Shares above which a dtype is unsafe: gradients that become zero or subnormal, rounding noise, lost updates.
+_MOST_ZERO, _MOST_SUBNORMAL, _MOST_NOISE, _MOST_LOST = 0.01, 0.1, 0.05, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """What was seen of one unit, on all ranks.
+    """What was measured of one unit, over all ranks.
 
     Attributes:
-        gradients: how many lay between which powers of two, zeros apart: those of parameters, those of what the unit handed on.
+        gradients: histograms by power of two, without zeros: of the parameters' gradients, and of the activations'.
         gradient: the largest of both.
-        weight: the largest parameter.
+        weight: the largest element of a parameter.
         activation: the largest output of any module in the unit; ``output`` of the unit itself.
-        noise: the error of rounding an activation to bf16, relative to how much its values vary, at the worst.
+        noise: the largest error of rounding an activation to bf16, relative to how much its values vary.
         lost: the share of updates that rounding to the nearest bf16 would undo; None where none was seen.
-        strange: infinities and NaN among gradients and activations.
+        nonfinite: infinities and NaN among gradients and activations.
     """
 
     unit: str
@@ -62,16 +64,16 @@ class Ranges:
     output: float
     noise: float
     lost: float | None
-    strange: int
+    nonfinite: int
 
     def below(self, exponent: float) -> float:
-        """The share of gradients below ``2**exponent``, of the kind of which it is larger."""
+        """The share of gradients below ``2**exponent``, in the histogram where it is larger."""
         top = min(BINS, max(0, math.ceil(exponent) - LOWEST + 1))
         return max(sum(counts[:top]) / (sum(counts) or 1.0) for counts in self.gradients)
 
     @property
     def smallest(self) -> float:
-        """A power of two that a hundredth of the gradients, of the smaller kind, is below."""
+        """A power of two that a hundredth of the gradients is below, in the histogram where it is smaller."""
         return min((_hundredth(counts) for counts in self.gradients if any(counts)), default=0.0)
 
 
@@ -86,11 +88,11 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A dtype a unit: ``base`` for most, fp32 by rule for the others.
+    """A dtype for each unit: ``base`` for most, fp32 by rule for the others.
 
     Attributes:
         loss_scale: what fp16 was judged at, and should be trained with at first.
-        backwards: how many were seen.
+        backwards: how many were measured.
     """
 
     base: Base
@@ -113,7 +115,7 @@ class Proposal:
         return {**values, "precision": precision, "rule": [*values.get("rule", ()), *mine["rule"]]}
 
     def _scaling(self) -> dict[str, Any]:
-        """What fp16 was judged with, it is trained with."""
+        """fp16 is trained with the loss scale that it was judged at."""
         return {"loss_scale": "dynamic", "initial_scale": self.loss_scale} if self.base == "fp16" else {}
 
     def toml(self) -> str:
@@ -153,18 +155,18 @@ class Proposal:
             table.add_row(advice.unit, advice.dtype, spread, *figures, advice.reason)
         text = io.StringIO()
         Console(file=text, width=150, color_system=None).print(table)
-        return f"{text.getvalue()}{self._rest()}"
+        return f"{text.getvalue()}{self._summary()}"
 
-    def _rest(self) -> str:
-        """What is to be said of the whole model."""
+    def _summary(self) -> str:
+        """Below the table: what holds for the whole model."""
         lines = [f"Base {self.base}, from {self.backwards} backward passes."]
         if self.base == "fp16":
             lines.append(f"Judged at a loss scale of {self.loss_scale:g}.")
         lost = [one.unit for one in self.ranges if one.lost is not None and one.lost > _MOST_LOST]
         if lost:
             lines.append(
-                f"In {len(lost)} unit(s) more than {_MOST_LOST:.0%} of the updates would vanish if parameters rested in bf16 "
-                'and were rounded to the nearest: keep fp32 masters, or set [optimizer] rounding = "stochastic".'
+                f"In {len(lost)} unit(s) more than {_MOST_LOST:.0%} of the updates would vanish if parameters were kept in "
+                'bf16 and rounded to the nearest: keep fp32 masters, or set [optimizer] rounding = "stochastic".'
             )
         return "\n".join(lines)
 
@@ -180,11 +182,11 @@ def propose(ranges: Sequence[Ranges], prefer: Base, loss_scale: float | None, ba
     against = [_against_fp16(one, scale) for one in ranges]
     base, reason = prefer, ""
     if prefer == "fp16":
-        stuck = sum(one.numel for one, problem in zip(ranges, against, strict=True) if problem)
-        wide = max((one.output for one in ranges), default=0.0)
-        if wide > _FP16_MAX / _HEADROOM:
-            base, reason = "bf16", f"units hand on values up to {wide:.1e}, too near the end of fp16 (65504)"
-        elif 2 * stuck > sum(one.numel for one in ranges):
+        unsafe = sum(one.numel for one, problem in zip(ranges, against, strict=True) if problem)
+        output = max((one.output for one in ranges), default=0.0)
+        if output > _FP16_MAX / _HEADROOM:
+            base, reason = "bf16", f"units hand on values up to {output:.1e}, too near the end of fp16 (65504)"
+        elif 2 * unsafe > sum(one.numel for one in ranges):
             base, reason = "bf16", "most of the model does not fit fp16"
     if base == "bf16":
         against = [_against_bf16(one) for one in ranges]
@@ -203,6 +205,7 @@ def _scale(gradient: float) -> float:
 
 
 def _hundredth(counts: Sequence[float]) -> float:
+    """The power of two that a hundredth of what a histogram counts is below."""
     total, seen = sum(counts), 0.0
     for index, count in enumerate(counts):
         seen += count
@@ -213,27 +216,28 @@ def _hundredth(counts: Sequence[float]) -> float:
 
 def _against_bf16(one: Ranges) -> str:
     """Why the unit should not compute in bf16; empty where it may."""
-    if one.strange:
-        return f"{one.strange} infinite or undefined values were seen"
+    if one.nonfinite:
+        return f"{one.nonfinite} infinite or undefined values were seen"
     if one.noise > _MOST_NOISE:
         return f"rounding to bf16 is {one.noise:.0%} of what varies in its activations (large values that differ by little)"
     return ""
 
 
 def _against_fp16(one: Ranges, scale: float) -> str:
-    if one.strange:
-        return f"{one.strange} infinite or undefined values were seen"
-    for what, top in (("activations", one.activation), ("weights", one.weight)):
-        if top > _FP16_MAX / _HEADROOM:
-            return f"{what} up to {top:.1e}, too near the end of fp16 (65504)"
+    """Why it should not compute in fp16 at this loss scale; empty where it may."""
+    if one.nonfinite:
+        return f"{one.nonfinite} infinite or undefined values were seen"
+    for what, largest in (("activations", one.activation), ("weights", one.weight)):
+        if largest > _FP16_MAX / _HEADROOM:
+            return f"{what} up to {largest:.1e}, too near the end of fp16 (65504)"
     if one.gradient * scale > _FP16_MAX / _HEADROOM:
         return f"gradients up to {one.gradient:.1e} come too near the end of fp16 at a loss scale of {scale:g}"
     power = math.log2(scale)
-    gone, short = one.below(_ZERO - power), one.below(_NORMAL - power)
-    if gone > _MOST_ZERO:
-        return f"{gone:.0%} of its gradients vanish in fp16 even at a loss scale of {scale:g}"
-    if short > _MOST_SHORT:
-        return f"{short:.0%} of its gradients lose digits in fp16 even at a loss scale of {scale:g}"
+    zero, subnormal = one.below(_ZERO - power), one.below(_NORMAL - power)
+    if zero > _MOST_ZERO:
+        return f"{zero:.0%} of its gradients vanish in fp16 even at a loss scale of {scale:g}"
+    if subnormal > _MOST_SUBNORMAL:
+        return f"{subnormal:.0%} of its gradients lose digits in fp16 even at a loss scale of {scale:g}"
     if one.noise / 8 > _MOST_NOISE:
         return f"rounding to fp16 is {one.noise / 8:.0%} of what varies in its activations (large values that differ by little)"
     return ""

@@ -149,7 +149,7 @@ def test_what_it_measures_is_what_plain_pytorch_has(stage: int) -> None:
             narrow = param.bfloat16().float()
             moved += int((change != 0).sum())
             lost += int(((change != 0) & ((narrow + change).bfloat16().float() == narrow)).sum())
-    assert first.lost == pytest.approx(lost / moved, abs=0.02) and first.strange == 0
+    assert first.lost == pytest.approx(lost / moved, abs=0.02) and first.nonfinite == 0
     attachment.detach()
 
 
@@ -188,7 +188,7 @@ def test_a_calibration_that_cannot_be_is_refused_and_the_model_trains_on() -> No
 def ranges(unit: str, *params: str, power: int = -6, numel: int = 100, **more: Any) -> Ranges:
     counts = tuple(100.0 if index == power - LOWEST else 0.0 for index in range(BINS))
     figures: dict[str, Any] = {
-        "gradient": 2.0**power, "weight": 1.0, "activation": 4.0, "output": 4.0, "noise": 0.002, "lost": None, "strange": 0,
+        "gradient": 2.0**power, "weight": 1.0, "activation": 4.0, "output": 4.0, "noise": 0.002, "lost": None, "nonfinite": 0,
     }  # fmt: skip
     return Ranges(unit, params, numel, (counts, (0.0,) * BINS), **figures | more)
 
@@ -202,7 +202,7 @@ def test_fp16_is_judged_at_the_scale_that_the_largest_gradient_allows() -> None:
     assert found.loss_scale == 2.0**18 and dtypes(found) == ["fp16", "fp32"]
     assert dtypes(propose(found.ranges, "fp16", 2.0**12, 1)) == ["fp16", "fp32"]
     assert dtypes(propose(found.ranges, "bf16", None, 1)) == ["bf16", "bf16"]
-    assert dtypes(propose([ranges("a", "a.w", strange=1), ranges("b", "b.w")], "bf16", None, 1)) == ["fp32", "bf16"]
+    assert dtypes(propose([ranges("a", "a.w", nonfinite=1), ranges("b", "b.w")], "bf16", None, 1)) == ["fp32", "bf16"]
 
 
 def test_a_proposal_over_a_policy_is_one_whatever_its_scale_may_fall_to() -> None:
