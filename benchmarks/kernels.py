@@ -82,7 +82,7 @@ def sweep_row(arrays: Arrays, threads: int) -> Row:
 
 
 def kernel_rows(arrays: Arrays) -> list[Row]:
-    """Ours: AdamW in every combination of dtypes, the others in the most usual two, and the sum of squares."""
+    """Ours: AdamW in every combination of dtypes, the others in the most usual two."""
     p, m, v = arrays.master, arrays.first, arrays.second
     rows: list[Row] = []
     for dtype, grad in arrays.grads.items():
@@ -103,7 +103,6 @@ def kernel_rows(arrays: Arrays) -> list[Row]:
             if (dtype, kind) in ((torch.float32, None), (torch.bfloat16, torch.bfloat16)):
                 rows.append(Row(f"sgd momentum {name}", 16 + nbytes, sgd))
                 rows.append(Row(f"lion {name}", 16 + nbytes, lion))
-        rows.append(Row(f"squares {SHORT[dtype]}", grad.element_size(), lambda grad=grad: kernels.squares(grad)))
     return rows
 
 

@@ -96,13 +96,8 @@ class Budget:
         return self._used[tier]
 
     def high_water(self, tier: Tier) -> int:
-        """The most bytes held since the start or the last `reset_high_water`."""
+        """The most bytes held since the start."""
         return self._high_water[tier]
-
-    def reset_high_water(self) -> None:
-        """Start the marks again from what is held now, as a profiler does between steps."""
-        with self._change:
-            self._high_water = dict(self._used)
 
     def change(self, limits: Mapping[Tier, int | None]) -> None:
         """Other limits from now on; what is held above one stays, and nothing more is admitted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.device.cuda import CudaCalls
 from offload.device.open import open_device
 from offload.device.seam import Device
-from offload.device.streams import OneStream, beside, lane_of, one_stream, used_by_current_stream
+from offload.device.streams import OneStream, beside, lane_of, one_stream
 
 __all__ = [
     "CudaCalls",
@@ -15,5 +15,4 @@ __all__ = [
     "lane_of",
     "one_stream",
     "open_device",
-    "used_by_current_stream",
 ]

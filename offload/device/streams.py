@@ -108,12 +108,3 @@ def _order(calls: CudaCalls, stream: Any, after: Any) -> None:
     event = calls.event()
     event.record(after)
     stream.wait_event(event)
-
-
-def used_by_current_stream(tensor: Tensor) -> None:
-    """Whoever frees ``tensor``, its memory is not handed out again before what its device's current stream has queued by then.
-
-    For memory that another stream allocated, which the caller has ordered itself after: it orders nothing.  Nothing on a CPU.
-    """
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))

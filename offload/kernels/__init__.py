@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.kernels.rounding import Noise, noise_for, round_to_bf16
 from offload.kernels.sharing import flushes_denormals
-from offload.kernels.updates import RTOL, Adam, Lion, Sgd, adam, available, lion, sgd, squares
+from offload.kernels.updates import RTOL, Adam, Lion, Sgd, adam, available, lion, sgd
 
 __all__ = [
     "RTOL",
@@ -19,5 +19,4 @@ __all__ = [
     "noise_for",
     "round_to_bf16",
     "sgd",
-    "squares",
 ]

@@ -1,4 +1,4 @@
-"""Owns the compiled loops: one pass over memory for each optimizer update, and the sum of squares of a gradient.
+"""Owns the compiled loops: one pass over memory for each optimizer update.
 
 `updates.py` imports it when a kernel is first used, because numba costs memory and time that a run without it
 should not pay; each factory below compiles one variant at its first call.  A loop checks nothing and takes addresses.
@@ -27,22 +27,19 @@ from typing import Any
 
 import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
-from numba import config, float32, float64, int64, njit, types
+from numba import config, float32, int64, njit, types
 from numba.extending import intrinsic
 
 from offload.kernels.rounding import GOLDEN, MIX_ONE, MIX_TWO
 
-__all__ = ["SQUARES_BLOCK", "adam_loop", "lion_loop", "platform_lacks", "sgd_loop", "squares_loop"]
-
-#: Elements whose squares one accumulator takes; a fixed number, so that threads cannot change the sum.
-SQUARES_BLOCK = 1 << 14
+__all__ = ["adam_loop", "lion_loop", "platform_lacks", "sgd_loop"]
 
 #: ``loop(counter, chunk, numel, addresses, scalars)``: what `kernel_threads.share` has its threads call.
 Loop = Callable[[int, int, int, tuple[int, ...], tuple[float, ...]], None]
 
-_HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+_HALF, _FLOAT = ir.HalfType(), ir.FloatType()
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
-_STORED = {torch.float32: _FLOAT, torch.float16: _HALF, torch.bfloat16: _I16, torch.float64: _DOUBLE}
+_STORED = {torch.float32: _FLOAT, torch.float16: _HALF, torch.bfloat16: _I16}
 _ARRAYS = ("master", "grad", "first", "second", "copy")
 # What LLVM must find in the processor for these loops to be instructions and not calls.
 _NEEDED = {"x86_64": ("avx2", "fma", "f16c"), "AMD64": ("avx2", "fma", "f16c"), "aarch64": (), "arm64": ()}
@@ -119,7 +116,7 @@ def _writer(array: str, dtype: torch.dtype | None) -> Any:
         return context.get_dummy_value()
 
     def store(typing: Any, address: Any, index: Any, value: Any) -> Any:
-        return types.void(int64, int64, float64 if dtype is torch.float64 else float32), generate
+        return types.void(int64, int64, float32), generate
 
     return intrinsic(store)
 
@@ -208,13 +205,13 @@ def _claim() -> Any:
 _claimed = _claim()
 
 
-def _compiled(loop: Callable[..., None], words: int, scalars: int, **options: Any) -> Loop:
+def _compiled(loop: Callable[..., None], words: int, scalars: int) -> Loop:
     """Compile ``loop(begin, end, words, scalars)`` into what threads call to do chunks of it until none is left.
 
     The words are addresses and, last, what noise comes from: two keys and the place of the first element.
     """
     given = f"UniTuple(int64, {words}), UniTuple(float32, {scalars})"
-    inner = njit([f"void(int64, int64, {given})"], error_model="numpy", **options)(loop)
+    inner = njit([f"void(int64, int64, {given})"], error_model="numpy")(loop)
 
     def shared(counter: int, chunk: int, numel: int, places: tuple[int, ...], numbers: tuple[float, ...]) -> None:
         while True:
@@ -323,23 +320,3 @@ def lion_loop(master: torch.dtype, grad: torch.dtype, copy: torch.dtype | None) 
             write_c(c, i, x)
 
     return _compiled(loop, words=7, scalars=7)
-
-
-@cache
-def squares_loop(grad: torch.dtype) -> Loop:
-    """The sum of squares of each block of `SQUARES_BLOCK` elements, in float64; chunks are whole blocks.  No scalars.
-
-    The one loop that LLVM may reorder, or it could not use vectors; a block is summed the same way whoever sums it.
-    """
-    read, write = _reader("grad", grad), _writer("master", torch.float64)
-
-    def loop(begin: int, end: int, places: tuple[int, ...], numbers: tuple[float, ...]) -> None:
-        g, sums = places
-        for start in range(begin, end, SQUARES_BLOCK):
-            total = 0.0
-            for i in range(start, min(end, start + SQUARES_BLOCK)):
-                value = float64(read(g, i))
-                total += value * value
-            write(sums, start // SQUARES_BLOCK, total)
-
-    return _compiled(loop, words=2, scalars=1, fastmath={"reassoc"})

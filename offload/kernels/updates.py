@@ -1,8 +1,7 @@
 """Owns the optimizer updates on host memory: gradient, fp32 state, fp32 master and 16-bit copy in one pass over each.
 
-Whoever steps an optimizer whose state is on the host calls `adam`, `sgd` or `lion` with tensors and numbers, after
-`squares` has said whether the gradient overflowed and how long it is.  It knows no optimizer object, group or
-unit, allocates nothing as large as its tensors, and imports numba when a kernel is first used.
+Whoever steps an optimizer whose state is on the host calls `adam`, `sgd` or `lion` with tensors and numbers.  It knows no
+optimizer object, group or unit, allocates nothing as large as its tensors, and imports numba when a kernel is first used.
 
 Note: [Agreement with torch]
     Each kernel does torch's single-tensor operations in torch's order, with its fused products.  SGD and Lion then
@@ -15,7 +14,6 @@ Note: [Agreement with torch]
 from __future__ import annotations
 
 import ctypes
-import math
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ from offload.kernels.sharing import share
 if TYPE_CHECKING:
     from offload.kernels.loops import Loop
 
-__all__ = ["RTOL", "Adam", "Lion", "Sgd", "adam", "available", "lion", "sgd", "squares"]
+__all__ = ["RTOL", "Adam", "Lion", "Sgd", "adam", "available", "lion", "sgd"]
 
 #: The tolerance of Note [Agreement with torch].
 RTOL = 1e-5
@@ -219,24 +217,6 @@ def lion(
     )
     dtype = None if copy is None else copy.dtype
     _update(lambda loops: loops.lion_loop(master.dtype, grad.dtype, dtype), tensors, scalars, threads, noise)
-
-
-def squares(grad: Tensor, *, threads: int | None = None) -> float:
-    """The sum of the squares of ``grad`` (as in `adam`), in float64, in one pass.
-
-    It is finite exactly where every element is: squares of fp32 values cannot overflow float64.  Blocks of fixed size
-    are summed and their sums added exactly, so that the result does not depend on ``threads``.
-    """
-    _check("squares", {"grad": grad})
-    if isinstance(grad, FakeTensor):
-        raise LayoutError("squares grad: expected values, found a fake tensor: decide without the norm in a simulation.")
-    if grad.numel() == 0:
-        return 0.0
-    loops = _ready()
-    loop, block = loops.squares_loop(grad.dtype), loops.SQUARES_BLOCK
-    sums = array("d", bytes(-(-grad.numel() // block) * 8))
-    _run(loop, grad.numel(), (grad.data_ptr(), sums.buffer_info()[0]), (0.0,), threads, multiple=block)
-    return math.fsum(sums)
 
 
 # --- checks and calls -------------------------------------------------------------------------------------------------

@@ -87,15 +87,6 @@ def test_releasing_what_was_not_admitted_is_noticed() -> None:
         budget.release(HOST, -1)
 
 
-def test_the_marks_can_start_again_from_what_is_held() -> None:
-    budget = Budget({})
-    budget.admit(HOST, "a", 10)
-    budget.admit(HOST, "b", 5)
-    budget.release(HOST, 12)
-    budget.reset_high_water()
-    assert budget.high_water(HOST) == 3
-
-
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40))), st.integers(0, 100))
 def test_used_never_passes_the_limit_and_the_mark_is_the_most(moves: list[tuple[bool, int]], limit: int) -> None:
     budget, used, most = Budget({HOST: limit}), 0, 0

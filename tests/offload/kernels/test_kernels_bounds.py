@@ -1,9 +1,8 @@
-"""What the kernels refuse, what they tell autograd, how their threads end, and the sum of squares."""
+"""What the kernels refuse, what they tell autograd, and how their threads end."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import subprocess
 import sys
@@ -84,7 +83,6 @@ def test_a_momentum_buffer_is_asked_for_exactly_where_there_is_momentum() -> Non
 
 def test_no_elements_are_no_work() -> None:
     kernels.adam(HOW, **tensors(0))
-    assert kernels.squares(torch.ones(0)) == 0.0
 
 
 def test_fake_tensors_are_checked_and_have_nothing_to_update() -> None:
@@ -93,15 +91,12 @@ def test_fake_tensors_are_checked_and_have_nothing_to_update() -> None:
         kernels.adam(HOW, **given)
         with pytest.raises(LayoutError, match="expected 8 elements, found 7"):
             kernels.adam(HOW, **{**given, "grad": torch.ones(7)})
-        with pytest.raises(LayoutError, match="expected values, found a fake tensor"):
-            kernels.squares(given["grad"])
 
 
 def test_real_tensors_are_updated_under_a_fake_tensor_mode_too() -> None:
     given = tensors()
     with FakeTensorMode():
         kernels.adam(HOW, **given)
-        assert kernels.squares(given["grad"]) == 8.0
     assert (given["master"] < 1).all()
 
 
@@ -129,32 +124,6 @@ def test_tensors_made_in_inference_mode_can_be_updated() -> None:
         given = tensors()
         kernels.lion(Lion(1e-3, 0.9, 0.99, 0.0), given["master"], given["grad"], given["exp_avg"])
     assert (given["master"] < 1).all()
-
-
-# --- squares ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_sum_of_squares_is_right_and_the_same_on_any_number_of_threads(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    grad = torch.randn((1 << 20) + 77).to(dtype)
-    found = {kernels.squares(grad, threads=threads) for threads in (1, 2, 3, 8)}
-    assert len(found) == 1
-    assert found.pop() == pytest.approx(math.fsum((grad.double() ** 2).tolist()), rel=1e-14)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_one_bad_element_anywhere_makes_the_sum_of_squares_not_finite(dtype: torch.dtype, bad: float) -> None:
-    for place in (0, 5, kernel_loops.SQUARES_BLOCK, 40_000):
-        grad = torch.ones(40_001, dtype=dtype)
-        grad[place] = bad
-        assert not math.isfinite(kernels.squares(grad))
-
-
-def test_the_largest_values_do_not_overflow_the_sum_of_squares() -> None:
-    most = torch.finfo(torch.float32).max
-    assert kernels.squares(torch.full((100_000,), most)) == pytest.approx(1e5 * most**2)
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -515,7 +515,6 @@ def test_a_tight_budget_sends_home_what_was_opened_on_demand(make: Make) -> None
 def test_staging_waits_for_write_backs_rather_than_grow(make: Make) -> None:
     store = make(staging=12_000)
     blocks = [filled(store, f"b{number}", 1000, Tier.DISK, number) for number in range(30)]
-    store.budget.reset_high_water()
     for block in blocks:
         store.fetch(block, Tier.HOST).wait().add_(1.0)
         store.close(block)
