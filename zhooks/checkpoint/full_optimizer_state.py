@@ -1,4 +1,4 @@
-"""The first rank's full optimizer state, checked, and cut to every rank's ranges.
+"""The first rank's full optimizer state, checked, and sharded over all ranks.
 
 ``full_state_dict.py`` asks for a plan before it changes anything, and then has it carried out.  What can go wrong on one rank
 goes wrong on all, and leaves the optimizer as it was.
@@ -57,7 +57,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _about(value: Any, shape: Any) -> dict[str, Any]:
-    """How a value travels: cut to ranges, whole, or, one number, here and now."""
+    """How a value travels: sharded, whole, or, one number, here and now."""
     if not isinstance(value, Tensor):
         return {"dtype": None, "value": value}
     if value.dtype not in SAFETENSORS:
@@ -80,12 +80,12 @@ def apply_plan(
     place = {id(param): index for index, param in enumerate(order)}
     source = packed["state"] if isinstance(packed, dict) else {}
     state: dict[int, dict[str, Any]] = {}
-    cut: dict[int, dict[str, torch.dtype]] = {}
+    sharded: dict[int, dict[str, torch.dtype]] = {}
     for index, key, how in plan["values"]:
         if how.get("sharded"):
-            cut.setdefault(index, {})[key] = getattr(torch, how["dtype"])
+            sharded.setdefault(index, {})[key] = getattr(torch, how["dtype"])
     for flat in flats:
-        _cut(comm, flat, [place.get(id(param), -1) for param in flat.params], cut, source, state)
+        _shard(comm, flat, [place.get(id(param), -1) for param in flat.params], sharded, source, state)
     for index, key, how in plan["values"]:
         if not how.get("sharded"):
             state.setdefault(index, {})[key] = _whole(comm, how, source.get(index, {}).get(key))
@@ -115,16 +115,16 @@ def apply_plan(
         raise
 
 
-def _cut(
+def _shard(
     comm: Comm,
     flat: Flat,
     indices: Sequence[int],
-    cut: dict[int, dict[str, torch.dtype]],
+    sharded: dict[int, dict[str, torch.dtype]],
     source: dict[int, dict[str, Any]],
     state: dict[int, dict[str, Any]],
 ) -> None:
-    """The values of one flat's parameters, ``indices`` in the optimizer, that are ``cut``: key by key, alike on all ranks."""
-    here = [cut.get(index, {}) for index in indices]
+    """The ``sharded`` values of one flat's parameters, ``indices`` in the optimizer: key by key, alike on all ranks."""
+    here = [sharded.get(index, {}) for index in indices]
     for key in sorted({key for keys in here for key in keys}):
         dtype = next(keys[key] for keys in here if key in keys)
         shard = torch.empty(flat.shard_numel, dtype=dtype, device=flat.kind.device)
@@ -136,7 +136,7 @@ def _cut(
 
 
 def _whole(comm: Comm, how: dict[str, Any], value: Any) -> Any:
-    """A number, or a tensor that no range is cut from, of the first rank on every rank."""
+    """A number, or a tensor that is not sharded, of the first rank on every rank."""
     if how["dtype"] is None:
         return how["value"]
     dtype = getattr(torch, how["dtype"])

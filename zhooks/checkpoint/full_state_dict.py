@@ -130,12 +130,12 @@ def load_full_state(
         spread_values(comm, flat, tensors, flat.buffer.overwritten())
         flat.written()
     for name, buffer in buffers.items():
-        division, part = Division.of(buffer), part_of(buffer)
+        division, local = Division.of(buffer), part_of(buffer)
         if division is not None and division.place is not None:
-            whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=part.device)
-            part.copy_(division.cut(from_first(comm, name, values.get(name), whole)))
+            whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=local.device)
+            local.copy_(division.cut(from_first(comm, name, values.get(name), whole)))
         else:
-            from_first(comm, name, values.get(name), part)
+            from_first(comm, name, values.get(name), local)
     follow()
 
 

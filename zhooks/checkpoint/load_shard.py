@@ -207,17 +207,17 @@ def _new(flat: Flat, index: int, dtype: torch.dtype) -> ShardedTensor:
 
 
 def _pour(reader: ShardReader, name: str, places: Sequence[tuple[int, Tensor]]) -> None:
-    """Copy a tensor of the file piece by piece into 1-D tensors that begin at these elements of it, in order."""
+    """Copy a tensor of the file chunk by chunk into 1-D tensors that begin at these elements of it, in order."""
     first = 0
-    for at, piece in reader.chunks(name):
-        end = at + piece.numel()
+    for at, chunk in reader.chunks(name):
+        end = at + chunk.numel()
         while first < len(places) and places[first][0] + places[first][1].numel() <= at:
             first += 1
         for start, out in places[first:]:
             if start >= end:
                 break
             low, high = max(start, at), min(start + out.numel(), end)
-            out[low - start : high - start].copy_(piece[low - at : high - at])
+            out[low - start : high - start].copy_(chunk[low - at : high - at])
 
 
 def _finish_optimizer(states: OptimizerStates, run: RunState) -> None:

@@ -1,4 +1,4 @@
-"""Full values of flat buffers: put together on the ranks that want them, and cut to every rank's ranges from the first's.
+"""Full values of flat buffers: gathered on the ranks that want them, and sharded over all ranks from the first's.
 
 ``full_state_dict.py``, ``full_optimizer_state.py``, ``full_safetensors.py`` and ``torch_state_dict.py`` call it.  It bounds
 what is in memory (one flat, or over tp one parameter) and never says what a state consists of.
@@ -37,7 +37,7 @@ def is_first(comm: Comm) -> bool:
 def whole_values(flat: Flat, ranges: Ranges, wanted: Collection[int], device: torch.device) -> list[Tensor | None]:
     """New global plain tensors, one a parameter, of those ``wanted`` on this rank, on ``device``.  Collective.
 
-    A parameter that is divided over tp is put together on every rank of that axis first.
+    A parameter that is divided over tp is gathered on every rank of that axis first.
     """
     divided = [index for index, spec in enumerate(flat.specs) if spec.place is not None]
     if not divided:

@@ -110,8 +110,8 @@ def _apply(loading: Loading, target: Path) -> None:
     except Exception as error:
         found = str(error) if isinstance(error, ZhooksError) else f"{type(error).__name__}: {error}."
         raise CheckpointError(
-            f"load {target}: expected to finish what was verified, found: {found} The run is partly loaded now: mend that and "
-            "load again."
+            f"load {target}: expected to finish what was verified, found: {found} The run is partly loaded now: correct "
+            "that and load again."
         ) from error
 
 

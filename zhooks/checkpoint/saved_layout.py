@@ -15,7 +15,7 @@ __all__ = ["describe", "difference"]
 
 
 def describe(run: RunState) -> list[dict[str, Any]]:
-    """What must be the same for a file to fit: every flat buffer's name, dtype, cut and parameters."""
+    """What must be the same for a file to fit: every flat buffer's name, dtype, segments and parameters."""
     return [
         {
             "name": flat.name,
@@ -33,7 +33,7 @@ def describe(run: RunState) -> list[dict[str, Any]]:
 
 
 def _over_tp(spec: ParamShard) -> dict[str, Any]:
-    """The dim that is divided over tp and the number of parts; nothing where there is none."""
+    """The dim that is divided over tp and the number of shards; nothing where there is none."""
     return {} if spec.place is None else {"tp": [spec.place[0], spec.place[2]]}
 
 

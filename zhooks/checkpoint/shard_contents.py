@@ -93,7 +93,7 @@ def buffer_name(name: str) -> str:
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state, each once; of one divided over tp, this rank's part."""
+    """The buffers that belong to the model's state, each once; of one divided over tp, the local tensor."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():

@@ -35,7 +35,7 @@ COLLECT_NBYTES = 1 << 20
 
 
 class AllRanks:
-    """All ranks of ``world`` at one piece of work.
+    """The steps that all ranks of ``world`` take together in one verb (save, load).
 
     Args:
         verb: what they do; the same on every rank, for it labels the collectives.
@@ -113,12 +113,12 @@ class AllRanks:
         ends = lengths.cumsum(0).tolist()
         begin, held = ends[self.rank] - len(raw), bytearray()
         for low in range(0, ends[-1], COLLECT_NBYTES):
-            part = torch.zeros(min(COLLECT_NBYTES, ends[-1] - low), dtype=torch.uint8)
-            mine = raw[max(0, low - begin) : max(0, low + len(part) - begin)]
-            _put(mine, part[max(0, begin - low) :])
-            self._world.all_reduce(self._call("collect"), part, "max")
+            chunk = torch.zeros(min(COLLECT_NBYTES, ends[-1] - low), dtype=torch.uint8)
+            mine = raw[max(0, low - begin) : max(0, low + len(chunk) - begin)]
+            _put(mine, chunk[max(0, begin - low) :])
+            self._world.all_reduce(self._call("collect"), chunk, "max")
             if self.first:
-                held += part.numpy().tobytes()
+                held += chunk.numpy().tobytes()
         return [bytes(held[end - count : end]) for end, count in zip(ends, lengths.tolist(), strict=True)] if self.first else []
 
     def _call(self, what: str) -> Call:

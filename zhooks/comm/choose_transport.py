@@ -39,8 +39,8 @@ class Comm:
     """The transports of an attachment: over each axis, and over axes together.
 
     Attributes:
-        world: all ranks that hold this part of the model: shard and replicate together.
-        tp: the ranks that hold the other parts of the same layers.
+        world: all ranks that hold this shard of the tp axis: shard and replicate together.
+        tp: the ranks that divide the same layers between them.
         pp: the ranks that hold other stages, for the few numbers that are the whole model's.
         stage: all ranks of the attached model: world and tp together.
         names: the axes that the mesh has.
@@ -162,7 +162,7 @@ def _group(axis: Axis, channel: int, device: torch.device, timeout_s: float) -> 
     On a GPU the control channel has two backends: facts of the host travel by Gloo, for on the device's they would wait for
     all compute that is queued there.
     """
-    known = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
+    known = dict(each.split(":", 1) for each in dist.get_backend_config().split(","))
     backend: str | None = None
     options: dict[str, Any] = {}
     if device.type == "cpu":

@@ -121,7 +121,7 @@ class PeerToPeer:
 
 
 class _Sum:
-    """A reduce-scatter under way: when all pieces are here they are added in rank order, the same on every rank."""
+    """A reduce-scatter under way: when all ranges are here they are added in rank order, the same on every rank."""
 
     __slots__ = ("_axis", "_full", "_landed", "_mine", "_out", "_pending")
 
@@ -142,14 +142,14 @@ class _Sum:
         step = 0
         for start, stop in self._mine:
             low, high = step, step + stop - start
-            parts = [
+            values = [
                 self._full[start:stop] if rank == self._axis.rank else self._landed[rank][low:high]
                 for rank in range(self._axis.world)
             ]
             target = self._out[low:high]
-            torch.add(parts[0], parts[1], out=target)
-            for part in parts[2:]:
-                target.add_(part)
+            torch.add(values[0], values[1], out=target)
+            for value in values[2:]:
+                target.add_(value)
             step = high
         self._landed = {}
 

@@ -35,7 +35,7 @@ _SHOWN = 200
 #: The most characters of one rank's refusal that the others repeat.
 _MOST_TEXT = 2048
 _COMPARISON = "comparison of settings"
-#: What a rank's own machine has room for and is good at: the least budget of all ranks counts anyway.
+#: What describes a rank's own machine; of budgets the least of all ranks counts anyway.
 _OWN_TABLES = ("budget", "disk", "host")
 #: What stages of a pipeline, which have policies of their own, share with each other all the same.
 _SHARED_TABLES = ("comm",)

@@ -1,7 +1,7 @@
 """Collectives between the ranks of one host through shared memory: one copy in, one copy out, no socket.
 
 ``comm.open_comm`` builds it for CPU ranks that share a host.  Every message carries the call it belongs to, so ranks that
-make different calls are told so at once, by name; it never grows with the model (a ring of slots a rank and channel).
+make different calls get an error at once that names them; it never grows with the model (a ring of slots a rank and channel).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zhooks.layout import Axis, Layout
 SPIN_S = 0.002
 #: So often a rank that waits looks whether the others still run.
 LOOK_S = 0.5
-#: At the end of the memory, so that a rank knows it for the one it was told of.
+#: At the end of the memory, so that a rank knows it is the right one.
 TOKEN_BYTES = 16
 
 
@@ -49,7 +49,7 @@ class SharedMemory:
 
     @classmethod
     def open(cls, axis: Axis, meeting: Meeting | None, timeout_s: float, bucket: int) -> SharedMemory | str:
-        """Map one piece of memory for the axis' ranks; else the reason why not, the same on every rank.
+        """Map memory for the axis' ranks; else the reason why not, the same on every rank.
 
         Collective over the process group, sibling axes included: all have shared memory, or none.
         """
@@ -69,19 +69,19 @@ class SharedMemory:
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         ring, rank = self._rings[call.channel], self.axis.rank
-        ranges = [layout.ranges(r) for r in range(self.axis.world)]
+        owned = [layout.ranges(r) for r in range(self.axis.world)]
         item = full.element_size()
         step = 0
-        for start, stop in ranges[rank]:
+        for start, stop in owned[rank]:
             own = full[start:stop]
             if own.data_ptr() != shard.data_ptr() + step * item:
                 own.copy_(shard[step : step + stop - start])
             step += stop - start
         source, target = _bytes(shard), _bytes(full)
-        parts = {r: [(a * item, b * item) for a, b in ranges[r]] for r in range(self.axis.world)}
+        ranges = {r: [(a * item, b * item) for a, b in owned[r]] for r in range(self.axis.world)}
 
         def land(writer: int, offset: int, data: Tensor) -> None:
-            _scatter(target, parts[writer], offset, data)
+            _scatter(target, ranges[writer], offset, data)
 
         message = Message(call, source, None, land, source.numel())
         return self._launch(ring, message)
@@ -90,7 +90,7 @@ class SharedMemory:
         ring, rank, world = self._rings[call.channel], self.axis.rank, self.axis.world
         item, mine = full.element_size(), layout.ranges(rank)
         source = _bytes(full)
-        parts = {r: [(a * item, b * item) for a, b in layout.ranges(r)] for r in range(world)}
+        ranges = {r: [(a * item, b * item) for a, b in layout.ranges(r)] for r in range(world)}
         begun = False
         if len(mine) > 1:
             own_values = torch.cat([full[a:b] for a, b in mine])
@@ -120,7 +120,7 @@ class SharedMemory:
                 add(0, own_values)
                 begun = True
 
-        message = Message(call, source, parts, land, out.numel() * item, own)
+        message = Message(call, source, ranges, land, out.numel() * item, own)
         return self._launch(ring, message)
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
@@ -140,8 +140,8 @@ class SharedMemory:
         stacked = torch.stack(landed)
         if op == "sum":
             total = landed[0]
-            for part in landed[1:]:
-                total = total + part
+            for other in landed[1:]:
+                total = total + other
         else:
             total = stacked.amax(0) if op == "max" else stacked.amin(0)
         tensor.copy_(total.view(tensor.shape))
@@ -219,10 +219,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _scatter(target: Tensor, parts: list[tuple[int, int]], offset: int, data: Tensor) -> None:
-    """Write ``data``, found at ``offset`` of the concatenated ``parts``, to its places in ``target``."""
+def _scatter(target: Tensor, ranges: list[tuple[int, int]], offset: int, data: Tensor) -> None:
+    """Write ``data``, found at ``offset`` of the concatenated ``ranges``, to its places in ``target``."""
     done = 0
-    for start, stop in parts:
+    for start, stop in ranges:
         size = stop - start
         if offset < size and done < data.numel():
             count = min(size - offset, data.numel() - done)

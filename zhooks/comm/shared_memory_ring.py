@@ -4,11 +4,11 @@
 never waits: ``progress`` does what can be done now.
 
 Note: [Ring]
-    A channel is one ring of ``slots`` slots a rank.  The writer fills the slot of its next message part, labels it, and
+    A channel is one ring of ``slots`` slots a rank.  The writer fills the slot of its next chunk, labels it, and
     then advances ``head``; each reader advances its own ``tail`` after copying out, and a slot is written again only when
     every reader has passed it.  Messages are consumed in the order they were launched.  Labels and counters are aligned
     64-bit words whose stores are ordered on x86-64 (total store order), the only machines ``open_comm`` lets in here.
-    A reduce-scatter writes its parts by destination; writers and readers both go in rank order, so no cycle of waiting
+    A reduce-scatter writes its ranges by destination; writers and readers both go in rank order, so no cycle of waiting
     can close however few the slots.
 """
 
@@ -34,25 +34,25 @@ LABEL_BYTES = 256
 
 
 class Message:
-    """One collective as this rank sees it: what it sends, and what to do with each part that arrives."""
+    """One collective as this rank sees it: what it sends, and what to do with each chunk that arrives."""
 
-    __slots__ = ("arrived", "call", "land", "nbytes", "only", "own", "parts", "received", "sent", "source", "total")
+    __slots__ = ("arrived", "call", "land", "nbytes", "only", "own", "ranges", "received", "sent", "source", "total")
 
     def __init__(
         self,
         call: Call,
         source: Tensor,
-        parts: dict[int, list[tuple[int, int]]] | None,
+        ranges: dict[int, list[tuple[int, int]]] | None,
         land: Callable[[int, int, Tensor], None],
         nbytes: int,
         own: Callable[[], None] | None = None,
         *,
         only: int | None = None,
     ) -> None:
-        self.call, self.source, self.parts, self.land, self.nbytes = call, source, parts, land, nbytes
+        self.call, self.source, self.ranges, self.land, self.nbytes = call, source, ranges, land, nbytes
         self.own, self.only = own, only
-        # What all ranks must agree on: the whole of what is sent to one reader, or cut between them.
-        self.total = nbytes if parts is None else source.numel()
+        # What all ranks must agree on: the whole of what is sent to one reader, or divided between them.
+        self.total = nbytes if ranges is None else source.numel()
         self.received: dict[int, int] = {}
         self.arrived = False
         self.sent = False
@@ -143,11 +143,11 @@ class Ring:
         message.sent = True
 
     def _sends(self, message: Message) -> Iterator[Tensor]:
-        if message.parts is None:
+        if message.ranges is None:
             yield from _slots_of(message.source, self._slot)
             return
         for reader in self._peers:
-            yield from _parts_of(message.source, message.parts[reader], self._slot)
+            yield from _ranges_of(message.source, message.ranges[reader], self._slot)
 
     def _read_some(self) -> bool:
         moved = False
@@ -157,7 +157,7 @@ class Ring:
                 if message.own is not None and writer > self._axis.rank:
                     _once(message)
                 moved = self._read_from(writer, message) or moved
-                if message.parts is not None and message.received[writer] < message.nbytes:
+                if message.ranges is not None and message.received[writer] < message.nbytes:
                     return moved
             if any(got < message.nbytes for got in message.received.values()):
                 return moved
@@ -172,7 +172,7 @@ class Ring:
         if message.received[writer] >= message.nbytes:
             return False
         head, tail = self._head[writer], self._tail[writer]
-        if message.received[writer] == 0 and message.parts is not None:
+        if message.received[writer] == 0 and message.ranges is not None:
             tail[rank] = self._taken[writer] + self._skipped(message, writer, before=True)
         moved = False
         while message.received[writer] < message.nbytes and head[0] > tail[rank]:
@@ -191,11 +191,11 @@ class Ring:
         return moved
 
     def _skipped(self, message: Message, writer: int, *, before: bool) -> int:
-        """Slots of ``writer``'s message that come before this rank's part, or all of them."""
-        if message.parts is None:
+        """Slots of ``writer``'s message that come before this rank's range, or all of them."""
+        if message.ranges is None:
             return _count(message.nbytes, self._slot)
         readers = [r for r in range(self._axis.world) if r != writer and (not before or r < self._axis.rank)]
-        return sum(_count(sum(b - a for a, b in message.parts[r]), self._slot) for r in readers)
+        return sum(_count(sum(b - a for a, b in message.ranges[r]), self._slot) for r in readers)
 
     def _check(self, message: Message, writer: int, label: bytes) -> None:
         sequence = self._sequence - len(self._incoming) + 1
@@ -240,8 +240,8 @@ def _slots_of(source: Tensor, slot: int) -> Iterator[Tensor]:
         yield source[start : start + slot]
 
 
-def _parts_of(source: Tensor, parts: list[tuple[int, int]], slot: int) -> Iterator[Tensor]:
-    if len(parts) == 1:
-        yield from _slots_of(source[parts[0][0] : parts[0][1]], slot)
+def _ranges_of(source: Tensor, ranges: list[tuple[int, int]], slot: int) -> Iterator[Tensor]:
+    if len(ranges) == 1:
+        yield from _slots_of(source[ranges[0][0] : ranges[0][1]], slot)
         return
-    yield from _slots_of(torch.cat([source[a:b] for a, b in parts]), slot)
+    yield from _slots_of(torch.cat([source[a:b] for a, b in ranges]), slot)

@@ -71,15 +71,15 @@ class TwoSteps:
     __slots__ = ("_arguments", "_first", "_over")
 
     def __init__(self, transport: Transport, call: Call, full: Tensor, layout: Layout) -> None:
-        part = torch.empty(layout.shard_numel, dtype=full.dtype, device=full.device)
-        self._arguments = (transport, call, full, part, layout)
-        self._first = transport.reduce_scatter(call, full, part, layout)
+        shard = torch.empty(layout.shard_numel, dtype=full.dtype, device=full.device)
+        self._arguments = (transport, call, full, shard, layout)
+        self._first = transport.reduce_scatter(call, full, shard, layout)
         self._over = False
 
     def wait(self) -> None:
-        transport, call, full, part, layout = self._arguments
+        transport, call, full, shard, layout = self._arguments
         self._first.wait()
-        transport.all_gather(call, part, full, layout).wait()
+        transport.all_gather(call, shard, full, layout).wait()
         self._over = True
 
     def done(self) -> bool:

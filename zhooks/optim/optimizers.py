@@ -252,7 +252,7 @@ class Optimizers:
         self._unordered = []
 
     def _search(self, verb: str, params: Sequence[Tensor], wanted: Callable[[Optimizer], bool]) -> list[Optimizer]:
-        """Optimizers of ``params`` that nobody has told of, admitted in an order all ranks share.  Collective."""
+        """Optimizers of ``params`` that are not known yet, admitted in an order all ranks share.  Collective."""
         known = {id(one.state) for one in self.here()}
 
         def look() -> list[Optimizer]:

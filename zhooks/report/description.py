@@ -48,10 +48,10 @@ def describe(
     lines.insert(1, "  ".join("-" * width for width in widths))
     numel = sum(flat.layout.numel for unit in units for flat in unit.flats)
     padding = sum(flat.layout.padding for unit in units for flat in unit.flats)
-    part = " of this tp part" if comm.tp.axis.world > 1 else ""
+    on_tp = " on this tp rank" if comm.tp.axis.world > 1 else ""
     lines.append(
-        f"{len(units)} units, {numel:,} elements{part}, {padding:,} of padding ({padding / max(1, numel):.3%}); {_axes(comm)}; "
-        f"transport {comm.shard.name}."
+        f"{len(units)} units, {numel:,} elements{on_tp}, {padding:,} of padding ({padding / max(1, numel):.3%}); "
+        f"{_axes(comm)}; transport {comm.shard.name}."
     )
     if payload is not None:
         lines.append(f"By the plan a training step moves {payload / 2**20:,.2f} MiB of payload.")
@@ -63,7 +63,7 @@ def describe(
 
 
 def _axes(comm: Comm) -> str:
-    """How many ranks each axis has, and of what is divided over tp or pp, that this is one part."""
+    """How many ranks each axis has, and on tp and pp, which this rank is."""
     divided = [axis for axis in (comm.tp.axis, comm.pp.axis) if axis.world > 1]
     sizes = [f"{axis.name} x {axis.world}" for axis in (comm.shard.axis, comm.replicate.axis, *divided)]
     here = [f"{axis.rank} of {axis.name}" for axis in divided]

@@ -49,7 +49,7 @@ def buffers(flats: Sequence[Flat], reducer: Reducer, comm: Comm) -> dict[str, Bu
 
 
 def largest_buffer(flats: Sequence[Flat], bound: int) -> int:
-    """Bytes of the largest buffer a value passes through: a whole flat buffer, or a piece of one above the bound."""
+    """Bytes of the largest buffer a value passes through: a whole flat buffer, or a chunk of one above the bound."""
     return max((min(flat.layout.padded * flat.kind.wide, bound) for flat in flats), default=0)
 
 

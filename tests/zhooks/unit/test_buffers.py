@@ -252,7 +252,7 @@ def measured(depth: int, width: int, **policy: Any) -> dict[str, int]:
     with counted(attachment, optimizer) as census:
         step()
     peaks["step"] = census.peak
-    asked = ("zhooks/unit/full_values.py:full_copies", "zhooks/checkpoint/full_optimizer_state.py:_cut")
+    asked = ("zhooks/unit/full_values.py:full_copies", "zhooks/checkpoint/full_optimizer_state.py:_shard")
     with counted(attachment, optimizer, results=asked) as census:
         state = attachment.state_dict(optimizer)
     peaks["state_dict"] = census.peak
