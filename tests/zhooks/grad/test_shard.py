@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zhooks
+from offload.store import owner_of
 from zhooks.grad.shard import GradientShard, StoreShard
 
 
