@@ -15,11 +15,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.selection import covering, row_of
+from tests.support.paths import SEARCH_PATH
 from tests.support.ranks import Pool
 
 # Torch's threads spin while they wait for each other: beside other work on the cores, one step takes seconds. The processes
 # that tests start are told too. Before torch is imported, or it is too late.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# They import from this checkout, whatever is installed and whatever folder they start in, as this process does (setup.cfg).
+os.environ["PYTHONPATH"] = SEARCH_PATH
 
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 settings.register_profile("zhooks", deadline=None, suppress_health_check=[HealthCheck.too_slow])

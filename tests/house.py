@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
+
 #: Installed package -> where it lies in the repository.
 PACKAGES = {"zhooks": "zhooks", "offload": "offload", "zprof": "tools/zprof"}
 

@@ -9,7 +9,6 @@ program, and without them it prints the same. It never edits a page.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,8 +23,8 @@ from torch.distributed.fsdp import _fully_shard as fully_shard
 from offload import errors
 from offload.policy import Policy, written
 from tests.support.forked import python
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "diff", "toml", "sh", "text"}
 
@@ -135,12 +134,10 @@ def forked(given: str, at: Path) -> subprocess.CompletedProcess[str]:
 
 def fresh(given: str, at: Path) -> subprocess.CompletedProcess[str]:
     """In a process that has imported nothing, so that what zhooks imports may not warn either."""
-    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", DRIVER],
         input=given,
         cwd=at,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from tests.house import (
-    ROOT,
     Rule,
     clocks_only_in_events_and_comm,
     collectives_only_in_comm,
@@ -26,6 +25,7 @@ from tests.house import (
     source,
     streams_only_in_device,
 )
+from tests.support.paths import ROOT
 
 
 def keeps(rule: Rule) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.house import ROOT
+from tests.support.paths import ROOT
 
 PEERS = ("deepspeed-3-offload", "deepspeed-2-offload")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command as a person runs it, one thread, and no CUDA device in sight."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
 from train_gpt import main
 
 

@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from offload.policy import Policy
+from tests.support.paths import ROOT
 from zprof.cli import main
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "policies"
+FOLDER = ROOT / "examples" / "policies"
 EXAMPLES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".toml", ".json"))
 each = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 

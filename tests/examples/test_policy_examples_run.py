@@ -5,7 +5,6 @@ pytest runs it on ranks over Gloo. It never states what a policy costs: zprof do
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ import zhooks
 from offload.policy import Policy
 from tests.parity.zoo import ZOO
 from tests.support.on_ranks import on_ranks, place
+from tests.support.paths import ROOT
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "policies"
+FOLDER = ROOT / "examples" / "policies"
 NAMES = tuple(sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".toml", ".json")))
 
 

@@ -11,10 +11,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.support.paths import ROOT
+
 
 def load_text() -> ModuleType:
     """The example is a script's neighbour, not an installed module."""
-    path = Path(__file__).resolve().parents[2] / "examples" / "text.py"
+    path = ROOT / "examples" / "text.py"
     spec = importlib.util.spec_from_file_location("examples_text", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -7,7 +7,6 @@ It never judges what is learned: three steps learn nothing.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.house import ROOT
+from tests.support.paths import ROOT
 
 SMALL = {"--steps": 3, "--check-plain": 3, "--batch": 4, "--layers": 2, "--dim": 32, "--heads": 2, "--context": 32}
 
@@ -31,7 +30,6 @@ def test_make_train_trains_as_the_plain_model_and_saves_what_loads(tmp_path: Pat
     done = subprocess.run(
         [*torchrun, *small, *where],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 
 STORY = """

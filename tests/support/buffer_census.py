@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 OURS = (f"{ROOT}/zhooks/", f"{ROOT}/offload/")
 TORCH = str(Path(torch.__file__).parent)
 

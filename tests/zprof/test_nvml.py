@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import CapabilityError
-from tests.support.fake_nvml import MIB, ROOT, Slots, build, drive, environment
+from tests.support.fake_nvml import MIB, Slots, build, drive, environment
+from tests.support.paths import ROOT
 from zprof.nvml.answers import Unbelievable
 from zprof.nvml.counters import Total
 from zprof.nvml.devices import Device, visible_devices

@@ -16,12 +16,12 @@ from click.testing import CliRunner, Result
 
 from offload.errors import BudgetError, CapabilityError, PolicyError
 from offload.policy import IgnoredKeys, Policy
+from tests.support.paths import ROOT
 from zprof.cli import main
 from zprof.policy_docs import main as write_page
 from zprof.policy_docs import render, tables
 from zprof.problem import problem_of
 
-ROOT = Path(__file__).resolve().parents[2]
 Zprof = Callable[..., Result]
 
 

@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.paths import ROOT
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
 MIB = 1 << 20
 
 #: Slot -> what it holds at first. ``ret_*`` are return codes; a slot is a 64-bit integer.

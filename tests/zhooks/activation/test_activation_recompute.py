@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zhooks
 from offload.errors import CapabilityError
-from tests.house import ROOT
+from tests.support.paths import ROOT
 from tests.zhooks.activation.test_activation import Block, Net, built, same, step_of
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "activation": {"checkpoint": "unit"}}

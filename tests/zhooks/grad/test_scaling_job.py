@@ -6,14 +6,14 @@ pytest runs it as users do, in processes of its own.  It never imports the scrip
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.paths import ROOT
+
 SMALL = ["--layers", "1", "--dim", "32", "--heads", "2", "--context", "32", "--batch", "8", "--steps", "200", "--seconds=900"]
 
 
@@ -23,7 +23,6 @@ def held_out_loss(precision: str, folder: Path) -> float:
     done = subprocess.run(
         [sys.executable, "examples/train_gpt.py", "--precision", precision, *SMALL, *files],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=1000,
