@@ -13,9 +13,9 @@ from torch import Tensor
 
 import zhooks
 from offload.policy import Policy
-from tests.parity.zoo import ZOO
 from tests.support.on_ranks import on_ranks, place
 from tests.support.paths import ROOT
+from tests.support.zoo import ZOO
 
 FOLDER = ROOT / "examples" / "policies"
 NAMES = tuple(sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".toml", ".json")))

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.cells import Cell
-from tests.parity.zoo import ZOO
+from tests.support.zoo import ZOO
 
 STEPS = 3
 SEED = 7

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.parity.cells import Cell
 from tests.parity.oracle import CLIP_NORM, OPTIMIZERS, SEED, STEPS, Record, build_scaler
-from tests.parity.zoo import ZOO
+from tests.support.zoo import ZOO
 
 JOB = "tests.parity.run:train"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.cells import FACTORS, Cell, cell_of, legal_pairs, pairs_of, pairwise, sample, why_excluded
-from tests.parity.zoo import ZOO
+from tests.support.zoo import ZOO
 
 ROWS = pairwise(FACTORS, why_excluded)
 

@@ -18,8 +18,8 @@ from tests.parity.cells import Cell
 from tests.parity.closeness import BF16, BF16_REDUCED, EXACT, FP16, REORDERED, differences, tolerance_of
 from tests.parity.oracle import CLIP_NORM, OPTIMIZERS, SEED, STEPS, Record, snapshot
 from tests.parity.run import gather
-from tests.parity.zoo import ZOO
 from tests.support.ranks import Pool
+from tests.support.zoo import ZOO
 
 MODELS = sorted(ZOO)
 

@@ -7,7 +7,10 @@ It never compares ranks with each other: a function that must do so communicates
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +56,20 @@ def hooks_left(model: nn.Module) -> list[str]:
         "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
     )  # fmt: skip
     return [name or "the root" for name, module in model.named_modules() if any(getattr(module, t) for t in tables)]
+
+
+def from_first(value: Any) -> Any:
+    """Rank 0's ``value`` on every rank."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """One new folder for all ranks; it goes when all have left."""
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(from_first(own))
+        if dist.is_initialized():
+            dist.barrier()

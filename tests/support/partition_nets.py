@@ -94,10 +94,6 @@ def grads_of(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
-
-
 def alive() -> int:
     """Bytes of every live storage that torch allocated."""
     gc.collect()

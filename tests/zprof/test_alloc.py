@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.parity import run
 from tests.parity.cells import Cell
-from tests.parity.zoo import ZOO
 from tests.support.ranks import Pool
+from tests.support.zoo import ZOO
 from tests.support.zprof_ledgers import Both, Ledger, compare, two_layers
 from zprof.recording.tracker import Tracker
 

@@ -20,8 +20,9 @@ import zhooks
 from offload.errors import BudgetError
 from offload.events import Recorder
 from tests.parity.adversity import average_gradients
-from tests.parity.zoo import ZOO
 from tests.support.on_ranks import on_ranks, place
+from tests.support.values import same
+from tests.support.zoo import ZOO
 
 SEED = 7
 LARGE = 1 << 30
@@ -151,10 +152,6 @@ def step_of(model: nn.Module, number: int, times: int = 1) -> list[Tensor]:
     notes = [loss.detach().clone(), *(whole(p.grad) for p in model.parameters() if p.grad is not None)]
     model.zero_grad()
     return notes
-
-
-def same(ours: list[Tensor], plain: list[Tensor]) -> bool:
-    return len(ours) == len(plain) and all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
 
 
 EACH = pytest.mark.parametrize("way", WAYS)

@@ -35,9 +35,9 @@ from tests.support.partition_nets import (
     mesh_of,
     plain,
     policy_of,
-    same,
     step_of,
 )
+from tests.support.values import same
 
 
 def moved(recorder: Recorder) -> list[tuple[str, int]]:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.events import Recorder
-from tests.support.on_ranks import on_ranks, place
+from tests.support.on_ranks import from_first, on_ranks, place
 from tests.support.ranks import Pool
+from tests.support.values import full, same
 from zhooks.comm import AllRanks
 
 STAGES = (0, 1, 2, 3)
@@ -44,22 +45,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         model(batch(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def full(model: nn.Module) -> list[Tensor]:
-    return [param.full_tensor() for param in model.parameters()]
-
-
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def from_first(value: Any) -> Any:
-    """Rank 0's ``value`` on every rank."""
-    box = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 # ---- gathered and resident

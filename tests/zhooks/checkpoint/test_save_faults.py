@@ -35,10 +35,10 @@ from offload.disk.scratch import started_ticks
 from offload.events import Event
 from offload.shards import Entry, ShardReader, ShardWriter
 from offload.shards import folder as shard_set
-from tests.support.on_ranks import on_ranks, place
+from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.ranks import End, Pool
-from tests.zhooks.checkpoint.test_full_state import from_first, same
-from tests.zhooks.checkpoint.test_save_load import Run, folder
+from tests.support.values import same
+from tests.zhooks.checkpoint.test_save_load import Run
 
 SMALL = {"stage": 3, "units": {"min_numel": 0}}
 

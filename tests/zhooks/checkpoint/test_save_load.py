@@ -9,24 +9,21 @@ import json
 import os
 import random
 import stat
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zhooks
 from offload.events import Recorder
 from offload.shards import read_manifest
-from tests.support.on_ranks import on_ranks, place
-from tests.zhooks.checkpoint.test_full_state import from_first, full, same
+from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.values import full, same
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
@@ -44,15 +41,6 @@ def net(seed: int = 0) -> nn.Module:
 
 def batch(step: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + place()[0]))
-
-
-@contextmanager
-def folder() -> Iterator[Path]:
-    """One new folder for all ranks; it goes when all have left."""
-    with tempfile.TemporaryDirectory() as own:
-        yield Path(from_first(own))
-        if dist.is_initialized():
-            dist.barrier()
 
 
 class Run:

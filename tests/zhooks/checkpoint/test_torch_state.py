@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import zhooks
-from tests.support.on_ranks import on_ranks, place
-from tests.zhooks.checkpoint.test_full_state import from_first
-from tests.zhooks.checkpoint.test_save_load import folder
+from tests.support.on_ranks import folder, from_first, on_ranks, place
+from tests.support.values import same
 
 SMALL = {"units": {"min_numel": 0}}
 TIERED = {"stage": 3, "optimizer": {"tier": "host", "overlap": True}}
@@ -57,10 +56,6 @@ class Job:
 
     def values(self) -> list[Tensor]:
         return [p.full_tensor() if isinstance(p, zhooks.ShardedTensor) else p.clone() for p in self.model.parameters()]
-
-
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def through_a_file(value: Any, weights_only: bool = True) -> Any:

@@ -18,6 +18,7 @@ from torch.func import functional_call
 import zhooks
 from offload.policy import Precision
 from tests.support.on_ranks import on_ranks, place
+from tests.support.values import copies, same
 from zhooks.grad.loss_scale import LossScale
 
 HOT = {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 2.0**26, "growth_interval": 3}
@@ -52,14 +53,6 @@ def adamw(model: nn.Module, **more: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, **more)
 
 
-def full(model: nn.Module) -> list[Tensor]:
-    return [p.full_tensor() if isinstance(p, zhooks.ShardedTensor) else p.detach().clone() for p in model.parameters()]
-
-
-def same(one: list[Tensor], two: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
 def attached(precision: dict[str, Any], model: nn.Module | None = None, **more: Any) -> tuple[Any, zhooks.Attachment]:
     model = build() if model is None else model
     return model, zhooks.attach(model, policy={"units": {"min_numel": 0}, "precision": precision, **more})
@@ -90,7 +83,7 @@ def plain_run(world: int, lose: Callable[[int, int], float] = lambda number, ran
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    return scales, full(model), [float(optimizer.state[p]["step"]) for p in model.parameters()]
+    return scales, copies(model.parameters()), [float(optimizer.state[p]["step"]) for p in model.parameters()]
 
 
 def policy_run(lose: Callable[[int, int], float] = lambda number, rank: 1.0, **more: Any) -> tuple[Any, ...]:
@@ -107,7 +100,7 @@ def policy_run(lose: Callable[[int, int], float] = lambda number, rank: 1.0, **m
         schedule.step()
         scales.append(attachment.loss_scale)
     steps = [float(optimizer.state[p]["step"]) for p in model.parameters()]
-    out = scales, full(model), steps, attachment.overflows
+    out = scales, copies(model.parameters()), steps, attachment.overflows
     attachment.detach()
     return out
 
@@ -151,12 +144,12 @@ def test_an_overflow_in_one_ranks_share_skips_the_step_everywhere_and_is_named(p
     hooked: list[str] = []
     optimizer.register_step_post_hook(lambda *_: hooked.append("post"))
     for number in range(3):
-        before = full(model)
+        before = copies(model.parameters())
         lost = math.inf if number == 1 and rank == 1 else 1.0
         (loss_of(model, number, rank) * lost).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert same(full(model), before) is (number == 1)
+        assert same(copies(model.parameters()), before) is (number == 1)
     assert hooked == ["post"] * 2 and attachment.loss_scale == 128.0
     (only,) = attachment.overflows
     units = dict(only.parameters)
@@ -177,15 +170,15 @@ def test_an_overflow_at_the_least_scale_is_an_error_and_the_run_may_go_on() -> N
     optimizer.step()
     optimizer.zero_grad()
     assert attachment.loss_scale == 2.0
-    before = full(model)
+    before = copies(model.parameters())
     with pytest.raises(zhooks.ScaleError, match=r"finite at min_scale, 2, found an overflow in step 1 in .* of unit"):
         (loss_of(model, 1, rank) * math.nan).backward()
     optimizer.step()
-    assert same(full(model), before) and attachment.loss_scale == 2.0
+    assert same(copies(model.parameters()), before) and attachment.loss_scale == 2.0
     optimizer.zero_grad()
     loss_of(model, 2, rank).backward()
     optimizer.step()
-    assert not same(full(model), before) and attachment.loss_scale == 4.0
+    assert not same(copies(model.parameters()), before) and attachment.loss_scale == 4.0
 
 
 @on_ranks(1, 2, stage=(1, 2))
@@ -213,7 +206,8 @@ def test_a_step_of_several_backwards_is_one_step_of_the_scale(stage: int) -> Non
             reference.zero_grad(set_to_none=False)
         scales.append(attachment.loss_scale)
     assert scales == [64, 128, 128, 64, 64, 128] and [found.step for found in attachment.overflows] == [3]
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(full(model), full(plain), strict=True))
+    found, wanted = copies(model.parameters()), copies(plain.parameters())
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
 
 
 @on_ranks(2)
@@ -226,12 +220,12 @@ def test_each_optimizer_is_skipped_for_its_own_gradients_and_the_scale_moves_onc
     rest.step()
     assert attachment.loss_scale == 16.0
     model.zero_grad()
-    before = full(model)
+    before = copies(model.parameters())
     # A penalty of one parameter alone overflows.
     (loss_of(model, 1, 0) + model.gain.sum() * math.inf).backward()
     body.step()
     rest.step()
-    after = full(model)
+    after = copies(model.parameters())
     assert attachment.loss_scale == 8.0 and attachment.overflows[0].parameters[0][1] == "gain"
     changed = {name for (name, _), a, b in zip(model.named_parameters(), before, after, strict=True) if not torch.equal(a, b)}
     assert changed == {f"body.{name}" for name, _ in model.body.named_parameters()}
@@ -295,12 +289,12 @@ def test_what_overflowed_under_a_grad_scaler_is_named_too(options: dict[str, Any
         loss = loss_of(model, number, rank)
         if number == 1 and rank == world - 1:
             loss = loss + model.head.weight.sum() * math.nan
-        before = full(model)
+        before = copies(model.parameters())
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        assert same(full(model), before) is (number == 1)
+        assert same(copies(model.parameters()), before) is (number == 1)
     (only,) = attachment.overflows
     assert only.step == 1 and [name for _, name in only.parameters] == ["head.weight"]
     assert only.scale == (1.0 if options else 4.0) and scaler.get_scale() == 2.0

@@ -17,7 +17,8 @@ import zhooks
 from tests.support.on_ranks import on_ranks, place
 from tests.support.tp_runs import attached as divided
 from tests.support.tp_runs import data_place, mesh_of, train
-from tests.zhooks.grad.test_scaling import HOT, adamw, attached, full, loss_of, same
+from tests.support.values import copies, same
+from tests.zhooks.grad.test_scaling import HOT, adamw, attached, loss_of
 from tests.zhooks.run.test_pipeline import Run
 
 COOL = {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 2.0**10}
@@ -36,13 +37,13 @@ def test_a_divided_model_in_fp16_follows_fp32_and_skips_together() -> None:
         model, attachment = divided(mesh, 3, policy={"precision": precision})
         losses[name] = train(model, adamw(model), at, 4)
         if name == "fp16":
-            before, scale = full(model), attachment.loss_scale
+            before, scale = copies(model.parameters()), attachment.loss_scale
             optimizer = adamw(model)
             # One tp rank of one data rank alone: what it holds of a weight overflows, and nobody else's does.
             handle = model.blocks[0].register_full_backward_hook(blown_up)
             train(model, optimizer, at, 1, clip=0.0, first=4)
             handle.remove()
-            assert same(before, full(model)) and attachment.loss_scale == scale / 2
+            assert same(before, copies(model.parameters())) and attachment.loss_scale == scale / 2
             assert [overflow.step for overflow in attachment.overflows] == [4]
         attachment.detach()
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=2e-2)
@@ -65,7 +66,7 @@ def test_what_accumulates_unreduced_is_unscaled_once() -> None:
                     loss_of(model, 2 * step + part, rank).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append((full(model), attachment.loss_scale, len(attachment.overflows)))
+        found.append((copies(model.parameters()), attachment.loss_scale, len(attachment.overflows)))
         attachment.detach()
     for one, two in zip(found[0][0], found[1][0], strict=True):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
@@ -95,7 +96,7 @@ def test_ranks_of_several_stages_agree_on_an_overflow_of_any(optimizers: int) ->
     made = [torch.optim.SGD(each, lr=0.1) for each in groups]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step, sick in enumerate((None, (0, 1), (1, 0), None)):
-        before = [full(stage) for stage in stages]
+        before = [copies(stage.parameters()) for stage in stages]
         scaler.scale(stages[1](stages[0](torch.ones(2, 4))).square().sum()).backward()
         if sick is not None and sick[0] == rank:
             stages[sick[1]].bias.grad.to_local().fill_(torch.inf)
@@ -105,7 +106,7 @@ def test_ranks_of_several_stages_agree_on_an_overflow_of_any(optimizers: int) ->
             optimizer.zero_grad()
         scaler.update()
         for stage, values in zip(stages, before, strict=True):
-            assert same(values, full(stage)) is (sick is not None), (step, rank)
+            assert same(values, copies(stage.parameters())) is (sick is not None), (step, rank)
         assert scaler.get_scale() == 8.0 / 2 ** min(step, 2), (step, rank)
     for attachment in attachments:
         attachment.detach()
@@ -122,7 +123,7 @@ def test_stages_whose_scalers_unscale_another_number_of_times_agree_on_an_overfl
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step, sick in enumerate((None, 0, 1, None)):
-        before = full(model)
+        before = copies(model.parameters())
         x = torch.ones(2, 4)
         for layer in model:
             x = layer(x.to(layer.weight.dtype))
@@ -134,7 +135,7 @@ def test_stages_whose_scalers_unscale_another_number_of_times_agree_on_an_overfl
             scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
-        assert same(before, full(model)) is (sick is not None), (step, rank)
+        assert same(before, copies(model.parameters())) is (sick is not None), (step, rank)
         assert scaler.get_scale() == 8.0 / 2 ** min(step, 2), (step, rank)
         named = [name for overflow in attachment.overflows if overflow.step == step for _, name in overflow.parameters]
         assert named == (["2.bias"] if rank == sick else []), (step, rank)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.errors import AttachError
-from tests.parity.zoo import GPT, VOCABULARY, next_token
 from tests.support.on_ranks import hooks_left, on_ranks, place
+from tests.support.zoo import GPT, VOCABULARY, next_token
 
 NORMS = [{"match": "*norm*", "precision.param": "fp32"}]
 SMALL = {"units": {"min_numel": 0}}

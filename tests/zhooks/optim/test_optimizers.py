@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.events import Recorder
-from tests.support.on_ranks import on_ranks, place
-from tests.zhooks.checkpoint.test_save_load import folder
+from tests.support.on_ranks import folder, on_ranks, place
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}}
 

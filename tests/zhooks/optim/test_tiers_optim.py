@@ -16,9 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import zhooks
 from offload.store import BlockRange
-from tests.parity.zoo import ZOO
 from tests.support.on_ranks import on_ranks, place
-from tests.zhooks.unit.test_tiers import AWAY, adamw, full, loss_of, policy, run, same, step, three_steps
+from tests.support.values import copies, same
+from tests.support.zoo import ZOO
+from tests.zhooks.unit.test_tiers import AWAY, adamw, loss_of, policy, run, step, three_steps
 
 KINDS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3, amsgrad=True),
@@ -116,7 +117,7 @@ def test_groups_schedulers_and_strangers_in_the_same_optimizer_keep_their_ways(t
         found = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         assert [id(group) for group in optimizer.param_groups][:3] == identities[0] and found == [*identities[1], [id(late)]]
         assert late.detach().ne(1.0).all() and stranger.detach().ne(1.0).all()
-        values.append([*full(params), stranger.detach(), late.detach()])
+        values.append([*copies(params), stranger.detach(), late.detach()])
         attachment.detach()
     assert same(*values)
 
@@ -138,19 +139,19 @@ def test_what_cannot_be_stepped_unit_by_unit_is_refused_by_name(tier: str) -> No
     attachment = zhooks.attach(model, policy=policy(tier))
     optimizer = adamw(model)
     step(model, optimizer, 0)
-    before, params = full(list(model.parameters())), list(optimizer.param_groups[0]["params"])
+    before, params = copies(model.parameters()), list(optimizer.param_groups[0]["params"])
     loss_of(model, 1).backward()
     for call in (lambda: optimizer.step(lambda: 1.0), lambda: optimizer.step(closure=lambda: 1.0)):
         with pytest.raises(zhooks.ShardedOpError, match=r"AdamW\.step\(closure\): expected a step without closure"):
             call()
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
-        assert same(full(list(model.parameters())), before)
+        assert same(copies(model.parameters()), before)
     handle = optimizer.register_step_pre_hook(lambda *_: ((optimizer,), {}))
     with pytest.raises(zhooks.ShardedOpError, match="expected step pre-hooks that return None"):
         optimizer.step()
     handle.remove()
     optimizer.step()
-    assert not same(full(list(model.parameters())), before)
+    assert not same(copies(model.parameters()), before)
     coupled = Coupled(model.parameters())
     with pytest.raises(zhooks.ShardedOpError, match="Coupled: expected an optimizer that updates each element by itself"):
         coupled.step()
@@ -208,7 +209,7 @@ def test_two_optimizers_over_one_model_keep_their_own_states(tier: str) -> None:
             for optimizer in two:
                 optimizer.step()
                 optimizer.zero_grad()
-        values.append(full(list(model.parameters())))
+        values.append(copies(model.parameters()))
         attachment.detach()
         for optimizer in two:
             assert all(type(s) is Tensor for state in optimizer.state.values() for s in state.values())
@@ -229,7 +230,7 @@ def test_one_optimizer_over_two_attached_models_steps_both_and_keeps_its_groups(
             optimizer.step()
             assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in params]
             optimizer.zero_grad()
-        values.append(full(params))
+        values.append(copies(params))
         for attachment in attachments:
             attachment.detach()
         optimizer.step()
@@ -280,10 +281,10 @@ def test_changing_the_stage_of_a_living_model_keeps_parameters_and_states(tier: 
             if number:
                 mine = [optimizer.state[param][state] for param in model.parameters()]
                 theirs = [plain.state[param][state] for param in twin.parameters()]
-                for one, two in zip(full(mine), full(theirs), strict=True):
+                for one, two in zip(copies(mine), copies(theirs), strict=True):
                     torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(step(model, optimizer, number), step(twin, plain, number), rtol=1e-5, atol=1e-6)
-    for one, two in zip(full(list(model.parameters())), full(list(twin.parameters())), strict=True):
+    for one, two in zip(copies(model.parameters()), copies(twin.parameters()), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
     other.detach()
     attachment.detach()
@@ -295,10 +296,10 @@ def test_a_change_of_units_is_refused_and_changes_nothing() -> None:
     attachment = zhooks.attach(model, policy=policy("disk"))
     optimizer = adamw(model)
     step(model, optimizer, 0)
-    before = full(list(model.parameters()))
+    before = copies(model.parameters())
     with pytest.raises(zhooks.PolicyError, match=r"apply: expected \[units\] as the model was attached with"):
         attachment.apply({**policy("disk"), "units": {"min_numel": 5}})
-    assert attachment.policy.units.min_numel == 0 and same(full(list(model.parameters())), before)
+    assert attachment.policy.units.min_numel == 0 and same(copies(model.parameters()), before)
     step(model, optimizer, 1)
     attachment.detach()
 
@@ -318,7 +319,7 @@ def test_parameters_unfrozen_by_the_user_train_after_apply(tier: str) -> None:
         attachment.apply(policy(chosen))
         losses += [step(model, optimizer, number) for number in range(2, 4)]
         assert all(optimizer.state[param] for param in model[2].parameters())
-        values.append([torch.tensor(losses), *full(list(model.parameters()))])
+        values.append([torch.tensor(losses), *copies(model.parameters())])
         attachment.detach()
     assert same(*values)
 

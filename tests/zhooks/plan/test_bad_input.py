@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zhooks
 from offload.events import Recorder
-from tests.support.on_ranks import hooks_left, on_ranks, place
+from tests.support.on_ranks import from_first, hooks_left, on_ranks, place
 from tests.support.ranks import End, Pool
-from tests.zhooks.checkpoint.test_full_state import from_first, full, same
+from tests.support.values import full, same
 
 
 def net() -> nn.Module:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.errors import ShardedOpError
-from tests.parity.zoo import GPT, VOCABULARY, next_token
 from tests.support.on_ranks import hooks_left, on_ranks, place
+from tests.support.zoo import GPT, VOCABULARY, next_token
 from zhooks.report.propose_dtypes import BINS, LOWEST, Proposal, Ranges, propose
 
 SMALL = {"units": {"names": ["blocks.*", "tokens", "head"], "min_numel": 0}}

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import zhooks
-from tests.support.on_ranks import on_ranks, place
-from tests.zhooks.checkpoint.test_full_state import from_first, same
-from tests.zhooks.checkpoint.test_save_load import Run, folder
+from tests.support.on_ranks import folder, from_first, on_ranks, place
+from tests.support.values import same
+from tests.zhooks.checkpoint.test_save_load import Run
 
 SMALL = {"stage": 3, "units": {"min_numel": 0}}
 

@@ -10,10 +10,11 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zhooks
 from tests.support.on_ranks import on_ranks
+from tests.support.values import full, same
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -38,14 +39,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-def values(model: nn.Module) -> list[Tensor]:
-    return [param.full_tensor() for param in model.parameters()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 # ---- state dicts kept in memory
 
 
@@ -57,7 +50,7 @@ def test_a_copied_state_dict_resumes_in_another_model_as_if_nothing_had_happened
     train(model, optimizer, range(3))
     saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     wanted = train(model, optimizer, range(3, 6))
-    final = values(model)
+    final = full(model)
     attachment.detach()
 
     resumed = net(seed=9)
@@ -66,7 +59,7 @@ def test_a_copied_state_dict_resumes_in_another_model_as_if_nothing_had_happened
     resumed.load_state_dict(saved["model"])
     again.load_state_dict(saved["optimizer"])
     assert train(resumed, again, range(3, 6)) == wanted
-    assert same(values(resumed), final)
+    assert same(full(resumed), final)
 
 
 @on_ranks(1, 2)
@@ -87,7 +80,7 @@ def test_a_full_state_dict_of_the_plain_model_loads_too() -> None:
     model, other = net(), net(seed=4)
     zhooks.attach(model)
     model.load_state_dict(other.state_dict())
-    assert same(values(model), list(other.parameters()))
+    assert same(full(model), list(other.parameters()))
 
 
 @on_ranks(2)
@@ -99,14 +92,14 @@ def test_a_state_of_another_layout_loads_whole_while_its_ranks_still_meet_and_is
     zhooks.attach(other, policy={"units": {"min_numel": 0}})
     assert any(saved[name].to_local().numel() != param.to_local().numel() for name, param in other.named_parameters())
     other.load_state_dict(saved)
-    assert same(values(other), wanted)
+    assert same(full(other), wanted)
     with torch.no_grad():
         other[0].weight.zero_()
-    before = values(other)
+    before = full(other)
     attachment.detach()
     with pytest.raises(zhooks.ShardedOpError, match="found that it was detached"):
         other.load_state_dict(saved)
-    assert same(values(other), before)
+    assert same(full(other), before)
 
 
 # ---- deep copies
@@ -124,8 +117,8 @@ def test_a_deep_copy_of_the_model_is_an_average_one_can_update(stage: int) -> No
             with torch.no_grad():
                 for mean, param in zip(average.parameters(), either.parameters(), strict=True):
                     mean.lerp_(param, 0.1)
-    assert same(values(model), list(plain.parameters()))
-    assert same(values(averages[0]), list(averages[1].parameters()))
+    assert same(full(model), list(plain.parameters()))
+    assert same(full(averages[0]), list(averages[1].parameters()))
 
 
 @on_ranks(1, 2)

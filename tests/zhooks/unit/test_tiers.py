@@ -6,7 +6,7 @@ pytest runs it on one rank and on two; on one, plain PyTorch is the reference, o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.store import BlockRange
-from tests.parity.zoo import ZOO
 from tests.support.on_ranks import hooks_left, on_ranks, place
+from tests.support.values import copies, same
+from tests.support.zoo import ZOO
 
 TIERS: dict[str, tuple[str, str, str]] = {
     "device": ("device", "device", "device"),
@@ -57,14 +58,6 @@ def three_steps(name: str = "mlp") -> Loop:
     return lambda model, optimizer, _: [step(model, optimizer, number, name) for number in range(3)]
 
 
-def full(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t.full_tensor() if isinstance(t, zhooks.ShardedTensor) else t.detach().clone() for t in tensors]
-
-
-def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def run(
     loop: Loop, chosen: dict[str, Any] | None, name: str = "mlp", build: Callable[[], nn.Module] | None = None,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
@@ -73,10 +66,10 @@ def run(
     model = ZOO[name].build(7) if build is None else build()
     attachment = None if chosen is None else zhooks.attach(model, policy=chosen)
     result = loop(model, optimizer(model), attachment)
-    values = full(list(model.parameters()))
+    values = copies(model.parameters())
     if attachment is not None:
         attachment.detach()
-        assert same(full(list(model.parameters())), values)
+        assert same(copies(model.parameters()), values)
         assert not hooks_left(model) and not any(isinstance(p, zhooks.ShardedTensor) for p in model.parameters())
     return result, values
 
@@ -351,7 +344,7 @@ def test_gradients_that_the_user_kept_do_not_change(tier: str, what: str) -> Non
     for number in range(3):
         loss_of(model, number).backward()
         grads: Any = [param.grad for param in model.parameters()]
-        wanted = full(grads) if what == "gradient" else [grad.to_local().clone() for grad in grads]
+        wanted = copies(grads) if what == "gradient" else [grad.to_local().clone() for grad in grads]
         kept.append((grads if what == "gradient" else [grad.to_local() for grad in grads], wanted))
         del grads
         optimizer.step()
@@ -360,7 +353,7 @@ def test_gradients_that_the_user_kept_do_not_change(tier: str, what: str) -> Non
             with torch.no_grad():
                 loss_of(model, 7)
     for grads, wanted in kept:
-        assert same(full(grads), wanted)
+        assert same(copies(grads), wanted)
     attachment.detach()
 
 
@@ -415,7 +408,7 @@ def test_an_optimizer_with_states_is_passed_to_attach_and_its_states_rest_on_the
         losses.append([step(model, optimizer, number) for number in range(2, 4)])
         found = {row.what: row.tier for row in attachment.memory().rows}
         assert found["optimizer"] == TIERS[chosen][2]
-        values.append(full(list(model.parameters())))
+        values.append(copies(model.parameters()))
         attachment.detach()
         assert all(type(s) is Tensor for state in optimizer.state.values() for s in state.values())
         step(model, optimizer, 5)
@@ -443,7 +436,7 @@ def test_detach_leaves_a_plain_model_that_trains_on_and_no_file(tier: str) -> No
     optimizer = adamw(model)
     step(model, optimizer, 0)
     loss_of(model, 1).backward()
-    grads = full([param.grad for param in model.parameters()])
+    grads = copies([param.grad for param in model.parameters()])
     store = attachment._tiers.store
     assert store is not None
     path = store.disk.path if "disk" in TIERS[tier] else None
@@ -467,6 +460,6 @@ def test_attaching_under_inference_mode_trains_all_the_same(tier: str) -> None:
         optimizer = adamw(model)
         for number in range(2):
             step(model, optimizer, number)
-        values.append(full(list(model.parameters())))
+        values.append(copies(model.parameters()))
         attachment.detach()
     assert same(*values)

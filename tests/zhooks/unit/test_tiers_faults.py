@@ -27,10 +27,11 @@ from torch import Tensor, nn
 import zhooks
 from offload.disk import Bytes, SystemIo
 from offload.tier import Tier
-from tests.parity.zoo import ZOO
 from tests.support.on_ranks import hooks_left
+from tests.support.values import copies, same
 from tests.support.waiting import soon
-from tests.zhooks.unit.test_tiers import adamw, full, loss_of, policy, same, step
+from tests.support.zoo import ZOO
+from tests.zhooks.unit.test_tiers import adamw, loss_of, policy, step
 
 
 class Faulty(SystemIo):
@@ -84,11 +85,11 @@ def plainly(steps: Sequence[int]) -> tuple[list[float], list[Tensor]]:
     model = ZOO["mlp"].build(7)
     optimizer = adamw(model)
     losses = [step(model, optimizer, number) for number in steps]
-    return losses, full(list(model.parameters()))
+    return losses, copies(model.parameters())
 
 
 def values(model: nn.Module) -> list[Tensor]:
-    return full(list(model.parameters()))
+    return copies(model.parameters())
 
 
 # ---- refused before anything happens --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The zoo: the small models the parity tests train, each with its data and its loss.
+"""The zoo: the small models that the parity matrix and other tests train, each with its data and its loss.
 
 The oracle, the ranks' side and the tests look models up in ``ZOO`` by name; every number is a function of seed, step
 and rank. It never knows what is done to a model: no placement, no process group, no precision.
