@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.selection import covering, row_of
+from tests.selection import COLLECTED, FOUR_RANKS, covering, row_of, starts_ranks
 from tests.support.paths import SEARCH_PATH
 from tests.support.ranks import Pool
 
@@ -28,10 +28,6 @@ os.environ["PYTHONPATH"] = SEARCH_PATH
 settings.register_profile("zhooks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("zhooks")
 
-#: All that this session has collected, before any of it is deselected.
-COLLECTED = pytest.StashKey[list[pytest.Item]]()
-#: What the name of every case on four ranks holds.
-FOUR_RANKS = "world4"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,11 +42,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for place, item in enumerate(same):
             if place not in kept:
                 item.add_marker(pytest.mark.slow)
-
-
-def starts_ranks(item: pytest.Function) -> bool:
-    """Whether this is a case of several that asks for a pool of ranks."""
-    return hasattr(item, "callspec") and "ranks" in item.fixturenames and "ranks" not in item.callspec.params
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -68,7 +59,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return FOUR_RANKS if FOUR_RANKS in nodeid.partition("[")[2] else super()._split_scope(nodeid)
 
     return ByFileAndRanks(config, log)
-
 
 
 @pytest.fixture(scope="session")

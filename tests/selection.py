@@ -15,12 +15,23 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 #: Of a case: its parameters by name, as text where they cannot be compared.
 Row = Mapping[str, Hashable]
 #: A set of (factor, value), one or two, that some case must have.
 Fact = frozenset[tuple[str, Hashable]]
 
 MAIN_WORLD = 2
+#: All that this session has collected, before any of it is deselected.
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+#: What the name of every case on four ranks holds.
+FOUR_RANKS = "world4"
+
+
+def starts_ranks(item: pytest.Item) -> bool:
+    """Whether this is a case of several that asks for a pool of ranks."""
+    return hasattr(item, "callspec") and "ranks" in item.fixturenames and "ranks" not in item.callspec.params  # type: ignore[attr-defined]
 
 
 def row_of(params: Mapping[str, Any]) -> dict[str, Hashable]:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import COLLECTED, FOUR_RANKS, starts_ranks
-from tests.selection import covering, owed, row_of
+from tests.selection import COLLECTED, FOUR_RANKS, covering, owed, row_of, starts_ranks
 
 
 def product(**factors: tuple[Hashable, ...]) -> list[dict[str, Hashable]]:

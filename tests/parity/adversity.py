@@ -24,10 +24,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.parity.closeness import EXACT, REORDERED, tensor_difference
 from tests.parity.oracle import SEED
+from tests.support.averaging import average_gradients
+from tests.support.on_ranks import place
 from tests.support.ranks import Pool, find
+from tests.support.values import whole
 
 Notes = list[tuple[str, Tensor]]
 
@@ -58,7 +62,7 @@ class Side:
         """Keep a value, the full one where it is sharded, to be compared with the other side's note at the same
         place.
         """
-        self.notes.append((name, full(value) if isinstance(value, Tensor) else torch.tensor(float(value))))
+        self.notes.append((name, whole(value) if isinstance(value, Tensor) else torch.tensor(float(value))))
 
     def note_gradients(self, model: nn.Module) -> None:
         for name, p in model.named_parameters():
@@ -126,34 +130,6 @@ class Replica:
 
     def detach(self) -> None:
         return None
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A detached copy of the whole tensor; collective where the tensor is sharded."""
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
-
-
-def average_gradients(model: nn.Module, world: int) -> None:
-    """Average over the ranks: zeros where a rank has no gradient, none where no rank has one.
-
-    Two messages for all parameters together: a story would otherwise wait for the other rank a hundred times.
-    """
-    if world == 1:
-        return
-    params = list(model.parameters())
-    users = torch.tensor([float(p.grad is not None) for p in params])
-    dist.all_reduce(users)
-    used = [p for p, count in zip(params, users.tolist(), strict=True) if count]
-    if not used:
-        return
-    for p in used:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    total = torch.cat([p.grad.reshape(-1) for p in used])
-    dist.all_reduce(total)
-    for p, summed in zip(used, total.split([p.numel() for p in used]), strict=True):
-        p.grad.copy_(summed.view(p.shape)).div_(world)
 
 
 def batch(step: int, rank: int, rows: int = 4) -> tuple[Tensor, Tensor]:
@@ -254,7 +230,7 @@ JOB = "tests.parity.adversity:play"
 
 def play(story: str, stage: int) -> tuple[Notes, Notes, bool]:
     """Run a story on both sides, on this rank; the plain notes, those under zhooks, and whether zhooks refused."""
-    sides = [side(*_place(), stage) for side in (Side, ZhooksSide)]
+    sides = [side(*place(), stage) for side in (Side, ZhooksSide)]
     for side in sides:
         torch.manual_seed(SEED)
         find(story).story(side)
@@ -262,10 +238,6 @@ def play(story: str, stage: int) -> tuple[Notes, Notes, bool]:
             attachment.detach()
     plain, under_zhooks = sides
     return plain.notes, under_zhooks.notes, under_zhooks.refused
-
-
-def _place() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def compare(plain: Notes, found: Notes, tolerance: Any) -> list[str]:
@@ -277,3 +249,19 @@ def compare(plain: Notes, found: Notes, tolerance: Any) -> list[str]:
         for (name, wanted), (_, tensor) in zip(plain, found, strict=True)
     ]
     return [line for line in lines if line]
+
+
+class Recomputed(Net):
+    """Every block under torch's checkpoint."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.leave(x)
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True

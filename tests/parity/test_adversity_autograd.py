@@ -12,25 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.adversity import Block, Net, Side, adam, adversity, average_gradients, batch, loss_at, sgd, train_by
+from tests.parity.adversity import (
+    Block,
+    Net,
+    Recomputed,
+    RecomputedReentrant,
+    Side,
+    adam,
+    adversity,
+    batch,
+    loss_at,
+    sgd,
+    train_by,
+)
+from tests.support.averaging import average_gradients
 
 # ---- recomputation
-
-
-class Recomputed(Net):
-    """Every block under torch's checkpoint."""
-
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.leave(x)
-
-
-class RecomputedReentrant(Recomputed):
-    reentrant = True
 
 
 class RecomputedInside(Block):

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity.adversity import Block, Net, Side, adam, adversity, loss_at, sgd, train_by
-from tests.parity.test_adversity_autograd import RecomputedReentrant
+from tests.parity.adversity import Block, Net, RecomputedReentrant, Side, adam, adversity, loss_at, sgd, train_by
 
 STEPS = 3
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.adversity import Net, Side, adam, adversity, average_gradients, batch, sgd
+from tests.parity.adversity import Net, Side, adam, adversity, batch, sgd
+from tests.support.averaging import average_gradients
 
 STEPS = 3
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
+from offload.events import Recorder
 from tests.support.live_storages import storages_in_python
 
 WIDTH, ROWS, BLOCKS = 32, 64, 6
@@ -98,3 +99,8 @@ def alive() -> int:
     """Bytes of every live storage that torch allocated."""
     gc.collect()
     return sum(storage.nbytes() for storage in storages_in_python())
+
+
+def moved(recorder: Recorder) -> list[tuple[str, int]]:
+    """Gathers of activations: unit and bytes."""
+    return [(e.key, e.nbytes) for e in recorder.events if (e.kind, e.what) == ("end", "gather activation")]

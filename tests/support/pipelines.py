@@ -1,13 +1,15 @@
-"""A small GPT cut into stages, its schedules, and the plain model they are held against.
+"""A small GPT divided into stages, its schedules, the plain model they are held against, and a run of both side by side.
 
-tests/zhooks/run/test_pipeline*.py import it.  Every rank computes the plain losses for itself; nothing here attaches a model.
+Tests of pipelines call it.  Every rank computes the plain losses for itself; ``Run`` alone attaches the stages, and asserts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,6 +23,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+
+import zhooks
 
 VOCABULARY, DIM, CONTEXT, ROWS, BLOCKS = 17, 16, 6, 8, 4
 SCHEDULES: dict[str, Any] = {
@@ -155,3 +159,37 @@ class Plain:
         loss.backward()
         self.optimizer.step()
         return float(loss.detach())
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Run:
+    """A pipeline whose stages are attached, beside the plain model."""
+
+    def __init__(
+        self, pp: int, schedule: str, policy: dict[str, Any], *, stages: int = 0, microbatches: int = 4, blocks: int = 4
+    ) -> None:
+        self.mesh = mesh_of(pp, dist.get_world_size() // pp)
+        self.stages = stages or pp * (1 if schedule in ("gpipe", "1f1b") else 2)
+        self.mine = mine_of(self.mesh, parts(self.stages, blocks), folded=schedule in ("zbv", "dual-pipe"))
+        chosen = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}} | policy
+        self.attachments = [zhooks.attach(part, mesh=self.mesh, policy=chosen) for part in self.mine.values()]
+        self.pipe: Pipeline = pipeline(self.mesh, self.mine, schedule, self.stages, microbatches)
+        self.optimizer = SGD([param for part in self.mine.values() for param in part.parameters()])
+        self.plain = Plain(self.stages, SGD, blocks)
+
+    def step(self, number: int, *, tolerance: float = 1e-5) -> None:
+        """Train one step here and plainly: the same loss."""
+        loss, expected = self.pipe.step(number), self.plain.step(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        assert loss is None or loss == pytest.approx(expected, abs=tolerance), (number, loss, expected)
+
+    def close(self, *, tolerance: float = 1e-5) -> None:
+        """Detach: the same parameters, rank by rank and stage by stage."""
+        for attachment in self.attachments:
+            attachment.detach()
+        for index, part in self.mine.items():
+            for (name, found), expected in zip(part.named_parameters(), self.plain.stages[index].parameters(), strict=True):
+                assert (found - expected).abs().max() < tolerance, (index, name)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import zhooks
 from tests.support.tp_gpt import Gpt, batch, divide, loss_of, plain_gpt
@@ -36,12 +35,6 @@ def attached(mesh: DeviceMesh, stage: int, *, sequence: bool = False, policy: di
     """The GPT divided over ``mesh["tp"]``, and its attachment."""
     model = divide(plain_gpt(), mesh["tp"], sequence=sequence)
     return model, zhooks.attach(model, policy=FINE | {"stage": stage} | (policy or {}), mesh=mesh)
-
-
-def whole(tensor: Any) -> Tensor:
-    """The global value of whatever a parameter, gradient or state is.  Collective."""
-    full: Tensor = tensor.full_tensor() if isinstance(tensor, (DTensor, zhooks.ShardedTensor)) else tensor
-    return full
 
 
 def train(

@@ -11,17 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import zhooks
-
 
 def full(model: nn.Module) -> list[Tensor]:
     """The full values of a model's parameters, which are sharded, every one of them.  Collective."""
     return [param.full_tensor() for param in model.parameters()]
 
 
+def whole(tensor: Any) -> Tensor:
+    """A detached copy of the full value of a parameter, gradient or state.  Collective where it is sharded."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
 def copies(tensors: Iterable[Any]) -> list[Tensor]:
     """Full values of sharded tensors, copies of plain ones.  Collective where a tensor is sharded."""
-    return [t.full_tensor() if isinstance(t, zhooks.ShardedTensor) else t.detach().clone() for t in tensors]
+    return [whole(tensor) for tensor in tensors]
 
 
 def same(one: Iterable[Any], other: Iterable[Any]) -> bool:

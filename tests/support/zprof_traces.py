@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zprof.rows import Row, RowKind, placed
 from zprof.trace.header import VERSION, Header
+from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
 
 HEADER = Header(
@@ -139,3 +142,11 @@ def sample_rows(*, steps: int = 5, units: int = 8, level: str = "events", start_
         held = 200 * MIB + (units * SHARD * 4) + step * 64 * KIB
         yield row(RowKind.COUNTER, "rss", "", held, thread=3)
         yield row(RowKind.COUNTER, "cgroup memory", "", held + 20 * MIB, thread=3)
+
+
+def rows_of(trace: Trace) -> Iterator[Row]:
+    """The rows as they were given to the writer, a chunk at a time."""
+    for rows in trace.chunks():
+        what, key = (np.array(trace.strings, object)[column] for column in (rows.what, rows.key))
+        columns = (rows.kind, what, key, rows.nbytes, rows.time_ns, rows.thread, rows.ident)
+        yield from map(Row, *(column.tolist() for column in columns))

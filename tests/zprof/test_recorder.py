@@ -20,8 +20,8 @@ import torch
 import zprof
 from offload.events import Bus
 from tests.support.forked import python
+from tests.support.held_levels import training
 from tests.support.waiting import soon
-from tests.zhooks.report.test_held import training
 from zprof.recording import recorder as module
 from zprof.recording.recorder import Recorder
 from zprof.recording.sampler import Reading

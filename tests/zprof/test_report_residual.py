@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 import zprof
 from offload.formulas import Layers
+from tests.support.residual_gpt import attached, backward, forward, made
 from tests.support.zprof_traces import HEADER, MIB, sample_rows, write_trace
-from tests.zhooks.report.test_memory_residual import attached, backward, forward, made
 from zprof.bench import store as bench_store
 from zprof.cli import main
 from zprof.rows import Row, RowKind, placed

@@ -20,23 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.zprof_traces import HEADER, sample_rows, write_trace
+from tests.support.zprof_traces import HEADER, rows_of, sample_rows, write_trace
 from zprof.rows import Row, RowKind, TraceError
 from zprof.trace import columns
 from zprof.trace.frames import MOST_ROWS
 from zprof.trace.header import Header
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
-
-
-def rows_of(trace: Trace) -> list[Row]:
-    found: list[Row] = []
-    for rows in trace.chunks():
-        what, key = (np.array(trace.strings, object)[column] for column in (rows.what, rows.key))
-        columns = (rows.kind, what, key, rows.nbytes, rows.time_ns, rows.thread, rows.ident)
-        found += map(Row, *(column.tolist() for column in columns))
-    return found
-
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 ROWS = st.builds(
@@ -60,7 +50,7 @@ def test_rows_come_back_as_they_were_given(tmp_path_factory: pytest.TempPathFact
         writer.flush()
     writer.close()
     trace = Trace.open(writer.path)
-    assert rows_of(trace) == [row for part in parts for row in part]
+    assert list(rows_of(trace)) == [row for part in parts for row in part]
     assert trace.count == sum(map(len, parts)) and trace.damage is None
 
 
@@ -71,7 +61,7 @@ def test_chunks_hold_no_more_rows_than_the_format_says(tmp_path: Path, count: in
     sizes = [len(chunk) for chunk in trace.chunks()]
     assert sum(sizes) == trace.count == count
     assert all(size == MOST_ROWS for size in sizes[:-1]) and len(sizes) == -(-count // MOST_ROWS)
-    assert rows_of(trace) == rows
+    assert list(rows_of(trace)) == rows
 
 
 def test_columns_have_the_types_that_readers_count_on(tmp_path: Path) -> None:
@@ -87,7 +77,7 @@ def test_chunks_may_be_read_in_any_order_and_again(tmp_path: Path) -> None:
     trace = Trace.open(write_trace(tmp_path / "run.zprof", rows))
     assert len(trace) >= 2
     last = trace.chunk(len(trace) - 1)
-    assert rows_of(trace) == rows == rows_of(trace)
+    assert list(rows_of(trace)) == rows == list(rows_of(trace))
     again = trace.chunk(len(trace) - 1)
     assert last.time_ns.tolist() == again.time_ns.tolist() and last.key.tolist() == again.key.tolist()
 
@@ -158,14 +148,14 @@ def test_a_note_follows_the_rows_that_were_given_before_it(tmp_path: Path) -> No
 def test_odd_names_are_written_so_that_they_read(tmp_path: Path) -> None:
     long = "x" * 5000
     rows = [Row(RowKind.INSTANT, "a\x00b\n", os.fsdecode(b"\xff.py"), 0, 1), Row(RowKind.INSTANT, long + "a", long + "b", 0, 2)]
-    found = rows_of(Trace.open(write_trace(tmp_path / "run.zprof", rows)))
+    found = list(rows_of(Trace.open(write_trace(tmp_path / "run.zprof", rows))))
     assert (found[0].what, found[0].key) == ("a\x00b\n", "\\udcff.py")
     assert len(found[1].what) == 1000 and found[1].what != found[1].key
 
 
 def test_chunks_of_enormous_names_are_split(tmp_path: Path) -> None:
     rows = [Row(RowKind.INSTANT, f"{n}" + "ü" * 990, f"{n}" + "€" * 990, 0, n) for n in range(3000)]
-    assert rows_of(Trace.open(write_trace(tmp_path / "run.zprof", rows))) == rows
+    assert list(rows_of(Trace.open(write_trace(tmp_path / "run.zprof", rows)))) == rows
 
 
 def test_rows_that_are_none_are_dropped_with_one_warning_and_the_others_written(tmp_path: Path) -> None:
@@ -182,7 +172,7 @@ def test_rows_that_are_none_are_dropped_with_one_warning_and_the_others_written(
             writer.flush()
         writer.close()
     trace = Trace.open(writer.path)
-    assert len(said) == 1 and rows_of(trace) == [right] * 2 * len(wrong)
+    assert len(said) == 1 and list(rows_of(trace)) == [right] * 2 * len(wrong)
     assert trace.dropped == writer.dropped_rows == len(wrong)
 
 
@@ -204,7 +194,7 @@ def test_rows_wait_while_there_is_no_memory_and_notes_do_not(
     assert [note.name for note in Trace.open(writer.path).notes()] == ["oom"]
     writer.rows(rows[-5:])
     writer.flush()
-    assert rows_of(Trace.open(writer.path)) == rows
+    assert list(rows_of(Trace.open(writer.path))) == rows
     assert not Trace.open(writer.path).damage
     said = rf"5 rows were dropped for want of memory \({lacking.__name__}\)"
     with monkeypatch.context() as scarce, pytest.warns(RuntimeWarning, match=said):
@@ -233,7 +223,7 @@ def test_a_chunk_that_is_split_is_written_once_where_memory_lacks_half_way(
     writer.close()
     trace = Trace.open(writer.path)
     assert next(calls) > 4 and len(trace) > 1
-    assert rows_of(trace) == rows and (trace.damage, writer.dropped_rows) == (None, 0)
+    assert list(rows_of(trace)) == rows and (trace.damage, writer.dropped_rows) == (None, 0)
 
 
 def test_a_file_over_its_bound_ends_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +237,7 @@ def test_a_file_over_its_bound_ends_where_no_thread_can_be_started(tmp_path: Pat
         writer.flush()
         writer.close()
     assert writer.nbytes > 1 << 16
-    assert rows_of(Trace.open(writer.path)) == rows
+    assert list(rows_of(Trace.open(writer.path))) == rows
 
 
 def test_what_a_note_cannot_say_is_dropped_with_a_warning(tmp_path: Path) -> None:
@@ -324,7 +314,7 @@ def test_two_threads_lose_no_row_and_keep_each_ones_order(tmp_path: Path) -> Non
     for started in threads:
         started.join()
     writer.close()
-    rows = rows_of(Trace.open(writer.path))
+    rows = list(rows_of(Trace.open(writer.path)))
     for thread in (0, 1):
         assert [row.nbytes for row in rows if row.thread == thread] == list(range(30_000))
 
@@ -375,7 +365,7 @@ def test_a_growing_file_is_followed_without_reading_anything_twice(tmp_path: Pat
         assert list(trace.more()) == []
         seen += 100
     writer.close()
-    assert list(trace.more()) == [] and rows_of(trace) == rows and trace.notes("end")
+    assert list(trace.more()) == [] and list(rows_of(trace)) == rows and trace.notes("end")
 
 
 def test_a_frame_that_is_half_written_is_read_once_it_is_whole(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.zprof_traces import HEADER, MIB, sample_rows
+from tests.support.zprof_traces import HEADER, MIB, rows_of, sample_rows
 from zprof.rows import TIERS, Row, RowKind, placement
 from zprof.trace.bounding import Rewriting
 from zprof.trace.levels import Open, extremes, walked
@@ -63,13 +63,6 @@ class Truth:
             if level:
                 found[series] = level
         return found
-
-
-def rows_of(trace: Trace) -> Iterator[Row]:
-    for rows in trace.chunks():
-        what, key = (np.array(trace.strings, object)[column] for column in (rows.what, rows.key))
-        columns = (rows.kind, what, key, rows.nbytes, rows.time_ns, rows.thread, rows.ident)
-        yield from map(Row, *(column.tolist() for column in columns))
 
 
 def jittered(rows: Iterator[Row], seed: int) -> Iterator[Row]:

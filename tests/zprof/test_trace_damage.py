@@ -17,8 +17,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from tests.support.zprof_traces import HEADER, sample_rows, write_trace
-from tests.zprof.test_trace import rows_of
+from tests.support.zprof_traces import HEADER, rows_of, sample_rows, write_trace
 from zprof.rows import Row, RowKind, TraceError
 from zprof.trace.columns import encoded
 from zprof.trace.framefile import START
@@ -43,7 +42,7 @@ def read(path: Path) -> tuple[list[Row], list[Any], str | None]:
     """Everything a report might ask of a file."""
     trace = Trace.open(path)
     try:
-        rows = rows_of(trace)
+        rows = list(rows_of(trace))
         notes = trace.notes()
         assert trace.dropped >= 0 and trace.count >= len(rows)
         assert [row for chunk in trace.more() for row in chunk.kind] == [row.kind for row in rows]
@@ -319,6 +318,6 @@ def test_everything_a_killed_run_had_written_can_be_read(tmp_path: Path) -> None
         process.stdout.close()
         process.wait()
         last = [line for line in told if line.endswith(b"\n")]
-        rows = rows_of(Trace.open(path))
+        rows = list(rows_of(Trace.open(path)))
         assert [row.nbytes for row in rows] == list(range(len(rows)))
         assert len(rows) >= (int(last[-1]) if last else 700 * (3 + 40 * number))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,34 +12,9 @@ import pytest
 from offload.errors import PolicyError
 from offload.policy import IgnoredKeys, Policy, deepspeed
 from offload.policy.deepspeed_keys import ALIASES, AMBIGUOUS, HONOURED, LEFT_OPEN, OTHER
+from tests.support.policy_texts import EVERYTHING, read
 
 Write = Callable[..., Path]
-
-#: Every honoured table, with values away from the defaults.
-EVERYTHING: dict[str, Any] = {
-    "train_batch_size": 64,
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": 1,
-    "gradient_clipping": 1.0,
-    "bf16": {"enabled": True},
-    "fp16": {"enabled": False, "loss_scale": 0},
-    "communication_data_type": "fp32",
-    "zero_optimization": {
-        "stage": 3,
-        "offload_param": {"device": "nvme", "nvme_path": "/nvme", "pin_memory": False, "buffer_count": 5},
-        "offload_optimizer": {"device": "cpu", "pin_memory": False},
-        "overlap_comm": False,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": 2e8,
-        "allgather_bucket_size": 1e8,
-        "stage3_prefetch_bucket_size": 0,
-        "stage3_param_persistence_threshold": "auto",
-        "sub_group_size": 1e9,
-    },
-    "activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": True},
-    "aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 2, "overlap_events": True},
-    "wall_clock_breakdown": False,
-}
 
 
 @pytest.fixture
@@ -51,16 +25,6 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return into
-
-
-def read(values: dict[str, Any]) -> tuple[Policy, tuple[str, ...]]:
-    """The policy, and what is not honoured."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        policy = Policy.of(values)
-    ignored = [warning.message.ignored for warning in caught if isinstance(warning.message, IgnoredKeys)]
-    assert len(ignored) == len(caught) <= 1
-    return policy, ignored[0] if ignored else ()
 
 
 def complaint(value: Any) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from offload.policy import IgnoredKeys, Policy
 from offload.policy.deepspeed_keys import HONOURED
-from tests.offload.policy.test_deepspeed import read
+from tests.support.policy_texts import read
 
 CPU = {"device": "cpu", "pin_memory": True}
 #: What it means; the rest are our defaults.

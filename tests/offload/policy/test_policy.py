@@ -21,87 +21,9 @@ from offload.policy import Policy, Rule
 from offload.policy.policy import Budget, Disk, Dtypes, Share, Tiers, format_size, parse_size
 from offload.text import format_amount, parse_amount
 from offload.tier import Tier
+from tests.support.policy_texts import WHOLE
 
 Write = Callable[..., Path]
-
-WHOLE = """\
-# every key once
-stage = 2
-
-[parameter]
-partition = "replicate"
-tier = "device"
-[gradient]
-partition = "shard"
-tier = "host"
-[optimizer]
-partition = "shard"
-tier = "disk"
-kernel = "numba"
-compute = "host"
-overlap = true
-rounding = "stochastic"
-seed = 11
-[activation]
-tier = "host"
-checkpoint = "unit"
-partition = "tp"
-sharded_inputs = ["layers.[0-3]"]
-min_bytes = "64 KiB"
-keep = "1 GiB"
-
-[precision]
-param = "bf16"
-reduce = "fp32"
-output = "fp32"
-cast_inputs = false
-
-[units]
-classes = ["Block", "Stage"]
-names = [
-    "layers.*",  # with # a comment
-    "head",
-]
-min_numel = 0
-max_numel = 1_000_000
-
-[schedule]
-reshard_after_forward = false
-prefetch = 3
-max_reductions = 4
-
-[budget]
-device = "20 GiB"
-host = "80%"
-disk = 12345
-
-[device]
-arena = "all"
-
-[host]
-pin = false
-slab = "16 MiB"
-
-[disk]
-path = "/scratch"
-block = "4 MiB"
-threads = 7
-direct = true
-
-[comm]
-transport = "p2p"
-timeout_s = 12.5
-bucket = "8 MiB"
-
-[[rule]]
-match = "*.embed*"
-gradient.tier = "host"
-optimizer = { tier = "device" }
-[[rule]]
-match = "head.*"
-[rule.optimizer]
-tier = "host"
-"""
 
 
 @pytest.fixture
@@ -340,6 +262,7 @@ RULES = st.builds(
     TIERS,
     some(gradient=some(tier=TIERS), precision=some(param=DTYPES, reduce=DTYPES)),
 )
+
 
 def computable(values: dict[str, Any]) -> dict[str, Any]:
     """An update on the host needs its values there."""

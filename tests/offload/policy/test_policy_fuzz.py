@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from offload.errors import PolicyError
 from offload.policy import Policy, deepspeed
 from offload.policy.deepspeed_keys import HONOURED, OTHER
-from tests.offload.policy.test_deepspeed import EVERYTHING
-from tests.offload.policy.test_policy import WHOLE
+from tests.support.policy_texts import EVERYTHING, WHOLE
 
 Write = Callable[..., Path]
 FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)

@@ -13,18 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zhooks
 from offload.errors import BudgetError
 from offload.events import Recorder
-from tests.parity.adversity import average_gradients
+from tests.support.activation_nets import SEED, built, step_of
+from tests.support.averaging import average_gradients
 from tests.support.on_ranks import on_ranks, place
-from tests.support.values import same
+from tests.support.values import same, whole
 from tests.support.zoo import ZOO
 
-SEED = 7
 LARGE = 1 << 30
 #: Every way to keep what backward needs; "kept" has the last part of a forward stay on the device.
 WAYS: dict[str, dict[str, Any]] = {
@@ -83,10 +82,6 @@ def zoo_notes(name: str, policy: dict[str, Any] | None) -> list[Tensor]:
     return notes + [value.detach().clone() for value in model.state_dict().values()]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
 @on_ranks(1, 2, name=tuple(ZOO), stage=(3, 0), limit_s=120.0)
 def test_training_is_bit_equal_wherever_activations_wait(name: str, stage: int) -> None:
     plain = zoo_notes(name, None)
@@ -103,55 +98,8 @@ def test_training_is_bit_equal_wherever_activations_wait(name: str, stage: int) 
 # ---- what autograd may do
 
 
-class Block(nn.Module):
-    """Dropout, running statistics and a tensor saved by two operators."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norm, self.drop = nn.BatchNorm1d(2 * width), nn.Dropout(0.3)
-
-    def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: dict[str, Tensor] | None = None) -> Tensor:
-        hidden = self.norm(F.gelu(self.enter(x)))
-        hidden = self.drop(hidden) * hidden.sigmoid()
-        out = x + self.leave(hidden)
-        out = out if scale is None else out * scale
-        return out if shift is None else out + shift["by"]
-
-
-class Net(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        self.enter = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.leave = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        scale, by = x.mean(), x.tanh()
-        for block in self.blocks:
-            x = block(x, scale, shift={"by": by})
-        return self.leave(x)
-
-
 class Broken(Exception):
     """What a test raises in the middle of a pass."""
-
-
-def built() -> Net:
-    torch.manual_seed(SEED)
-    return Net()
-
-
-def step_of(model: nn.Module, number: int, times: int = 1) -> list[Tensor]:
-    """The loss and the gradients of one step that goes backward ``times`` times."""
-    torch.manual_seed(100 + number)
-    loss = model(torch.randn(5, 6)).square().mean()
-    for turn in range(times):
-        loss.backward(retain_graph=turn + 1 < times)
-    notes = [loss.detach().clone(), *(whole(p.grad) for p in model.parameters() if p.grad is not None)]
-    model.zero_grad()
-    return notes
 
 
 EACH = pytest.mark.parametrize("way", WAYS)

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zhooks
 from offload.errors import CapabilityError
+from tests.support.activation_nets import Block, Net, built, step_of
 from tests.support.paths import ROOT
 from tests.support.values import same
-from tests.zhooks.activation.test_activation import Block, Net, built, step_of
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "activation": {"checkpoint": "unit"}}
 HOST: dict[str, Any] = {"units": {"min_numel": 0}, "activation": {"checkpoint": "unit", "tier": "host", "min_bytes": 0}}

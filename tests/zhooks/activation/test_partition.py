@@ -33,16 +33,12 @@ from tests.support.partition_nets import (
     batch,
     grads_of,
     mesh_of,
+    moved,
     plain,
     policy_of,
     step_of,
 )
 from tests.support.values import same
-
-
-def moved(recorder: Recorder) -> list[tuple[str, int]]:
-    """Gathers of activations: unit and bytes."""
-    return [(e.key, e.nbytes) for e in recorder.events if (e.kind, e.what) == ("end", "gather activation")]
 
 
 def saved_nbytes(policy: dict[str, Any]) -> tuple[int, int]:

@@ -15,9 +15,8 @@ from torch import Tensor
 from offload.errors import DivergenceError
 from offload.events import Recorder
 from tests.support.on_ranks import on_ranks
-from tests.support.partition_nets import BLOCKS, ROWS, WIDTH, Net, attached, batch, grads_of, plain, policy_of, step_of
+from tests.support.partition_nets import BLOCKS, ROWS, WIDTH, Net, attached, batch, grads_of, moved, plain, policy_of, step_of
 from tests.support.values import same
-from tests.zhooks.activation.test_partition import moved
 
 
 class Noisy(Net):

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zhooks
 from offload.events import Recorder
 from tests.support.on_ranks import on_ranks
+from tests.support.partition_nets import moved
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
-from tests.zhooks.activation.test_partition import moved
 
 STEPS, LAYERS = 10, 3
 TIERS = ("device", "host", "disk")

@@ -35,10 +35,11 @@ from offload.disk.scratch import started_ticks
 from offload.events import Event
 from offload.shards import Entry, ShardReader, ShardWriter
 from offload.shards import folder as shard_set
+from tests.support.json_damage import mutate, places
 from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.ranks import End, Pool
+from tests.support.resuming import Run
 from tests.support.values import same
-from tests.zhooks.checkpoint.test_save_load import Run
 
 SMALL = {"stage": 3, "units": {"min_numel": 0}}
 
@@ -61,7 +62,7 @@ from pathlib import Path
 import zhooks
 from offload.shards import folder as shard_set
 from offload.shards import ShardWriter
-from tests.zhooks.checkpoint.test_save_load import Run
+from tests.support.resuming import Run
 
 path = Path(sys.argv[1])
 run = Run({"stage": 3})
@@ -390,24 +391,6 @@ def test_a_file_that_breaks_between_verifying_and_loading_says_that_the_run_is_p
 MUTATED = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 2**70), st.floats(), st.text(max_size=3), st.just([]), st.just({}), st.just("F64")
 )
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a JSON value."""
-    found = [path] if path else []
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        found.extend(places(item, (*path, key)))
-    return found
-
-
-def mutate(value: Any, at: tuple[Any, ...], new: Any) -> None:
-    for key in at[:-1]:
-        value = value[key]
-    if new == "remove":
-        del value[at[-1]]
-    else:
-        value[at[-1]] = new
 
 
 @on_ranks(1, limit_s=180, signed=(False, True))

@@ -22,9 +22,9 @@ from torch import Tensor
 import zhooks
 from offload.shards import Entry, ShardReader, ShardWriter, read_manifest, shard_name
 from offload.shards import folder as shard_set
+from tests.support.json_damage import mutate, places
 from tests.support.on_ranks import folder, from_first, on_ranks, place
-from tests.zhooks.checkpoint.test_save_faults import mutate, places
-from tests.zhooks.checkpoint.test_save_load import Run, stir
+from tests.support.resuming import Run, stir
 
 POLICY = {"stage": 3, "units": {"min_numel": 0}, "precision": {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 8}}
 WRONG: tuple[Any, ...] = ("remove", None, "text", -1, 2.5, 10**6, [], {}, [[1]], {"tuple": ["a"]}, True)

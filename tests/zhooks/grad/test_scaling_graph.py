@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import on_ranks
+from tests.support.scaling_model import Model, adamw, attached, batch, build, loss_of
 from tests.support.values import copies, same
-from tests.zhooks.grad.test_scaling import Model, adamw, attached, batch, build, loss_of
 
 
 class Wrapped(nn.Module):

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
+from tests.support.pipelines import Run
+from tests.support.scaling_model import HOT, adamw, attached, loss_of
 from tests.support.tp_runs import attached as divided
 from tests.support.tp_runs import data_place, mesh_of, train
 from tests.support.values import copies, same
-from tests.zhooks.grad.test_scaling import HOT, adamw, attached, loss_of
-from tests.zhooks.run.test_pipeline import Run
 
 COOL = {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 2.0**10}
 

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 import zhooks
 from tests.support.on_ranks import on_ranks
+from tests.support.pipelines import Run
 from tests.support.pipelines import mesh_of as staged
 from tests.support.tp_gpt import divide, plain_gpt
-from tests.support.tp_runs import FINE, attached, data_place, mean_over_data, mesh_of, train, whole
-from tests.zhooks.run.test_pipeline import Run
+from tests.support.tp_runs import FINE, attached, data_place, mean_over_data, mesh_of, train
+from tests.support.values import whole
 
 NORMS = [{"match": "*norm*", "precision.param": "fp32"}]
 

@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import zhooks
 from offload.store import BlockRange
 from tests.support.on_ranks import on_ranks, place
+from tests.support.tiers import AWAY, adamw, loss_of, policy, run, step, three_steps
 from tests.support.values import copies, same
 from tests.support.zoo import ZOO
-from tests.zhooks.unit.test_tiers import AWAY, adamw, loss_of, policy, run, step, three_steps
 
 KINDS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3, amsgrad=True),

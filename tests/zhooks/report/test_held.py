@@ -12,71 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zhooks
-from offload import events
 from offload.budget.account import Account, owner_of
-from offload.events import Bus, Event, Recorder, listen, tell_all
+from offload.events import Bus, Recorder, listen, tell_all
 from offload.tier import Tier
+from tests.support.held_levels import POLICIES, TIERED, Levels, training
 from tests.support.on_ranks import on_ranks
 from zprof.recording.sources import Sources
 from zprof.recording.storages import Storages
 from zprof.rows import RowKind
-
-
-class Levels:
-    """Bytes held by (what, key), as an observer can know them: counters, and storages until they die.
-
-    Made before the run it shall hear: attachments that are alive already, of other tests, have nothing to say to it.
-    """
-
-    def __init__(self) -> None:
-        gc.collect()
-        for bus in tuple(events._buses):
-            bus._tell = None
-        self.storages = Storages(self._row)
-        self._sources = Sources(self._counter)
-        self.levels: Counter[tuple[str, str]] = Counter()
-        self.counters: dict[tuple[str, str], int] = {}
-        self.seen: list[Event] = []
-
-    def _row(self, kind: int, what: str, key: str, nbytes: int, ident: int) -> None:
-        self.levels[what, key] += nbytes if kind == RowKind.ALLOC else -nbytes
-        assert self.levels[what, key] >= 0, f"{what} {key}: {self.levels[what, key]} bytes"
-
-    def _counter(self, what: str, key: str, level: int, time_ns: int) -> None:
-        assert level >= 0, f"{what} {key}: {level} bytes"
-        self.counters[what, key] = level
-
-    def on_event(self, event: Event) -> None:
-        if event.kind == "hold":
-            self.storages.hold(event.what, event.key, event.subject)
-        elif event.kind == "counter":
-            self._sources.state(event.subject, event.what, event.key, event.nbytes, event.time_ns)
-        else:
-            self.seen.append(event)
-
-    def of(self, what: str) -> int:
-        both = [*self.levels.items(), *self.counters.items()]
-        return sum(nbytes for (held, _), nbytes in both if held == what)
-
-    def table(self) -> dict[str, int]:
-        """Bytes by "category on tier", but for what only passes through."""
-        whats = {what for what, _ in (*self.levels, *self.counters) if not what.startswith("communication")}
-        return {what: nbytes for what in sorted(whats) if (nbytes := self.of(what))}
-
-    def on(self, tier: str) -> int:
-        """Bytes on a tier, but for the rings that ranks talk through."""
-        levels = [*self.levels.items(), *self.counters.items()]
-        return sum(nbytes for (what, key), nbytes in levels if what.endswith(f" on {tier}") and key != "message rings")
-
-
-def training(policy: dict[str, Any]) -> tuple[zhooks.Attachment, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, **policy})
-    return attachment, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def step(attachment: zhooks.Attachment, optimizer: torch.optim.Optimizer) -> None:
@@ -87,17 +32,6 @@ def step(attachment: zhooks.Attachment, optimizer: torch.optim.Optimizer) -> Non
 def by_report(attachment: zhooks.Attachment) -> dict[str, int]:
     """The same from ``Attachment.memory``, which reads the storages themselves."""
     return {f"{row.what} on {row.tier}": row.nbytes for row in attachment.memory().rows if row.nbytes}
-
-
-TIERED = {cell: {"tier": "host"} for cell in ("parameter", "gradient", "optimizer")}
-POLICIES: dict[str, dict[str, Any]] = {
-    "stage0": {"stage": 0},
-    "stage2": {"stage": 2},
-    "stage3": {"stage": 3},
-    "bf16": {"stage": 2, "precision": {"param": "bf16"}},
-    "host": {"stage": 3, **TIERED},
-    "disk": {"stage": 3, "optimizer": {"tier": "disk"}},
-}
 
 
 @on_ranks(1, 2, name=tuple(POLICIES), late=(False, True))

@@ -14,8 +14,8 @@ import zhooks
 from offload.events import listen, tell_all
 from offload.store import Block, BlockRange
 from offload.tier import Tier
+from tests.support.held_levels import POLICIES, TIERED, Levels, training
 from tests.support.on_ranks import on_ranks
-from tests.zhooks.report.test_held import POLICIES, TIERED, Levels, training
 from zhooks.tensor import ShardedTensor
 from zhooks.unit.buffer import StoreBuffer
 

@@ -16,8 +16,8 @@ import pytest
 
 import zhooks
 from tests.support.on_ranks import folder, from_first, on_ranks, place
+from tests.support.resuming import Run
 from tests.support.values import same
-from tests.zhooks.checkpoint.test_save_load import Run
 
 SMALL = {"stage": 3, "units": {"min_numel": 0}}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,42 +18,19 @@ from torch import Tensor, nn
 import zhooks
 from offload.events import Recorder
 from tests.support.on_ranks import on_ranks
-from tests.support.pipelines import Pipeline, Plain, batch_of, loss_of, mean_over, mesh_of, mine_of, parts, pipeline, share
-from zhooks.plan.device_budget import device_floor
+from tests.support.pipelines import (
+    Run,
+    batch_of,
+    loss_of,
+    mean_over,
+    mesh_of,
+    mine_of,
+    parts,
+    share,
+)
+from zhooks.setup.device_budget import device_floor
 
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 10
-
-
-class Run:
-    """A pipeline whose stages are attached, beside the plain model."""
-
-    def __init__(
-        self, pp: int, schedule: str, policy: dict[str, Any], *, stages: int = 0, microbatches: int = 4, blocks: int = 4
-    ) -> None:
-        self.mesh = mesh_of(pp, dist.get_world_size() // pp)
-        self.stages = stages or pp * (1 if schedule in ("gpipe", "1f1b") else 2)
-        self.mine = mine_of(self.mesh, parts(self.stages, blocks), folded=schedule in ("zbv", "dual-pipe"))
-        chosen = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}} | policy
-        self.attachments = [zhooks.attach(part, mesh=self.mesh, policy=chosen) for part in self.mine.values()]
-        self.pipe: Pipeline = pipeline(self.mesh, self.mine, schedule, self.stages, microbatches)
-        self.optimizer = SGD([param for part in self.mine.values() for param in part.parameters()])
-        self.plain = Plain(self.stages, SGD, blocks)
-
-    def step(self, number: int, *, tolerance: float = 1e-5) -> None:
-        """Train one step here and plainly: the same loss."""
-        loss, expected = self.pipe.step(number), self.plain.step(number)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        assert loss is None or loss == pytest.approx(expected, abs=tolerance), (number, loss, expected)
-
-    def close(self, *, tolerance: float = 1e-5) -> None:
-        """Detach: the same parameters, rank by rank and stage by stage."""
-        for attachment in self.attachments:
-            attachment.detach()
-        for index, part in self.mine.items():
-            for (name, found), expected in zip(part.named_parameters(), self.plain.stages[index].parameters(), strict=True):
-                assert (found - expected).abs().max() < tolerance, (index, name)
 
 
 def trained(pp: int, schedule: str, policy: dict[str, Any], *, steps: int = STEPS, **more: Any) -> None:

@@ -16,8 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 import zhooks
 from offload.errors import AttachError, DivergenceError, PolicyError
 from tests.support.on_ranks import on_ranks
-from tests.support.pipelines import Pipeline, batch_of, loss_of, mesh_of, mine_of, parts, pipeline, share
-from tests.zhooks.run.test_pipeline import Run
+from tests.support.pipelines import Pipeline, Run, batch_of, loss_of, mesh_of, mine_of, parts, pipeline, share
 
 
 class Ill:

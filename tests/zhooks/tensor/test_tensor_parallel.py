@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import zhooks
 from tests.support.on_ranks import on_ranks
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
-from tests.support.tp_runs import FINE, attached, data_place, mesh_of, same_run, train, whole
+from tests.support.tp_runs import FINE, attached, data_place, mesh_of, same_run, train
+from tests.support.values import whole
 
 
 @on_ranks(2)

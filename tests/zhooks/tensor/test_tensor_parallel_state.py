@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import zhooks
 from tests.support.on_ranks import on_ranks
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
-from tests.support.tp_runs import FINE, attached, data_place, mean_over_data, mesh_of, train, whole
+from tests.support.tp_runs import FINE, attached, data_place, mean_over_data, mesh_of, train
+from tests.support.values import whole
 
 
 def folder() -> Path:

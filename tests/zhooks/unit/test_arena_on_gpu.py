@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import zhooks
 from offload.events import Bus
 from offload.memory import Arena, Use
-from tests.zhooks.unit.test_arena_replay import DIM, VOCAB, Widening
+from tests.support.widening import DIM, VOCAB, Widening
 from zprof.frag.study import study
 
 pytestmark = [

@@ -10,40 +10,18 @@ import gc
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 import zhooks
 from offload.events import Event, listen
 from tests.support.ranks import Pool
+from tests.support.widening import VOCAB, Widening
 from zprof.frag.replay import ALLOC, RELEASE, Events, replay
 from zprof.recording.storages import Storages
 from zprof.recording.tracker import Tracker
 from zprof.rows import RowKind
 
 MIB = 1 << 20
-DIM, TOKENS, LAYERS, VOCAB = 64, 32768, 12, 320
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, hidden), nn.Linear(hidden, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Widening(nn.Module):
-    """Each block is wider than the last: none of its buffers fits where the last one's were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.Sequential(*(Block(72 + 12 * layer) for layer in range(LAYERS)))
-        self.head = nn.Linear(DIM, VOCAB)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(x)))
+TOKENS = 32768
 
 
 class Trace:

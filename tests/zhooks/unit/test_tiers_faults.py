@@ -28,10 +28,10 @@ import zhooks
 from offload.disk import Bytes, SystemIo
 from offload.tier import Tier
 from tests.support.on_ranks import hooks_left
+from tests.support.tiers import adamw, loss_of, policy, step
 from tests.support.values import copies, same
 from tests.support.waiting import soon
 from tests.support.zoo import ZOO
-from tests.zhooks.unit.test_tiers import adamw, loss_of, policy, step
 
 
 class Faulty(SystemIo):
