@@ -46,6 +46,13 @@ def source(path: str, text: str) -> Source:
 
 
 @cache
+def suite() -> list[Source]:
+    """Everything below tests/."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    return [source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+
+
+@cache
 def house() -> list[Source]:
     found = [
         source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))
@@ -349,3 +356,98 @@ def names_mean_something(sources: list[Source]) -> list[str]:
             if name and says_nothing(name):
                 findings.append(here.finding(node, f"{name}: say what it does"))
     return findings
+
+
+# --- what tests reach for ---------------------------------------------------------------------------------------------
+
+PRIVATE = re.compile(r"_[a-z]\w*")
+#: Calls that are given a private name as text, and private names in the text of programs that tests run.
+BY_NAME = {"setattr", "getattr", "delattr", "hasattr"}
+IN_TEXT = re.compile(r"\b(\w+)\.(_[a-z]\w*)")
+#: Private names of torch and of the standard library that ours have too.
+THEIRS = {"_apply", "_exit", "_modules", "_parameters", "_post_accumulate_grad_hooks", "_stage", "_version"}
+#: Where tests see what is private to others.
+INSIDE = "tests/support/inside.py"
+
+
+def place(module: str) -> str:
+    """What is private in a module is so of this: "zhooks.unit", "offload.events", all of "zprof"."""
+    top, _, rest = module.partition(".")
+    return f"{top}.{rest.partition('.')[0]}" if rest and top in ORDER else top
+
+
+def owners(sources: list[Source]) -> dict[str, set[str]]:
+    """Private name -> the places that define it: functions, classes, attributes, variables."""
+    found: dict[str, set[str]] = {}
+    for here in sources:
+        for node in ast.walk(here.tree):
+            name = None
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                name = node.name
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = node.attr
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            if name and PRIVATE.fullmatch(name) and name not in THEIRS:
+                found.setdefault(name, set()).add(place(here.module))
+    return found
+
+
+def tested(here: Source) -> set[str]:
+    """The places that a test file tests, by its own; tests of ``attach`` test what it is made of."""
+    parts = Path(here.path).with_suffix("").parts[1:]
+    if parts[0] not in PACKAGES or len(parts) == 1:
+        return set()
+    own = place(".".join([parts[0], parts[1].removeprefix("test_")]))
+    return {own, "zhooks.setup", "zhooks.attached_state"} if own == "zhooks.attach" else {own}
+
+
+def reached(here: Source) -> Iterator[tuple[ast.AST, str, str | None]]:
+    """Where a source uses a private name of something else: the node, the name, and whose it is where that is certain."""
+    known = aliases(here)
+    for node in ast.walk(here.tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+            of = ast.unparse(node.value)
+            if of not in ("self", "cls"):
+                attachment = re.search(r"(^|\W)attach(ed|ments?)(\[\w+\])?$", of)
+                yield node, node.attr, "zhooks.attach" if attachment else dotted(node.value, known)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node, each.name, node.module) for each in node.names if PRIVATE.fullmatch(each.name))
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            for given in node.args[:2] if called in BY_NAME else ():
+                module, _, name = str(given.value if isinstance(given, ast.Constant) else "").rpartition(".")
+                if PRIVATE.fullmatch(name):
+                    yield node, name, module or dotted(node.args[0], known)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value:
+            for of, name in IN_TEXT.findall(node.value):
+                if of not in ("self", "cls"):
+                    yield node, name, "zhooks.attach" if re.fullmatch(r"attach(ed|ments?)", of) else None
+
+
+def private_names_are_for_own_tests(sources: list[Source]) -> list[str]:
+    """What is private to a package is used by its own tests and in tests/support; others use its API, or ``INSIDE``."""
+    owned = owners([here for here in sources if here.package in PACKAGES])
+    findings: list[str] = []
+    for here in of_packages(sources, "tests"):
+        apart = within(here, "tests/support/*.py", "tests/house.py", "tests/test_house.py")
+        if apart or owned.keys().isdisjoint(re.findall(r"\b_[a-z]\w*", here.text)):
+            continue
+        own = owners([here])
+        for node, name, of in reached(here):
+            whose = owned.get(name, set()) if of is None else {place(of)} if of.partition(".")[0] in PACKAGES else set()
+            if whose and name not in own and not whose & tested(here):
+                whom = ", ".join(sorted(whose))
+                findings.append(here.finding(node, f"{name} is private to {whom}: use its API, or {INSIDE}"))
+    return findings
+
+
+def shared_things_are_no_tests(sources: list[Source]) -> list[str]:
+    """What several tests use lies in tests/support, or beside them in a module that is no test."""
+    return [
+        here.finding(node, f"{target} is in a test's file: move what is shared to tests/support")
+        for here in of_packages(sources, "tests")
+        for node in ast.walk(here.tree)
+        for target in import_targets(node, here)
+        if target.startswith("tests.") and re.search(r"\.(test_\w+|conftest)(\.|$)", target)
+    ]

@@ -22,8 +22,9 @@ from offload.budget import Budget
 from offload.device import open_device
 from offload.disk import DiskFile
 from offload.memory import HostPool
-from offload.store import BlockRange, Store
+from offload.store import Store
 from offload.tier import Tier
+from tests.support.inside import block_range_of, has_arrived, store_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -240,8 +241,7 @@ def test_parameters_say_cuda_while_their_ranges_lie_in_host_memory(tier: str, tm
     train(under, optimizer, 1)
     x = torch.randint(0, 64, (4, 16)).cuda()
     under(x).float().square().mean().backward()
-    assert attachment._tiers.store is not None
-    attachment._tiers.store.flush()
+    store_of(attachment).flush()
     for param in under.parameters():
         states = [state for state in optimizer.state[param].values() if state.dim()]
         for tensor in (param, param.grad, *states):
@@ -254,9 +254,8 @@ def test_what_rests_on_the_host_is_page_locked(tmp_path: Path) -> None:
     under = model()
     attachment = zhooks.attach(under, policy=placed("host", tmp_path))
     for param in under.parameters():
-        assert isinstance(param, zhooks.ShardedTensor) and isinstance(param._at, BlockRange)
-        home = param._at.block.home
-        assert isinstance(home, Tensor) and home.is_pinned()
+        at = block_range_of(param)
+        assert at is not None and isinstance(at.block.home, Tensor) and at.block.home.is_pinned()
     attachment.detach()
 
 
@@ -281,8 +280,7 @@ def test_device_memory_is_the_same_after_the_third_step_and_after_the_twentieth(
     for number in range(20):
         torch.cuda.reset_peak_memory_stats()
         train(under, optimizer, 1)
-        assert attachment._tiers.store is not None
-        attachment._tiers.store.flush()
+        store_of(attachment).flush()
         torch.cuda.synchronize()
         if number >= 2:
             held.append(torch.cuda.memory_allocated())
@@ -315,9 +313,9 @@ def test_a_block_from_disk_reaches_the_device_while_the_stream_is_busy(tmp_path:
     busy = torch.cuda.Event()
     busy.record()
     deadline = time.monotonic() + 60
-    while not lease._arriving.done() and time.monotonic() < deadline:
+    while not has_arrived(lease) and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert lease._arriving.done() and not busy.query(), "the copy waited for what was queued after it was asked for"
+    assert has_arrived(lease) and not busy.query(), "the copy waited for what was queued after it was asked for"
     assert bool((lease.wait() == 3.0).all())
     store.close(block)
     store.shut()

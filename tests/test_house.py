@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.house import (
+    INSIDE,
     Rule,
     clocks_only_in_events_and_comm,
     collectives_only_in_comm,
@@ -22,8 +23,11 @@ from tests.house import (
     nothing_prints,
     packages_have_one_door,
     packages_point_down,
+    private_names_are_for_own_tests,
+    shared_things_are_no_tests,
     source,
     streams_only_in_device,
+    suite,
 )
 from tests.support.paths import ROOT
 
@@ -75,6 +79,16 @@ def test_clocks_are_read_only_in_events_and_comm() -> None:
 
 def test_no_name_could_mean_anything() -> None:
     keeps(names_mean_something)
+
+
+def test_a_test_reaches_into_what_it_tests_alone() -> None:
+    findings = private_names_are_for_own_tests([*house(), *suite()])
+    assert not findings, "\n" + "\n".join(findings)
+
+
+def test_no_test_imports_from_another() -> None:
+    findings = shared_things_are_no_tests(suite())
+    assert not findings, "\n" + "\n".join(findings)
 
 
 def test_offload_init_is_empty() -> None:
@@ -178,6 +192,61 @@ def test_the_door_rule_notices_who_goes_past_it() -> None:
     for text in ("from zhooks.comm.p2p import Ring", "import zhooks.comm.p2p", "from zhooks.comm import p2p"):
         findings = packages_have_one_door([*package, source("zhooks/unit.py", text)])
         assert len(findings) == 1 and "past the door of zhooks.comm" in findings[0]
+
+
+OURS = [
+    source("zhooks/attach.py", "class Attachment:\n    def __init__(self):\n        self._units = self._store = 1"),
+    source("zhooks/unit/flat.py", "def _laid_out(): ...\nclass Flat:\n    def f(self, tensor):\n        tensor._at = 0"),
+    source("offload/store/store.py", "class Store:\n    def f(self):\n        self._store = self._version = 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "whose"),
+    [
+        ("tests/zhooks/grad/test_a.py", "tensor._at", ":1: _at is private to zhooks.unit"),
+        ("tests/zhooks/grad/test_a.py", "found.tensors[0]._at", ":1: _at is private to zhooks.unit"),
+        ("tests/zhooks/grad/test_a.py", "from zhooks.unit.flat import _laid_out", ":1: _laid_out is private to"),
+        ("tests/zhooks/grad/test_a.py", "import zhooks.unit.flat as f\nf._laid_out()", ":2: _laid_out is private to"),
+        ("tests/zhooks/grad/test_a.py", "patched.setattr('zhooks.unit.flat._laid_out', 1)", ":1: _laid_out is"),
+        ("tests/zhooks/grad/test_a.py", "patched.setattr(flat, '_at', 1)", ":1: _at is private to zhooks.unit"),
+        ("tests/zhooks/grad/test_a.py", "RUN = \"\"\"\nattachment._units\n\"\"\"", ":1: _units is private to zhooks.attach"),
+        ("tests/offload/store/test_a.py", "run.attachment._tiers.store", ":1: _store is private to zhooks.attach"),
+        ("tests/test_gpu.py", "store._store", ":1: _store is private to offload.store, zhooks.attach"),
+    ],
+)
+def test_the_rule_of_private_names_notices_who_reaches_past_an_api(path: str, text: str, whose: str) -> None:
+    (finding,) = private_names_are_for_own_tests([*OURS, source(path, text)])
+    assert finding.startswith(f"{path}{whose}")
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (INSIDE, "attachment._units"),
+        ("tests/zhooks/attach/test_a.py", "attachment._units"),
+        ("tests/offload/store/test_a.py", "store._store"),
+        ("tests/zhooks/unit/test_a.py", "patched.setattr('zhooks.unit.flat._laid_out', tensor._at)"),
+        ("tests/zhooks/grad/test_a.py", "import torch\ntorch._at(parameter._version, row._replace(key=1))"),
+        ("tests/zhooks/grad/test_a.py", "class Fake:\n    def __init__(self):\n        self._at = 0\nFake()._at"),
+    ],
+)
+def test_a_test_may_use_what_is_private_to_what_it_tests_and_to_others_than_us(path: str, text: str) -> None:
+    assert private_names_are_for_own_tests([*OURS, source(path, text)]) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from tests.zhooks.unit.test_tiers import run", "from tests.zhooks.unit import test_tiers",
+        "def f():\n    import tests.zhooks.unit.test_tiers", "from .test_tiers import run", "from tests.conftest import ranks",
+    ],
+)  # fmt: skip
+def test_the_rule_of_shared_things_notices_each_way_of_importing_a_test(text: str) -> None:
+    (finding,) = shared_things_are_no_tests([source("tests/zhooks/unit/test_faults.py", text)])
+    assert "is in a test's file" in finding
+    sound = "from tests.support.ranks import Pool\nimport torch.testing"
+    assert not shared_things_are_no_tests([source("tests/zprof/test_a.py", sound)])
 
 
 SOUND: list[tuple[Rule, str, str]] = [

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.inside import flats_of, runtime_of
 from tests.support.paths import ROOT
 
 OURS = (f"{ROOT}/zhooks/", f"{ROOT}/offload/")
@@ -143,14 +144,14 @@ def resting(attachment: Any, *optimizers: torch.optim.Optimizer) -> set[int]:
 
 def in_use(attachment: Any) -> set[int]:
     """What is gathered now, and the gradients' shards: those being filled, and those that are parameters' already."""
-    gradients = attachment._runtime.reducer.gradients.values()
+    gradients = runtime_of(attachment).reducer.gradients.values()
     with torch._C.DisableTorchFunctionSubclass():
         claimed = [param.grad for flat in flats(attachment) for param in flat.params]
     return storages(*claimed, *(flat.full for flat in flats(attachment)), *(gradient.shard.at for gradient in gradients))
 
 
 def flats(attachment: Any) -> list[Any]:
-    return [flat for unit in attachment._units for flat in unit.flats]
+    return flats_of(attachment)
 
 
 @contextmanager

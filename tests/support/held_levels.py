@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import zhooks
-from offload import events
 from offload.events import Event
+from tests.support.inside import hush_earlier
 from zprof.recording.sources import Sources
 from zprof.recording.storages import Storages
 from zprof.rows import RowKind
@@ -28,8 +28,7 @@ class Levels:
 
     def __init__(self) -> None:
         gc.collect()
-        for bus in tuple(events._buses):
-            bus._tell = None
+        hush_earlier()
         self.storages = Storages(self._row)
         self._sources = Sources(self._counter)
         self.levels: Counter[tuple[str, str]] = Counter()

@@ -16,6 +16,7 @@ from torch import nn
 import zhooks
 import zprof
 from tests.support.forked import python
+from tests.support.inside import flats_of
 from tests.support.waiting import soon
 from tests.support.zprof_traces import sample_rows, write_trace
 from zprof.cli import main
@@ -80,7 +81,7 @@ def test_a_model_made_before_the_recording_can_still_be_attached_and_runs_as_it_
     with zprof.record(tmp_path / "run.zprof", level="alloc"):
         attachment = zhooks.attach(model)
         model(torch.ones(2, 4)).sum().backward()
-        hooks = [spec.post_hooks for unit in attachment._units for flat in unit.flats for spec in flat.specs]
+        hooks = [spec.post_hooks for flat in flats_of(attachment) for spec in flat.specs]
         assert not any(hooks), "no hook of the profiler's passes for the user's"
     attachment.detach()
 

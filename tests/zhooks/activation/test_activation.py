@@ -20,6 +20,7 @@ from offload.errors import BudgetError
 from offload.events import Recorder
 from tests.support.activation_nets import SEED, built, step_of
 from tests.support.averaging import average_gradients
+from tests.support.inside import runtime_of
 from tests.support.on_ranks import on_ranks, place
 from tests.support.values import same, whole
 from tests.support.zoo import ZOO
@@ -51,7 +52,7 @@ def policy_of(way: str, stage: int, folder: str) -> dict[str, Any]:
 def left(attachment: Any) -> int:
     """Bytes of activations that are still away."""
     gc.collect()
-    stash = attachment._runtime.saved.stash
+    stash = runtime_of(attachment).saved.stash
     return stash.flush() if stash is not None else 0
 
 

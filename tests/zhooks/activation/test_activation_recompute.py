@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import zhooks
 from offload.errors import CapabilityError
 from tests.support.activation_nets import Block, Net, built, step_of
+from tests.support.inside import runtime_of
 from tests.support.paths import ROOT
 from tests.support.values import same
 
@@ -230,7 +231,7 @@ def test_a_large_constant_buffer_is_not_copied_after_the_first_forward() -> None
     plain, model, attachment = pair(plainly, POLICY, Masked)
     for number in range(3):
         assert same(step_of(model, number), step_of(plain, number))
-    kept = {name for _, _, buffers in attachment._runtime.saved.recompute._modules.values() for _, name in buffers._constant}
+    kept = {name for _, _, buffers in runtime_of(attachment).saved.recompute._modules.values() for _, name in buffers._constant}
     assert kept == {"mask"}
     attachment.detach()
     assert same(list(model.state_dict().values()), list(plain.state_dict().values()))
@@ -249,7 +250,7 @@ def test_a_parameter_written_before_backward_is_plain_pytorchs_error() -> None:
 def test_single_layers_are_not_run_twice() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     attachment = zhooks.attach(model, policy=POLICY)
-    assert attachment._runtime.saved.recompute is None
+    assert runtime_of(attachment).saved.recompute is None
     attachment.detach()
 
 
@@ -331,6 +332,7 @@ def test_transformers_own_gradient_checkpointing_is_left_to_itself() -> None:
 
 MEMORY = """
 import sys, torch, zhooks
+from tests.support.inside import runtime_of
 from torch import nn
 sys.path.insert(0, "benchmarks")
 from measure import restart_peak, rss_nbytes
@@ -353,7 +355,7 @@ model(x[:64]).sum().backward()
 restart_peak()
 before = rss_nbytes()
 loss = model(x).sum()
-stash = attachment._runtime.saved.stash
+stash = runtime_of(attachment).saved.stash
 if stash is not None:
     stash.flush()
 restart_peak()

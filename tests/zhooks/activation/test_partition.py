@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zhooks
 from offload.errors import AttachError
 from offload.events import Recorder
+from tests.support.inside import runtime_of
 from tests.support.on_ranks import on_ranks
 from tests.support.partition_nets import (
     BLOCKS,
@@ -47,10 +48,10 @@ def saved_nbytes(policy: dict[str, Any]) -> tuple[int, int]:
     step_of(model)
     before = alive()
     loss = model(batch()).square().mean()
-    stash = attachment._runtime.saved.stash
+    stash = runtime_of(attachment).saved.stash
     if stash is not None:
         stash.flush()
-    grown, cut = alive() - before, attachment._runtime.saved.partition
+    grown, cut = alive() - before, runtime_of(attachment).saved.partition
     held = cut.nbytes if cut is not None else 0
     loss.backward()
     attachment.detach()
@@ -97,11 +98,11 @@ def test_memory_shows_the_share_beside_the_formula() -> None:
     attachment.memory()
     step_of(model)
     loss = model(batch()).square().mean()
-    levels = attachment._runtime.saved.residual.now()
+    levels = runtime_of(attachment).saved.residual.now()
     assert levels.inputs == pytest.approx(BLOCKS * INPUT / 2, rel=0.02)
-    assert attachment._runtime.saved.residual.terms.partition == "tp"
+    assert runtime_of(attachment).saved.residual.terms.partition == "tp"
     loss.backward()
-    assert attachment._runtime.saved.residual.now().inputs == 0
+    assert runtime_of(attachment).saved.residual.now().inputs == 0
     attachment.detach()
 
 
@@ -116,7 +117,7 @@ def test_the_bits_are_those_of_plain_pytorch_on_every_tier_and_at_every_depth() 
             for step in range(2):
                 assert same(step_of(model, step), step_of(net, step)), (tier, prefetch)
                 assert same(step_of(model, step, mask.float()), step_of(net, step, mask.float()))
-            cut = attachment._runtime.saved.partition
+            cut = runtime_of(attachment).saved.partition
             gc.collect()
             assert cut.nbytes == 0 and not len(cut._cuts)
             attachment.detach()
@@ -175,7 +176,7 @@ def test_a_mask_that_every_unit_is_given_is_kept_and_gathered_once() -> None:
     step_of(model, 0, mask)
     step_of(net, 0, mask)
     loss = model(batch(1), mask).square().mean()
-    assert attachment._runtime.saved.partition.nbytes == pytest.approx((BLOCKS + 1) * INPUT / 2, rel=0.02)
+    assert runtime_of(attachment).saved.partition.nbytes == pytest.approx((BLOCKS + 1) * INPUT / 2, rel=0.02)
     recorder = Recorder()
     with attachment.observe(recorder):
         loss.backward()
@@ -239,7 +240,7 @@ def test_forwards_in_flight_and_graphs_that_are_kept() -> None:
             notes.append([first.detach(), second.detach(), both.detach(), *grads_of(each)])
         assert same(*notes)
         gc.collect()
-        assert not len(attachment._runtime.saved.partition._cuts)
+        assert not len(runtime_of(attachment).saved.partition._cuts)
         attachment.detach()
 
 
@@ -360,6 +361,6 @@ def test_a_mesh_without_the_axis_is_refused_and_an_axis_of_one_rank_is_harmless(
     step_of(model)
     attachment.detach()
     model, attachment = attached(policy_of(), tp=1)
-    assert attachment._runtime.saved.partition is None
+    assert runtime_of(attachment).saved.partition is None
     assert same(step_of(model), step_of(net))
     attachment.detach()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 import zhooks
+from tests.support.inside import transports_of
 from tests.support.on_ranks import hooks_left, on_ranks, place
 
 #: What attach calls once ranks are connected, in the order of the calls; of methods the class is named.
@@ -141,7 +142,7 @@ def refused(name: str, at: int, ranks: Callable[[int], bool], policy: dict[str, 
         assert all(type(value) is Tensor for state in mine.state.values() for value in state.values()), name
         assert not hooks_left(model), name
         assert [len(table) for table in tables] == steps and torch_optimizer._foreach_supported_types == foreach, name
-        assert all(transport.closed for transport in opened[0]._distinct() if transport.axis.world > 1), name
+        assert all(transport.closed for transport in transports_of(opened[0]) if transport.axis.world > 1), name
         attachment = zhooks.attach(model, mine, policy=chosen)
         train(model, mine, range(2, 4))
         attachment.detach()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.events import Recorder
+from tests.support.inside import flats_of, runtime_of, units_of
 from tests.support.on_ranks import from_first, on_ranks, place
 from tests.support.ranks import Pool
 from tests.support.values import full, same
@@ -117,7 +118,7 @@ def test_a_resident_model_gathers_once_for_many_forwards() -> None:
     with attachment.observe(recorder), attachment.resident(), torch.no_grad():
         for step in range(3):
             assert torch.equal(model(batch(step)), plain(batch(step)))
-        assert len([line for line in recorder.names("gather") if line.startswith("begin")]) == len(attachment._units)
+        assert len([line for line in recorder.names("gather") if line.startswith("begin")]) == len(units_of(attachment))
     assert attachment.memory().transient["gathered units"] == 0
     for either in (model.train(), plain.train()):
         train(either, adamw(either), range(2))
@@ -380,7 +381,7 @@ def test_nothing_of_an_attachment_outlives_detach_and_its_model() -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     model(torch.ones(2, 4))  # no backward follows
-    flats = [weakref.ref(flat) for unit in attachment._units for flat in unit.flats]
+    flats = [weakref.ref(flat) for flat in flats_of(attachment)]
     attachment.detach()
     del attachment, optimizer, model
     gc.collect()
@@ -400,7 +401,7 @@ def test_a_graph_that_a_module_keeps_of_its_last_forward_keeps_no_detached_model
     attachment.detach()
     with pytest.raises(zhooks.AttachError, match="expected backward before detach"):
         loss.backward()
-    gone = [weakref.ref(each) for each in (model, attachment, attachment._runtime)]
+    gone = [weakref.ref(each) for each in (model, attachment, runtime_of(attachment))]
     del attachment, optimizer, loss, model
     gc.collect()
     assert [each() for each in gone] == [None] * len(gone)
@@ -457,7 +458,7 @@ def test_nothing_of_an_attachment_outlives_a_model_that_is_dropped_without_detac
             optimizer.step()
         if ended == "zero_grad":
             optimizer.zero_grad()
-    flats = [weakref.ref(flat) for unit in attachment._units for flat in unit.flats]
+    flats = [weakref.ref(flat) for flat in flats_of(attachment)]
     kept = model[0].weight.detach()
     del attachment, optimizer, model
     gc.collect()

@@ -35,6 +35,7 @@ from offload.disk.scratch import started_ticks
 from offload.events import Event
 from offload.shards import Entry, ShardReader, ShardWriter
 from offload.shards import folder as shard_set
+from tests.support.inside import checksum_of, units_of
 from tests.support.json_damage import mutate, places
 from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.ranks import End, Pool
@@ -60,8 +61,8 @@ KILLED = '''
 import os, signal, sys
 from pathlib import Path
 import zhooks
-from offload.shards import folder as shard_set
 from offload.shards import ShardWriter
+from tests.support.inside import EXCHANGE
 from tests.support.resuming import Run
 
 path = Path(sys.argv[1])
@@ -84,7 +85,7 @@ def save_killed_at(number, target):
         for name in ("open", "fsync", "rename", "unlink", "mkdir", "rmdir"):
             setattr(os, name, counted(getattr(os, name)))
         ShardWriter.write = counted(ShardWriter.write)
-        shard_set._exchange = counted(shard_set._exchange)
+        setattr(*EXCHANGE, counted(getattr(*EXCHANGE)))
         run.save(target, extra={"saved": number})
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -97,7 +98,7 @@ def loaded(target):
 
 for earlier, exchanges in ((True, True), (True, False), (False, True)):
     if not exchanges:
-        shard_set._exchange = lambda *names: False
+        setattr(*EXCHANGE, lambda *names: False)
     number, found = 0, []
     while not found or not ended:
         number += 1
@@ -379,7 +380,7 @@ def test_a_file_that_breaks_between_verifying_and_loading_says_that_the_run_is_p
         run.save(path / "good")
         run.save(path / "run")
         file = path / "run" / f"rank-{last:05d}.safetensors"
-        unit = run.attachment._units[1].flats[0].name
+        unit = units_of(run.attachment)[1].flats[0].name
         breaks = run.attachment.observe(Breaks(file, unit if place()[0] == last else ""))
         with breaks, pytest.raises(zhooks.CheckpointError, match=r"found its end at byte .*The run is partly loaded now"):
             run.load(path / "run")
@@ -411,7 +412,7 @@ def test_a_mutated_manifest_is_an_error_or_means_the_same(signed: bool) -> None:
             at = data.draw(st.sampled_from(places(outer["manifest"] if signed else outer)))
             mutate(outer["manifest"] if signed else outer, at, data.draw(st.one_of(MUTATED, st.just("remove"))))
             if signed:
-                outer["checksum"] = shard_set._checksum(outer["manifest"])
+                outer["checksum"] = checksum_of(outer["manifest"])
             file.write_text(json.dumps(outer))
             with suppress(zhooks.CheckpointError):
                 assert run.load(path / "run") == {"step": 1}

@@ -22,6 +22,7 @@ from torch import Tensor
 import zhooks
 from offload.shards import Entry, ShardReader, ShardWriter, read_manifest, shard_name
 from offload.shards import folder as shard_set
+from tests.support.inside import checksum_of
 from tests.support.json_damage import mutate, places
 from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.resuming import Run, stir
@@ -48,7 +49,7 @@ def forge(good: Path, bad: Path, rank: int, change: Change) -> None:
     for name, value in tensors.items():
         writer.write(name, [value])
     content["files"][rank] = writer.finish().model_dump()
-    raw = json.dumps({"checksum": shard_set._checksum(content), "manifest": content})
+    raw = json.dumps({"checksum": checksum_of(content), "manifest": content})
     (bad / shard_set.MANIFEST).write_text(raw)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.errors import PolicyError
 from offload.events import Recorder
+from tests.support.inside import runtime_of
 from tests.support.on_ranks import on_ranks, place
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}}
@@ -128,7 +129,7 @@ def test_the_sum_is_kept_in_the_dtype_of_reductions_and_lands_in_that_of_the_mas
     with attachment.accumulate():
         for number in range(3):
             backward(model, number, mine=True)
-        partials = [gradient.partial for gradient in attachment._runtime.reducer.gradients.values()]
+        partials = [gradient.partial for gradient in runtime_of(attachment).reducer.gradients.values()]
         held = [partial for partial in partials if partial is not None]
         assert {partial.dtype for partial in held} == {torch.float32}
         assert sum(partial.numel() for partial in held) >= 5 * 9 + 9 + 9 * 3 + 3, "all of it, on every rank"

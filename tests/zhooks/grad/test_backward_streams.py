@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.device import OneStream
 from offload.events import Event
+from tests.support.inside import runtime_of
 from tests.support.streams import Paper, Stream
 
 
@@ -33,7 +34,7 @@ def test_all_reductions_of_a_backward_run_under_the_stream_of_its_first_gradient
     model, paper = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), Paper()
     chosen = {"units": {"min_numel": 0}, "precision": {"reduce": "bf16"}, **policy}
     attachment = zhooks.attach(model, policy=chosen)
-    attachment._runtime.reducer._streams = OneStream(paper)
+    runtime_of(attachment).reducer._streams = OneStream(paper)
     streams, watch = [paper.stream(f"of {number}") for number in range(3)], Watch(paper)
     attachment.observe(watch)
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zhooks
+from tests.support.held_levels import Levels
+from tests.support.inside import store_of
 from tests.support.on_ranks import on_ranks, place
 
 
@@ -39,7 +41,7 @@ def gradients(attachment: Any) -> tuple[int, int]:
 
 
 def storages(model: nn.Module) -> list[StorageWeakRef]:
-    return [StorageWeakRef(param.grad._at.untyped_storage()) for param in model.parameters()]
+    return [StorageWeakRef(param.grad.to_local().untyped_storage()) for param in model.parameters()]
 
 
 @on_ranks(1, 2, stage=(0, 1, 2, 3))
@@ -66,19 +68,20 @@ def test_zero_grad_frees_what_gradients_hold_and_they_come_again(stage: int) -> 
 @on_ranks(1, 2, stage=(2, 3), tier=("host", "disk"))
 def test_zero_grad_frees_gradients_on_tiers(stage: int, tier: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        model = Two()
+        model, levels = Two(), Levels()
         states = {cell: {"tier": tier} for cell in ("gradient", "optimizer")}
         attachment = zhooks.attach(model, policy={"stage": stage, **states, "disk": {"path": folder}})
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer, heard = torch.optim.AdamW(model.parameters()), attachment.observe(levels)
         for step in range(3):
             model(batch(step), "one+two").backward()
             held, formula = gradients(attachment)
-            assert held == formula > 0
+            assert held == formula > 0 and levels.of(f"gradient on {tier}") >= held
             optimizer.step()
             optimizer.zero_grad()
             assert gradients(attachment) == (0, 0)
-        attachment._tiers.store.flush()
-        assert not [what for what, _ in attachment._tiers.store.budget.account._levels if what.startswith("gradient")]
+        store_of(attachment).flush()
+        assert not [what for (what, _), level in levels.counters.items() if what.startswith("gradient") and level]
+        heard.close()
         attachment.detach()
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.errors import CapabilityError, ShardedOpError, TierError
 from offload.events import Event
+from tests.support.inside import stepper_of, units_of
 from tests.support.on_ranks import on_ranks, place
 
 STEPS = 4
@@ -324,8 +325,8 @@ def test_whoever_looks_in_backward_finds_whole_groups_and_values_after_the_updat
 @on_ranks(1, kernel=("torch", "numba"))
 def test_whoever_gathers_in_backward_gathers_after_the_update(kernel: str) -> None:
     training, seen = Training("disk", compute="host", param="bf16", kernel=kernel).warm(), []
-    overlap: Any = training.attachment._tiers.stepper.overlap
-    kept = training.attachment._units[-1].flats[0].buffer
+    overlap: Any = stepper_of(training.attachment).overlap
+    kept = units_of(training.attachment)[-1].flats[0].buffer
     copy = kept.copy
     assert copy is not None
     wait, overlap._wait = overlap._wait, lambda most=0: None  # what is under way stays so until somebody asks
@@ -347,7 +348,7 @@ def test_whoever_gathers_in_backward_gathers_after_the_update(kernel: str) -> No
 @on_ranks(1, 2)
 def test_an_update_beside_backward_that_fails_is_raised_in_the_step_with_its_unit_and_rank() -> None:
     training = Training(compute="host").warm()
-    kernel: Any = training.attachment._tiers.stepper.updater.kernel_of(training.optimizer)
+    kernel: Any = stepper_of(training.attachment).updater.kernel_of(training.optimizer)
     update = kernel.update
 
     def fail(optimizer: Any, job: Any, arguments: Any) -> None:

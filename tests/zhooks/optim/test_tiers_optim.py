@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import zhooks
-from offload.store import BlockRange
+from tests.support.inside import block_range_of, tier_of, units_of
 from tests.support.on_ranks import on_ranks, place
 from tests.support.tiers import AWAY, adamw, loss_of, policy, run, step, three_steps
 from tests.support.values import copies, same
@@ -88,9 +88,9 @@ def test_every_state_rests_on_its_tier_after_the_first_step(tier: str) -> None:
         named = {key: value for key, value in optimizer.state[param].items() if value.dim()}
         assert named.keys() == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
         for value in named.values():
-            assert isinstance(value._at, BlockRange) and value._at.block.tier.value == policy(tier)["optimizer"]["tier"]
+            assert tier_of(value) == policy(tier)["optimizer"]["tier"]
     states = [state for param in model.parameters() for state in optimizer.state[param].values() if state.dim()]
-    assert len({id(state._at.block) for state in states}) == 3 * len(attachment._units)
+    assert len({id(at.block) for state in states if (at := block_range_of(state))}) == 3 * len(units_of(attachment))
     attachment.detach()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zhooks
+from tests.support.inside import plans_of, runtime_of
 from tests.support.on_ranks import hooks_left, on_ranks, place
 from zhooks.plan.device_budget import device_floor, state_nbytes
 
@@ -42,7 +43,7 @@ def policy_of(stage: int, nbytes: int | None = None, **more: Any) -> dict[str, A
 def floor_of(stage: int) -> tuple[int, int]:
     """What attach counts without states, and what one state a parameter adds on the rank that has most."""
     attachment = zhooks.attach(net(), policy=policy_of(stage))
-    plans = [unit.plan for unit in attachment._units]
+    plans = plans_of(attachment)
     flats = [flat for plan in plans for flat in plan.flats]
     floor, one = device_floor(attachment.policy, plans), sum(flat.shard_numel * 4 for flat in flats)
     attachment.detach()
@@ -99,7 +100,7 @@ class Noisy(torch.optim.SGD):
 def test_states_are_foreseen_by_stepping_a_stand_in(kind: Any, options: dict[str, Any], states: int | None) -> None:
     model = net()
     attachment = zhooks.attach(model, policy=policy_of(3))
-    optimizer, plans = kind(model.parameters(), **options), [unit.plan for unit in attachment._units]
+    optimizer, plans = kind(model.parameters(), **options), plans_of(attachment)
     drawn, before = torch.get_rng_state(), values(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -114,7 +115,7 @@ def test_states_are_foreseen_by_stepping_a_stand_in(kind: Any, options: dict[str
 def test_groups_differ_and_rounded_parameters_have_wide_states() -> None:
     model = net(torch.bfloat16)
     attachment = zhooks.attach(model, policy=policy_of(0))
-    plans = [unit.plan for unit in attachment._units]
+    plans = plans_of(attachment)
     first, *others = model.parameters()
     groups = [{"params": [first], "momentum": 0.9}, {"params": others}]
     assert state_nbytes(torch.optim.SGD(groups, lr=0.1), plans, 0) == (2 * first.numel(), True)
@@ -221,9 +222,9 @@ def test_states_take_their_room_from_units_that_stay_gathered() -> None:
     model = net()
     attachment = zhooks.attach(model, policy=policy_of(3, floor + 3 * one))
     optimizer = torch.optim.AdamW(model.parameters())
-    assert attachment._runtime.paths.choices.budget == 3 * one
+    assert runtime_of(attachment).paths.choices.budget == 3 * one
     step(model, optimizer)
-    room = attachment._runtime.paths.choices.budget
+    room = runtime_of(attachment).paths.choices.budget
     assert room is not None and one <= room < 3 * one
     # Several optimizers of one model add up.
     other = torch.optim.Adam(model.parameters(), amsgrad=True)

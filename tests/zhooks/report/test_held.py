@@ -18,6 +18,7 @@ from offload.budget.account import Account, owner_of
 from offload.events import Bus, Recorder, listen, tell_all
 from offload.tier import Tier
 from tests.support.held_levels import POLICIES, TIERED, Levels, training
+from tests.support.inside import flats_of, units_of
 from tests.support.on_ranks import on_ranks
 from zprof.recording.sources import Sources
 from zprof.recording.storages import Storages
@@ -46,7 +47,7 @@ def test_what_is_held_is_what_the_memory_report_counts(name: str, late: bool) ->
         tell_all()
     gc.collect()
     held = levels.table()
-    flats = [flat for unit in attachment._units for flat in unit.flats]
+    flats = flats_of(attachment)
     full = sum(flat.full_nbytes for flat in flats if flat.releasable and flat.full is not None)
     held["parameter on device"] = held.get("parameter on device", 0) - full
     # Counters of steps belong to no unit; both leave them out.
@@ -154,9 +155,9 @@ def test_waits_lie_inside_what_is_waited_for_and_units_compute_in_order() -> Non
         for key, begin, end in waits:
             assert any(key == other and first <= begin and end <= last for other, first, last in whole)
     computed = [key for key, _, _ in recorder.spans("compute")]
-    assert computed == [unit.name for unit in attachment._units] * 2
+    assert computed == [unit.name for unit in units_of(attachment)] * 2
     ready = [event.key for event in recorder.events if event.what == "ready"]
-    assert ready == [flat.name for unit in reversed(attachment._units) for flat in unit.flats] * 2
+    assert ready == [flat.name for unit in reversed(units_of(attachment)) for flat in unit.flats] * 2
 
 
 def test_the_policy_is_stated_so_that_it_can_be_read_again() -> None:
@@ -288,8 +289,9 @@ def test_a_storage_is_held_until_it_dies_and_once_only() -> None:
     tensor.untyped_storage().resize_(64)
     storages.hold("communication on device", "idle", tensor.untyped_storage())
     saved = torch.zeros(1, requires_grad=True) * tensor[:1]
+    address = tensor.untyped_storage()._cdata
     del tensor
-    assert storages.knows(next(iter(storages._live))) and rows[-1][3] == 64
+    assert storages.knows(address) and rows[-1][3] == 64
     del saved
     assert rows[-1] == (RowKind.FREE, "communication on device", "idle", 64, 1)
     assert len(storages) == 0

@@ -15,6 +15,7 @@ from offload.events import listen, tell_all
 from offload.store import Block, BlockRange
 from offload.tier import Tier
 from tests.support.held_levels import POLICIES, TIERED, Levels, training
+from tests.support.inside import flats_of, has_store, memory_of, runtime_of, store_of
 from tests.support.on_ranks import on_ranks
 from zhooks.tensor import ShardedTensor
 from zhooks.unit.buffer import StoreBuffer
@@ -25,13 +26,13 @@ def on_device(attachment: zhooks.Attachment, optimizer: torch.optim.Optimizer) -
     found: dict[int, tuple[str, int]] = {}
 
     def add(category: str, value: Any) -> None:
-        value = value._at if isinstance(value, ShardedTensor) else value
+        value = memory_of(value) if isinstance(value, ShardedTensor) else value
         block = value.block if isinstance(value, BlockRange) else value
         value = block.home if isinstance(block, Block) and block.tier is Tier.DEVICE else value
         if isinstance(value, torch.Tensor) and value.numel() > 1:
             found[value.untyped_storage()._cdata] = (f"{category} on device", value.untyped_storage().nbytes())
 
-    for flat in [flat for unit in attachment._units for flat in unit.flats]:
+    for flat in flats_of(attachment):
         add("optimizer" if flat.resident else "parameter", flat.buffer.memory)
         add("parameter", flat.full)
         if isinstance(flat.buffer, StoreBuffer):
@@ -42,7 +43,7 @@ def on_device(attachment: zhooks.Attachment, optimizer: torch.optim.Optimizer) -
                 add("gradient", param.grad)
             for value in optimizer.state.get(param, {}).values():
                 add("optimizer", value)
-        gradient = attachment._runtime.reducer.gradients.get(flat.number)
+        gradient = runtime_of(attachment).reducer.gradients.get(flat.number)
         for value in (gradient.partial, gradient.shard.at) if gradient is not None else ():
             add("gradient", value)
     held: Counter[str] = Counter()
@@ -65,9 +66,9 @@ class Watched:
     def rest(self, where: str) -> None:
         known = {what: nbytes for what, nbytes in self.levels.table().items() if what.endswith("on device")}
         assert known == on_device(self.attachment, self.optimizer), where
-        store = self.attachment._tiers.store
         for tier in (Tier.HOST, Tier.DISK):
-            assert self.levels.on(tier.value) == (0 if store is None else store.budget.used(tier)), f"{where}: {tier}"
+            used = store_of(self.attachment).budget.used(tier) if has_store(self.attachment) else 0
+            assert self.levels.on(tier.value) == used, f"{where}: {tier}"
 
     def backward(self) -> None:
         self.model(torch.ones(4, 8)).sum().backward()

@@ -20,8 +20,7 @@ import zhooks
 from offload.errors import BudgetError
 from offload.events import Event
 from tests.support.on_ranks import on_ranks, place
-from zhooks.comm.shared_memory import SharedMemory
-from zhooks.comm.transport import TwoSteps
+from tests.support.replica_calls import Calls
 from zhooks.grad import reduction
 
 NUMEL = 8 * 8 + 8
@@ -340,26 +339,6 @@ def test_a_sum_over_replicas_is_started_where_only_its_own_range_is_waited_for(m
     sent.begin_replicas(replicate)
     assert sent.work == "the sum"
     assert seen == ["another stream", "range waited for", "sum started", "the caller's stream"]
-
-
-class Calls:
-    """When the sums over the replicas and the reductions before them are started, and when each is waited for."""
-
-    def __init__(self, patched: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[str, str]] = []
-        real_start, real_wait = SharedMemory._launch, TwoSteps.wait
-
-        def start(transport: Any, ring: Any, message: Any) -> Any:
-            if message.parts is not None:
-                self.seen.append((message.call.what, message.call.key))
-            return real_start(transport, ring, message)
-
-        def wait(work: Any) -> None:
-            self.seen.append(("wait", work._arguments[1].key))
-            real_wait(work)
-
-        patched.setattr(SharedMemory, "_launch", start)
-        patched.setattr(TwoSteps, "wait", wait)
 
 
 @on_ranks(4)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.events import Recorder
+from tests.support.inside import comm_of, flats_of, plans_of, runtime_of
 from tests.support.on_ranks import on_ranks
 from tests.support.pipelines import (
     Run,
@@ -28,7 +29,7 @@ from tests.support.pipelines import (
     parts,
     share,
 )
-from zhooks.setup.device_budget import device_floor
+from zhooks.plan.device_budget import device_floor
 
 STEPS = 10
 
@@ -134,7 +135,7 @@ def test_units_kept_until_backward_are_gathered_once_a_step() -> None:
     run.step(0)
     for number in range(1, 3):
         assert set(counted(run, "gather", number).values()) == {1}
-    assert not any(flat.full is not None for unit in run.attachments[0]._units for flat in unit.flats), "released at the end"
+    assert not any(flat.full is not None for flat in flats_of(run.attachments[0])), "released at the end"
     run.close()
 
 
@@ -185,7 +186,7 @@ def test_a_slice_of_the_mesh_stands_for_the_mesh() -> None:
     mesh = mesh_of(2, 2)
     (part,) = mine_of(mesh, parts(2)).values()
     attachment = zhooks.attach(part, mesh=mesh["dp"], policy={"stage": 3})
-    assert attachment._comm.world.axis.ranks == ((0, 1) if dist.get_rank() < 2 else (2, 3))
+    assert comm_of(attachment).world.axis.ranks == ((0, 1) if dist.get_rank() < 2 else (2, 3))
     attachment.detach()
 
 
@@ -194,8 +195,7 @@ def test_a_budget_of_the_device_counts_the_sum_that_microbatches_leave() -> None
     mesh, model = mesh_of(2, 2), nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
     policy: dict[str, Any] = {"stage": 3, "units": {"min_numel": 0}}
     attachment = zhooks.attach(model, mesh=mesh, policy=policy)
-    plans = [unit.plan for unit in attachment._units]
-    few, all_of_them = (device_floor(attachment.policy, plans, whole_sums=whole) for whole in (False, True))
+    few, all_of_them = (device_floor(attachment.policy, plans_of(attachment), whole_sums=whole) for whole in (False, True))
     attachment.detach()
     assert all_of_them >= few + 4 * 64 * 64 * 4
     with pytest.raises(zhooks.BudgetError, match=r"\[budget\] device: expected room for what is kept there"):
@@ -209,11 +209,10 @@ def test_of_one_data_rank_the_sum_is_counted_where_there_is_one(precision: dict[
     attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, "precision": precision})
     with attachment.accumulate():
         model(torch.ones(2, 64)).float().sum().backward()
-        gradients = attachment._runtime.reducer.gradients.values()
+        gradients = runtime_of(attachment).reducer.gradients.values()
         held = sum(gradient.partial.nbytes for gradient in gradients if gradient.partial is not None)
         [line] = [line for line in str(attachment.memory()).splitlines() if "partial gradients" in line]
-    plans = [unit.plan for unit in attachment._units]
-    few, whole = (device_floor(attachment.policy, plans, whole_sums=whole) for whole in (False, True))
+    few, whole = (device_floor(attachment.policy, plans_of(attachment), whole_sums=whole) for whole in (False, True))
     resting = sum(2 * 4 * param.numel() for param in model.parameters())
     assert bool(held) is bool(precision) and whole >= resting + held and whole >= few
     now, _, bound = line.partition("<=")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zhooks
+from tests.support.inside import comm_of
 from tests.support.on_ranks import on_ranks, place
 
 STAGES = (0, 1, 2, 3)
@@ -156,7 +157,7 @@ def test_clipping_scales_every_gradient_as_in_the_plain_model(stage: int, order:
 def test_clipping_makes_one_all_reduce(stage: int) -> None:
     model, attachment, _ = attached(stage)
     assert model.scale.grad is not None
-    transport = attachment._comm.shard
+    transport = comm_of(attachment).shard
     calls = []
     reduce = transport.all_reduce
     transport.all_reduce = lambda call, tensor, op: (calls.append(call.what), reduce(call, tensor, op))[1]

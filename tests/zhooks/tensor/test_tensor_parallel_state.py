@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zhooks
+from tests.support.inside import flats_of, pool_of
 from tests.support.on_ranks import on_ranks
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
 from tests.support.tp_runs import FINE, attached, data_place, mean_over_data, mesh_of, train
@@ -126,7 +127,7 @@ def test_between_forward_and_backward_no_gathered_buffer_stays() -> None:
         mesh = mesh_of(2)
         model, attachment = attached(mesh, 3, sequence=True, policy={"schedule": {"reshard_after_forward": True}} | stash)
         for step in range(2):
-            flats = [flat for unit in attachment._units for flat in unit.flats]
+            flats = flats_of(attachment)
             buffers: dict[int, Any] = {}
 
             def noted(module: nn.Module, args: Any, flats: Any = flats, buffers: Any = buffers) -> None:
@@ -136,7 +137,7 @@ def test_between_forward_and_backward_no_gathered_buffer_stays() -> None:
 
             handles = [module.register_forward_pre_hook(noted) for module in model.modules() if not list(module.children())]
             loss = loss_of(model, *batch(step, *data_place(mesh)))
-            attachment._pool.clear()
+            pool_of(attachment).clear()
             for handle in handles:
                 handle.remove()
             assert len(buffers) == len(flats)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import zhooks
 from offload.events import Event, listen
+from tests.support.inside import pool_of
 from tests.support.ranks import Pool
 from tests.support.widening import VOCAB, Widening
 from zprof.frag.replay import ALLOC, RELEASE, Events, replay
@@ -72,7 +73,7 @@ def recorded(arena: str) -> tuple[list[tuple[int, int, int]], int, float]:
         policy = {"units": units, "activation": {"checkpoint": "unit"}, "device": {"arena": arena}}
         attachment = zhooks.attach(model, policy=policy)
         # As on CUDA, where freed buffers are the allocator's to keep.
-        attachment._pool.idle_nbytes = 0
+        pool_of(attachment).idle_nbytes = 0
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.randint(0, VOCAB, (TOKENS,))
         loss = F.cross_entropy(model(x), x)
@@ -82,7 +83,7 @@ def recorded(arena: str) -> tuple[list[tuple[int, int, int]], int, float]:
     finally:
         stop()
         tracker.close()
-    kept = attachment._pool.arena
+    kept = pool_of(attachment).arena
     fell_back = kept.report().fell_back if kept is not None else 0
     attachment.detach()
     return trace.rows, fell_back, loss.item()

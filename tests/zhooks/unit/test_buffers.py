@@ -19,6 +19,7 @@ import zhooks
 from offload.errors import AttachError, PolicyError
 from offload.events import Event
 from tests.support.buffer_census import counted
+from tests.support.inside import comm_of, flats_of, runtime_of
 from tests.support.on_ranks import on_ranks, place
 from zhooks.comm import chunks_of, in_order, norms_of_runs, read
 from zhooks.comm.all_ranks import COLLECT_NBYTES
@@ -90,7 +91,7 @@ def bounded(**policy: Any) -> dict[str, Any]:
 
 def compare(**policy: Any) -> None:
     plain, cut = trained(*built(**policy)), built(**bounded(**policy))
-    flats = [flat for unit in cut[1]._units for flat in unit.flats]
+    flats = flats_of(cut[1])
     assert sum(flat.long for flat in flats) >= 3
     assert all(flat.long or flat.layout.padded * flat.kind.wide <= SMALL for flat in flats)
     same(plain, trained(*cut))
@@ -266,7 +267,7 @@ def measured(depth: int, width: int, **policy: Any) -> dict[str, int]:
         attachment.save_full(Path(box[0]) / "full.safetensors")
         attachment.save(Path(box[0]) / "run", optimizer)
     peaks["save"] = census.peak
-    bounds = buffers([flat for unit in attachment._units for flat in unit.flats], attachment._runtime.reducer, attachment._comm)
+    bounds = buffers(flats_of(attachment), runtime_of(attachment).reducer, comm_of(attachment))
     rings = bounds["message rings"].most
     assert peaks["step"] <= sum(kind.most for kind in bounds.values()) - rings + BOUND, (peaks, bounds)
     assert all(kind.now <= kind.most for kind in bounds.values())
@@ -326,7 +327,7 @@ def test_pieces_are_one_reduction_to_those_who_listen(stage: int) -> None:
     model(torch.arange(10).view(2, 5)).sum().backward()
     assert log.open == 0
     assert log.most <= 2
-    assert log.nbytes == attachment._runtime.reducer.payload()
+    assert log.nbytes == runtime_of(attachment).reducer.payload()
 
 
 # ---- bad input

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zhooks
-from offload.store import BlockRange
+from tests.support.inside import flats_of, has_store, is_stepped_over_tiers, numel_of, range_of, store_of, tier_of
 from tests.support.on_ranks import on_ranks, place
 from tests.support.tiers import AWAY, TIERS, Loop, adamw, loss_of, policy, run, step, three_steps
 from tests.support.values import copies, same
@@ -88,11 +88,9 @@ def test_parameters_keep_shape_dtype_and_compute_device_and_their_local_range_te
             assert tensor.shape == theirs.shape and tensor.dtype == theirs.dtype and tensor.device == theirs.device
             local = tensor.to_local()
             assert local.dim() == 1 and local.dtype == theirs.dtype and local.device.type == "cpu"
-            assert local.numel() == sum(piece.numel for piece in tensor._spec.pieces)
-            assert torch.equal(local, tensor._spec.take(tensor.full_tensor()))
-        where = (mine, mine.grad, states[0])
-        found = [t._at.block.tier.value if isinstance(t._at, BlockRange) else "device" for t in where]
-        assert tuple(found) == TIERS[tier]
+            assert local.numel() == numel_of(tensor)
+            assert torch.equal(local, range_of(tensor, tensor.full_tensor()))
+        assert tuple(tier_of(each) for each in (mine, mine.grad, states[0])) == TIERS[tier]
     attachment.detach()
 
 
@@ -120,7 +118,7 @@ def test_memory_is_the_formula_to_the_byte_on_every_tier(tier: str, param: str |
         optimizer = adamw(model)
         step(model, optimizer, 0, "gpt")
         loss_of(model, 1, "gpt").backward()
-        held = sum(flat.shard_numel for unit in attachment._units for flat in unit.flats)
+        held = sum(flat.shard_numel for flat in flats_of(attachment))
         assert held >= sum(p.numel() for p in model.parameters()) // (world if stage else 1)
         report = attachment.memory()
         copied = 4 if param is None else 2
@@ -133,8 +131,8 @@ def test_memory_is_the_formula_to_the_byte_on_every_tier(tier: str, param: str |
             assert found == wanted, f"{tier} {param} stage {stage}"
         for row in report.rows:
             assert row.nbytes == row.formula and row.tier == TIERS[tier][("parameter", "gradient", "optimizer").index(row.what)]
-        store = attachment._tiers.store
-        if store is not None:
+        if has_store(attachment):
+            store = store_of(attachment)
             store.flush()
             for where in ("host", "disk"):
                 assert sum(row.nbytes for row in report.rows if row.tier == where) == store.budget.used(zhooks_tier(where))
@@ -383,14 +381,12 @@ def test_detach_leaves_a_plain_model_that_trains_on_and_no_file(tier: str) -> No
     step(model, optimizer, 0)
     loss_of(model, 1).backward()
     grads = copies([param.grad for param in model.parameters()])
-    store = attachment._tiers.store
-    assert store is not None
-    path = store.disk.path if "disk" in TIERS[tier] else None
+    path = store_of(attachment).disk.path if "disk" in TIERS[tier] else None
     assert path is None or path.exists()
     attachment.detach()
     assert path is None or not path.exists()
     assert same([param.grad for param in model.parameters() if param.grad is not None], grads)
-    assert not attachment._tiers.stepper or not attachment._tiers.stepper._handles
+    assert not is_stepped_over_tiers(attachment)
     optimizer.step()
     copy.deepcopy(model)
 

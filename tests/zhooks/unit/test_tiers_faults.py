@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.disk import Bytes, SystemIo
 from offload.tier import Tier
+from tests.support.inside import break_disk, has_store, store_of
 from tests.support.on_ranks import hooks_left
 from tests.support.tiers import adamw, loss_of, policy, step
 from tests.support.values import copies, same
@@ -73,11 +74,9 @@ def attached(
     attachment = zhooks.attach(model, policy=on_disk(tmp_path, tier, **more))
     optimizer = adamw(model)
     step(model, optimizer, 0)
-    store = attachment._tiers.store
-    assert store is not None
-    store.flush()
+    store_of(attachment).flush()
     faulty = Faulty()
-    store.disk._file._io = store.disk._mover._io = faulty
+    break_disk(store_of(attachment), faulty)
     return model, attachment, optimizer, faulty
 
 
@@ -134,8 +133,7 @@ def test_a_budget_bounds_the_memory_and_the_file_behind_the_tiers_and_memory_say
     attachment = zhooks.attach(model, policy=mixed)
     optimizer = adamw(model)
     step(model, optimizer, 0)
-    store = attachment._tiers.store
-    assert store is not None
+    store = store_of(attachment)
     store.flush()
     for _ in range(2):
         assert store.host.reserved <= 1 << 20
@@ -194,8 +192,7 @@ def test_a_disk_that_fails_during_attach_leaves_the_plain_model(
     else:
         # The write-backs of attach itself were still under way: whoever waits next hears of them.
         faulty.heal()
-        store = attachment._tiers.store
-        assert store is not None
+        store = store_of(attachment)
         for _ in range(2):
             try:
                 store.flush()
@@ -257,7 +254,7 @@ def test_a_disk_that_fails_in_backward_raises_and_the_step_repeated_from_zero_is
     setattr(faulty, verb, left)
     try:
         loss.backward()
-        attachment._tiers.store.flush()  # type: ignore[union-attr]
+        store_of(attachment).flush()
     except zhooks.TierError as error:
         assert ("cannot read parameter/" if verb == "reads_left" else "cannot write gradient/") in str(error)
     faulty.heal()
@@ -288,7 +285,7 @@ def test_a_read_that_fails_in_the_optimizer_says_how_far_it_had_come(tmp_path: P
     model, attachment, optimizer, faulty = attached(tmp_path)
     before, wanted = values(model), plainly(range(2))[1]
     loss_of(model, 1).backward()
-    attachment._tiers.store.flush()  # type: ignore[union-attr]
+    store_of(attachment).flush()
     faulty.reads_left = left
     with pytest.raises(zhooks.TierError, match=r"cannot read (parameter|gradient|optimizer)/.*EIO") as caught:
         optimizer.step()
@@ -310,8 +307,7 @@ def test_a_read_that_fails_in_the_optimizer_says_how_far_it_had_come(tmp_path: P
 def test_a_write_that_fails_in_the_optimizer_loses_no_value(tmp_path: Path, left: int) -> None:
     """The last units' write-backs fail after the step has returned: the next entry raises, and all is still there."""
     model, attachment, optimizer, faulty = attached(tmp_path)
-    store = attachment._tiers.store
-    assert store is not None
+    store = store_of(attachment)
     store.staging_limit = 1 << 30
     loss_of(model, 1).backward()
     store.flush()
@@ -343,8 +339,7 @@ def test_a_write_that_fails_in_the_optimizer_loses_no_value(tmp_path: Path, left
 @pytest.mark.parametrize("damage", ["bit", "cut"])
 def test_a_scratch_file_that_was_altered_between_steps_is_noticed_and_names_what_was_lost(tmp_path: Path, damage: str) -> None:
     model, attachment, optimizer, _ = attached(tmp_path)
-    store = attachment._tiers.store
-    assert store is not None
+    store = store_of(attachment)
     if damage == "cut":
         os.truncate(store.disk.path, 8192)
     else:
@@ -457,8 +452,9 @@ def test_nothing_of_a_step_outlives_it(tmp_path: Path, name: str) -> None:
     def steps(count: int) -> tuple[Counter[str], dict[str, Any]]:
         for _ in range(count):
             step(model, optimizer, next(numbers))
-        store, held = attachment._tiers.store, {"threads": threading.active_count()}
-        if store is not None:
+        held: dict[str, Any] = {"threads": threading.active_count()}
+        if has_store(attachment):
+            store = store_of(attachment)
             store.flush()
             held |= {f"bytes on {tier.value}": store.budget.used(tier) for tier in Tier}
             held |= {"host memory taken": store.host.used, "staging": store.staged}
@@ -477,6 +473,7 @@ GROWTH = """
 import json, pathlib, re, sys, time
 import psutil, torch, zhooks
 from offload.disk.io import SystemIo
+from tests.support.inside import has_store, store_of
 from torch import nn
 
 tier, folder = sys.argv[1:]
@@ -507,7 +504,7 @@ for step in range(50 if tier == "disk" else 5):
     optimizer.zero_grad()
     losses.append(loss.item())
     # Pages that writes under way have touched stay: as many as there ever were at once, which is the disk's pace.
-    touched = 0 if attachment._tiers.store is None else attachment._tiers.store.host.high_water
+    touched = store_of(attachment).host.high_water if has_store(attachment) else 0
     marks.append(process.memory_info().rss - before - touched)
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024 - before
 print(json.dumps({"peak": peak, "marks": marks, "losses": losses}))

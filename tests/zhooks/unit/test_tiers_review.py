@@ -16,6 +16,7 @@ import zhooks
 from offload.errors import BudgetError, CapabilityError, ShardedOpError
 from offload.events import Event
 from offload.policy import Policy
+from tests.support.inside import tiers_changed
 from tests.support.on_ranks import on_ranks, place
 
 
@@ -80,8 +81,7 @@ def test_apply_asks_whether_the_kernel_can_run_where_the_new_policy_wants_it() -
     attached = zhooks.attach(build(), policy=tiered("host"))
     chosen = Policy.of(tiered("host", kernel="numba"))
     with pytest.raises(CapabilityError, match='compute = "host"'):
-        plans = [unit.plan for unit in attached._units]
-        attached._tiers.change(chosen, torch.device("cuda"), plans, attached._comm, attached._bus)
+        tiers_changed(attached, chosen, torch.device("cuda"))
     attached.detach()
 
 

@@ -1,0 +1,149 @@
+"""The one way tests look inside packages that they do not test: one function for each thing that users cannot see.
+
+What users can see comes first: ``attachment.memory()``, ``describe()``, ``payload()``, events, ``to_local()``, files. The tests
+of a package use what is private to it as they like (`tests/house.py` holds both). Nothing here is changed but by a function
+that says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zhooks
+from offload import events
+from offload.policy import Policy
+from offload.shards import folder as shard_folder
+from offload.store import BlockRange, Store
+from zhooks.comm import Comm
+from zhooks.layout import UnitPlan
+from zhooks.optim import Stepper
+from zhooks.run import Runtime
+from zhooks.unit import Flat, Pool, Unit
+
+# ---- of an attachment
+
+
+def units_of(attachment: zhooks.Attachment) -> list[Unit]:
+    return attachment._units
+
+
+def plans_of(attachment: zhooks.Attachment) -> list[UnitPlan]:
+    """How its units are laid out."""
+    return [unit.plan for unit in units_of(attachment)]
+
+
+def flats_of(attachment: zhooks.Attachment) -> list[Flat]:
+    return [flat for unit in units_of(attachment) for flat in unit.flats]
+
+
+def runtime_of(attachment: zhooks.Attachment) -> Runtime:
+    return attachment._runtime
+
+
+def pool_of(attachment: zhooks.Attachment) -> Pool:
+    return attachment._pool
+
+
+def comm_of(attachment: zhooks.Attachment) -> Comm:
+    return attachment._comm
+
+
+def store_of(attachment: zhooks.Attachment) -> Store:
+    """The store of an attachment whose policy names another tier than the device."""
+    store = attachment._tiers.store
+    assert store is not None, "everything is on the device"
+    return store
+
+
+def has_store(attachment: zhooks.Attachment) -> bool:
+    return attachment._tiers.store is not None
+
+
+def stepper_of(attachment: zhooks.Attachment) -> Stepper | None:
+    return attachment._tiers.stepper
+
+
+def is_stepped_over_tiers(attachment: zhooks.Attachment) -> bool:
+    """Whether steps of optimizers are still entered for this attachment."""
+    stepper = attachment._tiers.stepper
+    return stepper is not None and bool(stepper._handles)
+
+
+def is_heard(attachment: zhooks.Attachment) -> bool:
+    """Whether any observer is told of this attachment's events."""
+    return attachment._bus.active
+
+
+def tiers_changed(attachment: zhooks.Attachment, policy: Policy, device: torch.device) -> None:
+    """What ``apply`` does first, on another device than the one the attachment is on."""
+    inside = attachment
+    plans = plans_of(attachment)
+    inside._tiers.change(policy, device, plans, inside._comm, inside._bus)
+
+
+# ---- of a sharded tensor
+
+
+def block_range_of(tensor: Tensor) -> BlockRange | None:
+    """Where the store keeps the local range; None of a range in plain device memory."""
+    assert isinstance(tensor, zhooks.ShardedTensor)
+    return tensor._at if isinstance(tensor._at, BlockRange) else None
+
+
+def tier_of(tensor: Tensor) -> str:
+    at = block_range_of(tensor)
+    return "device" if at is None else at.block.tier.value
+
+
+def memory_of(tensor: Tensor) -> Tensor | BlockRange:
+    """The memory of the local range, without opening it."""
+    assert isinstance(tensor, zhooks.ShardedTensor)
+    return tensor._at
+
+
+def numel_of(tensor: Tensor) -> int:
+    """How many elements the layout gives this rank."""
+    assert isinstance(tensor, zhooks.ShardedTensor)
+    return sum(piece.numel for piece in tensor._spec.pieces)
+
+
+def range_of(tensor: Tensor, full: Tensor) -> Tensor:
+    """What the layout gives this rank of ``full``."""
+    assert isinstance(tensor, zhooks.ShardedTensor)
+    return tensor._spec.take(full)
+
+
+# ---- of the packages below
+
+
+def has_arrived(lease: Any) -> bool:
+    """Whether the copy of what a lease is for has come to its end, without waiting for it."""
+    done: bool = lease._arriving.done()
+    return done
+
+
+def break_disk(store: Store, io: Any) -> None:
+    """From now on every transfer of the store's disk goes through ``io``."""
+    store.disk._file._io = store.disk._mover._io = io
+
+
+def transports_of(comm: Comm) -> list[Any]:
+    return list(comm._distinct())
+
+
+def checksum_of(manifest: Any) -> str:
+    """What stands beside a manifest in its file."""
+    return shard_folder._checksum(manifest)
+
+
+#: The call that exchanges a new checkpoint with the earlier one: module and name, as ``setattr`` takes them.
+EXCHANGE = (shard_folder, "_exchange")
+
+
+def hush_earlier() -> None:
+    """What is attached already, by other tests of this process, does not tell a new observer what it holds."""
+    for bus in tuple(events._buses):
+        bus._tell = None
