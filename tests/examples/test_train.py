@@ -1,6 +1,6 @@
 """The command of `make train`: the GPT example under torchrun on two ranks, short and small, held to the plain model.
 
-pytest runs it in processes of its own; test_example_text.py tests the text the example reads.
+pytest runs it in processes of its own; test_text.py tests the text the example reads.
 It never judges what is learned: three steps learn nothing.
 """
 

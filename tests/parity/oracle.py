@@ -36,7 +36,7 @@ from tests.support.zoo import ZOO
 
 STEPS = 3
 SEED = 7
-# Below the gradient norm of every model of the zoo, so that clipping acts at every step (test_zoo.py holds it to that).
+# Below the gradient norm of every model of the zoo, so that clipping acts at every step (test_oracle.py holds it to that).
 CLIP_NORM = 0.1
 # Low enough that no gradient of the zoo overflows in fp16: the skipped step is an adversity of its own.
 LOSS_SCALE = 2.0**8

@@ -1,7 +1,7 @@
 """Owns a second model of torch's caching allocator, as plain as it can be, for the tests to hold the compiled one against.
 
-`test_zprof_replay` runs both over the same events. It scans lists where the other keeps sorted arrays, and shares no code with
-it but the settings.
+`tests/zprof/test_replay.py` runs both over the same events. It scans lists where the other keeps sorted arrays, and shares no
+code with it but the settings.
 """
 
 from __future__ import annotations

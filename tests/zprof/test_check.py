@@ -5,35 +5,29 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import click
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
 from zprof.check_cli import Verdict, junit
-from zprof.cli import main
 from zprof.rows import Row, RowKind, placed
 from zprof.timing.coverage import Coverage
 from zprof.timing.limits import Limit, parse_limit, percent, shown
 from zprof.timing.measured import Measured
 from zprof.timing.measures import MEASURES
 
-Zprof = Callable[..., Result]
-
 
 @pytest.fixture
-def zprof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zprof:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+def zprof(zprof: Zprof) -> Zprof:
     write_trace(Path("run.zprof"), sample_rows())
-    return lambda *arguments: CliRunner().invoke(main, arguments, prog_name="zprof")
+    return zprof
 
 
 def holding(path: Path, nbytes: int, **header: Any) -> Path:

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click import BadParameter
-from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
-from zprof.cli import main
 from zprof.rows import Row, RowKind, placed
 from zprof.timing.limits import parse_change
 
-Zprof = Callable[..., Result]
 START = 1_000_000_000
 
 
 @pytest.fixture
-def zprof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zprof:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+def zprof(zprof: Zprof) -> Zprof:
     write_trace(Path("a.zprof"), sample_rows(units=4))
     write_trace(Path("b.zprof"), sample_rows(units=5, level="alloc"))
-    return lambda *arguments: CliRunner().invoke(main, arguments, prog_name="zprof")
+    return zprof
 
 
 def holding(path: Path, nbytes: int, *, unit: str = "a", **header: Any) -> Path:

@@ -8,20 +8,19 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.support.browser import Browser, opened, why_none
+from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
-from zprof.cli import main
 from zprof.pages import timeline as page_timeline
 from zprof.pages.lanes import Kept, Lane, Spans, keep
 from zprof.pages.page import embedded, page_path
@@ -30,7 +29,6 @@ from zprof.rows import Row, RowKind
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'zhooks[pages]'")
 
-Zprof = Callable[..., Result]
 HOSTILE = {
     "model.layers.0": "<script>alert(1)</script>",
     "model.layers.1": "</script><img src=x onerror=alert(1)>",
@@ -44,12 +42,6 @@ def renamed(rows: Iterator[Row]) -> Iterator[Row]:
     for row in rows:
         found = next((unit for unit in HOSTILE if unit in row.key), None)
         yield row if found is None else row._replace(key=row.key.replace(found, HOSTILE[found]))
-
-
-@pytest.fixture
-def zprof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zprof:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(main, [str(each) for each in arguments], prog_name="zprof")
 
 
 def data_of(page: Path) -> dict[str, Any]:

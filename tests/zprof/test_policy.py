@@ -7,28 +7,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from offload.errors import BudgetError, CapabilityError, PolicyError
 from offload.policy import IgnoredKeys, Policy
 from tests.support.paths import ROOT
+from tests.support.zprof_command import Zprof
 from zprof.cli import main
 from zprof.policy_docs import main as write_page
 from zprof.policy_docs import render, tables
 from zprof.problem import problem_of
-
-Zprof = Callable[..., Result]
-
-
-@pytest.fixture
-def zprof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zprof:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(main, arguments, prog_name="zprof")
 
 
 def test_a_valid_policy_is_checked_in_one_line(zprof: Zprof) -> None:

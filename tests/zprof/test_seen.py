@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.support.inside import hush_earlier
 from tests.support.ranks import Pool
+from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
 from zprof import Recorder
-from zprof.cli import main
 from zprof.pages.timeline import peak_line, timeline
 from zprof.reports.findings import report
 from zprof.rows import CATEGORIES, TIERS, Row, RowKind
@@ -144,22 +143,16 @@ def test_what_the_cheap_level_shows_is_what_the_costly_one_does(tmp_path: Path) 
 
 
 @pytest.fixture
-def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def plain(zprof: Zprof) -> Zprof:
     """A plain script, recorded at both levels; and the command line."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     rows = [row for row in sample_rows(steps=3, units=2, level="alloc") if row.what in ("step", "rss", "activation on device")]
     write_trace(Path("alloc.zprof"), rows, zhooks=False)
     rows = [row for row in rows if row.what != "activation on device"]
     write_trace(Path("events.zprof"), rows, level="events", zhooks=False)
-
-    def zprof(*words: str) -> Result:
-        return CliRunner().invoke(main, words, prog_name="zprof")
-
     return zprof
 
 
-def test_a_limit_on_what_was_not_seen_fails_and_says_what_sees_it(plain: Any) -> None:
+def test_a_limit_on_what_was_not_seen_fails_and_says_what_sees_it(plain: Zprof) -> None:
     result = plain("check", "events.zprof", "--max", "device.peak=1TiB", "--max", "rss.peak=1TiB", "--junit", "out.xml")
     assert result.exit_code == 3
     assert result.stdout.splitlines()[0] == (
@@ -176,7 +169,7 @@ def test_a_limit_on_what_was_not_seen_fails_and_says_what_sees_it(plain: Any) ->
     assert plain("check", "alloc.zprof", "--max", "device.peak=1TiB").exit_code == 0
 
 
-def test_two_levels_are_not_compared_as_if_one_had_held_nothing(plain: Any) -> None:
+def test_two_levels_are_not_compared_as_if_one_had_held_nothing(plain: Zprof) -> None:
     result = plain("diff", "alloc.zprof", "events.zprof")
     assert "-100" not in result.stdout
     assert any(line.split()[:1] == ["device.peak"] and line.split()[-1] == "absent" for line in result.stdout.splitlines())
@@ -189,7 +182,7 @@ def test_two_levels_are_not_compared_as_if_one_had_held_nothing(plain: Any) -> N
     assert plain("diff", "events.zprof", "alloc.zprof", "--fail-on", "device.peak>1TiB").exit_code == 0
 
 
-def test_exports_have_no_sample_of_what_was_not_seen(plain: Any) -> None:
+def test_exports_have_no_sample_of_what_was_not_seen(plain: Zprof) -> None:
     assert plain("export", "events.zprof", "-f", "prometheus", "-o", "out.prom").exit_code == 0
     text = Path("out.prom").read_text()
     assert "zprof_rss_peak_bytes" in text and "zprof_steps" in text
@@ -207,7 +200,7 @@ def test_exports_have_no_sample_of_what_was_not_seen(plain: Any) -> None:
     assert b"device/recorded bytes" in events and b"device/total bytes" not in events
 
 
-def test_pages_say_what_is_missing(plain: Any) -> None:
+def test_pages_say_what_is_missing(plain: Zprof) -> None:
     data = timeline([Trace.open("events.zprof")])
     assert data["units"]["ms_per_step"] is None and "under zhooks only" in data["units"]["unseen"]
     assert any("device: nothing: not recorded at level events" in note for note in data["notes"])
@@ -222,7 +215,7 @@ def test_pages_say_what_is_missing(plain: Any) -> None:
     ]
 
 
-def test_a_report_shows_no_zero_for_a_wait_nobody_saw(plain: Any) -> None:
+def test_a_report_shows_no_zero_for_a_wait_nobody_saw(plain: Zprof) -> None:
     result = plain("report", "events.zprof")
     assert "waiting was not seen" in result.stdout and "waiting 0" not in result.stdout
     assert "device: nothing: not recorded at level events: record with --level alloc" in result.stdout
@@ -240,7 +233,7 @@ def test_activations_that_zhooks_did_not_count_are_not_none(tmp_path: Path) -> N
     assert (row["bytes"], row["seen_by"]) == (None, None)
 
 
-def test_a_run_without_an_end_keeps_no_limit(plain: Any) -> None:
+def test_a_run_without_an_end_keeps_no_limit(plain: Zprof) -> None:
     from tests.support.zprof_traces import HEADER
     from zprof.trace.writer import Writer
 

@@ -1,6 +1,6 @@
 """Attach and detach: what is restored, how meta models are filled and at what peak, how ranks are made equal.
 
-pytest runs it, on one, two and four ranks. States, full values and whole loops are test_attach_state.py's.
+pytest runs it, on one, two and four ranks. States, full values and whole loops are test_full_state.py's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What torch's own ways to save and load find at an attached model: whole values, or a refusal by name on every rank.
 
-pytest runs it, on one rank and on two. Checkpoints of the Attachment are test_save_load.py's and test_attach_state.py's.
+pytest runs it, on one rank and on two. Checkpoints of the Attachment are test_save_load.py's and test_full_state.py's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which optimizers an attachment knows, in which order, and that it looks through all objects only where it must.
 
-pytest runs it, on one and two ranks. What becomes of states that torch loads is test_stock_state.py's.
+pytest runs it, on one and two ranks. What becomes of states that torch loads is tests/zhooks/checkpoint/test_torch_state.py's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sharded tensor copied, moved and written: state dicts kept in memory, deep copies, refused writes.
 
-pytest runs it, on one rank and on two. Files are test_stock_state.py's; full states, for any
-world size, the Attachment's: test_attach_state.py.
+pytest runs it, on one rank and on two. Files are tests/zhooks/checkpoint/test_torch_state.py's; full states, for any
+world size, the Attachment's: test_full_state.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a second reader of the profiler found: devices replaced, CUDA asked too early, runs disturbed, odd traces."""
+"""Runs, recordings and traces that something disturbs: files that are no files, CUDA asked too early, odd traces."""
 
 from __future__ import annotations
 
