@@ -394,12 +394,13 @@ def owners(sources: list[Source]) -> dict[str, set[str]]:
 
 
 def tested(here: Source) -> set[str]:
-    """The places that a test file tests, by its own; tests of ``attach`` test what it is made of."""
+    """The places that a test file tests, by its own; tests of ``attach``, ``plan`` and ``build`` test all three."""
     parts = Path(here.path).with_suffix("").parts[1:]
     if parts[0] not in PACKAGES or len(parts) == 1:
         return set()
     own = place(".".join([parts[0], parts[1].removeprefix("test_")]))
-    return {own, "zhooks.setup", "zhooks.attached_state"} if own == "zhooks.attach" else {own}
+    attaching = {"zhooks.attach", "zhooks.attached_state", "zhooks.plan", "zhooks.build"}
+    return attaching if own in attaching else {own}
 
 
 def reached(here: Source) -> Iterator[tuple[ast.AST, str, str | None]]:

@@ -211,7 +211,7 @@ OURS = [
         ("tests/zhooks/grad/test_a.py", "patched.setattr('zhooks.unit.flat._laid_out', 1)", ":1: _laid_out is"),
         ("tests/zhooks/grad/test_a.py", "patched.setattr(flat, '_at', 1)", ":1: _at is private to zhooks.unit"),
         ("tests/zhooks/grad/test_a.py", "RUN = \"\"\"\nattachment._units\n\"\"\"", ":1: _units is private to zhooks.attach"),
-        ("tests/offload/store/test_a.py", "run.attachment._tiers.store", ":1: _store is private to zhooks.attach"),
+        ("tests/offload/store/test_a.py", "run.attachment._store", ":1: _store is private to zhooks.attach"),
         ("tests/test_gpu.py", "store._store", ":1: _store is private to offload.store, zhooks.attach"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import nn
 
 import zhooks
 from offload.store import owner_of
+from tests.support.inside import memory_of, runtime_of
 from zhooks.grad.shard import GradientShard, StoreShard
 
 
@@ -21,7 +22,7 @@ from zhooks.grad.shard import GradientShard, StoreShard
 def shard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GradientShard]:
     tier = {"tier": request.param}
     attachment = zhooks.attach(nn.Linear(3, 5), policy={"gradient": tier, "optimizer": tier, "disk": {"path": str(tmp_path)}})
-    (gradient,) = attachment._runtime.reducer.gradients.values()
+    (gradient,) = runtime_of(attachment).reducer.gradients.values()
     assert isinstance(gradient.shard, StoreShard) is (request.param != "device") is not gradient.shard.direct
     yield gradient.shard
     attachment.detach()
@@ -59,7 +60,4 @@ def test_a_gradient_that_comes_by_itself_joins_those_that_are_kept(shard: Gradie
     again = shard.keep(1, torch.full((5,), 4.0))
     assert torch.equal(bias.to_local(), torch.full((5,), 3.0)), "its range of the shard is its own"
     assert torch.equal(again.to_local(), torch.full((5,), 4.0))
-    if isinstance(shard, StoreShard):
-        assert weight._at.block is bias._at.block  # type: ignore[union-attr]
-    else:
-        assert weight._at.untyped_storage()._cdata == bias._at.untyped_storage()._cdata  # type: ignore[union-attr]
+    assert owner_of(memory_of(weight)) == owner_of(memory_of(bias))
