@@ -132,22 +132,6 @@ def _cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return args[0] if there else with_values(func, args, kwargs)
 
 
-def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if tensor._bound is not None:
-        tensor._bound.look(tensor._spec.name)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(tensor)
-
-
-def _set_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What earlier backward passes still owe belongs to the gradient that goes."""
-    owner = args[0]._bound if isinstance(args[0], RangeTensor) else None
-    if owner is not None:
-        owner.look(args[0]._spec.name)
-    return _plain(func, args, kwargs)
-
-
 def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, before = args[0], None
     if tensor._bound and isinstance(tensor, torch.nn.Parameter):
@@ -238,9 +222,6 @@ def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 #: Function -> its handler; that of any other is ``with_values``.
 FUNCTIONS: dict[Any, Handler] = {
-    _PROPERTIES.grad.__get__: _grad,
-    _PROPERTIES.grad.__set__: _set_grad,
-    _PROPERTIES.grad.__delete__: _set_grad,
     _PROPERTIES.shape.__get__: _about,
     _PROPERTIES.is_meta.__get__: _about,
     Tensor.to: _to,

@@ -22,12 +22,35 @@ from zhooks.tensor.aten import ATEN
 from zhooks.tensor.functions import FUNCTIONS, with_values
 from zhooks.tensor.range_tensor import Handler, RangeTensor
 
+_GRAD: Any = torch.Tensor.grad
+
+
+def _get_grad(tensor: RangeTensor) -> Any:
+    if not torch._C._is_torch_function_enabled():  # this package asks
+        return _GRAD.__get__(tensor)
+    if tensor._bound is not None:
+        tensor._bound.look(tensor._spec.name)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRAD.__get__(tensor)
+
+
+def _set_grad(tensor: RangeTensor, value: torch.Tensor | None) -> None:
+    # What earlier backward passes still owe belongs to the gradient that goes.
+    if torch._C._is_torch_function_enabled() and tensor._bound is not None:
+        tensor._bound.look(tensor._spec.name)
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(tensor, value)
+
 
 class ShardedTensor(RangeTensor):
     """One rank's range of a tensor whose shape, dtype and device are the global ones.
 
     ``to_local()`` is the 1-D range in storage order; ``full_tensor()`` gathers the whole (every rank must call it).
     """
+
+    # Asked of every parameter in every step (zero_grad, clipping, the optimizer): answered without torch's dispatch.
+    grad = property(_get_grad, _set_grad, lambda tensor: _set_grad(tensor, None))
+    is_sparse = False
 
     @classmethod
     def __torch_function__(
