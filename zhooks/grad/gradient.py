@@ -200,18 +200,16 @@ class Gradient:
 
     def add_alone(self, grads: Sequence[Tensor | None]) -> None:
         """No other rank takes part: write each gradient where the parameter's ``.grad`` lives."""
-        flat, shard = self.flat, self.shard
+        specs, shard = self.flat.specs, self.shard
+        given = [(index, specs[index].storage_order(grad)) for index, grad in enumerate(grads) if grad is not None]
         fresh = shard.reserve()
         try:
-            for index, grad in enumerate(grads):
-                if grad is None:
-                    continue
-                spec = flat.specs[index]
-                if fresh and not (spec.hooks or spec.post_hooks):
-                    spec.within(shard.values(), flat.layout.starts[index]).copy_(grad)
-                    flat.params[index].grad = shard.claim(index)
-                else:
-                    self.land(index, spec.storage_order(grad))
+            if fresh and not has_hooks(self.flat):
+                for (index, _), grad in zip(given, shard.fill(given), strict=True):
+                    self.flat.params[index].grad = grad
+            else:
+                for index, local in given:
+                    self.land(index, local)
         finally:
             if fresh:
                 shard.hand_over()

@@ -13,7 +13,7 @@ Note: [Handed out once]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -82,6 +82,30 @@ class GradientShard:
         start, numel = self.spans[index]
         with torch.inference_mode(False):
             return ShardedTensor((self.at if at is None else at)[start : start + numel], self._flat.specs[index])
+
+    def fill(self, given: Sequence[tuple[int, Tensor]]) -> list[ShardedTensor]:
+        """Set the ranges of these parameters, [1-D] each, and claim them.  All at once: of small ones calls are the cost."""
+        if not given:
+            return []
+        sizes, places = self._runs
+        with torch.inference_mode(False):
+            runs = self.values().split_with_sizes(sizes)
+            ranges = [runs[places[index]] for index, _ in given]
+            torch._foreach_copy_(ranges, [local for _, local in given])
+            self._claimed.update(index for index, _ in given)
+            return [ShardedTensor(mine, self._flat.specs[index]) for (index, _), mine in zip(given, ranges, strict=True)]
+
+    @cached_property
+    def _runs(self) -> tuple[list[int], list[int]]:
+        """How the shard is divided into parameters' ranges and gaps between them, and which of these runs the former are."""
+        sizes, places, at = list[int](), list[int](), 0
+        for start, numel in self.spans:
+            if start > at:
+                sizes.append(start - at)
+            places.append(len(sizes))
+            sizes.append(numel)
+            at = start + numel
+        return [*sizes, self._flat.shard_numel - at], places
 
     def keep(self, index: int, local: Tensor) -> ShardedTensor:
         """One parameter's range that comes by itself, as what the parameter keeps."""

@@ -36,8 +36,8 @@ class ParamShard:
     """
 
     __slots__ = (
-        "__weakref__", "device", "division", "dtype", "group", "hooks", "index", "name", "part_shape", "part_stride", "pieces",
-        "place", "post_hooks", "shape", "stride",
+        "__weakref__", "contiguous", "device", "division", "dtype", "group", "hooks", "index", "name", "part_shape",
+        "part_stride", "pieces", "place", "post_hooks", "shape", "stride",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,8 @@ class ParamShard:
             part = part_of(like)
             self.part_shape = part.shape
             self.part_stride = part.stride() if _dense(part) else _contiguous(part.shape)
+        #: The part lies in memory as torch lays out a new tensor.
+        self.contiguous = self.part_stride == _contiguous(self.part_shape)
         # The parameter's own tables where it has any, before attach and after detach: torch's handles refer to them.
         self.hooks: OrderedDict[int, Callable[[Tensor], Tensor | None]] = OrderedDict()
         self.post_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
@@ -74,7 +76,7 @@ class ParamShard:
 
     def storage_order(self, part: Tensor) -> Tensor:
         """A tensor of the part's shape as 1-D in the order the parameter lies in memory."""
-        return in_storage_order(part, self.part_stride)
+        return part.reshape(-1) if self.contiguous else in_storage_order(part, self.part_stride)
 
     def pick(self, part: Tensor) -> Tensor:
         """This rank's range of a tensor of the part's shape, 1-D."""
