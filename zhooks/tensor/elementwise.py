@@ -50,24 +50,32 @@ def writes_only_self(func: Any) -> bool:
 
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The short way of an optimizer's inner loop: one tensor changed by others of its own range, and by numbers."""
+    plain = own_ranges(args, kwargs)
+    if plain is None:
+        return local(func, args, kwargs)
+    func(*plain, **kwargs)
+    args[0]._written()
+    return args[0]
+
+
+def own_ranges(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """The ranges in place of tensors that are all of the first one's range; None where one is not, or lies elsewhere."""
     lead = args[0]
     if not isinstance(lead, RangeTensor):
-        return local(func, args, kwargs)
+        return None
     for value in kwargs.values():
         if isinstance(value, Tensor):
-            return local(func, args, kwargs)
+            return None
     spec = lead._spec
     plain, near = [lead._local], lead._on.type == "cpu"
     for value in args[1:]:
         if getattr(value, "_spec", None) is spec:
             plain.append(value._local if near else _near(value, lead))
         elif isinstance(value, Tensor) and (value.dim() > 0 or value.device != plain[0].device):
-            return local(func, args, kwargs)
+            return None
         else:
             plain.append(value)
-    func(*plain, **kwargs)
-    lead._written()
-    return lead
+    return plain
 
 
 @cache

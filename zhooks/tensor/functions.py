@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError, ShardedOpError
 from zhooks.layout import is_divided, whole_of
+from zhooks.tensor.elementwise import own_ranges
 from zhooks.tensor.range_tensor import Handler, RangeTensor, range_alone
 
 # Asking a parameter about itself gathers nothing.
@@ -132,6 +133,17 @@ def _cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return args[0] if there else with_values(func, args, kwargs)
 
 
+def _change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What optimizers do to every parameter in every step, outside any graph: on the ranges, past autograd and its dispatch."""
+    plain = None if torch.is_grad_enabled() else own_ranges(args, kwargs)
+    if plain is None:
+        return with_values(func, args, kwargs)
+    func(*plain, **kwargs)
+    args[0]._written()
+    torch.autograd.graph.increment_version(args[0])
+    return args[0]
+
+
 def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, before = args[0], None
     if tensor._bound and isinstance(tensor, torch.nn.Parameter):
@@ -224,6 +236,11 @@ def _stored(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 FUNCTIONS: dict[Any, Handler] = {
     _PROPERTIES.shape.__get__: _about,
     _PROPERTIES.is_meta.__get__: _about,
+    Tensor.add_: _change,
+    Tensor.mul_: _change,
+    Tensor.lerp_: _change,
+    Tensor.addcmul_: _change,
+    Tensor.addcdiv_: _change,
     Tensor.to: _to,
     Tensor.cpu: _cpu,
     Tensor.view_as: _like,
