@@ -58,19 +58,23 @@ class Inert:
         return None
 
 
-class Before:
-    """Forward pre-hook of a module that units are entered through."""
-
-    def __init__(self, runtime: Runtime, units: Sequence[Unit], scope: Scope, casts: Casts) -> None:
-        self._runtime, self._units, self._scope, self._casts = runtime, tuple(units), scope, casts
-        # The last forward of the module began a pass; a recomputation in backward then casts as that forward did.
-        self.begins = False
+class Hook:
+    """A hook of this package on a module; a copy of the module has an inert one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()
 
     def __reduce__(self) -> Any:
         return Inert, ()
+
+
+class Before(Hook):
+    """Forward pre-hook of a module that units are entered through."""
+
+    def __init__(self, runtime: Runtime, units: Sequence[Unit], scope: Scope, casts: Casts) -> None:
+        self._runtime, self._units, self._scope, self._casts = runtime, tuple(units), scope, casts
+        # The last forward of the module began a pass; a recomputation in backward then casts as that forward did.
+        self.begins = False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         runtime, where = self._runtime, self._scope.name
@@ -89,17 +93,11 @@ class Before:
         return args, kwargs
 
 
-class After:
+class After(Hook):
     """Forward hook of the same module; runs when forward raises, too."""
 
     def __init__(self, runtime: Runtime, casts: Casts, before: Before) -> None:
         self._runtime, self._casts, self._before = runtime, casts, before
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> Any:
-        return Inert, ()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         # torch calls this with None from inside its except clause; a module may also return None of its own.
@@ -129,17 +127,11 @@ class Watcher(Protocol):
         """The gradient of what unit ``number`` has handed on."""
 
 
-class Watch:
+class Watch(Hook):
     """Forward hook that shows what a module of a unit makes, and its gradient where the unit hands it on."""
 
     def __init__(self, meter: Watcher, number: int, *, whole: bool) -> None:
         self._meter, self._number, self._whole = meter, number, whole
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> Any:
-        return Inert, ()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         for leaf in tree_leaves(output):
@@ -168,17 +160,11 @@ def watch(model: nn.Module, units: Sequence[Unit], meter: Watcher) -> list[Remov
     return handles
 
 
-class Into:
+class Into(Hook):
     """Forward pre-hook of an island: floating inputs in its dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> Any:
-        return Inert, ()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return _floats(args, self._dtype), _floats(kwargs, self._dtype)
