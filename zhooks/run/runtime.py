@@ -29,6 +29,7 @@ from zhooks.grad import Node, Reducer, Scaling, in_backward, running
 from zhooks.layout import Table
 from zhooks.refusals import no_accumulation
 from zhooks.run.members import Members
+from zhooks.run.passes import Frame, Pass
 from zhooks.run.paths import Paths
 from zhooks.run.schedule import Choices, Scope, Step, Walk
 from zhooks.unit import Flat, Pool, Unit, find_around
@@ -76,15 +77,15 @@ class Runtime:
         self._units: list[Unit] = []
         self._of: dict[int, Unit] = {}
         self.relayout_due, self.releases = False, False
-        self._walk: Walk | None = None
+        self._pass: Pass | None = None
         self._back: Walk | None = None
-        self._kept: frozenset[int] = frozenset()
-        self._keep: frozenset[int] = frozenset()
-        self._frames: list[tuple[object, tuple[Unit, ...]]] = []
+        # Gathered now, and of these what stays for the next backward.
         self._out: dict[int, Unit] = {}
-        self._caller: FrameType | None = None
-        self._resident, self._hooked = 0, False
+        self._kept: frozenset[int] = frozenset()
+        self._resident = 0
+        # Modules that differentiated forwards began at, and those that ran below them without.
         self._entries: set[int] = set()
+        # Backwards of autograd that are to say when they end.
         self._tasks: set[int] = set()
         _living.add(self)
 
@@ -118,88 +119,88 @@ class Runtime:
     @property
     def outermost(self) -> bool:
         """No hooked module is running: the next one entered begins a pass."""
-        return not self._frames
+        return self._pass is None
+
+    @property
+    def _walk(self) -> Walk | None:
+        return None if self._pass is None else self._pass.walk
 
     def enter(self, module: object, units: tuple[Unit, ...], scope: Scope, training: bool) -> None:
         """A module that ``units`` are entered through is about to run; the outermost one begins a pass."""
-        if self._frames and self._frames[0][0] is module:
+        if self._pass is not None and self._pass.frames[0].module is module:
             self._abandon_dead()
-        if (not self._frames or id(module) in self._entries) and torch.is_grad_enabled() and not in_backward():
-            (self._entries.discard if self._frames else self._entries.add)(id(module))
-        if not self._frames:
-            self._caller = sys._getframe(2)  # the module's own call: on the stack as long as the pass lasts
-            self._begin(module, scope, training)
-        entered: list[Unit] = []
-        self._frames.append((module, ()))
+        current = self._pass
+        if (current is None or id(module) in self._entries) and torch.is_grad_enabled() and not in_backward():
+            (self._entries.add if current is None else self._entries.discard)(id(module))
+        if current is None:
+            # The caller is the module's own call: on the stack as long as the pass lasts.
+            current = self._begin(module, scope, training, sys._getframe(2))
+        frame = Frame(module)
+        current.frames.append(frame)
+        self._pass = current
         for unit in units:
             if unit.depth == 0:
                 self.use(unit)
                 unit.show()
                 self.bus.begin("compute", unit.name)
             unit.depth += 1
-            entered.append(unit)
-            self._frames[-1] = (module, tuple(entered))
+            frame.entered.append(unit)
 
     def leave(self, module: object, failed: bool) -> None:
         """That module has run, or raised."""
-        if not self._frames or self._frames[-1][0] is not module:
+        current = self._pass
+        if current is None or current.frames[-1].module is not module:
             return
-        left = []
-        for unit in self._frames.pop()[1]:
+        frame, left = current.frames.pop(), []
+        if not current.frames:
+            self._pass = None
+        for unit in frame.entered:
             unit.depth -= 1
             if unit.depth == 0:
                 unit.hide()
                 left.append(unit)
                 self.bus.end("compute", unit.name)
-        if not self._frames:
-            self._left_outermost(failed)
+        if self._pass is None:
+            if current.saving:
+                self.saved.exit(failed)
+            if current.walk is not None:
+                self._end_pass(current.walk, failed)
         for unit in left:
             unit.end_show(failed=failed)
 
-    def _left_outermost(self, failed: bool) -> None:
-        self._caller = None
-        if self._hooked:
-            self._hooked = False
-            self.saved.exit(failed)
-        if self._walk is not None:
-            self._end_pass(failed)
-
     def _abandon_dead(self) -> None:
         """A pass was left without its hooks running (an interrupt): put everything back before the next."""
-        if running(self._caller):
+        if self._pass is None or running(self._pass.caller):
             return
-        if self._frames:
-            self.saved.abandon()
-        while self._frames:
-            self.leave(self._frames[-1][0], failed=True)
+        self.saved.abandon()
+        while self._pass is not None:
+            self.leave(self._pass.frames[-1].module, failed=True)
 
-    def _begin(self, module: object, scope: Scope, training: bool) -> None:
+    def _begin(self, module: object, scope: Scope, training: bool, caller: FrameType) -> Pass:
         """Begin a pass or, inside backward, a recomputation.
 
         A recomputation must save what its forward saved: parameters pass as references where the forward began at this
         module, and belong to the checkpoint where it began further out.
         """
         grad = torch.is_grad_enabled()
-        if not in_backward():
-            self._begin_pass(scope, training, grad)
+        begun = Pass(caller) if in_backward() else self._begin_pass(scope, training, grad, caller)
         if grad and (self.releases or self.saved.kept) and id(module) in self._entries:
-            self._hooked = True
             self.saved.enter()
+            begun.saving = True
+        return begun
 
-    def _begin_pass(self, scope: Scope, training: bool, grad: bool) -> None:
+    def _begin_pass(self, scope: Scope, training: bool, grad: bool, caller: FrameType) -> Pass:
         self.members.check()
         self.finish_backward()
         self.reducer.updates_due("forward")
         if grad:
-            self.reducer.accumulation.begin(self._caller)
+            self.reducer.accumulation.begin(caller)
             self.check_overlap()
-        self._walk = self.paths.forward(scope, training, grad)
-        self._keep = self.paths.keep(self._walk.path) if grad else frozenset()
-        self.bus.begin("forward", self._walk.path.name)
+        walk = self.paths.forward(scope, training, grad)
+        self.bus.begin("forward", walk.path.name)
+        return Pass(caller, walk, self.paths.keep(walk.path) if grad else frozenset())
 
-    def _end_pass(self, failed: bool) -> None:
-        walk, self._walk = self._walk, None
-        assert walk is not None
+    def _end_pass(self, walk: Walk, failed: bool) -> None:
         keep: frozenset[int] = frozenset()
         if not failed:
             self._catch_up(walk)
@@ -259,7 +260,7 @@ class Runtime:
 
     def _release_idle(self, step: Step, backward: bool) -> None:
         """Units that are neither in use, nor next, nor to be kept for backward make room."""
-        keep = self._kept if backward else self._keep
+        keep = self._kept if backward or self._pass is None else self._pass.keep
         for unit in tuple(self._out.values()):
             if unit.depth or unit.number in step.window or unit.number in keep or (backward and unit.trainable_left):
                 continue
@@ -326,7 +327,7 @@ class Runtime:
 
     def finish_backward(self, *, force: bool = False) -> None:
         """Be at rest: finish an open backward, and follow freezes.  Called at every entry."""
-        if self._frames:
+        if self._pass is not None:
             self._abandon_dead()
         if self._back is None and not self.reducer.open and not self.relayout_due:
             return
