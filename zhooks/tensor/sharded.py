@@ -4,8 +4,9 @@
 meet them between steps.  It computes nothing: the tables of ``functions.py`` and ``aten.py`` say who carries out a call.
 
 Note: [The way of a call]
-    torch asks ``__torch_function__`` first, above autograd: ``FUNCTIONS`` has what a parameter answers by itself, and with
-    grad enabled a bound parameter that requires grad becomes its gathered value there.  What is left comes down to
+    ``grad`` and ``is_sparse`` the class answers itself.  Anything else torch asks ``__torch_function__`` first, above autograd:
+    ``FUNCTIONS`` has what a parameter answers there, and what an optimizer's loop does to ranges; with grad enabled a bound
+    parameter that requires grad becomes its gathered value there.  What is left comes down to
     ``__torch_dispatch__``, where ``ATEN`` names one handler an overload: element-wise on the ranges, a total over the
     ranks, the gathered value, or a refusal.
 """

@@ -208,6 +208,22 @@ def test_a_penalty_over_the_parameters_is_part_of_the_loss(stage: int) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), wanted, msg=name)
 
 
+@on_ranks(1, 2)
+def test_what_optimizers_do_in_place_changes_every_range_as_in_plain_torch_and_counts_as_a_write() -> None:
+    model, _, plain = attached()
+    tenth = torch.tensor(0.1)
+    with torch.no_grad():
+        for name, ours, theirs in pairs(model, plain):
+            for one in (ours, theirs):
+                version = one._version
+                assert one.add_(one.grad, alpha=-0.5) is one, name
+                one.mul_(tenth).mul_(2)
+                one.lerp_(one.grad, 0.25).addcmul_(one.grad, one.grad, value=0.5).addcdiv_(one.grad, one.grad + 3, value=-1)
+                assert one._version == version + 6
+            assert torch.equal(ours.full_tensor(), theirs), name
+    assert torch.equal(model(data()), plain(data()))
+
+
 @on_ranks(1, 2, stage=(0, 1, 3))
 def test_manual_updates_under_no_grad_reach_the_model(stage: int) -> None:
     model, _, plain = attached(stage)
