@@ -254,8 +254,9 @@ def test_what_rests_on_the_host_is_page_locked(tmp_path: Path) -> None:
     under = model()
     attachment = zhooks.attach(under, policy=placed("host", tmp_path))
     for param in under.parameters():
-        at = block_range_of(param)
-        assert at is not None and isinstance(at.block.home, Tensor) and at.block.home.is_pinned()
+        assert isinstance(param, zhooks.ShardedTensor) and isinstance(param._at, BlockRange)
+        home = param._at.block.stored
+        assert isinstance(home, Tensor) and home.is_pinned()
     attachment.detach()
 
 

@@ -1,6 +1,6 @@
 """What the tiers hold, by category and owner, and who is told of it: the store's half of the ledger.
 
-``store/grants.py`` reports what is taken and given back; a bus hears levels, and of
+``store/allocation.py`` reports what is taken and given back; a bus hears levels, and of
 memory on the device the storage itself, which tells of its own end. It admits nothing and allocates nothing; that is the
 budget's and the pools'.
 """

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.store import Grant
+from offload.store import Allocation
 from offload.work import DONE, HostWork
 
 __all__ = ["START", "Copy", "Note", "Saved", "extent_of"]
@@ -40,8 +40,8 @@ class Copy:
         self.address, self.data, self.version = int(storage._cdata), storage.data_ptr(), int(tensor._version)
         self.storage = StorageWeakRef(storage)
         self.source: Tensor | None = _bytes_of(storage, span[0], self.nbytes)
-        self.away: Grant | None = None
-        self.back: Grant | None = None
+        self.away: Allocation | None = None
+        self.back: Allocation | None = None
         self.leaving: HostWork = DONE
         self.arriving: HostWork = DONE
         #: Why its values are gone, in words: an error would keep the frames it passed through alive.
@@ -61,8 +61,8 @@ class Copy:
 
     def __del__(self) -> None:
         kept = self.nbytes if self.source is not None else 0
-        grants = tuple(grant for grant in (self.away, self.back) if grant is not None)
-        self._notes.append(Note(self.number, self.address, kept, (self.leaving, self.arriving), grants))
+        allocations = tuple(allocation for allocation in (self.away, self.back) if allocation is not None)
+        self._notes.append(Note(self.number, self.address, kept, (self.leaving, self.arriving), allocations))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +90,7 @@ class Note:
     address: int
     kept: int
     works: tuple[HostWork, HostWork]
-    grants: tuple[Grant, ...]
+    allocations: tuple[Allocation, ...]
 
 
 def extent_of(tensor: Tensor) -> tuple[int, int]:

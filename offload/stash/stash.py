@@ -7,8 +7,8 @@ once its copy is made.
 Note: [One copy an extent]
     What is copied is a range of a storage, so that views share it.  A storage is known by its address together with a weak
     reference, which keeps the address from being used again but not the memory.  A view that spans more than half of its
-    storage takes the whole of it: the parts of one projection (q, k and v) then share a copy whichever is saved first.
-    Versions tell whether the bytes are still those that were copied.
+    storage takes the whole of it: the slices of one projection (q, k and v) then share a copy whichever is saved first.
+    Versions show whether the bytes are still those that were copied.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.disk import Extent
 from offload.errors import BudgetError, TierError
 from offload.events import Bus
 from offload.stash.saved import START, Copy, Note, Saved, extent_of
-from offload.store import Grant, Grants, Pools
+from offload.store import Allocation, Allocator, Pools, Transfers
 from offload.tier import Tier
-from offload.work import DONE, HostWork, then
+from offload.work import DONE, HostWork
 
 __all__ = ["Limits", "Stash"]
 
@@ -73,16 +72,15 @@ class Stash:
         label: names what is running now, for events and errors.
     """
 
-    def __init__(
-        self, pools: Pools, tier: Tier, limits: Limits, bus: Bus, label: Callable[[], str] = lambda: "model"
-    ) -> None:
+    def __init__(self, pools: Pools, tier: Tier, limits: Limits, bus: Bus, label: Callable[[], str] = lambda: "model") -> None:
         assert tier is not Tier.DEVICE, "what stays on the device needs no stash"
         self.limits, self.device, self.account = limits, pools.device.device, pools.budget.account
-        self._device, self._tier, self._bus, self._label = pools.device, tier, bus, label
-        # The copy on the host is what compute reads: nothing comes back.
-        self._reads_away = tier is Tier.HOST and pools.device.addresses_host
+        self._tier, self._bus, self._label = tier, bus, label
+        #: Where compute reads values; what was put away to there never comes back.
+        self._back_on = Tier.HOST if pools.device.addresses_host else Tier.DEVICE
         # A model's own activations are not charged to the device's budget, and neither is what comes back.
-        self._pools, self._grants = pools, Grants(pools, uncharged=Tier.DEVICE)
+        self._allocations = Allocator(pools, uncharged=Tier.DEVICE)
+        self._transfers = Transfers(pools, self._allocations, self._take)
         self._notes: deque[Note] = deque()
         self._copies: dict[int, weakref.ref[Copy]] = {}
         self._numbers: list[int] = []
@@ -157,29 +155,14 @@ class Stash:
         copy.source = None
         try:
             self._make_way(copy.nbytes)
-            copy.away = away = self._take(self._tier, copy.nbytes, copy.key)
-            if self._tier is Tier.HOST:
-                copy.leaving = self._device.copy(away.values, source, key=copy.key)
-            else:
-                copy.leaving = self._write(away.extent, source, copy.key)
+            copy.away = self._take(self._tier, copy.key, copy.nbytes)
+            copy.leaving = self._transfers.write(source, copy.away.memory, copy.key, detached=True)
         except BaseException as error:
             copy.lost = f"{copy.key}: expected it to be put away, found {error}"
             raise
         self._departures.append(_Departure(copy.leaving, weakref.ref(copy), copy.key, copy.nbytes))
         if self._bus.active:
             self._bus.begin("stash", copy.key, copy.nbytes)
-
-    def _write(self, extent: Extent, source: Tensor, key: str) -> HostWork:
-        """To disk through a buffer on the host: the original is free sooner, and nobody can change what is being written."""
-        passing = self._take(Tier.HOST, extent.nbytes, key, private=True)
-        try:
-            first = self._device.copy(passing.values, source, key=key)
-        except BaseException:
-            self._grants.free(passing)
-            raise
-        work = then(first, lambda: self._pools.disk.write(extent, passing.values, 0, key))
-        self._grants.free_later(passing, work)
-        return work
 
     def _make_way(self, nbytes: int) -> None:
         """Wait until so much more may be under way: a tier slower than compute must not pile the originals up."""
@@ -217,7 +200,7 @@ class Stash:
         """The tensor's values on the device, with its geometry; what is likely to be asked for next is set on its way.
 
         Raises:
-            TierError: they are lost.  BudgetError: no room to bring them back to.
+            TierError: they are lost.  BudgetError: no memory to bring them back to.
         """
         with self._lock:
             copy = saved.copy
@@ -238,7 +221,7 @@ class Stash:
         self._land(copy)
         if self._bus.active:
             self._bus.begin("unstash", copy.key, copy.nbytes)
-        if self._reads_away:
+        if self._tier is self._back_on:
             assert copy.away is not None
             base = copy.away.values
         else:
@@ -265,28 +248,14 @@ class Stash:
         """Start bringing a copy back."""
         if copy.back is not None:
             return
-        away, device, key = copy.away, self._device, copy.key
-        assert away is not None
-        if away.tier is Tier.HOST:
-            back = self._grants.take(Tier.DEVICE, key, copy.nbytes)
-            copy.arriving = device.copy(back.values, away.values, key=key)
-            copy.back = back
-            return
-        direct = device.addresses_host
-        buffer = self._take(Tier.HOST, copy.nbytes, key, private=not direct)
+        assert copy.away is not None
+        back = self._take(self._back_on, copy.key, copy.nbytes)
         try:
-            back = buffer if direct else self._grants.take(Tier.DEVICE, key, copy.nbytes)
-            first = self._pools.disk.read(away.extent, buffer.values, 0, key)
+            copy.arriving = self._transfers.read(copy.away.memory, back.values, copy.key)
         except BaseException:
-            self._grants.free(buffer)
+            self._allocations.free(back)
             raise
-        if direct:
-            copy.back, copy.arriving = buffer, first
-            return
-        ready = device.mark()
-        work = then(first, lambda: device.copy(back.values, buffer.values, key=key, after=ready))
-        copy.back, copy.arriving = back, work
-        self._grants.free_later(buffer, work)
+        copy.back = back
 
     def _fetch_ahead(self, number: int) -> None:
         """Autograd asks in the reverse order of saving: what was put before this comes next."""
@@ -303,7 +272,7 @@ class Stash:
                 try:
                     self._fetch(copy)
                 except Exception:
-                    # Whoever asks for it is told; this was only early.
+                    # Raised again where somebody asks for it; this was only early.
                     return
 
     def _arrive(self, copy: Copy) -> Tensor:
@@ -323,17 +292,17 @@ class Stash:
         """Keep what was brought back only as long as somebody has a view of it."""
         back, copy.back, copy.reads = copy.back, None, 0
         if back is not None:
-            self._grants.free_later(back, copy.arriving)
+            self._allocations.free_later(back, copy.arriving)
 
     # Memory.
 
-    def _take(self, tier: Tier, nbytes: int, key: str, *, private: bool = False) -> Grant:
-        """Room on the host or the disk; where there is none, after waiting for what is about to become free."""
+    def _take(self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, *, private: bool = False) -> Allocation:
+        """Memory of a tier; where that is full, after waiting for what is about to become free."""
         try:
             with suppress(BudgetError):
-                return self._grants.take(tier, key, nbytes, private=private)
+                return self._allocations.take(tier, key, numel, dtype, private=private)
             self._catch_up()
-            return self._grants.take(tier, key, nbytes, private=private)
+            return self._allocations.take(tier, key, numel, dtype, private=private)
         except BudgetError as error:
             raise BudgetError(f'{error}; or set [activation] keep or tier, or [activation] checkpoint = "unit"') from error
 
@@ -352,11 +321,11 @@ class Stash:
             if alive:
                 self._storages[note.address] = alive
             self._kept_nbytes -= note.kept
-            for grant in note.grants:
-                self._grants.free_later(grant, *note.works)
+            for allocation in note.allocations:
+                self._allocations.free_later(allocation, *note.works)
         if self._departures:
             self._see_off()
-        self._grants.sweep()
+        self._allocations.sweep()
 
     def _see_off(self) -> None:
         """Take note of the copies that are out."""

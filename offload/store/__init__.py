@@ -1,20 +1,20 @@
-"""Blocks of elements at home on a tier, and the leases that bring their values into memory for a while."""
+"""Blocks of elements stored on a tier, and the leases that bring their values into memory for a while."""
 
 from __future__ import annotations
 
-from offload.store.block import Block, BlockRange, owner_of
-from offload.store.grants import Grant, Grants, Pools
-from offload.store.lease import Lease, Mode
+from offload.store.allocation import Allocation, Allocator, Pools
+from offload.store.block import Block, BlockRange
+from offload.store.lease import Mode
 from offload.store.store import Store
+from offload.store.transfer import Transfers
 
 __all__ = [
+    "Allocation",
+    "Allocator",
     "Block",
     "BlockRange",
-    "Grant",
-    "Grants",
-    "Lease",
     "Mode",
     "Pools",
     "Store",
-    "owner_of",
+    "Transfers",
 ]

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 from offload.events import Bus
-from offload.store.grants import Grant
+from offload.store.allocation import Allocation
 from offload.tier import Tier
 from offload.work import DONE, HostWork, Work
 
-__all__ = ["Lease", "Mode", "as_bytes", "seen"]
+__all__ = ["Lease", "Mode", "seen"]
 
 
 class Mode(Enum):
@@ -41,13 +40,26 @@ class Lease:
     """
 
     __slots__ = (
-        "_arrived", "_arriving", "_bus", "_lent", "_opened", "at", "blank", "direct", "fresh", "grant", "holds", "key",
-        "mode", "values", "write_back",
+        "_arrived",
+        "_arriving",
+        "_bus",
+        "_lent",
+        "_opened",
+        "allocation",
+        "at",
+        "blank",
+        "direct",
+        "fresh",
+        "holds",
+        "key",
+        "mode",
+        "values",
+        "write_back",
     )  # fmt: skip
 
-    def __init__(self, key: str, at: Tier, values: Tensor, grant: Grant | None, mode: Mode, *, blank: bool) -> None:
-        self.key, self.at, self.values, self.grant, self.mode = key, at, values, grant, mode
-        self.direct = grant is None
+    def __init__(self, key: str, at: Tier, values: Tensor, allocation: Allocation | None, mode: Mode, *, blank: bool) -> None:
+        self.key, self.at, self.values, self.allocation, self.mode = key, at, values, allocation, mode
+        self.direct = allocation is None
         # The block had never been written.
         self.blank = blank
         # Nothing was read: whatever the values become is what the block holds.
@@ -124,23 +136,17 @@ class Lease:
     @property
     def held(self) -> bool:
         """Somebody still has a view of the buffer."""
-        return self.grant is not None and self.grant.held
+        return self.allocation is not None and self.allocation.held
 
     def release(self, free: Callable[..., None]) -> None:
         """The lease is over: ``free`` its buffer after whatever moves there."""
-        grant, self.grant = self.grant, None
-        if grant is not None:
+        allocation, self.allocation = self.allocation, None
+        if allocation is not None:
             # No operation of torch's: this may be a finalizer, inside anybody's call.
             del self.values
-            free(grant, self._arriving, self.write_back or DONE)
+            free(allocation, self._arriving, self.write_back or DONE)
 
 
 def seen(values: Tensor) -> Tensor:
     """Another tensor on the same memory and version counter: as long as it lives the buffer counts as held."""
     return values.view(-1)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as 1-D uint8."""
-    with torch.no_grad(), torch.inference_mode(False):
-        return tensor.view(torch.uint8)

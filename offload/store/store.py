@@ -1,4 +1,4 @@
-"""The tiered store: blocks of memory, each at home on one tier, fetched to another for use and written back when changed.
+"""The tiered store: blocks of memory, each stored on one tier, fetched to another for use and written back when changed.
 
 The runtime puts parameters, gradients and optimizer states here; every block has one authoritative tier, and everything
 that moves one goes through here.  It never knows what a block means and never decides when it is needed.
@@ -23,16 +23,16 @@ from offload.device import Device
 from offload.disk import DiskFile
 from offload.errors import BudgetError, TierError, ZhooksError
 from offload.memory import HostPool
+from offload.store.allocation import Allocation, Allocator
 from offload.store.block import Block
-from offload.store.grants import Grant, Grants
-from offload.store.lease import Lease, Mode, as_bytes, seen
-from offload.store.transfer import Transfers
+from offload.store.lease import Lease, Mode, seen
+from offload.store.transfer import Transfers, as_bytes
 from offload.tier import Tier
 from offload.work import DONE, HostWork
 
 __all__ = ["MOVES", "Store"]
 
-#: From home to home: what ``Store.move`` may do.  Everything goes through host memory.
+#: From tier to tier: what ``Store.move`` may do.  Everything goes through host memory.
 MOVES = frozenset((one, other) for one in Tier for other in Tier if one is not other)
 
 
@@ -62,7 +62,7 @@ class Store:
         self.staging_limit = staging_nbytes
         self._open_disk = disk
         self._disk: DiskFile | None = None
-        self._homes, self._staging = Grants(self), Grants(self)
+        self._blocks, self._staging = Allocator(self), Allocator(self)
         self._transfers = Transfers(self, self._staging, self._stage)
         self._recent: OrderedDict[int, Block] = OrderedDict()
         self._writing_back: dict[int, Block] = {}
@@ -94,7 +94,7 @@ class Store:
             BudgetError: the tier cannot admit it.
         """
         self._sweep()
-        return Block(self, key, numel, dtype, self._admitted(lambda: self._homes.take(tier, key, numel, dtype)))
+        return Block(self, key, numel, dtype, self._admitted(lambda: self._blocks.take(tier, key, numel, dtype)))
 
     def drop(self, block: Block) -> None:
         lease, block.lease = block.lease, None
@@ -109,7 +109,7 @@ class Store:
             lease.release(self._staging.free)
         with suppress(TierError):
             block.wait_for_readers()
-        self._homes.free(block.grant)
+        self._blocks.free(block.allocation)
 
     def forsake(self, block: Block) -> None:
         """Nobody refers to the block any more; its memory is given back at a later call (this may be any thread)."""
@@ -117,7 +117,7 @@ class Store:
             return
         if block.lease is not None:
             block.lease.release(self._staging.free_later)
-        self._homes.free_later(block.grant, block.outgoing)
+        self._blocks.free_later(block.allocation, block.outgoing)
 
     def change_limits(self, limits: Mapping[Tier, int | None]) -> None:
         """Other budgets from now on, and other bounds of the memory and the file behind them; nothing that is held goes."""
@@ -164,7 +164,7 @@ class Store:
         """Start bringing the values to ``at`` (DEVICE or HOST); close what is returned.
 
         Raises:
-            BudgetError: no room for a buffer.  TierError: an earlier write-back of this block failed.
+            BudgetError: no memory for a buffer.  TierError: an earlier write-back of this block failed.
         """
         at = Tier.HOST if self.device.addresses_host else at
         self._sweep()
@@ -181,12 +181,30 @@ class Store:
             held.share(mode)
             held.holds += 1
             return held
-        lease = self._transfers.lease(block, at, mode)
+        lease = self._open(block, at, mode)
         block.switch(lease)
         return lease
 
+    def _open(self, block: Block, at: Tier, mode: Mode) -> Lease:
+        """A new lease at ``at``; the values are on their way there, as far as they are read."""
+        blank, read = block.blank, mode is not Mode.WRITE_ALL
+        if block.in_memory and (block.tier is at or self.device.addresses_host or not block.numel):
+            return Lease(block.key, at, block.in_place(mode), None, mode, blank=blank)
+        allocation = self._stage(at, block.key, block.numel, block.dtype)
+        lease = Lease(block.key, at, allocation.values, allocation, mode, blank=blank)
+        try:
+            if blank and read:
+                lease.values.zero_()
+            elif read:
+                lease.arrive(self._read(block, lease.values), self.budget.account.bus)
+        except BaseException:
+            lease.release(self._staging.free)
+            raise
+        block.blank = False
+        return lease
+
     def close(self, block: Block) -> None:
-        """One holder is done; after the last, changes start on their way home."""
+        """One holder is done; after the last, changes start being written back."""
         lease = block.lease
         assert lease is not None and lease.holds > 0, f"block {block.key}: closed more often than fetched"
         lease.holds -= 1
@@ -201,7 +219,7 @@ class Store:
             return
         assert lease.fresh or lease.mode is not Mode.READ, f"block {block.key}: written by who said it would read"
         try:
-            lease.write_back = self._transfers.write(block, lease)
+            lease.write_back = self._transfers.write(lease.values, block.stored, block.key)
         except BaseException:
             self._keep_open(block, lease)
             raise
@@ -216,7 +234,7 @@ class Store:
         self.close(block)
 
     def _revive(self, block: Block, lease: Lease) -> None:
-        """Fetched again while it is on its way home: the buffer has the values."""
+        """Fetched again while it is being written back: the buffer has the values."""
         self._await_write_back(block, lease)
         lease.write_back, lease.holds, lease.mode = None, 0, Mode.READ
 
@@ -239,12 +257,12 @@ class Store:
         block.base += version - block.version
 
     def _keep_open(self, block: Block, lease: Lease) -> None:
-        """Its way home is barred: the buffer is the truth until somebody writes it back."""
+        """It could not be written back: the buffer is the truth until somebody does."""
         lease.write_back, lease.holds = None, 1
         self._recent[id(block)] = block
 
     def _finish_write_back(self, block: Block) -> None:
-        """Wait until a block is home, and give its buffer back."""
+        """Wait until a block is written back, and give its buffer back."""
         lease = block.lease
         if lease is None or lease.write_back is None:
             return
@@ -256,12 +274,8 @@ class Store:
 
     def tensor(self, block: Block, mode: Mode = Mode.UPDATE) -> Tensor:
         lease = block.lease
-        if lease is None and isinstance(block.home, Tensor):
-            if block.blank and mode is not Mode.WRITE_ALL:
-                block.home.data.zero_()  # data: reading counts as no change
-            block.blank = False
-            block.wait_for_readers()
-            return block.home
+        if lease is None and block.in_memory:
+            return block.in_place(mode)
         if lease is not None and lease.write_back is None:
             if id(block) in self._recent:
                 self._recent.move_to_end(id(block))
@@ -293,7 +307,7 @@ class Store:
                 self._evict(block)
 
     def _idle(self, block: Block) -> bool:
-        """Opened on demand, and free to go home."""
+        """Opened on demand, and free to be written back."""
         lease = block.lease
         return lease is not None and not lease.held and not (self._unwinding and lease.changed)
 
@@ -302,16 +316,16 @@ class Store:
         self.close(block)
 
     def evict(self) -> None:
-        """Send everything that was opened on demand home; returns at once."""
+        """Start writing back everything that was opened on demand; returns at once."""
         for block in list(self._recent.values()):
             if not self._unwinding or self._idle(block):
                 self._evict(block)
 
     def unwind(self) -> None:
         """The end is near: nothing is written back any more, and what could not be stays the truth in memory."""
-        for home in (self.evict, lambda: self._finish_all(list(self._writing_back.values()))):
+        for end in (self.evict, lambda: self._finish_all(list(self._writing_back.values()))):
             with suppress(TierError):
-                home()
+                end()
         self._unwinding = True
 
     # Whole blocks.
@@ -319,17 +333,19 @@ class Store:
     def read_into(self, block: Block, out: Tensor) -> HostWork:
         """Start copying the values into ``out``: 1-D on the compute device, same numel; cast where dtypes differ."""
         self._sweep()
-        home, lease = block.home, block.lease
-        if lease is not None or block.blank or out.dtype != block.dtype:
+        if block.lease is not None or block.blank or out.dtype != block.dtype:
             out.copy_(self.tensor(block))
             return DONE
-        if isinstance(home, Tensor):
-            block.outgoing = self.device.copy(out, home, key=block.key)
-            return block.outgoing
-        return self._transfers.read(out, home, block.key)
+        return self._read(block, out)
+
+    def _read(self, block: Block, into: Tensor) -> HostWork:
+        work = self._transfers.read(block.stored, into, block.key)
+        if block.in_memory:
+            block.outgoing = work
+        return work
 
     def change(self, block: Block, values: Tensor, *, add: bool) -> None:
-        """The whole block becomes ``values`` (1-D, on the compute device), or they are added there; then it goes home."""
+        """The whole block becomes ``values`` (1-D, on the compute device), or they are added there; then it is written back."""
         with self.lease(block, Tier.DEVICE, Mode.UPDATE if add else Mode.WRITE_ALL) as mine:
             mine.add_(values) if add else mine.copy_(values)
             block.touch()
@@ -349,7 +365,7 @@ class Store:
             self.host.release_heap()
 
     def move(self, block: Block, tier: Tier) -> None:
-        """Change the home; the values and the version stay.
+        """Store it on another tier; the values and the version stay.
 
         Raises:
             BudgetError: the new tier cannot admit the block, which stays where it was.
@@ -359,31 +375,30 @@ class Store:
         assert (block.tier, tier) in MOVES
         values = self.tensor(block)
         version = block.version
-        new = self._admitted(lambda: self._homes.take(tier, block.key, block.numel, block.dtype))
-        home = new.memory
+        new = self._admitted(lambda: self._blocks.take(tier, block.key, block.numel, block.dtype))
         try:
-            if isinstance(home, Tensor):
-                home.copy_(values)
+            if isinstance(new.memory, Tensor):
+                new.memory.copy_(values)
             else:
-                self.disk.write(home, as_bytes(values.to("cpu").contiguous()), 0, block.key).wait()
+                self.disk.write(new.memory, as_bytes(values.to("cpu").contiguous()), 0, block.key).wait()
         except BaseException:
-            self._homes.free(new)
+            self._blocks.free(new)
             raise
         lease, block.lease = block.lease, None
         self._recent.pop(id(block), None)
         del values
         if lease is not None:
             lease.release(self._staging.free)
-        old, block.grant = block.grant, new
-        self._homes.free(old)
-        block.base = version - (home._version if isinstance(home, Tensor) else 0)
+        old, block.allocation = block.allocation, new
+        self._blocks.free(old)
+        block.base += version - block.version
 
-    # At rest.
+    # Memory.
 
     def _stage(
         self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, *, private: bool = False
-    ) -> Grant:
-        """A buffer for a transfer, once those on their way home leave room for it."""
+    ) -> Allocation:
+        """A buffer for a transfer, once those being written back leave memory for it."""
         nbytes, limit = numel * dtype.itemsize, self.staging_limit
         while tier is Tier.HOST and self._writing_back and self.staged and self.staged + nbytes > limit:
             self._finish_write_back(next(iter(self._writing_back.values())))
@@ -392,11 +407,11 @@ class Store:
         return self._admitted(lambda: self._staging.take(tier, f"staging of {key}", numel, dtype, private=private))
 
     def _on_device(self) -> int:
-        """Bytes that wait on the device to go home: a host that runs ahead must not pile them up."""
+        """Bytes that wait on the device to be written back: a host that runs ahead must not pile them up."""
         return sum(block.nbytes for block in self._writing_back.values() if block.lease and block.lease.at is Tier.DEVICE)
 
-    def _admitted(self, take: Callable[[], Grant]) -> Grant:
-        """What ``take`` takes; where a tier is full, after waiting for what is on its way home, or sending there what was
+    def _admitted(self, take: Callable[[], Allocation]) -> Allocation:
+        """What ``take`` takes; where a tier is full, after waiting for what is being written back, or writing back what was
         opened on demand."""
         while True:
             try:
@@ -412,7 +427,7 @@ class Store:
 
     def _sweep(self) -> None:
         """Take note of everything that has ended since the last call."""
-        self._homes.sweep()
+        self._blocks.sweep()
         self._staging.sweep()
         write_back = [(block, block.lease.write_back) for block in self._writing_back.values() if block.lease is not None]
         self._finish_all([block for block, work in write_back if work is not None and work.done()])
@@ -429,7 +444,7 @@ class Store:
             raise errors[0]
 
     def flush(self) -> None:
-        """Wait until everything is home.
+        """Wait until everything is written back.
 
         Raises:
             TierError: a write-back failed; the values stay in memory.

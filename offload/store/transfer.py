@@ -1,7 +1,8 @@
-"""How a block travels between its home and where it is used: one contiguous transfer each way, two where a disk and a device
-are the ends.
+"""How values travel between where a tier stores them and where they are used: one contiguous transfer each way, two (through
+host memory) between a disk and a device.
 
-``store.py`` asks for leases and write-backs, and says where buffers come from.  It never decides what travels, or when.
+``store.py`` moves blocks through it and ``stash/stash.py`` what autograd saved; each says where buffers come from.  It never
+decides what travels, or when.
 """
 
 from __future__ import annotations
@@ -12,91 +13,72 @@ import torch
 from torch import Tensor
 
 from offload.disk import Extent
-from offload.store.block import Block
-from offload.store.grants import Grant, Grants, Pools, view_of
-from offload.store.lease import Lease, Mode, as_bytes
+from offload.store.allocation import Allocation, Allocator, Pools, view_of
 from offload.tier import Tier
 from offload.work import HostWork, then
 
-__all__ = ["Transfers"]
+__all__ = ["Transfers", "as_bytes"]
 
 
-class Stage(Protocol):
+class TakeBuffer(Protocol):
     """Where a transfer's buffers come from."""
 
-    def __call__(self, tier: Tier, key: str, numel: int, dtype: torch.dtype = ..., *, private: bool = False) -> Grant:
-        """As ``Grants.take``; may wait until others are free."""
+    def __call__(self, tier: Tier, key: str, numel: int, dtype: torch.dtype = ..., *, private: bool = False) -> Allocation:
+        """As ``Allocator.take``; may wait until others are free."""
 
 
 class Transfers:
-    """The ways in and out of one store.
+    """The ways to and from the tiers of one holder.
 
     Args:
-        staging: what the buffers that ``take`` gives are of.
+        allocator: what the buffers that ``take`` gives are of.
     """
 
-    def __init__(self, pools: Pools, staging: Grants, take: Stage) -> None:
-        self._pools, self._staging, self._take = pools, staging, take
+    def __init__(self, pools: Pools, allocator: Allocator, take: TakeBuffer) -> None:
+        self._pools, self._allocator, self._take = pools, allocator, take
         self._device = pools.device
 
-    def lease(self, block: Block, at: Tier, mode: Mode) -> Lease:
-        """Start bringing a block to ``at``, as far as it is read there."""
-        home, key, blank, read = block.home, block.key, block.blank, mode is not Mode.WRITE_ALL
-        if isinstance(home, Tensor) and (block.tier is at or self._device.addresses_host or not block.numel):
-            if blank and read:
-                home.data.zero_()  # data: reading counts as no change
-            block.blank = False
-            block.wait_for_readers()
-            return Lease(key, at, home, None, mode, blank=blank)
-        grant = self._take(at, key, block.numel, block.dtype)
-        lease = Lease(key, at, grant.values, grant, mode, blank=blank)
-        try:
-            if blank and read:
-                lease.values.zero_()
-            elif read:
-                lease.arrive(self._bring(block, lease.values), self._pools.budget.account.bus)
-        except BaseException:
-            lease.release(self._staging.free)
-            raise
-        block.blank = False
-        return lease
-
-    def _bring(self, block: Block, values: Tensor) -> HostWork:
-        if not isinstance(block.home, Tensor):
-            return self.read(values, block.home, block.key)
-        block.outgoing = self._device.copy(values, block.home, key=block.key)
-        return block.outgoing
-
-    def read(self, values: Tensor, extent: Extent, key: str) -> HostWork:
-        """From disk: straight into host memory, or through a staging buffer on to the device."""
-        if self._device.on_host(values):
-            return self._pools.disk.read(extent, as_bytes(values), 0, key)
-        # What the current stream was given before may still use the memory of ``values``; what comes later must not delay it.
+    def read(self, stored: Tensor | Extent, into: Tensor, key: str) -> HostWork:
+        """Start filling ``into`` with what is stored: a disk reads straight into host memory."""
+        if isinstance(stored, Tensor):
+            return self._device.copy(into, stored, key=key)
+        if self._device.on_host(into):
+            return self._pools.disk.read(stored, as_bytes(into), 0, key)
+        # What the current stream was given before may still use the memory of ``into``; what comes later must not delay it.
         ready = self._device.mark()
-        staging = self._take(Tier.HOST, key, extent.nbytes, private=True)
+        buffer = self._take(Tier.HOST, key, stored.nbytes, private=True)
         try:
-            first = self._pools.disk.read(extent, staging.values, 0, key)
+            first = self._pools.disk.read(stored, buffer.values, 0, key)
         except BaseException:
-            self._staging.free(staging)
+            self._allocator.free(buffer)
             raise
-        source = view_of(staging.values, values.numel(), values.dtype)
-        both = then(first, lambda: self._device.copy(values, source, key=key, after=ready))
-        self._staging.free_later(staging, both)
+        source = view_of(buffer.values, into.numel(), into.dtype)
+        both = then(first, lambda: self._device.copy(into, source, key=key, after=ready))
+        self._allocator.free_later(buffer, both)
         return both
 
-    def write(self, block: Block, lease: Lease) -> HostWork:
-        """Start taking a lease's values home."""
-        home, key = block.home, block.key
-        if isinstance(home, Tensor):
-            return self._device.copy(home, lease.values, key=key)
-        if self._device.on_host(lease.values):
-            return self._pools.disk.write(home, as_bytes(lease.values), 0, key)
-        staging = self._take(Tier.HOST, key, block.nbytes, private=True)
+    def write(self, values: Tensor, stored: Tensor | Extent, key: str, *, detached: bool = False) -> HostWork:
+        """Start storing ``values``.
+
+        Args:
+            detached: a disk writes a copy even of host memory, so that ``values`` are free sooner and may change meanwhile.
+        """
+        if isinstance(stored, Tensor):
+            return self._device.copy(stored, values, key=key)
+        if self._device.on_host(values) and not detached:
+            return self._pools.disk.write(stored, as_bytes(values), 0, key)
+        buffer = self._take(Tier.HOST, key, stored.nbytes, private=True)
         try:
-            first = self._device.copy(view_of(staging.values, block.numel, block.dtype), lease.values, key=key)
+            first = self._device.copy(view_of(buffer.values, values.numel(), values.dtype), values, key=key)
         except BaseException:
-            self._staging.free(staging)
+            self._allocator.free(buffer)
             raise
-        write = then(first, lambda: self._pools.disk.write(home, staging.values, 0, key))
-        self._staging.free_later(staging, write)
-        return write
+        both = then(first, lambda: self._pools.disk.write(stored, buffer.values, 0, key))
+        self._allocator.free_later(buffer, both)
+        return both
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as 1-D uint8."""
+    with torch.no_grad(), torch.inference_mode(False):
+        return tensor.view(torch.uint8)

@@ -234,7 +234,7 @@ def test_a_block_has_one_home_and_is_charged_there_alone(make: Make, addresses: 
     store = make(addresses)
     block = filled(store, "b", 1000, tier)
     assert used(store) == {other.value: 4000 if other is tier else 0 for other in Tier}
-    assert isinstance(block.home, Tensor) is (tier is not Tier.DISK)
+    assert isinstance(block.stored, Tensor) is (tier is not Tier.DISK)
     assert torch.equal(values(block), torch.ones(1000))
 
 
@@ -280,7 +280,7 @@ def test_values_that_are_lent_are_waited_for(make: Make) -> None:
     class Work:
         def wait(self) -> None:
             waited.append("wait")
-            block.home.fill_(1.0)  # type: ignore[union-attr]
+            block.stored.fill_(1.0)  # type: ignore[union-attr]
 
         def done(self) -> bool:
             return bool(waited)

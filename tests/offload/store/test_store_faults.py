@@ -168,14 +168,14 @@ def test_a_block_fetched_ahead_in_vain_does_not_disturb_whoever_closes_it(make: 
 def test_a_damaged_block_is_named_and_the_others_are_usable(make: Make, addresses: bool, damage: str) -> None:
     store, _ = make(addresses)
     other, block = filled(store, "layers.3"), filled(store, "layers.4", 5.0)
-    assert isinstance(block.home, Extent)
+    assert isinstance(block.stored, Extent)
     if damage == "cut":
-        os.truncate(store.disk.path, block.home.offset)
+        os.truncate(store.disk.path, block.stored.offset)
     else:
         with store.disk.path.open("r+b") as file:
-            file.seek(block.home.offset + 17)
+            file.seek(block.stored.offset + 17)
             byte = file.read(1)[0]
-            file.seek(block.home.offset + 17)
+            file.seek(block.stored.offset + 17)
             file.write(bytes([byte ^ 4]))
     for _ in range(2):
         with pytest.raises(TierError, match=rf"cannot read {block.key}.*the block is lost"):

@@ -28,7 +28,7 @@ def on_device(attachment: zhooks.Attachment, optimizer: torch.optim.Optimizer) -
     def add(category: str, value: Any) -> None:
         value = memory_of(value) if isinstance(value, ShardedTensor) else value
         block = value.block if isinstance(value, BlockRange) else value
-        value = block.home if isinstance(block, Block) and block.tier is Tier.DEVICE else value
+        value = block.stored if isinstance(block, Block) and block.tier is Tier.DEVICE else value
         if isinstance(value, torch.Tensor) and value.numel() > 1:
             found[value.untyped_storage()._cdata] = (f"{category} on device", value.untyped_storage().nbytes())
 

@@ -14,7 +14,7 @@ from offload.device import Device, open_device
 from offload.disk import DiskFile
 from offload.errors import BudgetError, TierError
 from offload.memory import HostPool
-from offload.store import Grants
+from offload.store import Allocator
 from offload.tier import Tier
 from offload.work import DONE
 
@@ -59,23 +59,23 @@ class Gate:
 
 @TIERS
 def test_memory_is_charged_from_take_to_free_and_freed_once(pools: Pools, tier: Tier) -> None:
-    grants = Grants(pools)
-    grant = grants.take(tier, "a", 1000, torch.float32)
+    allocations = Allocator(pools)
+    allocation = allocations.take(tier, "a", 1000, torch.float32)
     if tier is not Tier.DISK:
-        assert grant.values.dtype is torch.float32 and grant.values.shape == (1000,)
-    assert pools.budget.used(tier) == grants.used[tier] == grant.nbytes == 4000
-    grants.free(grant)
-    grants.free(grant)
-    grants.free_later(grant)
-    grants.sweep()
-    assert pools.budget.used(tier) == grants.used[tier] == pools.host.used == pools.disk.used == 0
+        assert allocation.values.dtype is torch.float32 and allocation.values.shape == (1000,)
+    assert pools.budget.used(tier) == allocations.used[tier] == allocation.nbytes == 4000
+    allocations.free(allocation)
+    allocations.free(allocation)
+    allocations.free_later(allocation)
+    allocations.sweep()
+    assert pools.budget.used(tier) == allocations.used[tier] == pools.host.used == pools.disk.used == 0
 
 
 @TIERS
 def test_what_is_refused_or_fails_is_not_charged(pools: Pools, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    grants = Grants(pools)
+    allocations = Allocator(pools)
     with pytest.raises(BudgetError, match=f"{tier.value} tier cannot admit a "):
-        grants.take(tier, "a", 10001)
+        allocations.take(tier, "a", 10001)
 
     def fail(*_: object) -> None:
         raise TierError("no memory")
@@ -83,48 +83,48 @@ def test_what_is_refused_or_fails_is_not_charged(pools: Pools, tier: Tier, monke
     for pool, verb in ((pools.device, "empty"), (pools.host, "take"), (pools.disk, "allocate")):
         monkeypatch.setattr(pool, verb, fail)
     with pytest.raises(TierError, match="no memory"):
-        grants.take(tier, "a", 1000)
-    assert pools.budget.used(tier) == grants.used[tier] == 0
+        allocations.take(tier, "a", 1000)
+    assert pools.budget.used(tier) == allocations.used[tier] == 0
 
 
 def test_memory_that_somebody_has_a_view_of_is_given_back_when_the_view_is_gone(pools: Pools) -> None:
-    grants = Grants(pools)
-    grant = grants.take(Tier.HOST, "a", 1000)
-    view = grant.values[10:20]
-    assert grant.held
-    grants.free(grant)
-    grants.sweep()
+    allocations = Allocator(pools)
+    allocation = allocations.take(Tier.HOST, "a", 1000)
+    view = allocation.values[10:20]
+    assert allocation.held
+    allocations.free(allocation)
+    allocations.sweep()
     assert pools.host.used > 0 and pools.budget.used(Tier.HOST) == 1000
     del view
-    grants.sweep()
+    allocations.sweep()
     assert pools.host.used == pools.budget.used(Tier.HOST) == 0
 
 
 def test_memory_that_work_uses_is_given_back_after_it_views_or_not_where_it_is_private(pools: Pools) -> None:
-    grants, gate = Grants(pools), Gate()
-    grant = grants.take(Tier.HOST, "a", 1000, private=True)
-    view = grant.values[10:20]
-    grants.free(grant, DONE, gate)
-    grants.sweep()
+    allocations, gate = Allocator(pools), Gate()
+    allocation = allocations.take(Tier.HOST, "a", 1000, private=True)
+    view = allocation.values[10:20]
+    allocations.free(allocation, DONE, gate)
+    allocations.sweep()
     assert pools.host.used > 0
     gate.over = True
-    grants.sweep()
+    allocations.sweep()
     assert pools.host.used == 0 and view.numel() == 10
 
 
 def test_a_tier_without_charge_admits_past_its_budget_and_keeps_nothing(pools: Pools) -> None:
-    grants = Grants(pools, uncharged=Tier.DEVICE)
-    grant = grants.take(Tier.DEVICE, "a", 20000)
-    assert pools.budget.used(Tier.DEVICE) == 0 and grant.values.numel() == 20000
-    grants.free_later(grant, Gate())
-    grants.sweep()
-    assert grants.used == dict.fromkeys(Tier, 0)
+    allocations = Allocator(pools, uncharged=Tier.DEVICE)
+    allocation = allocations.take(Tier.DEVICE, "a", 20000)
+    assert pools.budget.used(Tier.DEVICE) == 0 and allocation.values.numel() == 20000
+    allocations.free_later(allocation, Gate())
+    allocations.sweep()
+    assert allocations.used == dict.fromkeys(Tier, 0)
 
 
 @TIERS
 def test_nothing_takes_nothing(pools: Pools, tier: Tier) -> None:
-    grants = Grants(pools)
-    grant = grants.take(tier, "a", 0, torch.float32)
-    assert grant.tier is tier and grant.values.numel() == 0 and pools.disk.used == 0
-    grants.free(grant)
+    allocations = Allocator(pools)
+    allocation = allocations.take(tier, "a", 0, torch.float32)
+    assert allocation.tier is tier and allocation.values.numel() == 0 and pools.disk.used == 0
+    allocations.free(allocation)
     assert pools.budget.used(tier) == 0

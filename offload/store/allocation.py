@@ -1,6 +1,6 @@
 """Memory of a tier, charged from when it is taken until it is given back, whatever it is for.
 
-``store.py`` takes a ``Grant`` for each block and each buffer that a block passes through, ``stash/stash.py`` one for each copy.
+``store.py`` takes one for each block and each buffer that a block passes through, ``stash/stash.py`` one for each copy.
 Admission to the budget and the memory itself are one act here.  It never moves data and never knows what lies there.
 
 Note: [Given back later]
@@ -23,7 +23,7 @@ from offload.memory import HostPool
 from offload.tier import Tier
 from offload.work import HostWork
 
-__all__ = ["Grant", "Grants", "Pools"]
+__all__ = ["Allocation", "Allocator", "Pools"]
 
 
 class Pools(Protocol):
@@ -39,7 +39,7 @@ class Pools(Protocol):
     def budget(self) -> Budget: ...
 
 
-class Grant:
+class Allocation:
     """Memory of a tier, until it is freed: a tensor, or an extent of the scratch file.
 
     Attributes:
@@ -73,8 +73,8 @@ class Grant:
         return not self.private and isinstance(self.memory, Tensor) and _storage_uses(self.memory) > self._uses
 
 
-class Grants:
-    """What one holder has taken of the tiers.
+class Allocator:
+    """Memory of the tiers for one holder, and how much of it that holder has.
 
     Args:
         uncharged: a tier whose memory no budget counts; it goes with the last tensor that refers to it.
@@ -85,17 +85,17 @@ class Grants:
     def __init__(self, pools: Pools, *, uncharged: Tier | None = None) -> None:
         self._pools, self._uncharged = pools, uncharged
         self.used = dict.fromkeys(Tier, 0)
-        self._later: deque[tuple[Grant, list[HostWork]]] = deque()
+        self._later: deque[tuple[Allocation, list[HostWork]]] = deque()
 
-    def take(self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, *, private: bool = False) -> Grant:
-        """Room for ``numel`` elements, contents undefined, starting on a page.
+    def take(self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, *, private: bool = False) -> Allocation:
+        """Memory for ``numel`` elements, contents undefined, starting on a page.
 
         Raises:
             BudgetError: the tier cannot admit it.  TierError: the disk failed.
         """
         pools, nbytes = self._pools, numel * dtype.itemsize
         if not nbytes:
-            return Grant(tier, key, view_of(pools.device.empty(0), 0, dtype), 0, private=private)
+            return Allocation(tier, key, view_of(pools.device.empty(0), 0, dtype), 0, private=private)
         charged = nbytes if tier is not self._uncharged else 0
         pools.budget.admit(tier, key, charged)
         try:
@@ -111,44 +111,44 @@ class Grants:
         pools.budget.account.take(tier, key, nbytes, memory)
         if isinstance(memory, Tensor):
             memory = view_of(memory, numel, dtype)
-        return Grant(tier, key, memory, charged, private=private)
+        return Allocation(tier, key, memory, charged, private=private)
 
-    def free(self, grant: Grant, *after: HostWork) -> None:
+    def free(self, allocation: Allocation, *after: HostWork) -> None:
         """Nobody needs it any more after this work; nothing if it was freed before.  See Note [Given back later]."""
-        if grant.held or not all(work.done() for work in after):
-            self.free_later(grant, *after)
-        elif not grant.freed:
-            grant.freed = True
-            self._give_back(grant)
+        if allocation.held or not all(work.done() for work in after):
+            self.free_later(allocation, *after)
+        elif not allocation.freed:
+            allocation.freed = True
+            self._give_back(allocation)
 
-    def free_later(self, grant: Grant, *after: HostWork) -> None:
+    def free_later(self, allocation: Allocation, *after: HostWork) -> None:
         """As ``free``, but nothing is given back before the next ``sweep``; any thread may call, also in a finalizer."""
-        if not grant.freed and grant.nbytes:
-            self._later.append((grant, list(after)))
-        grant.freed = True
+        if not allocation.freed and allocation.nbytes:
+            self._later.append((allocation, list(after)))
+        allocation.freed = True
 
     def sweep(self) -> None:
         """Give back what has become free."""
         for _ in range(len(self._later)):
-            grant, works = self._later.popleft()
+            allocation, works = self._later.popleft()
             # What has ended may still refer to the memory it moved.
             works = [work for work in works if not work.done()]
-            if works or grant.held:
-                self._later.append((grant, works))
+            if works or allocation.held:
+                self._later.append((allocation, works))
             else:
-                self._give_back(grant)
+                self._give_back(allocation)
 
-    def _give_back(self, grant: Grant) -> None:
-        pools, tier, nbytes = self._pools, grant.tier, grant.nbytes
+    def _give_back(self, allocation: Allocation) -> None:
+        pools, tier, nbytes = self._pools, allocation.tier, allocation.nbytes
         if not nbytes:
             return
         pools.budget.release(tier, nbytes)
-        pools.budget.account.give(tier, grant.key, nbytes)
+        pools.budget.account.give(tier, allocation.key, nbytes)
         self.used[tier] -= nbytes
         if tier is Tier.HOST:
-            pools.host.give(grant.values)
+            pools.host.give(allocation.values)
         elif tier is Tier.DISK:
-            pools.disk.free(grant.extent)
+            pools.disk.free(allocation.extent)
 
 
 def _storage_uses(tensor: Tensor) -> int:
