@@ -1,6 +1,7 @@
 """Host memory in whole pages, as tensors with a storage of their own.
 
-Everything that direct I/O or page-locking touches is cut here; ``memory/host.py`` pools it.  It never looks at what it holds.
+Everything that direct I/O or page-locking touches is allocated here, and pooled by ``memory/host_tier.py``.  It never looks
+at its content.
 """
 
 from __future__ import annotations

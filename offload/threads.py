@@ -1,6 +1,6 @@
 """The threads that carry copies, disk requests and updates: started at once or not at all, done with what they were given.
 
-``device/cpu.py``, ``disk/disk.py`` and ``shards/stream.py`` submit to them.  A system that allows no more threads is named
+``device/cpu.py``, ``disk/disk_tier.py`` and ``shards/stream.py`` submit to them.  A system that allows no more threads is named
 with its limits before anything was submitted; this module never knows what a job does.
 """
 

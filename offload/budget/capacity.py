@@ -1,5 +1,4 @@
-"""Whether the machine has what a plan needs, asked before anything is taken.
-"""
+"""Whether the machine has what a plan needs, asked before anything is taken."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from offload.tier import Tier
 if TYPE_CHECKING:
     # For its name only: the arithmetic of budgets runs where torch is not.
     import torch
-
 
 
 THIS_MACHINE = Machine()

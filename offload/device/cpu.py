@@ -1,5 +1,4 @@
-"""The CPU as a device: a worker thread stands in for the copy stream, so that compute goes on.
-"""
+"""The CPU as a device: a worker thread stands in for the copy stream, so that compute goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from offload.device.seam import Device, Mark, failed
+from offload.device.interface import Device, Mark, failed
 from offload.events import Bus
 from offload.pages import aligned
 from offload.threads import Task, Workers

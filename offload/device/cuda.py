@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.device.cpu import Worker
-from offload.device.seam import Device, Mark, failed
+from offload.device.interface import Device, Mark, failed
 from offload.errors import CapabilityError
 from offload.pages import ALIGN, aligned, locked_nbytes
 from offload.threads import Workers

@@ -1,5 +1,4 @@
-"""Chooses the device for what torch calls it.
-"""
+"""Chooses the device for what torch calls it."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import torch
 
 from offload.device.cpu import CpuDevice
 from offload.device.cuda import CudaDevice
-from offload.device.seam import Device
+from offload.device.interface import Device
 from offload.errors import CapabilityError
 
 

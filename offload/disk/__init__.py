@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.disk.disk import DiskFile, Extent
+from offload.disk.disk_tier import DiskFile, Extent
 from offload.disk.io import BufferedIo, Bytes, Mover, SystemIo
 from offload.disk.scratch import Owner, started_ticks
 

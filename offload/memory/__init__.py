@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.memory.arena import Arena, Use, grain, rounded
-from offload.memory.host import HostPool, slab_within
+from offload.memory.host_tier import HostPool, slab_within
 
 __all__ = [
     "Arena",

@@ -40,8 +40,8 @@ from torch import Tensor
 
 from offload.device import lane_of
 from offload.events import Bus
+from offload.free_ranges import Space
 from offload.pages import ALIGN, aligned, mapped, over, round_up
-from offload.ranges import Space
 
 __all__ = ["Arena", "Report", "Use", "grain", "rounded"]
 

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from offload.errors import PolicyError
-from offload.regular import read_regular
+from offload.regular_files import read_regular
 from offload.text import Share, one_line, shown, shown_path
 
 __all__ = ["Document", "Place", "Spot", "member", "plain", "read"]

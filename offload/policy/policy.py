@@ -19,7 +19,6 @@ from pydantic_core import PydanticCustomError
 from offload.errors import PolicyError
 from offload.policy import layers as policy_layers
 from offload.policy.deepspeed import IgnoredKeys
-from offload.policy.device_and_host import DeviceMemory, Host
 from offload.policy.load import Document, Place, member, plain
 from offload.policy.precision import Precision, misscaled
 from offload.policy.problems import explain
@@ -28,8 +27,10 @@ from offload.policy.tables import (
     Activation,
     Budget,
     Comm,
+    DeviceMemory,
     Disk,
     Dtype,
+    Host,
     Optimizer,
     Partition,
     Placed,

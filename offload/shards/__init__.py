@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from offload.shards.commit import Draft, destination, find
 from offload.shards.file import CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, digest
-from offload.shards.folder import Draft, Manifest, destination, find, read_manifest, shard_name
+from offload.shards.manifest import Manifest, read_manifest, shard_name
 
 __all__ = [
     "CODES",

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from offload.disk import Bytes
 from offload.errors import CheckpointError
-from offload.regular import open_regular
+from offload.regular_files import open_regular
 from offload.shards.stream import Stream
 
 __all__ = ["CHUNK", "CODES", "Entry", "Record", "ShardReader", "ShardWriter", "digest"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from offload.regular import open_regular
+from offload.regular_files import open_regular
 from zprof.problem import Problem
 from zprof.recording.recorder import LEVELS, Level, ranks
 from zprof.running.child import Child, Ending, Kills, end_as

@@ -19,7 +19,6 @@ import torch
 
 from offload.memory import Use, grain, rounded
 from offload.policy import Policy
-from offload.ranges import Space
 from offload.tier import Tier
 from zhooks.layout import UnitPlan
 from zhooks.run import keep_gathered

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload.disk import Bytes, DiskFile, Extent, SystemIo
-from offload.disk.disk import ALIGN, CHECK, STEP
+from offload.disk.disk_tier import ALIGN, CHECK, STEP
 from offload.errors import BudgetError, PolicyError, TierError
 from offload.events import Bus, Recorder
+from offload.free_ranges import Space
 from offload.pages import aligned, round_up
-from offload.ranges import Space
 from tests.support.waiting import soon
 
 PAGE_EDGES = [1, ALIGN - 1, ALIGN, ALIGN + 1, CHECK - 1, CHECK, CHECK + 1, 3 * CHECK + 5000]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from offload.disk import Bytes, DiskFile, SystemIo
-from offload.disk.disk import ALIGN, CHECK, STEP
+from offload.disk.disk_tier import ALIGN, CHECK, STEP
 from offload.errors import BudgetError, CapabilityError, TierError
 from offload.pages import aligned
 

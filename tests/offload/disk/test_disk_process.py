@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from offload.disk import DiskFile, Owner
-from offload.disk.disk import ALIGN, CHECK
+from offload.disk.disk_tier import ALIGN, CHECK
 from offload.disk.scratch import remove_stale
 from offload.errors import TierError
 from offload.events import Bus, Recorder
@@ -25,7 +25,7 @@ import sys, os, signal
 from pathlib import Path
 from offload.pages import aligned
 from offload.disk import DiskFile
-from offload.disk.disk import CHECK
+from offload.disk.disk_tier import CHECK
 disk = DiskFile(Path(sys.argv[1]))
 extent = disk.allocate(4 * CHECK, "b")
 disk.write(extent, aligned(4 * CHECK).fill_(7))

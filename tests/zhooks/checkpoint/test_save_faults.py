@@ -238,7 +238,7 @@ def test_a_manifest_nobody_would_read_is_refused_before_it_takes_an_earlier_ones
         run.save(path / "run", extra={"step": 1})
         match = r"expected a manifest of at most 200 bytes, found \d+ for \d rank"
         with refused(run, match), pytest.MonkeyPatch.context() as narrow:
-            narrow.setattr(shard_set, "MANIFEST_MOST", 200)
+            narrow.setattr(shard_commit, "MANIFEST_MOST", 200)
             run.save(path / "run")
         assert os.listdir(path) == ["run"] and run.load(path / "run") == {"step": 1}
 

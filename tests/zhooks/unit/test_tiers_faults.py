@@ -182,7 +182,7 @@ def test_a_disk_that_fails_during_attach_leaves_the_plain_model(
 ) -> None:
     faulty = Faulty()
     # attach opens its own file: its seam is reached through the name that offload.disk looks up.
-    monkeypatch.setattr("offload.disk.disk.SystemIo", lambda: faulty)
+    monkeypatch.setattr("offload.disk.disk_tier.SystemIo", lambda: faulty)
     model = ZOO["mlp"].build(7)
     faulty.writes_left = left
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from offload.regular import read_regular
+from offload.regular_files import read_regular
 from zprof.rows import TraceError
 from zprof.writing import committed
 

@@ -18,7 +18,7 @@ import pickle
 import re
 from typing import Any
 
-from offload.regular import read_regular
+from offload.regular_files import read_regular
 from zprof.rows import TraceError
 
 __all__ = ["MOST_NBYTES", "decoded", "read_bytes"]

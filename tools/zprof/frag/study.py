@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from offload.budget import shown
 from offload.errors import PolicyError
-from offload.regular import open_regular
+from offload.regular_files import open_regular
 from zprof.frag.allocator_settings import DEFAULTS, Settings, parse_settings
 from zprof.frag.fragmentation import Answer, Part, parts, would_succeed
 from zprof.frag.history import history

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from contextlib import suppress
 from pathlib import Path
 
-from offload.regular import open_regular
+from offload.regular_files import open_regular
 from zprof.trace.decimate import EFFORTS, Effort, smaller
 from zprof.trace.framefile import START, FrameFile
 from zprof.trace.frames import FrameKind, packed, sealed, unpacked

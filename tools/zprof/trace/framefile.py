@@ -10,7 +10,7 @@ import weakref
 from array import array
 from pathlib import Path
 
-from offload.regular import open_regular
+from offload.regular_files import open_regular
 from zprof.rows import TraceError
 from zprof.trace.frames import HEAD_NBYTES, MAGIC, MARK, Frame, FrameKind, head_at, opened
 

@@ -1,4 +1,4 @@
-"""A folder of shard files with one manifest, and the renames that make it appear whole or not at all.
+"""How a checkpoint is committed: the folder it is written in, and the renames that make it appear whole or not at all.
 
 The first rank makes the folder, writes the manifest last and commits; a loader asks which folder to read.  It never
 communicates and never looks inside a shard file.
@@ -23,31 +23,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
-
-import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from offload.disk import Owner
 from offload.errors import CheckpointError
 from offload.pages import ALIGN
-from offload.regular import read_regular
 from offload.shards.file import Record
+from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, encoded, read_manifest, shard_name
 from offload.text import shown, shown_path
 
-__all__ = ["MANIFEST", "Draft", "Manifest", "destination", "find", "read_manifest", "shard_name"]
+__all__ = ["Draft", "destination", "find"]
 
-MANIFEST = "manifest.json"
-FORMAT = "zhooks sharded checkpoint"
-VERSION = 1
-MANIFEST_MOST = 512 << 20
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _OURS = re.compile(r"manifest\.json|rank-\d{5,}\.safetensors|saving-[0-9a-f]{16}")
 _TOKEN = "[0-9a-f]{16}"
@@ -55,24 +47,6 @@ _TOKEN = "[0-9a-f]{16}"
 _NAME_MOST = 255 - len(".tmp-") - 16
 #: A save of another host, whose process cannot be looked at, is over when nothing of it has changed for so long.
 _SILENT_NS = 3600 * 10**9
-
-
-class Manifest(BaseModel):
-    """What a checkpoint is: by which save, of how many ranks, about what, and every file with its checksums."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    format: Literal["zhooks sharded checkpoint"]
-    version: Literal[1]
-    token: str
-    world: int = Field(ge=1)
-    about: dict[str, Any]
-    files: list[Record]
-
-
-def shard_name(rank: int) -> str:
-    """The file of one rank."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 def destination(path: str | os.PathLike[str], verb: str) -> Path:
@@ -287,10 +261,10 @@ class Draft:
         assert self._parent is not None and self._made is not None, "open() comes first"
         for record in files:
             self._check_visible(record, self._made)
-        content = Manifest(
+        manifest = Manifest(
             format="zhooks sharded checkpoint", version=1, token=self.token, world=len(files), about=about, files=list(files)
-        ).model_dump()
-        raw = json.dumps({"checksum": _checksum(content), "manifest": content}).encode()
+        )
+        raw = encoded(manifest)
         if len(raw) > MANIFEST_MOST:
             raise CheckpointError(
                 f"save {self.target}: expected a manifest of at most {MANIFEST_MOST} bytes, found {len(raw)} for {len(files)} "
@@ -407,45 +381,6 @@ def find(target: Path) -> Path:
         f"load {target}: expected a checkpoint that attachment.save() wrote, found {what}. Check the path; a save that was "
         "killed before its commit leaves none."
     )
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, checked as far as it can be by itself.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of another version, or contradicts itself.
-    """
-    path = folder / MANIFEST
-    try:
-        outer = json.loads(read_regular(path, MANIFEST_MOST))
-        content = outer["manifest"]
-        intact = outer["checksum"] == _checksum(content)
-    except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _unreadable(path, "no such JSON") from error
-    if not intact:
-        raise _unreadable(path, "a checksum that does not match")
-    if isinstance(content, dict) and content.get("format") == FORMAT and content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path}: expected version {VERSION} of the format, found {content.get('version')!r}. Load it with the release "
-            "that wrote it."
-        )
-    try:
-        manifest = Manifest.model_validate(content)
-    except (ValidationError, RecursionError) as error:
-        raise _unreadable(path, "entries of another kind") from error
-    if [record.name for record in manifest.files] != [shard_name(rank) for rank in range(manifest.world)]:
-        raise _unreadable(path, "files that are not one a rank")
-    return manifest
-
-
-def _checksum(content: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _unreadable(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(f"{path}: expected the manifest of a checkpoint, found {found}. Load another checkpoint.")
 
 
 # What killed saves left; see Note [What is ours].

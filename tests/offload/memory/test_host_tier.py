@@ -21,7 +21,7 @@ from offload.device import Device, open_device
 from offload.device.cpu import CpuDevice
 from offload.errors import BudgetError, CapabilityError
 from offload.memory import HostPool, slab_within
-from offload.memory.host import TRIM_STEPS, _distant_node, _prefer, _Slab
+from offload.memory.host_tier import TRIM_STEPS, _distant_node, _prefer, _Slab
 from offload.pages import ALIGN, round_up
 
 PAGE = ALIGN
@@ -568,9 +568,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         held: dict[tuple[int, int], int] = {}
         for piece in self.pool._taken.values():
             held[piece.slab.serial, piece.offset] = piece.nbytes
-        kept = {
-            (slab.serial, offset): room for slab in self.pool._slabs.values() for offset, room in slab.hole_at.items()
-        }
+        kept = {(slab.serial, offset): room for slab in self.pool._slabs.values() for offset, room in slab.hole_at.items()}
         assert listed == kept
         for slab in self.pool._slabs.values():
             at, hole_before = 0, False

@@ -27,8 +27,8 @@ from offload.disk.io import Io, SystemIo
 from offload.disk.scratch import ScratchFile, open_scratch, remove_stale, trouble
 from offload.errors import BudgetError, TierError
 from offload.events import Bus
+from offload.free_ranges import Space
 from offload.pages import ALIGN, round_up
-from offload.ranges import Space
 from offload.threads import Workers
 from offload.tier import Tier
 
