@@ -16,7 +16,9 @@ from fractions import Fraction
 from offload.errors import PolicyError
 
 __all__ = [
+    "UNITS",
     "Share",
+    "as_size",
     "format_amount",
     "format_size",
     "one_line",
@@ -28,6 +30,7 @@ __all__ = [
     "toml_value",
 ]
 
+UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 #: Sizes stay within a signed 64-bit integer, as every allocator and file interface below does.
 MAX_SIZE_NBYTES = (1 << 63) - 1
 
@@ -74,9 +77,18 @@ def parse_size(value: object) -> int:
 
 def format_size(nbytes: int) -> str:
     """Text that `parse_size` reads back to exactly ``nbytes``, in the largest binary unit that divides it."""
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for unit, name in UNITS:
         if nbytes and nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def as_size(nbytes: int) -> str:
+    """``nbytes`` for a reader: three digits in a unit that suits, exact where that is a whole number."""
+    for unit, name in UNITS:
+        if abs(nbytes) >= unit:
+            value = nbytes / unit
+            return f"{nbytes // unit if nbytes % unit == 0 else f'{value:.3g}' if value < 999.5 else f'{value:.0f}'} {name}"
     return f"{nbytes} B"
 
 

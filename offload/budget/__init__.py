@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from offload.budget.account import Account
-from offload.budget.budget import Budget, cannot_admit, shown
+from offload.budget.budget import Budget, cannot_admit
 from offload.budget.capacity import available, preflight
 from offload.budget.machine import Bound, Machine, kept_free
 
-__all__ = ["Account", "Bound", "Budget", "Machine", "available", "cannot_admit", "kept_free", "preflight", "shown"]
+__all__ = ["Account", "Bound", "Budget", "Machine", "available", "cannot_admit", "kept_free", "preflight"]

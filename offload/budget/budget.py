@@ -10,23 +10,14 @@ from collections.abc import Mapping
 
 from offload.budget.account import Account
 from offload.errors import BudgetError
+from offload.text import UNITS, as_size
 from offload.tier import Tier
 
-UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _REMEDIES = {
     Tier.DEVICE: 'raise [budget] device, or set [optimizer] tier = "host"',
     Tier.HOST: 'raise [budget] host, or set [optimizer] tier = "disk"',
     Tier.DISK: "raise [budget] disk, or run on more ranks",
 }
-
-
-def shown(nbytes: int) -> str:
-    """``nbytes`` for a reader: three digits in a unit that suits, exact where that is a whole number."""
-    for unit, name in UNITS:
-        if abs(nbytes) >= unit:
-            value = nbytes / unit
-            return f"{nbytes // unit if nbytes % unit == 0 else f'{value:.3g}' if value < 999.5 else f'{value:.0f}'} {name}"
-    return f"{nbytes} B"
 
 
 def cannot_admit(tier: Tier, key: str, nbytes: int, *, used: int, limit: int, note: str = "") -> BudgetError:
@@ -40,9 +31,9 @@ def cannot_admit(tier: Tier, key: str, nbytes: int, *, used: int, limit: int, no
     digits = 0 if unit == 1 else 1
     held = f"{used / unit:.{digits}f} of {limit / unit:.{digits}f} {name} in use"
     # Rounded figures can look as if there were room.
-    short = f"{shown(used + nbytes - limit)} short" if used + nbytes > limit else "no hole is large enough"
+    short = f"{as_size(used + nbytes - limit)} short" if used + nbytes > limit else "no hole is large enough"
     said = f" {note}" if note else ""
-    return BudgetError(f"{tier.value} tier cannot admit {key} ({shown(nbytes)}): {held}, {short}{said}; {_REMEDIES[tier]}")
+    return BudgetError(f"{tier.value} tier cannot admit {key} ({as_size(nbytes)}): {held}, {short}{said}; {_REMEDIES[tier]}")
 
 
 class Budget:

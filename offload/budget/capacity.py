@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from offload.budget.budget import shown
 from offload.budget.machine import Bound, Machine
 from offload.errors import BudgetError
+from offload.text import as_size
 from offload.tier import Tier
 
 if TYPE_CHECKING:
@@ -52,21 +52,22 @@ def preflight(
     """
     in_memory, terms = _in_memory(need, device, folder, machine)
     if in_memory:
-        said = f"host memory for {shown(in_memory)} a rank ({' + '.join(terms)})"
+        said = f"host memory for {as_size(in_memory)} a rank ({' + '.join(terms)})"
         bounds = machine.memory_bounds(pinned=pinned)
         _refuse(said, in_memory, ranks, bounds, 'lower [budget], or set tier = "disk" with a [disk] path on a disk')
     wanted = need.get(Tier.DEVICE, 0)
     if wanted and not _shares_memory(device):
         assert device is not None, "no device shares the host's memory"
         free, total = device.memory()
-        bound = Bound(f"device {device.device} ({shown(total)} in all)", free, "end what else runs on it", of_process=True)
-        _refuse(f"device memory for {shown(wanted)} a rank", wanted, 1, [bound], 'lower [budget] device, or set tier = "host"')
+        bound = Bound(f"device {device.device} ({as_size(total)} in all)", free, "end what else runs on it", of_process=True)
+        said = f"device memory for {as_size(wanted)} a rank"
+        _refuse(said, wanted, 1, [bound], 'lower [budget] device, or set tier = "host"')
     wanted = need.get(Tier.DISK, 0)
     if wanted:
         assert folder is not None, "a need of disk names its folder"
         name = f"free disk below {folder} (a 20th of the disk, at most 1 GiB, stays free)"
         bound = Bound(name, machine.disk_free(folder), "free some")
-        said = f"disk for {shown(wanted)} a rank"
+        said = f"disk for {as_size(wanted)} a rank"
         _refuse(said, wanted, ranks, [bound], "point [disk] path at a larger disk, or lower [budget] disk")
 
 
@@ -105,7 +106,7 @@ def _in_memory(
         tiers.append(Tier.DISK)
     held = {tier: need[tier] for tier in tiers if need.get(tier, 0)}
     note = {Tier.DISK: f", {folder} being in memory"}
-    return sum(held.values()), [f"{tier.value} {shown(nbytes)}{note.get(tier, '')}" for tier, nbytes in held.items()]
+    return sum(held.values()), [f"{tier.value} {as_size(nbytes)}{note.get(tier, '')}" for tier, nbytes in held.items()]
 
 
 def _refuse(said: str, wanted: int, ranks: int, bounds: list[Bound], remedy: str) -> None:
@@ -114,8 +115,8 @@ def _refuse(said: str, wanted: int, ranks: int, bounds: list[Bound], remedy: str
     worst = max(short, key=lambda bound: short[bound])
     if short[worst] <= 0:
         return
-    total = "" if worst.of_process or ranks == 1 else f", {shown(wanted * ranks)} for {ranks} ranks"
+    total = "" if worst.of_process or ranks == 1 else f", {as_size(wanted * ranks)} for {ranks} ranks"
     raise BudgetError(
-        f"preflight: expected {said}{total}; {worst.name} leaves {shown(max(0, worst.free))}, {shown(short[worst])} short; "
+        f"preflight: expected {said}{total}; {worst.name} leaves {as_size(max(0, worst.free))}, {as_size(short[worst])} short; "
         f"{worst.remedy}, or {remedy}"
     )

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from offload.budget.budget import shown
+from offload.text import as_size
 
 #: cgroup v1 says "no limit" as the largest whole number of pages.
 _NO_LIMIT = 1 << 60
@@ -102,7 +102,7 @@ class Machine:
             if limit is None or usage is None or limit >= _NO_LIMIT:
                 continue
             held = max(0, usage - _reclaimable(self._read(f"{folder}/memory.stat"), version))
-            name = f"cgroup /{folder} (limit {shown(limit)}, {shown(held)} in use)"
+            name = f"cgroup /{folder} (limit {as_size(limit)}, {as_size(held)} in use)"
             bounds.append(Bound(name, limit - held, "raise the container's or the job's memory limit"))
         return bounds
 
@@ -120,7 +120,7 @@ class Machine:
             held = status.get(held_line, 0) + (status.get("VmPin", 0) if option == "-l" else 0)
             remedy = f"raise it with ulimit {option} unlimited"
             remedy += " (docker run --ulimit memlock=-1)" if option == "-l" else ""
-            said = f"{name} (limit {shown(limit)}, {shown(held)} in use)"
+            said = f"{name} (limit {as_size(limit)}, {as_size(held)} in use)"
             bounds.append(Bound(said, limit - held, remedy, of_process=True))
         return bounds
 

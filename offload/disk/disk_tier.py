@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.budget import cannot_admit, shown
+from offload.budget import cannot_admit
 from offload.disk.extent import CHECK, Extent, ExtentState, Request, Verb
 from offload.disk.io import Io, SystemIo
 from offload.disk.scratch import ScratchFile, open_scratch, remove_stale, trouble
@@ -29,6 +29,7 @@ from offload.errors import BudgetError, TierError
 from offload.events import Bus
 from offload.free_ranges import Space
 from offload.pages import ALIGN, round_up
+from offload.text import as_size
 from offload.threads import Workers
 from offload.tier import Tier
 
@@ -178,15 +179,15 @@ class DiskFile:
                 if refused is None:
                     return
         except OSError as error:
-            raise TierError(f"disk tier cannot hold {key} ({shown(nbytes)}): {self.path}: {trouble(error)}") from error
-        subject = f"disk tier cannot admit {key} ({shown(nbytes)}): {shown(self.used)} in use on {self.path}"
+            raise TierError(f"disk tier cannot hold {key} ({as_size(nbytes)}): {self.path}: {trouble(error)}") from error
+        subject = f"disk tier cannot admit {key} ({as_size(nbytes)}): {as_size(self.used)} in use on {self.path}"
         if refused is not None and refused.errno == errno.EFBIG:
             size = self._space.end
             raise BudgetError(
-                f"{subject}: expected a file of {shown(size + lacking)} to be allowed, found {_largest_file(size)}; raise "
+                f"{subject}: expected a file of {as_size(size + lacking)} to be allowed, found {_largest_file(size)}; raise "
                 "that, choose another [disk] path, or run on more ranks"
             ) from refused
-        left = f"has {shown(free)} left beside the {shown(kept)} that are kept for checkpoints and others"
+        left = f"has {as_size(free)} left beside the {as_size(kept)} that are kept for checkpoints and others"
         raise BudgetError(f"{subject}, whose file system {left}; free space there or choose another [disk] path")
 
     def _grown(self, nbytes: int) -> OSError | None:
@@ -326,8 +327,8 @@ def _largest_file(nbytes: int) -> str:
     """What does not let a file of ``nbytes`` grow, though the disk has room."""
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if soft == resource.RLIM_INFINITY:
-        return f"the file system's limit on the size of one file (EFBIG at {shown(nbytes)})"
-    return f"this process's limit on the size of files, ulimit -f (RLIMIT_FSIZE): {shown(soft)}"
+        return f"the file system's limit on the size of one file (EFBIG at {as_size(nbytes)})"
+    return f"this process's limit on the size of files, ulimit -f (RLIMIT_FSIZE): {as_size(soft)}"
 
 
 def _taken(nbytes: int) -> int:

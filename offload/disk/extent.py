@@ -20,10 +20,10 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from offload.budget import shown
 from offload.disk.io import Bytes, Mover
 from offload.disk.scratch import trouble
 from offload.errors import TierError
+from offload.text import as_size
 from offload.work import Ending
 
 __all__ = ["CHECK", "Extent", "ExtentState", "Request", "Verb"]
@@ -141,7 +141,7 @@ class ExtentState:
         assert request.memory is not None
         memory = request.memory[start:stop]
         at = request.offset + start
-        subject = f"disk tier cannot {request.verb.value} {request.key} ({shown(self.extent.nbytes)})"
+        subject = f"disk tier cannot {request.verb.value} {request.key} ({as_size(self.extent.nbytes)})"
         try:
             if request.verb is Verb.WRITE:
                 self._write(mover, memory, at, subject)

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.budget import cannot_admit, shown
+from offload.budget import cannot_admit
 from offload.device import Device
 from offload.errors import BudgetError, CapabilityError
 from offload.pages import ALIGN, mapped, over, round_up
+from offload.text import as_size
 from offload.tier import Tier
 
 __all__ = ["HostPool", "slab_within"]
@@ -273,7 +274,7 @@ class HostPool:
             slab = _Slab(self._serial, nbytes, shared)
         except (OSError, OverflowError, MemoryError, ValueError) as error:
             raise BudgetError(
-                f"host tier cannot admit {key}: expected the system to map {shown(nbytes)}, found {error}; raise RLIMIT_AS "
+                f"host tier cannot admit {key}: expected the system to map {as_size(nbytes)}, found {error}; raise RLIMIT_AS "
                 f'(ulimit -v) or the memory limit, or set [optimizer] tier = "disk"'
             ) from error
         if self._node is not None:
@@ -313,7 +314,7 @@ class HostPool:
         assert self.limit is not None, "only a limit is ever full"
         used, note = self._used - self._rounded, ""
         if used + nbytes <= self.limit:
-            note = f"in {len(self._slabs)} slabs ({shown(self._reserved)})"
+            note = f"in {len(self._slabs)} slabs ({as_size(self._reserved)})"
         return cannot_admit(Tier.HOST, key, nbytes, used=used, limit=self.limit, note=note)
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from offload.budget import available, shown
+from offload.budget import available
 from offload.errors import CapabilityError
-from offload.text import parse_size
+from offload.text import as_size, parse_size
 from offload.tier import Tier
 from zprof.bench.store import Figure, bench_path, keep
 
@@ -182,7 +182,7 @@ def _show(figures: list[Figure], missing: list[str], nbytes: int, kept: Path | N
         console.print(f"not measured: {line}", markup=False, highlight=False, soft_wrap=True)
     if kept is not None:
         console.print(
-            f"transfers of {shown(nbytes)}; stored in {bench_path()}: zprof report shows a run's bandwidths beside them",
+            f"transfers of {as_size(nbytes)}; stored in {bench_path()}: zprof report shows a run's bandwidths beside them",
             markup=False,
             highlight=False,
             soft_wrap=True,

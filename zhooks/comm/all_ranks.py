@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from offload.budget import shown
 from offload.errors import CheckpointError, DivergenceError, ZhooksError
 from offload.text import shown_path
 from zhooks.comm.agree import same_text, text_digest, text_of
@@ -179,7 +178,7 @@ def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
 def _advice(error: OSError) -> str:
     """What to do about it, but for another path."""
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    size = "" if soft == resource.RLIM_INFINITY else f", {shown(soft)} here"
+    size = "" if soft == resource.RLIM_INFINITY else f", {as_size(soft)} here"
     known = {
         errno.ENOSPC: "Free room there (df, df -i)",
         errno.EDQUOT: "Free room within the user's quota, or have it raised (quota)",

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from offload.budget import shown
 from offload.device import open_device
 from offload.errors import BudgetError
 from offload.policy import Policy
+from offload.text import as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.layout import UnitPlan
@@ -184,11 +184,11 @@ def _headroom(
     if spare >= 0:
         return Headroom(limit, spare, tuple(optimizer for optimizer, (_, foreseen) in found.items() if foreseen))
     states = limit - spare - floor
-    tier, what = "", f"{shown(floor)} in all"
+    tier, what = "", f"{as_size(floor)} in all"
     if states:
         of = ", ".join(sorted({type(optimizer).__name__ for optimizer in found}))
         tier = 'set [optimizer] tier = "host", '
-        what = f"{shown(floor)}, and for the states of {of}, {shown(states)}: {shown(floor + states)} in all"
+        what = f"{as_size(floor)}, and for the states of {of}, {as_size(states)}: {as_size(floor + states)} in all"
     raise BudgetError(
         f"[budget] device: expected room for what is kept there and the units in flight, {what}, found "
         f"{shown(limit)}. Raise it, {tier}lower [schedule] prefetch or [units] max_numel, or place more on another "

@@ -17,9 +17,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.budget import Budget, Machine, available, cannot_admit, kept_free, preflight, shown
+from offload.budget import Budget, Machine, available, cannot_admit, kept_free, preflight
 from offload.device.cpu import CpuDevice
 from offload.errors import BudgetError
+from offload.text import as_size
 from offload.tier import Tier
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -138,7 +139,7 @@ def test_many_threads_are_counted_exactly() -> None:
     ],
 )
 def test_sizes_are_shown_for_a_reader(nbytes: int, expected: str) -> None:
-    assert shown(nbytes) == expected
+    assert as_size(nbytes) == expected
 
 
 # --- a machine on paper -----------------------------------------------------------------------------------------------
@@ -418,7 +419,7 @@ def test_free_disk_bounds_a_folder_that_is_not_there_yet(tmp_path: Path) -> None
         preflight({DISK: 1 << 60}, folder=folder, ranks=2)
     said = str(raised.value)
     assert said.startswith(
-        f"preflight: expected disk for {shown(1 << 60)} a rank, {shown(1 << 61)} for 2 ranks; free disk below {folder}"
+        f"preflight: expected disk for {as_size(1 << 60)} a rank, {as_size(1 << 61)} for 2 ranks; free disk below {folder}"
     )
     assert said.endswith("short; free some, or point [disk] path at a larger disk, or lower [budget] disk")
     assert not folder.exists(), "a refusal, like a question, leaves nothing behind"
@@ -466,4 +467,4 @@ def test_a_soft_limit_on_locked_memory_is_read_as_getrlimit_has_it() -> None:
     if soft == resource.RLIM_INFINITY:
         assert names == []
     elif names:
-        assert f"limit {shown(soft)}" in names[0]
+        assert f"limit {as_size(soft)}" in names[0]

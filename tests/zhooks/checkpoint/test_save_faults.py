@@ -29,7 +29,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zhooks
-from offload.budget import shown
 from offload.disk import Owner
 from offload.disk.scratch import started_ticks
 from offload.events import Event
@@ -196,7 +195,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_nothing(room: 
     with folder() as path:
         run.save(path / "run", extra={"step": 1})
         named = f"rank {last}: " if last else ""
-        found = rf"File too large. Raise the limit on the size of one file \(ulimit -f, {re.escape(shown(room))} here"
+        found = rf"File too large. Raise the limit on the size of one file \(ulimit -f, {re.escape(as_size(room))} here"
         match = f"^{named}save .*run: expected room and permission .*found: {found}.*another path"
         with refused(run, match), small_files(room, rank=last):
             run.save(path / "run")

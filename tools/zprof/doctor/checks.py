@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.budget import Machine, shown
+from offload.budget import Machine
+from offload.text import as_size
 from zprof.nvml.answers import one_line
 
 __all__ = ["FAIL", "OK", "WARN", "Finding", "Package", "host_findings", "installed_packages", "software_findings"]
@@ -171,7 +172,7 @@ def host_findings(folder: Path, machine: Machine, *, gpu: bool) -> Iterator[Find
 def _memory(machine: Machine) -> Iterator[Finding]:
     for bound in machine.memory_bounds():
         short = bound.free < _SMALL_MEMORY
-        yield Finding(one_line(bound.name), WARN if short else OK, f"{shown(bound.free)} free", bound.remedy if short else "")
+        yield Finding(one_line(bound.name), WARN if short else OK, f"{as_size(bound.free)} free", bound.remedy if short else "")
 
 
 def _locking(machine: Machine, gpu: bool) -> Finding:
@@ -180,7 +181,7 @@ def _locking(machine: Machine, gpu: bool) -> Finding:
     locking = [bound for bound in machine.memory_bounds(pinned=True) if "RLIMIT_MEMLOCK" in bound.name]
     if not locking:
         return Finding(name, OK, "no limit applies to this process")
-    found = f"{shown(max(0, locking[0].free))} may still be locked"
+    found = f"{as_size(max(0, locking[0].free))} may still be locked"
     if not gpu:
         return Finding(name, OK, f"{found}; without a GPU nothing is locked")
     # Some drivers lock past the limit; the preflight of `attach` tries which this one is.
@@ -206,7 +207,7 @@ def _shared_memory(machine: Machine) -> Finding:
     except OSError as error:
         return Finding(name, WARN, f"cannot be used: {error.strerror}; {users} exchange through it", mend)
     free = stat.f_bavail * stat.f_frsize
-    found = f"{shown(free)} free of {shown(stat.f_blocks * stat.f_frsize)}"
+    found = f"{as_size(free)} free of {as_size(stat.f_blocks * stat.f_frsize)}"
     small = free < _SMALL_SHM
     return Finding(name, WARN, f"{found}: may be too small for {users}", mend) if small else Finding(name, OK, found)
 
@@ -233,7 +234,7 @@ def _disk(folder: Path, machine: Machine) -> Iterator[Finding]:
     except (OSError, ValueError) as error:
         yield Finding(name, WARN, f"cannot be used: {getattr(error, 'strerror', None) or error}", mend)
         return
-    found = f"{shown(free)} free"
+    found = f"{as_size(free)} free"
     if in_memory:
         yield Finding(name, WARN, f"{found}, in memory (tmpfs): it counts as host memory", mend)
     elif free < _SMALL_DISK:

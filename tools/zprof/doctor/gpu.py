@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.doctor.checks import FAIL, OK, WARN, Finding
 from zprof.nvml.answers import Failure, ask, one_line
 from zprof.nvml.sampling import NvmlSampler, open_nvml
@@ -110,7 +110,7 @@ def _devices(state: dict[str, object]) -> Iterator[Finding]:
     assert isinstance(devices, list) and isinstance(notes, list)
     for device in devices:
         memory = device.get("memory_nbytes")
-        found = f"{device['name'] or 'a device'}{f', {shown(memory)}' if memory else ''}"
+        found = f"{device['name'] or 'a device'}{f', {as_size(memory)}' if memory else ''}"
         lost = device.get("lost")
         mend = "reset it (nvidia-smi --gpu-reset) or restart the host" if lost else ""
         yield Finding(f"GPU {device['label']}", WARN if lost else OK, f"{found}: {lost}" if lost else found, mend)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.frag.allocator_settings import Settings
 from zprof.frag.snapshot import ACTIVE, INACTIVE, Block, Segment
 
@@ -168,23 +168,24 @@ def would_succeed(
     fitting = [block for block in free if _fits(block, size, settings)]
     if fitting:
         best = min(fitting, key=lambda block: (block.size, block.address))
-        told = f"the {name} has a free block of {shown(best.size)}, the smallest of {len(fitting)} that fit"
+        told = f"the {name} has a free block of {as_size(best.size)}, the smallest of {len(fitting)} that fit"
         return Answer(nbytes, True, size, now, (told,))
     largest = max((block.size for block in free), default=0)
     back = sum(releasable(segment, settings) for segment in mine)
-    known = "unknown" if device_free is None else shown(device_free)
+    known = "unknown" if device_free is None else as_size(device_free)
     reasons = [
-        f"no free block of the {name} fits {shown(size)}: the largest is {shown(largest)}",
-        f"the device would be asked for {shown(now)}: it has {known} left, and {shown(back)} of cached memory can be released",
+        f"no free block of the {name} fits {as_size(size)}: the largest is {as_size(largest)}",
+        f"the device would be asked for {as_size(now)}: it has {known} left, and {as_size(back)} of cached memory can be "
+        "released",
     ]
     left = device_free or 0
     if now <= left or later <= left + back:
         return Answer(nbytes, True, size, now, tuple(reasons))
     if device_free is None:
-        reasons.append(f"give --limit to say what the device has: it must have {shown(min(now, later - back))} left")
+        reasons.append(f"give --limit to say what the device has: it must have {as_size(min(now, later - back))} left")
         return Answer(nbytes, None, size, now, tuple(reasons))
-    stuck, short = sum(part.stuck for part in parts(mine, settings)), shown(later - back - left)
-    reasons.append(f"{short} short, while {shown(stuck)} of free memory is stuck between blocks in use")
+    stuck, short = sum(part.stuck for part in parts(mine, settings)), as_size(later - back - left)
+    reasons.append(f"{short} short, while {as_size(stuck)} of free memory is stuck between blocks in use")
     return Answer(nbytes, False, size, now, tuple(reasons))
 
 

@@ -9,9 +9,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.budget import shown
 from offload.errors import PolicyError
 from offload.regular_files import open_regular
+from offload.text import as_size
 from zprof.frag.allocator_settings import DEFAULTS, Settings, parse_settings
 from zprof.frag.fragmentation import Answer, Part, parts, would_succeed
 from zprof.frag.history import history
@@ -121,13 +121,13 @@ def _of_snapshot(
     reserved = sum(segment.total_size for segment in segments)
     if limit is None and recording.limit is not None:
         limit = recording.limit
-        notes.append(f"the device refused memory at {shown(limit)}: taken as its limit")
+        notes.append(f"the device refused memory at {as_size(limit)}: taken as its limit")
     if limit is not None and limit < reserved:
-        expected = f"a limit of at least the {shown(reserved)} reserved"
-        raise TraceError(f"{path}: expected {expected}, found {shown(limit)}; raise --limit")
+        expected = f"a limit of at least the {as_size(reserved)} reserved"
+        raise TraceError(f"{path}: expected {expected}, found {as_size(limit)}; raise --limit")
     compared = _compared(recording, settings, limit, others) if len(recording.events) > recording.events.held else ()
     if recording.begun:
-        notes.append(f"the history begins with {shown(recording.begun)} reserved: the replay packs what was held then anew")
+        notes.append(f"the history begins with {as_size(recording.begun)} reserved: the replay packs what was held then anew")
     return Study(
         source=path,
         device=device,

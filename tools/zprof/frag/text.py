@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.frag.allocator_settings import environment_line
 from zprof.frag.fragmentation import Answer, Part, total
 from zprof.frag.replay import Level, Replayed
@@ -62,7 +62,7 @@ def _pools(found: Study) -> Any:
         table.add_column(heading, justify="right")
     for part in (*found.parts, *([total(found.parts)] if len(found.parts) > 1 else [])):
         sizes = (part.reserved, part.allocated, part.rounding, part.pending, part.releasable, part.stuck, part.largest)
-        table.add_row(_name(part), str(part.segments), *map(shown, sizes), f"{part.index:.2f}")
+        table.add_row(_name(part), str(part.segments), *map(as_size, sizes), f"{part.index:.2f}")
     return table
 
 
@@ -78,7 +78,7 @@ def _answered(answer: Answer | None) -> Iterator[str]:
     if answer is None:
         return
     verdict = {True: "would succeed", False: "would fail", None: "cannot be told"}[answer.succeeds]
-    yield f"{shown(answer.nbytes)}: {verdict}"
+    yield f"{as_size(answer.nbytes)}: {verdict}"
     yield from (f"  {reason}" for reason in answer.reasons)
 
 
@@ -88,14 +88,14 @@ def _history(found: Study) -> Iterator[str]:
         yield "no history: torch.cuda.memory._record_memory_history() before the snapshot would record one"
         return
     yield (
-        f"worst moment: entry {worst.event}, {_after(found, worst)} after the first: {shown(worst.stuck)} of "
-        f"{shown(worst.reserved)} reserved are stuck, largest free block {shown(worst.largest)}, index {worst.index:.2f}"
+        f"worst moment: entry {worst.event}, {_after(found, worst)} after the first: {as_size(worst.stuck)} of "
+        f"{as_size(worst.reserved)} reserved are stuck, largest free block {as_size(worst.largest)}, index {worst.index:.2f}"
     )
     told = found.score
     if told:
         yield (
-            f"replay against the recording: reserved peak {shown(told.peak_predicted)} predicted, "
-            f"{shown(told.peak_recorded)} recorded ({told.peak_error:+.1%}), mean error {shown(round(told.mean_error))} "
+            f"replay against the recording: reserved peak {as_size(told.peak_predicted)} predicted, "
+            f"{as_size(told.peak_recorded)} recorded ({told.peak_error:+.1%}), mean error {as_size(round(told.mean_error))} "
             f"over {told.count} moments"
         )
     elif found.replays:
@@ -116,7 +116,7 @@ def _settings(found: Study) -> Any:
         table.add_column(heading, justify="right")
     for replayed in found.replays:
         sizes = (replayed.peak_reserved, replayed.peak_allocated, replayed.worst_stuck)
-        table.add_row(_shown_settings(found, replayed), *map(shown, sizes), str(replayed.failed), str(replayed.retries))
+        table.add_row(_shown_settings(found, replayed), *map(as_size, sizes), str(replayed.failed), str(replayed.retries))
     return table
 
 
@@ -133,15 +133,15 @@ def _advice(found: Study) -> Iterator[str]:
         level = failure.level
         share = f" ({level.free / base.limit:.0%} of the limit)" if base.limit else ""
         yield (
-            f"under {printable(base.settings.name)}: fails at event {level.event} for {shown(failure.nbytes)} with "
-            f"{shown(level.free)} free{share}, largest free block {shown(level.largest)}"
+            f"under {printable(base.settings.name)}: fails at event {level.event} for {as_size(failure.nbytes)} with "
+            f"{as_size(level.free)} free{share}, largest free block {as_size(level.largest)}"
         )
     for replayed in sorted(found.replays[1:], key=lambda each: (each.failed, each.peak_reserved)):
         if (replayed.failed, replayed.peak_reserved) < (base.failed, base.peak_reserved):
             fails = f"; failures {base.failed} -> {replayed.failed}" if base.failed else ""
             yield (
-                f"under {printable(replayed.settings.name)}: reserved peak {shown(base.peak_reserved)} -> "
-                f"{shown(replayed.peak_reserved)}{fails}; set {printable(environment_line(replayed.settings))} "
+                f"under {printable(replayed.settings.name)}: reserved peak {as_size(base.peak_reserved)} -> "
+                f"{as_size(replayed.peak_reserved)}{fails}; set {printable(environment_line(replayed.settings))} "
                 "(PYTORCH_CUDA_ALLOC_CONF where torch is older than 2.9)"
             )
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.oom.held import Held, bytes_in, halved, keys, largest_alone, less, moved, partitioned
 
 __all__ = ["ALLOCATOR", "Change", "Plight", "changes"]
@@ -119,7 +119,7 @@ def _stages(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         price = {
             1: f"none: each of {plight.world} ranks updates its share",
             2: "gradients are reduced in every backward",
-            3: f"parameters are gathered in every pass; {shown(flying)} stay for units in flight",
+            3: f"parameters are gathered in every pass; {as_size(flying)} stay for units in flight",
         }[higher]
         yield Change(
             f"stage = {higher}", price, (_TRAFFIC, higher), _about("stage"), partitioned(tuple(cells), plight.world, flying)
@@ -140,7 +140,7 @@ def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         about = _about(f"{cell} tier", *(["stage"] if cell == "parameter" and _stage(policy) == 0 else []))
         for to, price in (("host", _HOST), ("disk", _DISK)):
             if now in plight.pool and at > 0 and to not in plight.pool and to != now:
-                told = f"{shown(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
+                told = f"{as_size(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
                 after = moved(cell, now, to, gathered, flying + staged)
                 yield Change(f'[{cell}] tier = "{to}"', told, (price, 2 * at), about, after)
     yield from _on_the_host(plight, policy)
@@ -154,7 +154,8 @@ def _on_the_host(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
     if resting[0] and "device" in plight.pool and not plight.shared and not elsewhere:
         yield Change(
             '[gradient] tier = "host", [optimizer] tier = "host" and compute = "host"',
-            f"{shown(resting[1])} of gradients out once a backward, parameters back once a step; the host computes the update",
+            f"{as_size(resting[1])} of gradients out once a backward, parameters back once a step; the host computes the "
+            "update",
             (_HOST, 2 * resting[1]),
             _about("optimizer tier", "gradient tier"),
             lambda held: moved("gradient", "device", "host")(moved("optimizer", "device", "host")(held)),
@@ -181,7 +182,7 @@ def _activations(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         )
     for to, price in (("host", _HOST), ("disk", _DISK)):
         if total and to != now and to not in plight.pool and now != "disk":
-            told = f"{shown(total)} out in forward and back in backward, {_way(now, to)}; tensors below min_bytes stay"
+            told = f"{as_size(total)} out in forward and back in backward, {_way(now, to)}; tensors below min_bytes stay"
             after = moved("activation", now, to)
             yield Change(f'[activation] tier = "{to}"', told, (price, 2 * total), _about("activation"), after, at_most=True)
 
@@ -236,7 +237,7 @@ def _without_zhooks(plight: Plight) -> Iterator[Change]:
         at = sum(states.values())
         if at and "device" in plight.pool and to not in plight.pool:
             what = f'zhooks.attach(model, policy={{"optimizer": {{"tier": "{to}"}}}})'
-            told = f"{shown(at)} read and written once a step, {_way('device', to)}"
+            told = f"{as_size(at)} read and written once a step, {_way('device', to)}"
             after = moved("optimizer", "device", to, flying=_staged(states, {}))
             yield Change(what, told, (price, 2 * at), _about("optimizer tier"), after)
     if not plight.shared:

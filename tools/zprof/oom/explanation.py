@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.oom.changes import Plight
 from zprof.oom.facts import Failure
 from zprof.oom.fit import Remedy, remedies
@@ -57,7 +57,7 @@ def told(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world:
 
     trace = Trace.open(path)
     if not ending.failed and trace.count > _MOST_ROWS:
-        return [f"trace {path} ({shown(path.stat().st_size)})", *_next(trace, path, world)]
+        return [f"trace {path} ({as_size(path.stat().st_size)})", *_next(trace, path, world)]
     ledger = _Reading(trace)
     killed = _kill(ending, kill, ledger) if ending.signal == 9 else None
     if killed is not None:
@@ -69,9 +69,9 @@ def told(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world:
         lines.append(f"ended by signal {ending.signal}")
     covered = coverage(trace, ledger.ledger.tiers)
     parts = {tier: " of what zhooks placed" if covered.tier(tier) else "" for tier in TIERS}
-    peaks = [f"{tier} {shown(nbytes)}{parts[tier]}" for tier, nbytes in ledger.peaks().items()]
-    peaks += [f"rss {shown(nbytes)}" for nbytes in [ledger.highest("rss")] if nbytes]
-    lines.append(f"trace {path} ({shown(path.stat().st_size)}); peak {', '.join(peaks) or 'unknown'}")
+    peaks = [f"{tier} {as_size(nbytes)}{parts[tier]}" for tier, nbytes in ledger.peaks().items()]
+    peaks += [f"rss {as_size(nbytes)}" for nbytes in [ledger.highest("rss")] if nbytes]
+    lines.append(f"trace {path} ({as_size(path.stat().st_size)}); peak {', '.join(peaks) or 'unknown'}")
     return lines + _next(trace, path, world)
 
 
@@ -197,13 +197,13 @@ def _kill(ending: Ending, kill: tuple[str, int | None] | None, reading: _Reading
     if kill is None:
         return None
     whose, limit = kill
-    bound = f"{whose} (limit {shown(limit)})" if limit is not None else whose
+    bound = f"{whose} (limit {as_size(limit)})" if limit is not None else whose
     tier = "host" if _on_gpu(reading) else "device"
     return Failure("kill", tier, f"the kernel ended the process for want of memory: {_rss(ending)}", limit=limit, bound=bound)
 
 
 def _rss(ending: Ending) -> str:
-    return f"it had at most {shown(ending.most_nbytes)} resident"
+    return f"it had at most {as_size(ending.most_nbytes)} resident"
 
 
 def _on_gpu(reading: _Reading) -> bool:
@@ -302,18 +302,18 @@ def _of(held: Mapping[tuple[str, str, str], int], category: str) -> dict[str, in
 def _headline(case: _Case) -> str:
     failure = case.failure
     about = "" if failure.exact else "about "
-    asked = f"{about}{shown(failure.nbytes)}" if failure.nbytes else "memory"
+    asked = f"{about}{as_size(failure.nbytes)}" if failure.nbytes else "memory"
     where = failure.bound or f"{failure.tier} memory"
     key = f" for {_plain(failure.key)}" if failure.key else ""
     facts = []
     if failure.limit is not None and failure.kind != "kill":
-        facts.append(f"limit {shown(failure.limit)}")
+        facts.append(f"limit {as_size(failure.limit)}")
     if failure.free is not None:
-        facts.append(f"{shown(failure.free)} free")
+        facts.append(f"{as_size(failure.free)} free")
     if failure.short is not None:
-        facts.append(f"{shown(failure.short)} short")
+        facts.append(f"{as_size(failure.short)} short")
     if failure.idle:
-        facts.append(f"{shown(failure.idle)} reserved by the allocator and not in use")
+        facts.append(f"{as_size(failure.idle)} reserved by the allocator and not in use")
     during = f", in {case.phase}" if case.phase else ""
     if failure.kind == "kill":
         return f"out of memory: {where}: {failure.message}{during}"
@@ -336,12 +336,12 @@ def _table(held: Mapping[tuple[str, str, str], int], *, whole: bool) -> list[str
 
 
 def _columns(row: Iterable[int]) -> str:
-    return "".join(f"{shown(nbytes) if nbytes else '-':>12}" for nbytes in row)
+    return "".join(f"{as_size(nbytes) if nbytes else '-':>12}" for nbytes in row)
 
 
 def _top(held: Mapping[tuple[str, str, str], int], pool: tuple[str, ...]) -> list[str]:
     places = sorted(((nbytes, place) for place, nbytes in held.items() if place[1] in pool), reverse=True)[:_MOST_KEYS]
-    most = [f"{what} of {_plain(key) or '(unnamed)'} {shown(nbytes)}" for nbytes, (what, _, key) in places]
+    most = [f"{what} of {_plain(key) or '(unnamed)'} {as_size(nbytes)}" for nbytes, (what, _, key) in places]
     return [f"most of it: {', '.join(most)}"] if most else []
 
 
@@ -352,7 +352,7 @@ def _proposals(case: _Case) -> list[str]:
         return [f"no change of the policy follows from what was recorded{said}"]
     lines = []
     if case.to_come:
-        lines.append(f"states still to be made are counted in: {shown(case.to_come)}, as the units that have theirs hold")
+        lines.append(f"states still to be made are counted in: {as_size(case.to_come)}, as the units that have theirs hold")
     headings = {True: "would have let it fit:", False: "not enough alone:", None: "would have saved (the lack is unknown):"}
     for before, remedy in zip([None, *found], found[:_MOST_REMEDIES], strict=False):
         if before is None or before.fits is not remedy.fits:
@@ -362,7 +362,7 @@ def _proposals(case: _Case) -> list[str]:
 
 
 def _said(remedy: Remedy) -> str:
-    saved = f"{'at most ' if remedy.at_most else ''}{shown(remedy.nbytes)}"
+    saved = f"{'at most ' if remedy.at_most else ''}{as_size(remedy.nbytes)}"
     return f"{remedy.what}: saves {saved}; {remedy.price}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.pages.page import packed
 from zprof.rows import CATEGORIES, TIERS
 
@@ -160,7 +160,7 @@ def _view(
         "name": name,
         "time": clock.ticks(time_ns),
         "series": [{"name": category, "values": packed(level.astype(np.float32))} for category, level in levels.items()],
-        "peak": peak | {"at": clock.tick(when if isinstance(when, int) else when.time_ns), "shown": shown(peak["total"])},
+        "peak": peak | {"at": clock.tick(when if isinstance(when, int) else when.time_ns), "shown": as_size(peak["total"])},
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.pages.lanes import LANES, MOST_SPANS, Kept, Spans, keep
 from zprof.pages.memory import Clock, device_samples, views
 from zprof.pages.units import exposed_units
@@ -255,4 +255,4 @@ def peak_line(data: dict[str, Any]) -> str:
         return "no memory recorded"
     nbytes, name, run = max(peaks, key=lambda peak: peak[0])
     part = "" if run["whole"] else " of what was recorded"
-    return f"peak {shown(nbytes)}{part} ({'device and host' if name == 'process' else name}, rank {run['rank']})"
+    return f"peak {as_size(nbytes)}{part} ({'device and host' if name == 'process' else name}, rank {run['rank']})"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.ledger.curves import BEFORE_STACK, NO_KEY
 from zprof.rows import CATEGORIES, TraceError
 
@@ -120,7 +120,7 @@ def _tier(ledger: Ledger, tier: str, moment: Moment) -> dict[str, Any]:
     return columns | {
         "tier": tier,
         "total": top.nbytes,
-        "shown": shown(top.nbytes),
+        "shown": as_size(top.nbytes),
         "at_ms": (moment.time_ns - ledger.begin_ns) / 1e6,
         "least": least,
         "categories": CATEGORIES,

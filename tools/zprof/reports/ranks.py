@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from offload.budget import shown
+from offload.text import as_size
 
 __all__ = ["ranks_lines", "ranks_table"]
 
@@ -31,7 +31,7 @@ def ranks_table(told: Mapping[str, Any]) -> Table:
         drawing.add_column(heading, justify="left" if heading == "host" else "right")
     for run in told["runs"][:_MOST_RANKS]:
         rank = str(run["rank"])
-        peaks = (_or_dash(ranks["peak_bytes"][tier][rank], shown) for tier in tiers)
+        peaks = (_or_dash(ranks["peak_bytes"][tier][rank], as_size) for tier in tiers)
         host = "".join(letter if letter.isprintable() else "?" for letter in run["host"])
         times = (_or_dash(ranks[name][rank], lambda ms: f"{ms:.3g}") for name in ("step_ms", "work_ms"))
         drawing.add_row(rank, Text(host), *peaks, *times)
@@ -51,7 +51,7 @@ def ranks_lines(ranks: Mapping[str, Any]) -> list[Any]:
         peaks = {rank: nbytes for rank, nbytes in found.items() if nbytes is not None}
         low, high = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
         if peaks[high] > peaks[low]:
-            lines.append(Text(f"{tier}: rank {high} peaks {shown(peaks[high] - peaks[low])} above rank {low}"))
+            lines.append(Text(f"{tier}: rank {high} peaks {as_size(peaks[high] - peaks[low])} above rank {low}"))
     if ranks["stragglers"] is None:
         lines.append(Text("who is slow, and who waits for whom, was not seen: see below what is not recorded"))
     for slow in ranks["stragglers"] or ():

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.reports.ranks import ranks_lines, ranks_table
 
 __all__ = ["plain", "show", "sized"]
@@ -59,7 +59,7 @@ def plain(text: object) -> str:
 
 def sized(nbytes: int) -> str:
     """Bytes for a reader."""
-    return f"-{shown(-nbytes)}" if nbytes < 0 else shown(nbytes)
+    return f"-{as_size(-nbytes)}" if nbytes < 0 else as_size(nbytes)
 
 
 def _section(console: Console, heading: str, parts: Sequence[Any]) -> None:
@@ -165,7 +165,7 @@ def _bar(nbytes: int, top: int, mark: str) -> Text:
 
 def _moment(tier: str, held: Mapping[str, Any]) -> str:
     step = "" if held["step"] is None else f", in step {held['step']}"
-    budget = f"; budget {shown(held['budget_bytes'])}" if held["budget_bytes"] is not None else ""
+    budget = f"; budget {as_size(held['budget_bytes'])}" if held["budget_bytes"] is not None else ""
     peak = f"; the run's peak is {sized(held['peak_bytes'])}" if held["bytes"] < held["peak_bytes"] else ""
     missing = f"; without {', '.join(held['not_recorded'])}" if held["not_recorded"] else ""
     return f"{tier}: {sized(held['bytes'])} at {held['at_s']:.3f} s{step}{peak}{budget}{missing}"
@@ -278,8 +278,8 @@ def _rates(run: Run) -> list[Any]:
         drawing.add_row(
             plain(rate["verb"]),
             sized(rate["bytes"]),
-            f"{shown(int(rate['reached_bytes_per_s']))}/s",
-            f"{shown(int(bench))}/s" if bench else "-",
+            f"{as_size(int(rate['reached_bytes_per_s']))}/s",
+            f"{as_size(int(bench))}/s" if bench else "-",
             f"{share:.0%}" if share is not None else "-",
         )
     return [drawing, *([Text(plain(run["bench_problem"]))] if run["bench_problem"] else [])]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.recording.recorder import LEVELS, Level, Recorder
 
 if TYPE_CHECKING:
@@ -72,19 +72,20 @@ class Recording:
         return f"zprof report {shlex.quote(str(self.path))}"
 
     def __repr__(self) -> str:
-        peak = ", ".join(f"{tier} {shown(nbytes)}" for tier, nbytes in self.peaks.items()) or "nothing was placed"
-        of = [f"  {what} on {tier} {shown(nbytes)}" for (what, tier), nbytes in self.held.items()]
+        peak = ", ".join(f"{tier} {as_size(nbytes)}" for tier, nbytes in self.peaks.items()) or "nothing was placed"
+        of = [f"  {what} on {tier} {as_size(nbytes)}" for (what, tier), nbytes in self.held.items()]
         return "\n".join([f"zprof: peak {peak}", *of, *self.explained, f"trace {self.path}; next: {self.next}"])
 
     def _repr_html_(self) -> str:
         """A small table; every name is escaped, and it needs nothing from a network."""
         most = max(self.held.values(), default=0)
         rows = "".join(
-            f"<tr><td>{html.escape(what)}</td><td>{html.escape(tier)}</td><td style='text-align:right'>{shown(nbytes)}</td>"
+            f"<tr><td>{html.escape(what)}</td><td>{html.escape(tier)}</td><td style='text-align:right'>{as_size(nbytes)}</td>"
             f"<td><div style='background:#4c78a8;height:.7em;width:{120 * nbytes // most}px'></div></td></tr>"
             for (what, tier), nbytes in self.held.items()
         )
-        peak = ", ".join(f"{html.escape(tier)} {shown(nbytes)}" for tier, nbytes in self.peaks.items()) or "nothing was placed"
+        peak = ", ".join(f"{html.escape(tier)} {as_size(nbytes)}" for tier, nbytes in self.peaks.items())
+        peak = peak or "nothing was placed"
         why = f"<pre>{html.escape(chr(10).join(self.explained))}</pre>" if self.explained else ""
         return f"<div><b>peak {peak}</b><table>{rows}</table>{why}<code>{html.escape(self.next)}</code></div>"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.clock import now_ns
 from zprof.rows import CATEGORIES, MOVES, TIERS, RowKind, TraceError, placement
 from zprof.running.child import Child, Ending
@@ -198,17 +198,17 @@ def _drawn(glance: Glance | None, unfinished: str) -> Any:
     if glance.steps:
         told += f", {glance.steps} steps" + (f", the last {glance.step_ns / 1e6:.0f} ms" if glance.step_ns else "")
     if "rss" in glance.samples:
-        told += f", rss {shown(glance.samples['rss'])}"
+        told += f", rss {as_size(glance.samples['rss'])}"
     if glance.waited >= 0.005:
         told += f", {glance.waited:.0%} of the time waited for transfers"
     parts.append(line(told, "bold"))
     for tier, (now, most) in glance.tiers.items():
         held = [(name, glance.places.get((name, tier), 0)) for name in CATEGORIES]
-        of = ", ".join(f"{name} {shown(nbytes)}" for name, nbytes in held if nbytes)
-        parts.append(line(f"  {tier:<7}{shown(now):>10}  most {shown(most):>10}  {of}"))
+        of = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in held if nbytes)
+        parts.append(line(f"  {tier:<7}{as_size(now):>10}  most {as_size(most):>10}  {of}"))
     if glance.moved:
-        parts.append(line("  moves  " + ", ".join(f"{what} {shown(int(speed))}/s" for what, speed in glance.moved.items())))
+        parts.append(line("  moves  " + ", ".join(f"{what} {as_size(int(speed))}/s" for what, speed in glance.moved.items())))
     if glance.units:
-        largest = ", ".join(f"{name} {shown(nbytes)}" for name, nbytes in glance.units.items())
+        largest = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in glance.units.items())
         parts.append(line(f"  most   {largest}", "dim"))
     return Group(*parts)

@@ -155,12 +155,12 @@ def _quoted(text: str) -> str:
 
 def shown(value: float, unit: Unit) -> str:
     """A measure for a reader."""
-    from offload.budget import shown as shown_bytes
+    from offload.text import as_size
 
     if unit == "bytes":
-        return shown_bytes(round(value))
+        return as_size(round(value))
     if unit == "bytes/s":
-        return f"{shown_bytes(round(value))}/s"
+        return f"{as_size(round(value))}/s"
     if unit == "count":
         return f"{value:.0f}"
     return f"{value:.4g} {unit}" if abs(value) < 1e4 else f"{value:.0f} {unit}"

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from offload.budget import Machine, shown
+from offload.budget import Machine
+from offload.text import as_size
 from zprof.rows import Row, TraceError
 from zprof.trace.frames import MAGIC, MOST_ROWS, FrameKind, most, packed, sealed
 from zprof.trace.header import Header
@@ -93,13 +94,13 @@ class Writer:
                 return
             bound = most(FrameKind.NOTE)
             if len(payload) > bound:
-                self._warn("large", f"note {name} of {shown(len(payload))} is over {shown(bound)} and was dropped")
+                self._warn("large", f"note {name} of {as_size(len(payload))} is over {as_size(bound)} and was dropped")
                 return
             frame = sealed(FrameKind.NOTE, payload)
             if name not in _ALWAYS:
                 self._notes_nbytes += len(frame)
                 if self._notes_nbytes > self._limit // 4:
-                    self._warn("full", f"note {name} was dropped: notes fill a quarter of the bound of {shown(self._limit)}")
+                    self._warn("full", f"note {name} was dropped: notes fill a quarter of the bound of {as_size(self._limit)}")
                     return
             self._append(frame)
 
@@ -234,7 +235,7 @@ class Writer:
                     self.dropped_rows += work.dropped - self._thinned
                     self._thinned = work.dropped
                     if self.nbytes > self._limit - self._limit // 8:
-                        self._end(f"the file cannot be kept below {shown(self._limit)}: too much of it is still held")
+                        self._end(f"the file cannot be kept below {as_size(self._limit)}: too much of it is still held")
         except Exception as error:
             # Whatever it was: without this the file has no bound, and the training loop must not hear of it.
             with self._lock:
@@ -248,7 +249,7 @@ class Writer:
 
     def _end(self, why: str) -> None:
         self._stop()
-        self._warn("stopped", f"recording stopped after {shown(self.nbytes)}, training goes on: {why}")
+        self._warn("stopped", f"recording stopped after {as_size(self.nbytes)}, training goes on: {why}")
 
     def _stop(self) -> None:
         fd, self._fd = self._fd, None
@@ -287,7 +288,7 @@ def _created(path: Path, force: bool) -> int:
         return os.open(path, flags, 0o600)
     except FileExistsError:
         try:
-            size = shown(path.stat().st_size)
+            size = as_size(path.stat().st_size)
         except OSError:
             size = "unknown size"
         raise TraceError(f"{path}: expected no such file, found one of {size}; replace it with -f, or change -o") from None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload.budget import shown
+from offload.text import as_size
 from zprof.nvml.answers import one_line
 from zprof.watching.watch import Look
 
@@ -62,10 +62,10 @@ def _device(device: dict[str, Any]) -> tuple[str, ...]:
         return _DASH if value is None else form.format(value)
 
     def rate(name: str) -> str:
-        return shown(round(device[name])) if name in device else _DASH
+        return as_size(round(device[name])) if name in device else _DASH
 
     used, total = device.get("memory_used_nbytes"), device.get("memory_nbytes")
-    memory = _DASH if used is None else shown(used) if not total else f"{shown(used)} / {shown(total)}"
+    memory = _DASH if used is None else as_size(used) if not total else f"{as_size(used)} / {as_size(total)}"
     power = f"{device['power_mw'] / 1000:.0f} W" if "power_mw" in device else _DASH
     return (
         device["key"].removeprefix("gpu"),
@@ -84,8 +84,8 @@ def _device(device: dict[str, Any]) -> tuple[str, ...]:
 
 def _host(look: Look) -> Sheet:
     total = look.host["total_nbytes"]
-    title = "host memory" + (f" ({shown(total)} in all)" if total else "")
-    rows = tuple((one_line(bound["name"]), shown(bound["free_nbytes"])) for bound in look.host["bounds"])
+    title = "host memory" + (f" ({as_size(total)} in all)" if total else "")
+    rows = tuple((one_line(bound["name"]), as_size(bound["free_nbytes"])) for bound in look.host["bounds"])
     return Sheet(title, ("bounded by", "free"), rows)
 
 
@@ -95,10 +95,10 @@ def _runs(runs: Sequence[Seen]) -> Sheet:
     rows = []
     for run in runs:
         held = (run.tiers.get(tier) for tier in ("device", "host", "disk"))
-        tiers = (_DASH if nbytes is None else shown(nbytes) for nbytes in held)
-        rss = shown(run.samples["rss"]) if "rss" in run.samples else _DASH
+        tiers = (_DASH if nbytes is None else as_size(nbytes) for nbytes in held)
+        rss = as_size(run.samples["rss"]) if "rss" in run.samples else _DASH
         times = (_ms(run.step_ms), _ms(run.exposed_ms))
-        rates = (shown(round(run.bandwidth[name])) if name in run.bandwidth else _DASH for name in moves)
+        rates = (as_size(round(run.bandwidth[name])) if name in run.bandwidth else _DASH for name in moves)
         state = f"{run.state} ({one_line(run.damage)})" if run.damage else run.state
         first = (one_line(run.path, 60), f"{run.rank}/{run.world}", state)
         rows.append((*first, *tiers, rss, str(run.steps), *times, *rates))
@@ -117,7 +117,7 @@ def _units(runs: Sequence[Seen]) -> Sheet:
                 (
                     str(run.rank),
                     one_line(holding.name, 48) if holding else _DASH,
-                    shown(holding.nbytes) if holding else _DASH,
+                    as_size(holding.nbytes) if holding else _DASH,
                     one_line(waiting.name, 48) if waiting else _DASH,
                     one_line(waiting.what, 24) if waiting else _DASH,
                     _ms(waiting.wait_ms) if waiting else _DASH,
