@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Literal, Protocol
 
-__all__ = ["Bus", "Event", "Kind", "Observer", "Recorder", "leave", "listen", "tell_all"]
+__all__ = ["Bus", "Event", "Kind", "Observer", "Recorder", "leave", "listen", "state_all"]
 
 Kind = Literal["begin", "end", "instant", "counter", "hold"]
 
@@ -70,7 +70,7 @@ class Bus:
         # A tuple replaced whole: emitting threads iterate over the one they saw, without a lock.
         self._observers: tuple[Observer, ...] = ()
         self._change = threading.Lock()
-        self._tell: Callable[[], Callable[[], None] | None] | None = None
+        self._state: Callable[[], Callable[[], None] | None] | None = None
         with _known:
             _buses.add(self)
             for observer in _everywhere:
@@ -84,21 +84,21 @@ class Bus:
                 self._observers = (*self._observers, observer)
             self.active = True
         if new:
-            self.tell()
+            self.restate()
 
-    def told_by(self, tell: Callable[[], None]) -> None:
-        """``tell`` states everything that is held, as holds and counters: now if anybody listens, and to whoever comes.
+    def stated_by(self, state: Callable[[], None]) -> None:
+        """``state`` states everything that is held, as holds and counters: now if anybody listens, and to whoever comes.
 
         Stating it again must change nothing for those who have heard it. A method does not keep its object alive.
         """
-        self._tell = weakref.WeakMethod(tell) if isinstance(tell, MethodType) else lambda: tell
-        self.tell()
+        self._state = weakref.WeakMethod(state) if isinstance(state, MethodType) else lambda: state
+        self.restate()
 
-    def tell(self) -> None:
+    def restate(self) -> None:
         """What is held has changed in many places at once: state all of it, if anybody listens."""
-        tell = self._tell() if self.active and self._tell is not None else None
-        if tell is not None:
-            tell()
+        state = self._state() if self.active and self._state is not None else None
+        if state is not None:
+            state()
 
     def detach(self, observer: Observer) -> None:
         """Stop sending events to ``observer``; if it is not attached, say because it raised, this changes nothing."""
@@ -190,13 +190,13 @@ def leave(observer: Observer) -> None:
         bus.detach(observer)
 
 
-def tell_all() -> None:
+def state_all() -> None:
     """Every bus of this process states what is held: for an observer that knows of a change the runtime does not see, such
     as the states that an optimizer makes in its first step."""
     with _known:
         buses = tuple(_buses)
     for bus in buses:
-        bus.tell()
+        bus.restate()
 
 
 class Recorder:

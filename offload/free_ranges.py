@@ -1,6 +1,6 @@
 """Which ranges of a file, or of an arena, are free: holes by offset, the best fit taken, neighbours joined.
 
-``disk/disk_tier.py`` asks before each extent and tells when the file has grown, ``memory/arena.py`` before each range.  It is
+``disk/disk_tier.py`` asks before each extent and says when the file has grown, ``memory/arena.py`` before each range.  It is
 integers only and never touches a file or memory.
 """
 

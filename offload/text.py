@@ -44,7 +44,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of what is free when it is asked for; ``fraction`` is from 0 to 1, written "80%" in a file."""
+    """A share of what is free when it is asked for; ``fraction`` is from 0 to 1, written "80%" in a file."""
 
     fraction: float
 

@@ -1,7 +1,7 @@
 """Something under way: a copy, a disk request, a collective, an update; and how two or many of them are one.
 
 Devices, the disk tier and the transports of ``zhooks.comm`` start it; whoever needs the result waits for it.  It starts nothing
-but what `then` was told to, and never polls: what follows is begun where its predecessor ended.
+but what `then` was given, and never polls: what follows is begun where its predecessor ended.
 
 Note: [Two ways to wait]
     ``wait`` is for whoever computes with the result: on CUDA it orders the caller's current stream after the work and returns

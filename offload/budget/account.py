@@ -1,8 +1,7 @@
-"""What the tiers hold, by category and owner, and who is told of it: the store's half of the ledger.
+"""What the tiers hold, by category and owner, stated to observers: the store's half of the ledger.
 
-``store/allocation.py`` reports what is taken and given back; a bus hears levels, and of
-memory on the device the storage itself, which tells of its own end. It admits nothing and allocates nothing; that is the
-budget's and the pools'.
+``store/allocation.py`` reports what is taken and given back; a bus hears levels, and of memory on the device the storage
+itself, whose end shows by itself. It admits nothing and allocates nothing; that is the budget's and the pools'.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from offload.tier import Tier
 
 __all__ = ["Account", "owner_of"]
 
-_ROOMS = {"parameter": "parameter", "copy": "parameter", "gradient": "gradient", "optimizer": "optimizer"}
+_CATEGORIES = {"parameter": "parameter", "copy": "parameter", "gradient": "gradient", "optimizer": "optimizer"}
 
 
 def owner_of(key: str) -> tuple[str, str]:
@@ -24,9 +23,9 @@ def owner_of(key: str) -> tuple[str, str]:
 
     Staging belongs to nobody in particular, an activation to the pass that saved it.
     """
-    head, _, rest = key.partition("/")
-    if head in _ROOMS and rest:
-        return _ROOMS[head], rest.partition("/")[2] if head == "optimizer" else rest
+    head, _, name = key.partition("/")
+    if head in _CATEGORIES and name:
+        return _CATEGORIES[head], name.partition("/")[2] if head == "optimizer" else name
     if head.startswith("staging of "):
         return "communication", "staging"
     label, activation, _ = key.rpartition(" activation ")
@@ -58,7 +57,7 @@ class Account:
         if tier is not Tier.DEVICE:
             self._move(tier, key, -nbytes)
 
-    def tell(self) -> None:
+    def state(self) -> None:
         """State all levels."""
         with self._change:
             for (what, owner), level in self._levels.items():
@@ -94,7 +93,7 @@ class Account:
     def _move(self, tier: Tier, key: str, nbytes: int) -> None:
         category, owner = owner_of(key)
         what = f"{category} on {tier.value}"
-        # Stated under the lock: levels told out of order would stand wrong until the next.
+        # Stated under the lock: levels stated out of order would stand wrong until the next.
         with self._change:
             if self._closed:
                 # Given back late: it was stated as gone with everything else.

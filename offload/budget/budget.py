@@ -1,6 +1,6 @@
 """Bytes per tier: how many are allowed, how many are held now, and the most that ever were.
 
-Tiers ask it before they take room, and it names what would not fit.  Arithmetic alone: it knows no tensor.
+Tiers ask it before they take memory, and it names what would not fit.  Arithmetic alone: it knows no tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def cannot_admit(tier: Tier, key: str, nbytes: int, *, used: int, limit: int, no
     unit, name = next(((unit, name) for unit, name in UNITS if limit >= unit), (1, "B"))
     digits = 0 if unit == 1 else 1
     held = f"{used / unit:.{digits}f} of {limit / unit:.{digits}f} {name} in use"
-    # Rounded figures can look as if there were room.
+    # Rounded figures can look as if it fitted.
     short = f"{as_size(used + nbytes - limit)} short" if used + nbytes > limit else "no hole is large enough"
     said = f" {note}" if note else ""
     return BudgetError(f"{tier.value} tier cannot admit {key} ({as_size(nbytes)}): {held}, {short}{said}; {_REMEDIES[tier]}")

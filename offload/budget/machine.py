@@ -1,4 +1,4 @@
-"""What the machine has: memory by the kernel, by cgroups and by limits of the process; room in file systems.
+"""What the machine has: memory by the kernel, by cgroups and by limits of the process; free space in file systems.
 
 ``capacity.py`` holds a plan against it, ``zprof doctor`` shows it.
 """
@@ -91,7 +91,7 @@ class Machine:
 
     def _along(self, mount: _Mount, path: PurePosixPath, version: int) -> list[Bound]:
         """Bounds of the cgroup at ``path`` and of all above it that the mount shows."""
-        # A container without a cgroup namespace sees its host's path, and only its own part of the tree mounted.
+        # A container without a cgroup namespace sees its host's path, and only its own subtree mounted.
         seen = path.is_relative_to(mount.root) and ".." not in path.parts
         inside = path.relative_to(mount.root) if seen else PurePosixPath(".")
         bounds = []
@@ -138,7 +138,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Mount:
-    """One line of mountinfo: the part ``root`` of a file system of ``kind`` on ``device`` is seen at ``point``."""
+    """One line of mountinfo: the subtree ``root`` of a file system of ``kind`` on ``device`` is seen at ``point``."""
 
     device: str
     root: PurePosixPath

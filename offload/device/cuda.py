@@ -220,7 +220,7 @@ class CudaDevice(Device):
             soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} B"
             raise CapabilityError(
-                f"device {self.device} cannot page-lock {nbytes} B of host memory ({why}): expected room below the limit on "
+                f"device {self.device} cannot page-lock {nbytes} B of host memory ({why}): expected to stay below the limit on "
                 f"locked memory (ulimit -l), found {locked_nbytes()} B locked and a limit of {found}; raise it (ulimit -l "
                 f"unlimited, docker run --ulimit memlock=-1), or lower [budget] host"
             )

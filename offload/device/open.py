@@ -17,7 +17,7 @@ def open_device(device: torch.device, *, addresses_host: bool | None = None) -> 
         device: "cpu", or "cuda" with or without an index (the current one then).
         addresses_host: None is what is true (CPU yes, CUDA no); False on a CPU forces the copies a GPU would need.
     Raises:
-        CapabilityError: neither CPU nor a CUDA that this torch can use, or CUDA told to address host memory.
+        CapabilityError: neither CPU nor a CUDA that this torch can use, or CUDA that is to address host memory.
     """
     if device.type == "cpu":
         return CpuDevice(torch.device("cpu"), addresses_host is not False)

@@ -38,7 +38,7 @@ __all__ = ["ALIGN", "CHECK", "DiskFile", "Extent", "Request"]
 #: The file grows by at least so much, where limit and disk allow it.
 STEP = 64 << 20
 
-#: What says that there is no room: the disk, a quota, the system's limit on the size of files.
+#: What says that there is no space: the disk, a quota, the system's limit on the size of files.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -47,7 +47,7 @@ class DiskFile:
 
     Args:
         folder: where the file lies; created where it is missing.  Stale files of dead processes there are removed.
-        label: part of the file's name, say the rank.
+        label: in the file's name, say the rank.
         limit: bytes the file may hold, the gaps between extents included; its first page, and what extents lose by starting on
             pages of their own, come on top.  None is all that the disk has.  It may be changed.
         threads: requests that the system gets at once.  Sixteen of 4 MiB were as fast as any split that was measured
@@ -107,7 +107,7 @@ class DiskFile:
 
     @property
     def reserved(self) -> int:
-        """Bytes the file has room for, used or not."""
+        """Bytes the file has reserved, used or not."""
         return self._space.end - ALIGN
 
     @property
@@ -191,7 +191,7 @@ class DiskFile:
         raise BudgetError(f"{subject}, whose file system {left}; free space there or choose another [disk] path")
 
     def _grown(self, nbytes: int) -> OSError | None:
-        """None where the file is longer now, else what says that there is no room for that."""
+        """None where the file is longer now, else what says that there is no space for that."""
         try:
             self._file.grow(nbytes)
         except OSError as error:
@@ -324,7 +324,7 @@ def _discard(file: ScratchFile, workers: Workers) -> None:
 
 
 def _largest_file(nbytes: int) -> str:
-    """What does not let a file of ``nbytes`` grow, though the disk has room."""
+    """What does not let a file of ``nbytes`` grow, though the disk has space."""
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if soft == resource.RLIM_INFINITY:
         return f"the file system's limit on the size of one file (EFBIG at {as_size(nbytes)})"

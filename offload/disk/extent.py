@@ -1,12 +1,12 @@
 """One extent of the scratch file: the requests under way on it, the moves of its blocks, and the checksums of what it holds.
 
-``disk.py`` keeps an ``ExtentState`` for every extent and runs its moves in threads.  It never hands out bytes other than those
-last written, never decides where an extent lies, and never waits.
+``disk_tier.py`` keeps an ``ExtentState`` for every extent and runs its moves in threads.  It never hands out bytes other than
+those last written, never decides where an extent lies, and never waits.
 
 Note: [Trusting the disk]
     The checksum of each CHECK bytes stays in memory, for the file lives no longer than its process.  It is computed from the
-    source before a write and compared with what a read brought, so a lost, torn or misdirected write, a cut file and a bit
-    that fell over are all found, at the latest when the bytes are wanted.  From the call of a write until all of it has
+    source before a write and compared with what a read brought, so a lost, torn or misdirected write, a truncated file and
+    a flipped bit are all found, at the latest when the bytes are wanted.  From the call of a write until all of it has
     ended well its chunks count as unwritten: bytes of a write that failed half way are never handed out.
 """
 

@@ -1,6 +1,6 @@
 """The seam to the system's file calls, and what is built on it: whole transfers between memory and a file.
 
-``disk.py`` moves blocks through here and ``scratch.py`` opens and grows its file; tests put a faulty ``Io`` under both.
+``disk_tier.py`` moves blocks through here and ``scratch.py`` opens and grows its file; tests put a faulty ``Io`` under both.
 It never knows extents or checksums, and never decides what an error means.
 
 Note: [Aligned or bounced]
@@ -28,7 +28,7 @@ __all__ = ["Bytes", "Io", "Mover", "SystemIo"]
 #: 1-D bytes that somebody else owns.
 Bytes = npt.NDArray[np.uint8]
 
-#: So often a call may move less than a page before the file counts as ended; it happens at the end of a cut file.
+#: So often a call may move less than a page before the file counts as ended; it happens at the end of a truncated file.
 STALLS = 3
 
 
@@ -45,10 +45,10 @@ class Io(Protocol):
         """Bytes written from ``buffers``."""
 
     def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Make the file hold the range, with room for it on the disk."""
+        """Make the file hold the range, with space for it on the disk."""
 
     def truncate(self, fd: int, nbytes: int) -> None:
-        """Cut the file to ``nbytes``."""
+        """Shorten the file to ``nbytes``."""
 
     def free_nbytes(self, fd: int) -> tuple[int, int]:
         """What this process may still write on the file's file system, and the size of all of that."""
@@ -102,28 +102,28 @@ class Mover:
 
     def write(self, memory: Bytes, offset: int) -> int:
         """Write ``memory`` at ``offset``, a multiple of ALIGN, and whole pages of it; bytes taken before it went no further."""
-        whole, rest = self._split(memory)
-        if not rest.size:
+        whole, tail = self._split(memory)
+        if not tail.size:
             return self._whole(self._io.pwritev, [whole], offset)
         bounce = self._take()
         try:
-            padded = bounce[: round_up(rest.size)]
-            np.copyto(padded[: rest.size], rest)
-            padded[rest.size :] = 0
+            padded = bounce[: round_up(tail.size)]
+            np.copyto(padded[: tail.size], tail)
+            padded[tail.size :] = 0
             return min(memory.size, self._whole(self._io.pwritev, [whole, padded], offset))
         finally:
             self._idle.append(bounce)
 
     def read(self, memory: Bytes, offset: int) -> int:
         """Fill ``memory`` from ``offset``, a multiple of ALIGN; fewer bytes than asked for where the file ends."""
-        whole, rest = self._split(memory)
-        if not rest.size:
+        whole, tail = self._split(memory)
+        if not tail.size:
             return self._whole(self._io.preadv, [whole], offset)
         bounce = self._take()
         try:
-            padded = bounce[: round_up(rest.size)]
+            padded = bounce[: round_up(tail.size)]
             moved = self._whole(self._io.preadv, [whole, padded], offset)
-            np.copyto(rest, padded[: rest.size])
+            np.copyto(tail, padded[: tail.size])
             return min(memory.size, moved)
         finally:
             self._idle.append(bounce)

@@ -1,7 +1,7 @@
 """The scratch file itself: opened private and direct where the file system allows, grown in steps, removed with its process.
 
-``disk.py`` opens one, and with it the stale files of dead processes in the same folder go.  It never touches a file of a living
-process, of another machine or of a format it does not know, and never removes a file from a forked child.
+``disk_tier.py`` opens one, and with it the stale files of dead processes in the same folder go.  It never touches a file of a
+living process, of another machine or of a format it does not know, and never removes a file from a forked child.
 
 Note: [Whose file]
     The first page says who owns the file: machine, boot, process id space, process id, and when that process started, for
@@ -61,7 +61,7 @@ def trouble(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process, told apart from every other of every machine; see Note [Whose file]."""
+    """A process, distinct from every other of every machine; see Note [Whose file]."""
 
     host: str
     boot: str
@@ -82,12 +82,12 @@ class Owner:
 
     @staticmethod
     def of_page(page: bytes) -> Owner | None:
-        """Who owns the file that starts with ``page``; None where it is not one of ours or was cut."""
-        magic, _, rest = page.partition(b"\n")
+        """Who owns the file that starts with ``page``; None where it is not one of ours or was truncated."""
+        magic, _, facts_line = page.partition(b"\n")
         if magic != MAGIC.encode() or len(page) != ALIGN:
             return None
         try:
-            facts: Any = json.loads(rest.partition(b"\n")[0])
+            facts: Any = json.loads(facts_line.partition(b"\n")[0])
             owner = Owner(**facts)
         except (ValueError, TypeError, RecursionError):
             return None
@@ -140,7 +140,7 @@ class ScratchFile:
         return Mover(self._io, self._fd, direct=self.direct, bounce_nbytes=bounce_nbytes)
 
     def free_nbytes(self) -> tuple[int, int]:
-        """What the file system still has for this file, and what of its room is kept for others: see `kept_free`."""
+        """What the file system still has for this file, and what of its space is kept for others: see `kept_free`."""
         free, total = self._io.free_nbytes(self._plain_fd)
         kept = min(free, kept_free(total))
         return free - kept, kept
@@ -195,7 +195,7 @@ def open_scratch(folder: Path, label: str, io: Io) -> ScratchFile:
         file = ScratchFile(path, io, plain_fd, direct_fd)
         if file.mover(ALIGN).write(page, 0) != ALIGN:
             raise OSError(errno.EIO, "the first page was not taken")
-        # Whose file it is must outlive the machine's fall, or its room would be lost for good.
+        # Whose file it is must outlive the machine's fall, or its space would be lost for good.
         os.fdatasync(plain_fd)
     except BaseException as error:
         ScratchFile(path, io, plain_fd, direct_fd).remove()

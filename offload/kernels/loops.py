@@ -3,10 +3,10 @@
 `updates.py` imports it when a kernel is first used, because numba costs memory and time that a run without it
 should not pay; each factory below compiles one variant at its first call.  A loop checks nothing and takes addresses.
 
-Note: [Same bits at any cut]
+Note: [Same bits at any split]
     Every operation on an element is an IEEE operation that rounds once, and none carries a fast-math flag, so LLVM may
     neither fuse nor reorder: the vector body and the scalar tail of a loop give an element the same bits, and a range
-    may be cut anywhere.  Where torch's vectorised operators fuse a product and a sum, an explicit `_fma` stands here.
+    may be split anywhere.  Where torch's vectorised operators fuse a product and a sum, an explicit `_fma` stands here.
     Only which NaN a NaN becomes is left open.
 
 Note: [Vectorised casts]
@@ -61,7 +61,7 @@ def platform_lacks() -> str | None:
 
 
 def _belongs(builder: Any, access: Any, array: str) -> None:
-    """Tell LLVM that a load or store of ``array`` touches none of the other arrays: see Note [Vectorised casts]."""
+    """Let LLVM know that a load or store of ``array`` touches none of the other arrays: see Note [Vectorised casts]."""
     module = builder.module
     domain = module.add_metadata(["zhooks"])
     scopes = {name: module.add_metadata([name, domain]) for name in _ARRAYS}
@@ -281,14 +281,14 @@ def sgd_loop(
 
     def loop(begin: int, end: int, places: tuple[int, ...], numbers: tuple[float, ...]) -> None:
         p, g, m, c, one, two, start = places
-        scale, decay, factor, rest, size = numbers
+        scale, decay, factor, kept, size = numbers
         for i in range(begin, end):
             x = read_p(p, i)
             y = read_g(g, i) * scale
             if coupled:
                 y = _fma(x, decay, y)
             if buffered:
-                held = y if first else _fma(y, rest, read_m(m, i) * factor)
+                held = y if first else _fma(y, kept, read_m(m, i) * factor)
                 write_m(m, i, held)
                 y = _fma(held, factor, y) if nesterov else held
             x = _fma(y, size, x)

@@ -5,9 +5,9 @@ knows tensors and numbers, draws from no generator of torch's, and keeps no stat
 
 Note: [Noise]
     A bf16 value is the upper half of an fp32 one.  Added to the lower half, sixteen uniform bits carry into the upper half
-    with the probability that the lower half is of its whole: the mean of what remains when the lower half is cut off is the
+    with the probability that the lower half is of its whole: the mean of what remains when the lower half is dropped is the
     value itself (arXiv:1502.02551; for bf16 training arXiv:2010.06192).  Values that bf16 can say never carry.  The bits of
-    an element are a hash of a key and of its place in the parameter, so that neither ranks nor tiers nor the cut into
+    an element are a hash of a key and of its place in the parameter, so that neither ranks nor tiers nor the split into
     passes change them; a key is drawn from seed, parameter name and the count of its roundings.
 """
 
@@ -65,7 +65,7 @@ def round_to_bf16(values: Tensor, out: Tensor, noise: Noise) -> None:
 
 
 def _chunks(values: Tensor, out: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Pieces of a bounded size, so that rounding needs no memory that grows with the model."""
+    """Chunks of a bounded size, so that rounding needs no memory that grows with the model."""
     for start in range(0, values.numel(), _CHUNK):
         yield start, values[start : start + _CHUNK], out[start : start + _CHUNK]
 

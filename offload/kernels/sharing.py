@@ -55,14 +55,14 @@ def share(loop: Callable[[int, int], None], numel: int, *, threads: int, multipl
         with suppress(RuntimeError):
             joined.extend(_pool(os.getpid()).submit(join) for _ in range(threads - 1))
         loop(place, chunk)
-        _settle(joined)
+        _wait_for(joined)
     except BaseException:
         loop(place, chunk)
-        _settle(joined)
+        _wait_for(joined)
         raise
 
 
-def _settle(joined: list[Future[None]]) -> None:
+def _wait_for(joined: list[Future[None]]) -> None:
     """Wait for whoever has begun; who has not would find nothing left."""
     wait([future for future in joined if not future.cancel()])
     for future in joined:

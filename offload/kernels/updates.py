@@ -167,8 +167,8 @@ def sgd(
 ) -> None:
     """Update ``master`` and the momentum buffer in place, and round the new master into ``copy``.
 
-    ``momentum`` is fp32 where ``how.momentum`` is not 0, else None; with ``how.first`` it is only written.  The rest is
-    as in `adam`.
+    ``momentum`` is fp32 where ``how.momentum`` is not 0, else None; with ``how.first`` it is only written.  Everything
+    else is as in `adam`.
     """
     tensors = {"master": master, "grad": grad, "momentum": momentum, "copy": copy}
     _check("sgd", tensors, noise)
@@ -293,7 +293,7 @@ def _update(
     threads: int | None,
     noise: Noise | None,
 ) -> None:
-    """Run the loop that ``choose`` picks over all elements, and tell autograd what was written."""
+    """Run the loop that ``choose`` picks over all elements, and let autograd know what was written."""
     given = [tensor for tensor in tensors.values() if tensor is not None]
     numel = given[0].numel()
     # A fake tensor has no elements to update; that it was written is all that can be known of it.

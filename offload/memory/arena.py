@@ -8,7 +8,7 @@ Source: ZeRO, arXiv:1910.02054, sections 3.2 and 6.3.
 
 Note: [A range is a storage]
     Everything about a tensor's memory is asked of its storage: who holds it, what autograd saved, what a release may reuse.  So
-    a range is a storage of its own over a part of the reserved memory, made by torch's public ways in for foreign memory (the
+    a range is a storage of its own over a range of the reserved memory, made by torch's public ways in for foreign memory (the
     buffer protocol, ``__cuda_array_interface__``).  Such a storage keeps the object it was made of, and lets go of it when it
     dies, whoever held it last; a weak reference to that object is how the arena learns that the range is free.  A reference
     that the user kept therefore keeps the range: its values stay, and nobody gets it.
@@ -113,13 +113,13 @@ class Arena:
     def reserve(self, sizes: Mapping[Use, int]) -> None:
         """Reserve bytes for each use, in place of what was reserved for it; ranges that are out keep their memory alive.
 
-        What the system refuses is not an error: the allocator, which may find it in pieces, is asked as the ranges are.
+        What the system refuses is not an error: the allocator, which may find it in several places, is asked as the ranges are.
         """
         with self._change:
             for use, nbytes in sizes.items():
                 if self.whole(nbytes) != self._regions[use].nbytes:
                     self._open(use, nbytes)
-        self.tell()
+        self.state()
 
     def reserved(self, use: Use) -> int:
         """Bytes reserved for ``use``."""
@@ -142,7 +142,7 @@ class Arena:
             self._peak = max(self._peak, self._used())
         if not inside:
             self.bus.instant("arena full", use.value, nbytes)
-        self.tell()
+        self.state()
         return tensor
 
     def step_ended(self) -> None:
@@ -154,7 +154,7 @@ class Arena:
                     self._open(use, region.reached)
                 elif region.idle:
                     region.forget()
-        self.tell()
+        self.state()
 
     def report(self) -> Report:
         """What is reserved, used, and fell back."""
@@ -169,7 +169,7 @@ class Arena:
         with self._change:
             for use in Use:
                 self._open(use, 0)
-        self.tell()
+        self.state()
 
     def _open(self, use: Use, nbytes: int) -> None:
         # The old one first: both at once may be more than there is.
@@ -183,7 +183,7 @@ class Arena:
     def _used(self) -> int:
         return sum(region.used for region in self._regions.values())
 
-    def tell(self) -> None:
+    def state(self) -> None:
         """State what is reserved and not handed out; the ranges are stated by who holds them."""
         if self.bus.active:
             self.bus.counter("communication on device", "arena, unused", self.report().unused)
@@ -191,7 +191,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """One that is out: where it lies, its bytes in whole grains, and what tells of its end."""
+    """One that is out: where it lies, its bytes in whole grains, and what shows its end."""
 
     start: int
     nbytes: int
@@ -200,7 +200,7 @@ class _Range:
 
 
 class _Region:
-    """One piece of contiguous memory, and which of it is out."""
+    """A run of contiguous memory, and which of it is out."""
 
     def __init__(self, device: torch.device, nbytes: int, to: int) -> None:
         self.device, self.nbytes, self.used = device, nbytes, 0
@@ -208,7 +208,7 @@ class _Region:
         self._memory = _memory(device, nbytes)
         self._space = Space(0)
         self._out: dict[int, _Range] = {}
-        # Ends are told from finalizers, which run anywhere, also while the arena's lock is held: they only append.
+        # Ends are noted by finalizers, which run anywhere, also while the arena's lock is held: they only append.
         self._ended: deque[int] = deque()
         self._next = 0
 
@@ -240,7 +240,7 @@ class _Region:
             ended.append(number)
 
         if inside:
-            tensor, subject = self._memory.cut(start, whole, nbytes)
+            tensor, subject = self._memory.range(start, whole, nbytes)
             self.used += whole
         else:
             tensor = _fresh(self.device, nbytes, paged=self._grain == ALIGN)
@@ -257,9 +257,9 @@ class _Region:
 
 
 class _Memory(Protocol):
-    """Reserved memory, alive as long as it or a part of it is referred to."""
+    """Reserved memory, alive as long as it or a range of it is referred to."""
 
-    def cut(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
+    def range(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
         """uint8 [nbytes] over ``whole`` bytes from ``start``, and the object that dies with its storage."""
 
 
@@ -267,9 +267,9 @@ class _HostMemory:
     def __init__(self, nbytes: int) -> None:
         self._view = memoryview(mapped(round_up(nbytes))) if nbytes else memoryview(b"")
 
-    def cut(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
-        part = self._view[start : start + whole]
-        return over(part, nbytes), part
+    def range(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
+        view = self._view[start : start + whole]
+        return over(view, nbytes), view
 
 
 class _CudaMemory:
@@ -280,19 +280,19 @@ class _CudaMemory:
         if nbytes:
             self._address = int(torch.cuda.caching_allocator_alloc(nbytes, device))
 
-    def cut(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
-        part = _CudaPart(self, self._address + start, whole)
+    def range(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
+        subject = _CudaRange(self, self._address + start, whole)
         with torch.inference_mode(False), torch.no_grad():
-            storage = torch.as_tensor(part, device=self._device).untyped_storage()
+            storage = torch.as_tensor(subject, device=self._device).untyped_storage()
             empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-            return empty.set_(storage, 0, (nbytes,), (1,)), part
+            return empty.set_(storage, 0, (nbytes,), (1,)), subject
 
     def __del__(self) -> None:
         if self._address:
             torch.cuda.caching_allocator_delete(self._address)
 
 
-class _CudaPart:
+class _CudaRange:
     """What torch makes a storage of without a copy: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
 
     __slots__ = ("__cuda_array_interface__", "__weakref__", "_memory")

@@ -1,4 +1,4 @@
-"""The host tier's memory: a few large slabs, page-locked once each and cut to the exact size of each block.
+"""The host tier's memory: a few large slabs, page-locked once each and split to the exact size of each block.
 
 The store and the disk tier's staging take and give; a slab is used again from step to step, so no step faults its pages in
 or locks them anew.  It never rounds a block beyond a page, and never looks at what a block holds.
@@ -28,13 +28,13 @@ from offload.tier import Tier
 
 __all__ = ["HostPool", "slab_within"]
 
-#: A slab is at most this part of a limit, for what lies unused at its end counts there too.
-_LIMIT_PART = 32
+#: A slab is at most this fraction of a limit, for what lies unused at its end counts there too.
+_LIMIT_FRACTION = 32
 
 #: Steps a slab lies free before `trim` returns it: an evaluation between two training steps must not cost the slabs.
 TRIM_STEPS = 4
-#: A request above this part of a slab gets a slab of its own: several such in one would leave a large hole at its end.
-OWN_PART = 4
+#: A request above this fraction of a slab gets a slab of its own: several such in one would leave a large hole at its end.
+OWN_FRACTION = 4
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED = 1
@@ -49,7 +49,7 @@ class _Slab:
     """One mapping and its holes.
 
     Attributes:
-        serial: tells slabs apart; older slabs have smaller ones.
+        serial: the slab's number; older slabs have smaller ones.
         shared: small blocks lie here; otherwise it was made for one large block.
         hole_at, hole_before: bytes of a hole by its offset, and its offset by its end; no two holes touch.
         idle_steps: steps that have ended while it was free.
@@ -68,7 +68,7 @@ class _Slab:
         """A tensor over all of it."""
         return over(self.memory, self.nbytes)
 
-    def cut(self, offset: int, nbytes: int) -> tuple[int, int] | None:
+    def split(self, offset: int, nbytes: int) -> tuple[int, int] | None:
         """Take ``nbytes`` from the start of the hole at ``offset``; what is left of it as (offset, nbytes)."""
         span = self.hole_at.pop(offset)
         del self.hole_before[offset + span]
@@ -78,7 +78,7 @@ class _Slab:
         return offset + nbytes, span - nbytes
 
     def give_back(self, offset: int, nbytes: int) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-        """Give a range back; the hole it is now part of, and the neighbouring holes that this one swallowed."""
+        """Give a range back; the hole it is now in, and the neighbouring holes that this one swallowed."""
         swallowed = []
         after = self.hole_at.get(offset + nbytes)
         if after is not None:
@@ -118,7 +118,7 @@ class _Taken:
 
 
 class HostPool:
-    """Page-aligned host memory, cut from slabs; any thread may call.
+    """Page-aligned host memory, taken from slabs; any thread may call.
 
     Args:
         device: whose copies must reach the memory; it says whether and how it is locked.
@@ -188,7 +188,7 @@ class HostPool:
             assert self._release.alive, f"host tier: {key} is taken from a closed pool"
             slab, offset = self._find(span, nbytes, key)
             self._holes[slab.shared].remove((slab.hole_at[offset], slab.serial, offset))
-            left = slab.cut(offset, span)
+            left = slab.split(offset, span)
             if left is not None:
                 insort(self._holes[slab.shared], (left[1], slab.serial, left[0]))
             tensor = over(memoryview(slab.memory)[offset : offset + span], nbytes)
@@ -245,7 +245,7 @@ class HostPool:
 
     def _find(self, span: int, nbytes: int, key: str) -> tuple[_Slab, int]:
         """A hole of at least ``span`` bytes, in a new slab if need be."""
-        shared = span * OWN_PART <= self._slab_nbytes
+        shared = span * OWN_FRACTION <= self._slab_nbytes
         found = self._best(span, shared)
         if found is not None:
             return found
@@ -320,7 +320,7 @@ class HostPool:
 
 def slab_within(nbytes: int, limit: int | None) -> int:
     """Bytes of a slab where ``nbytes`` are wanted and a limit bounds all of them."""
-    return nbytes if limit is None else max(ALIGN, min(nbytes, round_up(limit // _LIMIT_PART)))
+    return nbytes if limit is None else max(ALIGN, min(nbytes, round_up(limit // _LIMIT_FRACTION)))
 
 
 def _return_all(device: Device | None, slabs: dict[int, _Slab]) -> None:

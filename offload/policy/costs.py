@@ -115,7 +115,7 @@ def cost(policy: Policy, numel: int, ranks: int) -> Cost:
 
     With ``rounding = "stochastic"`` the parameters are bf16, and nothing of them is kept in fp32.
 
-    Rules are left out: which parameters they match only a model can tell.
+    Rules are left out: which parameters they match only a model can say.
     """
     narrow = policy.optimizer.rounding == "stochastic"
     half = policy.precision.param in ("bf16", "fp16") and not narrow

@@ -24,7 +24,7 @@ _DTYPES = {
     **dict.fromkeys(("fp16", "float16", "torch.float16", "half"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "bfp16", "torch.bfloat16"), "bf16"),
 }
-#: [units] max_numel below this would cut a model into crumbs, where DeepSpeed's small buckets only reduce oftener.
+#: [units] max_numel below this would split a model into crumbs, where DeepSpeed's small buckets only reduce oftener.
 _LEAST_BUCKET_NUMEL = 1 << 20
 _LEAST_BLOCK_NBYTES = 1 << 20
 _LARGEST_SCALE = 2.0**127
@@ -84,7 +84,7 @@ def translate(values: Mapping[str, Any], *, at: Document | None = None) -> tuple
         # Else the parameters are their own masters and stay on the device: so does the update.
         policy["optimizer"] = {**offloaded["optimizer"], "compute": "host"}
     policy |= _sizes(read) | _schedule(read) | _host(read) | _disk(read)
-    read.rest()
+    read.unread()
     if read.problems:
         raise complain(read.problems, document)
     return policy, tuple(read.ignored)
@@ -198,7 +198,7 @@ class _Reading:
         stage = self._typed(place, lambda value: _is_count(value) and value <= 3, "0, 1, 2 or 3")
         return int(stage or 0)
 
-    def rest(self) -> None:
+    def unread(self) -> None:
         """List the keys that have no counterpart and ask for something else than what happens here."""
         fp16, bf16 = (self.get((name, "enabled")) for name in ("fp16", "bf16"))
         for place, value in self._values.items():
@@ -329,7 +329,7 @@ def _sizes(read: _Reading) -> dict[str, Any]:
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         numel = read.number("zero_optimization", key)
         if numel is not None and numel < _LEAST_BUCKET_NUMEL:
-            read.ignore(("zero_optimization", key), "a collective moves a whole unit; set [units] max_numel to cut it")
+            read.ignore(("zero_optimization", key), "a collective moves a whole unit; set [units] max_numel to split it")
         elif numel is not None:
             found.append(min(numel, 1 << 40))
     return {"units": {"max_numel": min(found)}} if found else {}

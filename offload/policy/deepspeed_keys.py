@@ -79,7 +79,7 @@ _OFFLOAD_PARAM = {
     "buffer_count": Other("buffers are counted from the plan; set [schedule] prefetch", ()),
     "buffer_size": Other("buffers are as large as the largest unit; set [units] max_numel", ()),
     "max_in_cpu": Other("set [budget] host", ()),
-    "ratio": Other("use [[rule]] to place part of the model", (1,)),
+    "ratio": Other("use [[rule]] to place some parameters", (1,)),
 }
 _OFFLOAD_OPTIMIZER = {
     "buffer_count": Other(_STEP, ()),
@@ -89,7 +89,7 @@ _OFFLOAD_OPTIMIZER = {
     "pipeline_read": Other("reading, updating and writing back always overlap", (True, False)),
     "pipeline_write": Other("reading, updating and writing back always overlap", (True, False)),
     "fast_init": Other(_DETAIL, (True, False)),
-    "ratio": Other("use [[rule]] to place part of the model", (1,)),
+    "ratio": Other("use [[rule]] to place some parameters", (1,)),
     "super_offload": Other('set [optimizer] kernel = "numba"'),
     "cpuadam_cores_perc": Other("threads are torch's and numba's own setting", ()),
 }

@@ -84,7 +84,7 @@ def member(index: int) -> str:
 
 
 def read(path: Path) -> Document:
-    """Read a TOML or JSON file; JSON is told by the suffix .json or an opening brace, which no TOML begins with.
+    """Read a TOML or JSON file; JSON is known by the suffix .json or an opening brace, which no TOML begins with.
 
     Raises:
         PolicyError: missing, unreadable, not a regular file, above 1 MiB, not UTF-8, or not well-formed.
@@ -132,10 +132,10 @@ def _check_shape(text: str, source: str) -> None:
         # A text may be one name of a dotted key; its own dots are none.
         bare += (text[position : match.start()], "_" if token[0] in "\"'" else token if token in "[]{}\n" else "")
         position = match.end()
-    rest = "".join((*bare, text[position:]))
-    dotted = None if as_json else _DOTTED.search(rest)
+    others = "".join((*bare, text[position:]))
+    dotted = None if as_json else _DOTTED.search(others)
     if dotted:
-        line += rest.count("\n", 0, dotted.start())
+        line += others.count("\n", 0, dotted.start())
         raise PolicyError(
             f"{source}:{line}: expected a key of at most {MAX_DOTTED} dotted names, found more; a policy is tables of values"
         )
@@ -298,8 +298,8 @@ def _toml_lines(text: str) -> dict[Place, int]:
 def _in_arrays(table: Place, key: Place, arrays: dict[Place, int], *, open_last: bool = True) -> Place:
     """The place of ``key`` in ``table``: the name of an array of tables stands for its latest table."""
     place = table
-    for depth, part in enumerate(key, 1):
-        place = (*place, part)
+    for depth, name in enumerate(key, 1):
+        place = (*place, name)
         if place in arrays and (open_last or depth < len(key)):
             place = (*place, member(arrays[place] - 1))
     return place
@@ -323,11 +323,11 @@ def _toml_statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _toml_key(text: str) -> Place:
-    parts: list[str] = []
+    names: list[str] = []
     position = 0
     while match := _TOML_KEY.match(text, position):
-        parts.append(match[1].strip("\"'"))
+        names.append(match[1].strip("\"'"))
         position = match.end()
         if not match[2]:
             break
-    return tuple(parts)
+    return tuple(names)

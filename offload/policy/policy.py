@@ -206,13 +206,13 @@ class Policy(Table):
         return self
 
     def _rows(self) -> list[tuple[Place, str]]:
-        written = {cell: part for cell in CELLS if (part := getattr(self, cell).partition) is not None}
+        written = {cell: partition for cell in CELLS if (partition := getattr(self, cell).partition) is not None}
         if "stage" in self.model_fields_set:
             wanted = dict(zip(CELLS, _ROWS[self.stage], strict=True))
             return [
-                ((cell, "partition"), f'stage {self.stage} expects "{wanted[cell]}", found "{part}"; change either')
-                for cell, part in written.items()
-                if part != wanted[cell]
+                ((cell, "partition"), f'stage {self.stage} expects "{wanted[cell]}", found "{partition}"; change either')
+                for cell, partition in written.items()
+                if partition != wanted[cell]
             ]
         if not written:
             return []
@@ -243,7 +243,7 @@ class Policy(Table):
         return [(("activation", "partition"), f'{found}: unit inputs are what is partitioned; write checkpoint = "unit" too')]
 
     def _uncomputed(self) -> list[tuple[Place, str]]:
-        """What an update on the host works on must rest off the device, by a table or by a rule."""
+        """What an update on the host works on must be stored off the device, by a table or by a rule."""
         if self.optimizer.compute == "device":
             return []
         ruled = {cell for rule in self.rule for cell, tier in rule.tiers().items() if tier != "device"}
@@ -273,7 +273,7 @@ class Policy(Table):
         return dict(zip(CELLS, _PLACEMENTS[self.stage], strict=True))
 
     def tiers(self, name: str) -> Tiers:
-        """Where the cells of the parameter ``name`` rest: the last rule that matches and says so, else the tables."""
+        """Where the cells of the parameter ``name`` are stored: the last rule that matches and says so, else the tables."""
         return tiers_of(name, self.rule, {cell: getattr(self, cell).tier for cell in CELLS})
 
     def dtypes(self, name: str) -> Dtypes:
@@ -286,7 +286,7 @@ class Policy(Table):
 
     @property
     def tiered(self) -> bool:
-        """Whether anything, by a table or a rule, is to rest or be updated elsewhere than plain PyTorch has it."""
+        """Whether anything, by a table or a rule, is to be stored or updated elsewhere than plain PyTorch has it."""
         cells = (self.parameter, self.gradient, self.optimizer, self.activation)
         ruled = (tier for rule in self.rule for tier in rule.tiers().values())
         moved = any(tier != "device" for tier in (*(cell.tier for cell in cells), *ruled))
@@ -407,5 +407,5 @@ def _stages(written: Mapping[str, object]) -> list[int]:
     return [
         stage
         for stage, row in _ROWS.items()
-        if all(written.get(cell) in (None, part) for cell, part in zip(CELLS, row, strict=True))
+        if all(written.get(cell) in (None, partition) for cell, partition in zip(CELLS, row, strict=True))
     ]

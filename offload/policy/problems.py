@@ -22,7 +22,7 @@ from offload.text import one_line, shown
 
 __all__ = ["complain", "explain", "nearest"]
 
-#: Problems listed before the rest is only counted.
+#: Problems listed before all others are only counted.
 MAX_PROBLEMS = 10
 #: Characters of one line, and of all of them: whoever reads more has stopped reading.
 MAX_LINE_NCHARS = 600
@@ -42,16 +42,16 @@ def _said(problems: Sequence[tuple[Place, Callable[[], str]]], document: Documen
     found = sorted(problems, key=lambda problem: document.spot(problem[0]) or _LAST)
     # Both branches of a union complain about one value in the same words; a dict keeps one of them, and the order.
     lines: dict[str, None] = {}
-    told = 0
+    listed = 0
     for place, text in found[:MAX_PROBLEMS]:
         line = f"{_prefix(place, document)}{text()}"
         line = line if len(line) <= MAX_LINE_NCHARS else f"{line[: MAX_LINE_NCHARS - 3]}..."
         if sum(map(len, lines)) + len(line) > MAX_NCHARS:
             break
         lines[line] = None
-        told += 1
-    if len(found) > told:
-        lines[f"{document.source}: and {len(found) - told} more"] = None
+        listed += 1
+    if len(found) > listed:
+        lines[f"{document.source}: and {len(found) - listed} more"] = None
     return PolicyError("\n".join(lines))
 
 
@@ -80,17 +80,17 @@ def nearest(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def _place(location: tuple[int | str, ...], schema: type[BaseModel]) -> Place:
-    """The part of pydantic's location that the file knows: no union branches, no positions in lists of plain values."""
+    """What of pydantic's location the file knows: no union branches, no positions in lists of plain values."""
     place: list[str] = []
     model: type[BaseModel] | None = schema
-    for part in location:
+    for step in location:
         if model is None:
             break
-        if isinstance(part, str):
-            place.append(part)
-            model = _table(model, part)
+        if isinstance(step, str):
+            place.append(step)
+            model = _table(model, step)
         else:
-            place.append(member(part))
+            place.append(member(step))
     return tuple(place)
 
 
@@ -98,9 +98,9 @@ def _table(model: type[BaseModel], key: str) -> type[BaseModel] | None:
     """The model of the table ``key``, or of the tables of the array ``key``; None for a plain value."""
     known = model.model_fields.get(key)
     kind = known.annotation if known is not None else None
-    for part in (kind, *typing.get_args(kind)):
-        if isinstance(part, type) and issubclass(part, BaseModel):
-            return part
+    for each in (kind, *typing.get_args(kind)):
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            return each
     return None
 
 
@@ -108,8 +108,8 @@ def _complaint(detail: Mapping[str, Any], place: Place, schema: type[BaseModel])
     if not place:
         return f"expected a table of settings with names for keys, found {shown(detail['input'])}"
     model: type[BaseModel] = schema
-    for part in place[:-1]:
-        model = _table(model, part) or model
+    for key in place[:-1]:
+        model = _table(model, key) or model
     key = place[-1]
     if detail["type"] == "extra_forbidden":
         return f"unknown key; {_nearest(place, model, schema)}"
@@ -142,7 +142,7 @@ def _nearest(place: Place, model: type[BaseModel], schema: type[BaseModel]) -> s
 
 def _label(place: Place) -> str:
     """A place as a reader of the file would name it: [units] names, or [[rule]] parameter.tier."""
-    names = [part for part in place if not _MEMBER.fullmatch(part)]
+    names = [key for key in place if not _MEMBER.fullmatch(key)]
     if len(place) == 1 or not names:
         return place[0] if place else ""
     table = f"[[{names[0]}]]" if len(names) < len(place) else f"[{names[0]}]"

@@ -57,8 +57,8 @@ def words(default: Any, *, expected: str, does: str, why: str = "", **bounds: An
 
 def sized(field: FieldInfo) -> bool:
     """Whether a field's numbers are bytes, which a file may write with a unit."""
-    inner = [part for kind in typing.get_args(field.annotation) for part in getattr(kind, "__metadata__", ())]
-    checks = [part.func for part in (*field.metadata, *inner) if isinstance(part, BeforeValidator)]
+    inner = [each for kind in typing.get_args(field.annotation) for each in getattr(kind, "__metadata__", ())]
+    checks = [each.func for each in (*field.metadata, *inner) if isinstance(each, BeforeValidator)]
     return parse_size in checks or parse_amount in checks
 
 
@@ -139,8 +139,8 @@ class Optimizer(Placed):
     compute: Literal["device", "host"] = words(
         "device",
         expected='"device" or "host"',
-        does="Where the update is computed, wherever the states rest.",
-        why="The device is faster; the host spares the transfer of states that rest there.",
+        does="Where the update is computed, wherever the states are stored.",
+        why="The device is faster; the host spares the transfer of states that are stored there.",
     )
     overlap: bool = words(
         False,
@@ -151,7 +151,7 @@ class Optimizer(Placed):
     rounding: Literal["nearest", "stochastic"] = words(
         "nearest",
         expected='"nearest" or "stochastic"',
-        does="How updates of parameters that rest in bf16 are rounded; stochastic updates them in fp32, states included.",
+        does="How updates of parameters that are stored in bf16 are rounded; stochastic updates them in fp32, states included.",
         why="nearest is what torch does; it loses updates below half a unit in the last place, which stochastic keeps.",
     )
     seed: int = words(
@@ -176,7 +176,7 @@ class Activation(Table):
     checkpoint: Literal["none", "unit"] = words(
         "none",
         expected='"none" or "unit"',
-        does="unit keeps the inputs of each unit alone, and computes the rest again in backward.",
+        does="unit keeps the inputs of each unit alone, and computes everything else again in backward.",
         why="Computing forward twice costs time.",
     )
     partition: Literal["none", "tp"] = words(
@@ -231,7 +231,7 @@ class Units(Table):
     max_numel: int = words(
         1 << 26,
         expected="an integer from 1 to 2**40",
-        does="A sharded flat buffer of more elements is cut into segments, each split evenly.",
+        does="A sharded flat buffer of more elements is divided into segments, each split evenly.",
         why="2**26 of fp32 are 256 MiB, where size no longer helps.",
         ge=1,
         le=1 << 40,
@@ -245,7 +245,7 @@ class Schedule(Table):
         "auto",
         expected=_AUTO,
         does="Releases units between forward and backward, keeps all, or keeps the last ones that fit the budget.",
-        why="auto keeps what [budget] device has room for; with no budget the very last one.",
+        why="auto keeps what fits in [budget] device; with no budget the very last one.",
     )
     prefetch: int = words(
         1,
@@ -289,7 +289,7 @@ class Host(Table):
     slab: Size = words(
         64 << 20,
         expected=f"{_SIZES}, at least 4 KiB",
-        does="Host memory is taken from the system in pieces of at least this size, and cut to exact size.",
+        does="Host memory is taken from the system in slabs of at least this size, and split to exact size.",
         why="Pinning is slow a call and quick a byte.",
         ge=4096,
     )
@@ -301,13 +301,13 @@ class Budget(Table):
     device: Amount | None = words(
         None,
         expected=_AMOUNTS,
-        does="Device memory in all: what rests there, gathered units in flight, units kept until backward.",
+        does="Device memory in all: what is stored there, gathered units in flight, units kept until backward.",
         why="Unset bounds nothing and keeps the last unit alone.",
     )
     host: Amount | None = words(
         None,
         expected=_AMOUNTS,
-        does="Host memory of what rests there and of buffers on the way to disk.",
+        does="Host memory of what is stored there and of buffers on the way to disk.",
         why="Unset bounds nothing but what the machine has.",
     )
     disk: Amount | None = words(
@@ -329,7 +329,8 @@ class Disk(Table):
     path: Annotated[str, AfterValidator(_path)] | None = words(
         None,
         expected="the path of a folder",
-        does="The folder of the scratch files, made where it is missing; best on NVMe, and never on a network. ~ is your home.",
+        does="The folder of the scratch files, made where it is missing; best on NVMe, and never on a network. "
+        "~ is your home directory.",
         why="Unset is the system's folder for temporary files.",
     )
     block: Size = words(
@@ -389,7 +390,7 @@ class Comm(Table):
     buffer: Size = words(
         256 << 20,
         expected=f"{_SIZES}, at least 64 B",
-        does="No buffer that values are copied, cast, reduced or saved through is larger; what is larger goes in pieces.",
+        does="No buffer that values are copied, cast, reduced or saved through is larger; what is larger goes in chunks.",
         why="Units of up to 67 million fp32 elements stay whole, and above that size no longer helps a transfer.",
         ge=64,
     )

@@ -1,6 +1,6 @@
-"""One rank's shard file: safetensors written and read piece by piece, with an xxh3 checksum a tensor kept outside it.
+"""One rank's shard file: safetensors written and read chunk by chunk, with an xxh3 checksum a tensor kept outside it.
 
-The saver hands tensors in the order it announced them; the loader reads them back in pieces of a bounded size.  It
+The saver hands tensors in the order it announced them; the loader reads them back in chunks of a bounded size.  It
 knows tensors and bytes; it never knows what a tensor means, and never trusts a length it read before comparing it with the
 file's size.
 
@@ -67,12 +67,12 @@ class Record(BaseModel):
     tensors: dict[str, str]
 
 
-def digest(pieces: Iterable[Tensor]) -> str:
+def digest(chunks: Iterable[Tensor]) -> str:
     """The checksum of these tensors' bytes, one after the other."""
     state = xxhash.xxh3_64()
-    for piece in pieces:
-        for part in _parts(piece):
-            state.update(part.data)
+    for chunk in chunks:
+        for block in _blocks(chunk):
+            state.update(block.data)
     return state.hexdigest()
 
 
@@ -80,7 +80,7 @@ class ShardWriter:
     """A new shard file.  Tensors come in the order of ``entries``; ``finish`` makes them durable, ``abort`` removes all.
 
     Raises:
-        OSError: from any call; the caller decides what to tell whom.
+        OSError: from any call; the caller decides what to do about it.
         CheckpointError: a dtype or name the format does not know.
     """
 
@@ -98,17 +98,17 @@ class ShardWriter:
             self.abort()
             raise
 
-    def write(self, name: str, pieces: Iterable[Tensor]) -> None:
-        """The next tensor's elements, in any number of 1-D or shaped pieces, on any device."""
+    def write(self, name: str, chunks: Iterable[Tensor]) -> None:
+        """The next tensor's elements, in any number of 1-D or shaped chunks, on any device."""
         entry = next(self._entries)
         assert entry.name == name, f"{self.path}: expected {entry.name} next, found {name}"
         state, written = xxhash.xxh3_64(), 0
-        for piece in pieces:
-            assert piece.dtype == entry.dtype, f"{name}: announced as {entry.dtype}, found {piece.dtype}"
-            for part in _parts(piece):
-                state.update(part.data)
-                self._stream.write(part)
-                written += part.size
+        for chunk in chunks:
+            assert chunk.dtype == entry.dtype, f"{name}: announced as {entry.dtype}, found {chunk.dtype}"
+            for block in _blocks(chunk):
+                state.update(block.data)
+                self._stream.write(block)
+                written += block.size
         assert written == entry.nbytes, f"{name}: announced {entry.nbytes} bytes, found {written}"
         self._digests[name] = state.hexdigest()
 
@@ -201,10 +201,10 @@ class ShardReader:
                 pass
 
     def chunks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """The tensor's elements as (offset, 1-D CPU tensor), in order; a piece is valid until the next is asked for.
+        """The tensor's elements as (offset, 1-D CPU tensor), in order; a chunk is valid until the next is asked for.
 
         Raises:
-            CheckpointError: after the last piece, when the checksum does not match.
+            CheckpointError: after the last chunk, when the checksum does not match.
         """
         entry = self.entry(name)
         itemsize, total = entry.dtype.itemsize, entry.nbytes
@@ -223,8 +223,8 @@ class ShardReader:
         """The whole tensor, new, on the CPU."""
         entry = self.entry(name)
         whole = torch.empty(math.prod(entry.shape), dtype=entry.dtype)
-        for start, piece in self.chunks(name):
-            whole[start : start + piece.numel()] = piece
+        for start, chunk in self.chunks(name):
+            whole[start : start + chunk.numel()] = chunk
         return whole.reshape(entry.shape)
 
     def close(self) -> None:
@@ -268,10 +268,10 @@ def _header(entries: Sequence[Entry]) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _parts(piece: Tensor) -> Iterator[Bytes]:
+def _blocks(chunk: Tensor) -> Iterator[Bytes]:
     """The tensor's bytes in storage order of a contiguous copy, at most CHUNK at a time from another device."""
-    flat = piece.detach().resolve_conj().resolve_neg().reshape(-1)
-    step = CHUNK // piece.dtype.itemsize
+    flat = chunk.detach().resolve_conj().resolve_neg().reshape(-1)
+    step = CHUNK // chunk.dtype.itemsize
     for start in range(0, flat.numel(), step):
-        part = flat[start : start + step].to("cpu").contiguous()
-        yield part.view(torch.uint8).numpy()
+        block = flat[start : start + step].to("cpu").contiguous()
+        yield block.view(torch.uint8).numpy()

@@ -67,7 +67,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """A tensor that was put: its copy and its geometry in it, and what tells whether it was changed since.
+    """A tensor that was put: its copy and its geometry in it, and what shows whether it was changed since.
 
     Attributes:
         probe: an empty tensor that shares the original's version counter.

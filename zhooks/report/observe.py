@@ -75,7 +75,7 @@ def state_held(live: RunState, policy: Policy, store: Store | None, optimizers: 
             limit = store.budget.limit(tier)
             if limit is not None:
                 bus.counter("budget", tier.value, limit)
-        store.budget.account.tell()
+        store.budget.account.state()
 
 
 def _state_flat(bus: Bus, flat: Flat, reducer: Reducer) -> None:

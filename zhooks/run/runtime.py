@@ -105,7 +105,7 @@ class Runtime:
         self._out.clear()
         self.saved.watch([flat for unit in units for flat in unit.flats])
         self.reducer.watch([flat for unit in units for flat in unit.flats if flat.kind.trainable])
-        self.bus.tell()
+        self.bus.restate()
 
     def forget_idle_graphs(self) -> bool:
         idle = self.outermost and not in_backward()

@@ -44,7 +44,7 @@ def test_what_is_held_is_what_the_memory_report_counts(name: str, late: bool) ->
     if stop is None:
         attachment.observe(levels)
     else:
-        tell_all()
+        state_all()
     gc.collect()
     held = levels.table()
     flats = flats_of(attachment)
@@ -63,7 +63,7 @@ def test_nothing_is_held_after_the_model_is_gone() -> None:
     stop = listen(levels)
     attachment, optimizer = training({"stage": 3, "parameter": {"tier": "host"}})
     step(attachment, optimizer)
-    tell_all()
+    state_all()
     assert levels.of("parameter on host") > 0 and levels.of("optimizer on device") > 0
     attachment.detach()
     del attachment, optimizer
@@ -119,7 +119,7 @@ def test_an_observer_may_come_twice_go_in_between_and_come_again() -> None:
         attachment.observe(levels)
         step(attachment, optimizer)
         attachment.observe(late)
-        tell_all()
+        state_all()
         assert levels.table() == late.table() == by_report(attachment)
     attachment.detach()
 
@@ -134,7 +134,7 @@ def test_who_listens_from_another_thread_while_steps_are_made_misses_nothing() -
         step(attachment, optimizer)
     comer.join()
     step(attachment, optimizer)
-    tell_all()
+    state_all()
     tables = [one.table() for one in levels]
     assert len(stops) == 8 and tables == [tables[0]] * 8 and tables[0]["optimizer on host"] > 0
     for stop in stops:
@@ -223,7 +223,7 @@ def test_an_account_states_levels_as_they_change_and_all_of_them_when_asked() ->
         ("hold", "gradient on device", "a", 10),
     ]
     recorder.clear()
-    account.tell()
+    account.state()
     assert {(event.what, event.nbytes) for event in recorder.events} == {
         ("parameter on host", 100),
         ("optimizer on host", 50),
@@ -231,7 +231,7 @@ def test_an_account_states_levels_as_they_change_and_all_of_them_when_asked() ->
     }
     recorder.clear()
     del memory
-    account.tell()
+    account.state()
     assert "gradient on device" not in [event.what for event in recorder.events]
 
 

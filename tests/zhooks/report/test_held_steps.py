@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zhooks
-from offload.events import listen, tell_all
+from offload.events import listen, state_all
 from offload.store import Block, BlockRange
 from offload.tier import Tier
 from tests.support.held_levels import POLICIES, TIERED, Levels, training
@@ -76,7 +76,7 @@ class Watched:
     def step(self, where: str, *, keep: bool = False) -> None:
         self.backward()
         self.optimizer.step()
-        tell_all()
+        state_all()
         self.rest(where)
         self.optimizer.zero_grad(set_to_none=not keep)
         self.rest(f"{where}, zero_grad")
@@ -116,7 +116,7 @@ def test_every_byte_is_known_wherever_a_run_rests(name: str) -> None:
         fails_in_backward(run)
         run.step("after an exception in backward")
         run.attachment.load_state_dict(run.attachment.state_dict(run.optimizer), run.optimizer)
-        tell_all()
+        state_all()
         run.rest("loaded")
         next(iter(run.model.parameters())).requires_grad_(False)
         run.step("frozen")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from offload.events import tell_all
+from offload.events import state_all
 from zprof.rows import RowKind
 
 __all__ = ["watch_steps"]
@@ -35,6 +35,6 @@ def watch_steps(row: Callable[[int, str, str, int], None], listening: Callable[[
         if listening() and known.get(optimizer) != len(optimizer.state):
             # Its first step, or its first with more parameters, has made states that the runtime did not see.
             known[optimizer] = len(optimizer.state)
-            tell_all()
+            state_all()
 
     return [register_optimizer_step_pre_hook(begin).remove, register_optimizer_step_post_hook(end).remove]
