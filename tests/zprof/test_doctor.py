@@ -1,4 +1,4 @@
-"""``zprof doctor`` says of each thing whether it will work, what was found, and the mend; it needs neither GPU nor torch."""
+"""``zprof doctor`` says of each thing whether it will work, what was found, and what to do; it needs neither GPU nor torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_text_is_plain_and_gives_the_mend_below_its_line(tmp_path: Path) -> 
     done = CliRunner().invoke(main, ["doctor", "--path", "/dev/shm"])
     assert done.exit_code == 0 and "\x1b" not in done.output
     lines = done.output.splitlines()
-    assert re.fullmatch(r"\d+ ok, \d+ to look at, 0 to mend before zhooks works", lines[-1])
+    assert re.fullmatch(r"\d+ ok, \d+ to look at, 0 to fix before zhooks works", lines[-1])
     (at,) = (number for number, line in enumerate(lines) if "  disk tier in /dev/shm" in line)
     assert lines[at].startswith("warn") and "tmpfs" in lines[at] and lines[at + 1].strip().startswith("-> point [disk] path")
 
@@ -68,7 +68,7 @@ def test_a_missing_package_fails_with_4_and_its_mend(tmp_path: Path, monkeypatch
     assert done.exit_code == 4
     assert "fail  no_such_thing" in done.output and "-> pip install 'no_such_thing>=2'" in done.output
     assert re.search(r"fail  torch +2\.\S+, expected >=99", done.output) and "other" not in done.output
-    assert done.output.endswith("2 to mend before zhooks works\n")
+    assert done.output.endswith("2 to fix before zhooks works\n")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_host_of_bounds_is_read_from_what_its_kernel_writes(tmp_path: Path) ->
     assert found["available memory (MemAvailable)"].status == "warn"
     locked = found["locked memory (RLIMIT_MEMLOCK)"]
     assert locked.status == "warn" and locked.found.startswith("48 KiB may still be locked")
-    assert "--ulimit memlock=-1" in locked.mend
+    assert "--ulimit memlock=-1" in locked.remedy
     assert found["transparent huge pages"].status == "warn"
     assert "2 NUMA nodes" in found["processors"].found
     said = "cannot be used: No such file or directory; NCCL and data loader workers exchange through it"

@@ -1,4 +1,4 @@
-"""Out of memory: what failed, who held what, and changes of the policy that would have made room, from recorded bytes alone."""
+"""Out of memory: what failed, who held what, and policy changes that would have let it fit, from recorded bytes alone."""
 
 from __future__ import annotations
 
@@ -359,8 +359,8 @@ def test_a_budget_that_is_too_small_is_explained_and_the_remedy_is_one(tmp_path:
     [note] = trace.notes("oom")
     assert (note.body["kind"], note.body["tier"], note.body["limit"]) == ("budget", "host", 4 * MIB)
     assert [f"zprof: {line}" for line in explain(trace)] == said[:-2], "a report says the same"
-    mended = python("train.py", "host", "disk", "4 MiB", at=tmp_path)
-    assert mended.returncode == 0, mended.stderr
+    changed = python("train.py", "host", "disk", "4 MiB", at=tmp_path)
+    assert changed.returncode == 0, changed.stderr
 
 
 def test_where_one_change_is_not_enough_the_two_that_are_named_are(tmp_path: Path) -> None:
@@ -372,8 +372,8 @@ def test_where_one_change_is_not_enough_the_two_that_are_named_are(tmp_path: Pat
     assert set(both.removeprefix("zprof:   ").split(" and ")) == {'[optimizer] tier = "disk"', '[gradient] tier = "disk"'}
     assert said[fitting + 2] == "zprof: not enough alone:"
     assert python("train.py", "host", "disk", "3 MiB", at=tmp_path).returncode == 1
-    mended = python("train.py", "disk", "disk", "3 MiB", at=tmp_path)
-    assert mended.returncode == 0, mended.stderr
+    changed = python("train.py", "disk", "disk", "3 MiB", at=tmp_path)
+    assert changed.returncode == 0, changed.stderr
 
 
 SMALL = """

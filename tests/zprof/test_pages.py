@@ -129,7 +129,7 @@ def test_the_peak_in_both_pages_is_the_ledgers_to_the_byte(zprof: Zprof) -> None
     peaks = {view["name"]: view["peak"] for view in run["views"]}
     assert {tier: peak["total"] for tier, peak in peaks.items()} == {tier: report[tier]["bytes"] for tier in peaks}
     for peak in peaks.values():
-        assert sum(holder[0] for holder in peak["holders"]) + peak["rest"][1] == peak["total"]
+        assert sum(holder[0] for holder in peak["holders"]) + peak["others"][1] == peak["total"]
     flame = {tier["tier"]: tier["total"] for tier in data_of(Path("run.flamegraph.html"))["tiers"]}
     assert flame == {tier: peak["total"] for tier, peak in peaks.items()}
 

@@ -248,7 +248,7 @@ def test_powers_of_two_are_divided_as_torch_documents(text: str, nbytes: int, bl
     assert reserved_after([(ALLOC, 0, nbytes)], text).points[-1].allocated == block
 
 
-def test_the_example_fails_with_thirty_percent_free_and_an_arena_mends_it() -> None:
+def test_the_example_fails_with_thirty_percent_free_and_an_arena_helps() -> None:
     (without, limit), (within, same) = stranding(arena=False), stranding(arena=True)
     assert limit == same
     failed = replay(without, limit=limit)
@@ -338,7 +338,7 @@ def test_settings_torch_would_refuse_are_refused_in_one_line(text: str, said: st
 def test_torch_itself_takes_every_text_the_parser_takes(text: str) -> None:
     told: Callable[[str], None] | None = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if told is None:
-        pytest.skip("this torch cannot be told settings without a device")
+        pytest.skip("this torch cannot be given settings without a device")
     try:
         told(text)
         told(parse_settings(text).text)

@@ -56,7 +56,7 @@ def test_the_text_says_what_ran_who_held_what_what_is_left_and_what_was_waited_f
     assert "device: 164 MiB at 0.021 s, in step 0" in lines
     assert "host: 72 MiB at 0.000 s; budget 1 GiB" in lines
     assert any(line.startswith("rss since start 96 MiB - ledger, device + host 96 MiB = unexplained") for line in lines)
-    assert any(line.startswith("mend: gather model.layers.") and "[schedule] prefetch" in line for line in lines)
+    assert any(line.startswith("remedy: gather model.layers.") and "[schedule] prefetch" in line for line in lines)
     assert [line.split()[0] for line in lines if line.endswith("GiB/s       -       -")] == ["gather", "reduce", "disk"]
     assert "zprof flamegraph run.zprof" in lines
 
@@ -164,7 +164,7 @@ def test_ranks_are_told_together_with_who_is_late_and_who_is_missing(report: Rep
     assert peaks["1"] - peaks["0"] == 2 * SHARD and peaks["0"] == peaks["3"]
     assert told["ranks"]["missing"] == [2]
     text = report("runs", "--by", "rank").stdout
-    assert "3 ranks; told in full is rank 1, whose device holds most" in text
+    assert "3 ranks; shown in full is rank 1, whose device holds most" in text
     assert "device: rank 1 peaks 6 MiB above rank 0" in text
     assert "rank(s) 3: put beside the first by wall clock, so skews may be clock error" in text
     assert "not in this report, of 4 ranks: 2" in text

@@ -1,4 +1,4 @@
-"""Spans, steps, exposed time, bandwidths and the mend: each against a plain reference that loops."""
+"""Spans, steps, exposed time, bandwidths and the remedy: each against a plain reference that loops."""
 
 from __future__ import annotations
 
@@ -389,7 +389,7 @@ def test_a_rate_stands_beside_the_latest_figure_of_its_kind_of_device(tmp_path: 
     assert rated(tmp_path, told)["copy h2d"].share_of_bench is None
 
 
-# The mend.
+# The remedy.
 
 
 def pipelined(prefetch: int, costs: Sequence[tuple[float, float]], *, count: int = 4) -> list[Row]:
@@ -448,8 +448,8 @@ def test_for_units_alike_the_mend_promises_what_one_more_unit_hides(
 ) -> None:
     told, _, hidden = compared(tmp_path, prefetch, [cost] * 8)
     assert told.hides_ns_per_step == pytest.approx(hidden, abs=0.02 * MS) or (told.busy or 0) >= 0.9
-    assert bool(told.mends) == (prefetch == 0)
-    if told.mends:
+    assert bool(told.remedies) == (prefetch == 0)
+    if told.remedies:
         assert f"([schedule] prefetch = {prefetch + 1}) hides up to" in told.lines[0]
 
 
@@ -462,7 +462,7 @@ def test_the_mend_never_promises_more_than_was_waited_for(
 ) -> None:
     told, exposed, hidden = compared(tmp_path, prefetch, costs)
     assert 0 <= told.hides_ns_per_step <= exposed + 1
-    if told.mends or (told.busy or 0) < 0.9:
+    if told.remedies or (told.busy or 0) < 0.9:
         assert hidden <= told.hides_ns_per_step + 0.05 * exposed + 0.05 * MS
 
 
@@ -470,7 +470,7 @@ def test_a_wire_that_is_busy_all_the_time_is_not_offered_more_prefetch(tmp_path:
     rows = pipelined(1, [(0.1, 5.0)] * 8)
     told, _ = advised(tmp_path, rows, '{"schedule": {"prefetch": 1}, "parameter": {"tier": "disk"}}')
     assert told.busy is not None and told.busy > 0.9
-    assert told.mends == ()
+    assert told.remedies == ()
     (line,) = told.lines
     for words in ("more prefetch cannot help", '[precision] param = "bf16"', "reshard_after_forward = false", 'tier = "host"'):
         assert words in line
@@ -478,7 +478,7 @@ def test_a_wire_that_is_busy_all_the_time_is_not_offered_more_prefetch(tmp_path:
 
 def test_gathers_that_nobody_waits_for_need_no_mend(tmp_path: Path) -> None:
     told, _ = advised(tmp_path, pipelined(2, [(5.0, 0.001)] * 8))
-    assert (told.mends, told.lines) == ((), ())
+    assert (told.remedies, told.lines) == ((), ())
 
 
 def test_gathers_that_send_nothing_are_as_long_as_the_buffers_they_fill(tmp_path: Path) -> None:
@@ -489,12 +489,12 @@ def test_gathers_that_send_nothing_are_as_long_as_the_buffers_they_fill(tmp_path
     ends = [row for row in rows if row.kind == RowKind.END and row.what == "compute"]
     quiet += [Row(RowKind.INSTANT, "release", row.key, sizes[row.key], row.time_ns) for row in ends]
     assert advised(tmp_path, quiet)[0] == told
-    assert told.mends
+    assert told.remedies
 
 
 def test_the_most_a_policy_may_prefetch_is_not_exceeded(tmp_path: Path) -> None:
     told, _ = advised(tmp_path, pipelined(0, [(2.0, 1.5)] * 8), '{"schedule": {"prefetch": 16}}')
-    assert told.mends == ()
+    assert told.remedies == ()
 
 
 def test_a_policy_that_cannot_be_read_leaves_the_number_open(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def check(runs: tuple[str, ...], most: tuple[Limit, ...], least: tuple[Limit, ..
     if as_json:
         click.echo(json.dumps(_as_json(found, verdicts), indent=2, allow_nan=False))
     else:
-        _tell(found, verdicts)
+        _show(found, verdicts)
     if any(verdict.failed for verdict in verdicts):
         raise click.exceptions.Exit(BudgetProblem.exit_code)
     if verdicts and any(run.damage for run in found):
@@ -135,7 +135,7 @@ def values_as_json(run: Measured) -> dict[str, object]:
     return {"measures": {name: None if name in unseen else value for name, value in run.values.items()}, "unseen": unseen}
 
 
-def _tell(found: Sequence[Measured], verdicts: Sequence[Verdict]) -> None:
+def _show(found: Sequence[Measured], verdicts: Sequence[Verdict]) -> None:
     from zprof.timing.measures import MEASURES, numbers
 
     for run in found:

@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "check": ("zprof.check_cli", "Hold a run against limits, for CI."),
     "bench": ("zprof.bench_cli", "Measure what this machine's memory, buses and disks can do."),
     "export": ("zprof.export_cli", "Write a run in another tool's format."),
-    "doctor": ("zprof.doctor_cli", "Say what will work on this machine, what will not, and the mend."),
+    "doctor": ("zprof.doctor_cli", "Say what will work on this machine, what will not, and what to do."),
     "policy": ("zprof.policy_cli", "Check, show and convert policy files."),
 }
 

@@ -295,8 +295,8 @@ def _as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple
             }
             for pair in pairs
         ],
-        "changed": [_told(change) for change in _changes(pairs)],
-        "held_at_peak": {by: [_told(change) for change in _held(pairs, by)] for by in ("category", "unit")},
+        "changed": [_change_json(change) for change in _changes(pairs)],
+        "held_at_peak": {by: [_change_json(change) for change in _held(pairs, by)] for by in ("category", "unit")},
         "units": {"appeared": appeared, "vanished": vanished},
         "only_in_one": list(apart),
         "not_compared": _not_compared(pairs),
@@ -307,7 +307,7 @@ def _as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple
     }
 
 
-def _told(change: Change) -> dict[str, object]:
+def _change_json(change: Change) -> dict[str, object]:
     known = change.change is not None and math.isfinite(change.percent)
     before, after = (None if isinstance(value, Unseen) else value for value in (change.before, change.after))
     return {

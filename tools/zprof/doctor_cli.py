@@ -1,4 +1,4 @@
-"""Owns ``zprof doctor``: a line for each thing of this machine that zhooks or zprof uses, with its mend.
+"""Owns ``zprof doctor``: a line for each thing of this machine that zhooks or zprof uses, with what to do.
 
 `zprof.cli` hangs the command in. It imports no torch, changes nothing, and ends with 4 where something needed is missing.
 """
@@ -24,7 +24,7 @@ _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 @click.option("--path", type=click.Path(path_type=Path), default=Path(), help="Where a disk tier would be; here unless said.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def doctor(path: Path, as_json: bool) -> None:
-    """Say what will work on this machine, what will not, and the mend: versions, GPUs, memory limits, disk.
+    """Say what will work on this machine, what will not, and what to do: versions, GPUs, memory limits, disk.
 
     Exit code 0, or 4 where something that zhooks needs is missing.
 
@@ -35,9 +35,8 @@ def doctor(path: Path, as_json: bool) -> None:
     failed = any(finding.status == FAIL for finding in findings)
     if as_json:
         import json
-        from dataclasses import asdict
 
-        click.echo(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        click.echo(json.dumps({"ok": not failed, "findings": [finding.as_json() for finding in findings]}, indent=2))
     else:
         _print(findings)
     if failed:
@@ -45,12 +44,12 @@ def doctor(path: Path, as_json: bool) -> None:
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    """A line a finding, and its mend below it; colour only where a terminal shows it."""
+    """A line a finding, and what to do below it; colour only where a terminal shows it."""
     width = min(max(len(finding.name) for finding in findings), 32)
     for finding in findings:
         status = click.style(f"{finding.status:<4}", fg=_COLOURS[finding.status])
         click.echo(f"{status}  {finding.name:<{width}}  {finding.found}")
-        if finding.mend:
-            click.echo(f"{'':4}  {'':{width}}  -> {finding.mend}")
+        if finding.remedy:
+            click.echo(f"{'':4}  {'':{width}}  -> {finding.remedy}")
     count = {status: sum(finding.status == status for finding in findings) for status in (OK, WARN, FAIL)}
-    click.echo(f"{count[OK]} ok, {count[WARN]} to look at, {count[FAIL]} to mend before zhooks works")
+    click.echo(f"{count[OK]} ok, {count[WARN]} to look at, {count[FAIL]} to fix before zhooks works")

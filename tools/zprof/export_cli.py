@@ -1,4 +1,4 @@
-"""Owns ``zprof export``: the formats there are, where a file may be written, and what its reader is told.
+"""Owns ``zprof export``: the formats there are, where a file may be written, and what its reader learns.
 
 `zprof.cli` hangs it in; each format is a module of its own, loaded when it is asked for. It never reads a trace itself, and
 never writes over anything but a file.

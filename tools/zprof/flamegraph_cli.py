@@ -62,8 +62,8 @@ def flamegraph(run: Path, step: int | None, output: Path | None, force: bool, as
     write_output(path, body)
     tiers = {tier["tier"]: tier["total"] for tier in data["tiers"]}
     if as_json:
-        told = {"page": str(path), "bytes": len(body), "at": data["at"], "tiers": tiers, "not_recorded": data["missing"]}
-        click.echo(json.dumps(told, indent=2))
+        summary = {"page": str(path), "bytes": len(body), "at": data["at"], "tiers": tiers, "not_recorded": data["missing"]}
+        click.echo(json.dumps(summary, indent=2))
         return
     held = ", ".join(f"{tier['shown']} on {tier['tier']}" for tier in data["tiers"]) or "no memory recorded"
     click.echo(f"{path}: {len(body) / 2**20:.1f} MiB; {data['at']}: {held}")

@@ -59,7 +59,7 @@ def frag(
 
     A SNAPSHOT is what torch.cuda.memory._dump_snapshot() writes (or the same as JSON or msgpack). Of a RUN without a snapshot,
     a CPU run for one, the recorded allocations are replayed through a model of torch's CUDA allocator: a what-if. With --need
-    the exit code is 0 where it would succeed, 3 where it would not, and 4 where that takes --limit to tell.
+    the exit code is 0 where it would succeed, 3 where it would not, and 4 where that takes --limit to say.
 
     \b
     Example:  zprof frag oom.pickle --need 512MiB --limit 40GiB --settings expandable_segments:True

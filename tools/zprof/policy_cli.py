@@ -78,7 +78,7 @@ def check(file: str, as_json: bool) -> None:
 def show(file: str, params: int | None, ranks: int | None, as_json: bool) -> None:
     """Print FILE's effective table and every key, defaults included, as a policy file in TOML.
 
-    With --params also what each rank holds at rest with Adam; exit code 3 where a budget does not hold that.
+    With --params also what each rank holds between steps with Adam; exit code 3 where a budget does not hold that.
     """
     if ranks is not None and params is None:
         raise click.UsageError("--ranks: expected --params too, e.g. --params 7B --ranks 8")
@@ -160,7 +160,7 @@ def _commented(loaded: Policy, ignored: list[str], spent: Cost | None) -> Iterat
     yield from ("", f"{spent.numel:,} parameters over {spent.ranks} rank(s), Adam, bytes a rank at the end of backward:")
     yield from _table(spent)
     if loaded.rule:
-        yield "Rules are not counted: which parameters they match only a model can tell."
+        yield "Rules are not counted: which parameters they match only a model can say."
     yield "Buffers that come and go are on top: gathered units, partial gradients, buffers on the way between tiers."
     for tier in spent.tiers:
         if tier.budget is not None or tier.nbytes:
@@ -170,7 +170,7 @@ def _commented(loaded: Policy, ignored: list[str], spent: Cost | None) -> Iterat
 
 
 def _table(spent: Cost) -> list[str]:
-    # Imported late: drawing a table costs as much as all the rest of a start.
+    # Imported late: drawing a table costs as much as everything else of a start.
     from rich import box
     from rich.console import Console
     from rich.table import Table as Drawing
@@ -201,9 +201,9 @@ def _as_json(file: str, loaded: Policy, ignored: list[str], spent: Cost | None) 
         cell: {"partition": loaded.partition(cell), "placed": placed[cell], "tier": getattr(loaded, cell).tier}
         for cell in placed
     }
-    told: dict[str, Any] = {"file": file, "table": cells, "policy": loaded.values(), "ignored": ignored}
+    summary: dict[str, Any] = {"file": file, "table": cells, "policy": loaded.values(), "ignored": ignored}
     if spent:
-        told["cost"] = {
+        summary["cost"] = {
             "params": spent.numel,
             "ranks": spent.ranks,
             "bytes": spent.nbytes,
@@ -221,4 +221,4 @@ def _as_json(file: str, loaded: Policy, ignored: list[str], spent: Cost | None) 
                 for tier in spent.tiers
             ],
         }
-    return told
+    return summary

@@ -14,7 +14,7 @@ __all__ = ["BudgetProblem", "CapabilityProblem", "Problem", "problem_of"]
 
 
 class Problem(click.ClickException):
-    """An error of the project's own, shown as it is: each line already says its file, its line and the mend."""
+    """An error of the project's own, shown as it is: each line already says its file, its line and what to do."""
 
     exit_code = 1
 

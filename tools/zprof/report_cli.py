@@ -48,7 +48,7 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs; its keys are listed above.")
 def report(runs: tuple[str, ...], by: str, at: int | None, as_json: bool) -> None:
     """Say where the bytes and milliseconds of a run went: who held what at the peak, what process or allocator say beyond that,
-    what the run waited for and the mend, achieved bandwidths, and how ranks differ.
+    what the run waited for and the remedy, achieved bandwidths, and how ranks differ.
 
     RUN is a trace, or a folder of traces; several are the ranks of one run.
 
@@ -93,13 +93,13 @@ def report(runs: tuple[str, ...], by: str, at: int | None, as_json: bool) -> Non
     from zprof.reports.findings import report as found_out
 
     _keep_freed_memory()
-    told = found_out(runs, by=by, step=at)  # type: ignore[arg-type]
+    report = found_out(runs, by=by, step=at)  # type: ignore[arg-type]
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(report, indent=2))
         return
     from zprof.reports.text import show
 
-    show(told)
+    show(report)
 
 
 def _keep_freed_memory() -> None:

@@ -22,7 +22,7 @@ MOVES = ("gather", "gather activation", "reduce", "copy h2d", "copy d2h", "disk 
 
 
 class TraceError(ZhooksError, ValueError):
-    """A trace, a snapshot or another recorded file that is not what it should be; one line: file, expected, found, mend."""
+    """A trace, a snapshot or another recorded file that is not as it should be; one line: file, expected, found, remedy."""
 
 
 class RowKind(IntEnum):

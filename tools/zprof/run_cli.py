@@ -114,7 +114,7 @@ def run(
     ending = _watch(order, command[1:], path) if show else _wait(Child(order.arguments(command[1:])))
     try:
         if _seen(path) not in (None, before) and (rank == 0 or ending.failed):
-            _tell(path, ending, Kills.read().since(kills) if ending.signal else None, world)
+            _print_last_lines(path, ending, Kills.read().since(kills) if ending.signal else None, world)
     except KeyboardInterrupt:
         pass  # Whoever does not want to hear more still gets the script's own ending.
     raise click.exceptions.Exit(end_as(ending))
@@ -127,21 +127,21 @@ def _wait(child: Child) -> Ending:
             return ending
 
 
-def _watch(order: Order, rest: Sequence[str], path: Path) -> Ending:
+def _watch(order: Order, command: Sequence[str], path: Path) -> Ending:
     if not sys.stderr.isatty():
         click.echo("zprof: --live: expected a terminal on stderr, found none; recording without it", err=True)
-        return _wait(Child(order.arguments(rest)))
+        return _wait(Child(order.arguments(command)))
     from zprof.running.live import watch
 
-    return watch(order.arguments(rest), path)
+    return watch(order.arguments(command), path)
 
 
-def _tell(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> None:
+def _print_last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> None:
     """The last lines, on stderr: the output of the script stays its own."""
-    from zprof.oom.explanation import told
+    from zprof.oom.explanation import last_lines
 
     try:
-        lines = told(path, ending, kill, world)
+        lines = last_lines(path, ending, kill, world)
     except Exception as error:
         # The script's own ending matters more than a trace that cannot be read.
         lines = [f"trace: {path} ({type(error).__name__}: {error})"]
@@ -159,10 +159,10 @@ def _refuse_launchers(command: Sequence[str], module: bool) -> None:
         name = "python"
     if name not in _LAUNCHERS or (not module and command[0] == name and Path(name).is_file()):
         return
-    rest = [word for word in command[1:] if not (name == "accelerate" and word == "launch")]
-    at = next((at for at, word in enumerate(rest) if word == "-m" or word.endswith(".py")), None)
-    options = " ".join(rest[:at]) if at is not None else "..."
-    script = " ".join(rest[at:]) if at is not None else "train.py"
+    words = [word for word in command[1:] if not (name == "accelerate" and word == "launch")]
+    at = next((at for at, word in enumerate(words) if word == "-m" or word.endswith(".py")), None)
+    options = " ".join(words[:at]) if at is not None else "..."
+    script = " ".join(words[at:]) if at is not None else "train.py"
     why = "expected a script, for zprof starts python itself" if name == "python" else "starts ranks, and each of them records"
     line = re.sub(" +", " ", _LAUNCHERS[name].format(options=options, script=script))
     raise Misuse(f"{command[0]}: {why}: {line}")

@@ -1,4 +1,4 @@
-"""How a mistake in a policy is reported: one line each, with file, line, subject and mend, whatever the file holds."""
+"""How a mistake in a policy is reported: one line each, with file, line, subject and what to do, whatever the file holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: one clear error each, naming subject, expected, found and the mend, and the model as it was before.
+"""Bad input: one clear error each, naming subject, expected, found and what to do, and the model as it was before.
 
 pytest runs it. Errors of the policy file's own are test_policy_errors.py's; errors in mid-step are the parity suite's.
 """

@@ -70,7 +70,7 @@ def disk(folder: Path, nbytes: int) -> dict[str, float]:
     """"disk write" and "disk read" in bytes a second of a scratch file in ``folder``, checksums included, as zhooks uses it.
 
     Raises:
-        BudgetError: the file system has not so much room.  TierError: it failed.
+        BudgetError: the file system has not so much space.  TierError: it failed.
     """
     device = open_device(torch.device("cpu"))
     pool = HostPool(device, slab_nbytes=nbytes)

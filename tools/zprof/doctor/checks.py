@@ -36,13 +36,17 @@ class Finding:
 
     Attributes:
         name: what was looked at. status: "ok", "warn" (works, with a loss) or "fail" (zhooks does not work so).
-        found: what there is. mend: what to do; empty where nothing is to be done.
+        found: what there is. remedy: what to do; empty where nothing is to be done.
     """
 
     name: str
     status: str
     found: str
-    mend: str = ""
+    remedy: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """As ``--json`` prints it, where the remedy is called ``mend``."""
+        return {"name": self.name, "status": self.status, "found": self.found, "mend": self.remedy}
 
 
 def software_findings() -> Iterator[Finding]:
@@ -60,11 +64,11 @@ def software_findings() -> Iterator[Finding]:
             name, wanted, extra = _requirement(line)
             if not extra:
                 yield _package(name, wanted, installed.get(_normal(name)))
-    name, mend, serves = _PAGES
+    name, remedy, serves = _PAGES
     if name in installed:
         yield Finding(name, OK, installed[name].version)
     else:
-        yield Finding(name, WARN, f"not installed: no {serves}", mend)
+        yield Finding(name, WARN, f"not installed: no {serves}", remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def installed_packages() -> dict[str, Package]:
     """What can be imported, by normal name, the first on the path as the import takes it.
 
     The name of a metadata folder says all that is asked for; importlib.metadata would load a mail parser to read it, and
-    take longer than all the rest of the report.
+    take longer than everything else in the report.
     """
     found: dict[str, Package] = {}
     for entry in dict.fromkeys(sys.path):
@@ -107,13 +111,13 @@ def _normal(name: str) -> str:
 
 
 def _package(name: str, wanted: str, found: Package | None) -> Finding:
-    mend = f"pip install '{name}{wanted}'"
+    remedy = f"pip install '{name}{wanted}'"
     version = _version_otherwise(name) if found is None else found.version
     if version is None:
-        return Finding(name, FAIL, "not installed", mend)
+        return Finding(name, FAIL, "not installed", remedy)
     if _meets(version, wanted):
         return Finding(name, OK, version)
-    return Finding(name, FAIL, f"{version}, expected {wanted}", mend)
+    return Finding(name, FAIL, f"{version}, expected {wanted}", remedy)
 
 
 def _version_otherwise(name: str) -> str | None:
@@ -193,23 +197,23 @@ def _processors(machine: Machine) -> Finding:
     nodes = len(list((machine.root / "sys/devices/system/node").glob("node[0-9]*"))) or 1
     found = f"{usable} of {all_of} usable, {nodes} NUMA node{'s' if nodes > 1 else ''}"
     if nodes > 1 and usable == all_of:
-        mend = "bind each rank to a node: numactl --cpunodebind=N --membind=N"
-        return Finding("processors", WARN, f"{found}; ranks may run far from their memory", mend)
+        remedy = "bind each rank to a node: numactl --cpunodebind=N --membind=N"
+        return Finding("processors", WARN, f"{found}; ranks may run far from their memory", remedy)
     return Finding("processors", OK, found)
 
 
 def _shared_memory(machine: Machine) -> Finding:
     """NCCL and the workers of a DataLoader exchange through files there; ranks on CPUs use memory without a name."""
-    name, mend = "/dev/shm", "mount -o remount,size=8G /dev/shm (docker run --shm-size=8g or --ipc=host)"
+    name, remedy = "/dev/shm", "mount -o remount,size=8G /dev/shm (docker run --shm-size=8g or --ipc=host)"
     users = "NCCL and data loader workers"
     try:
         stat = os.statvfs(machine.root / "dev/shm")
     except OSError as error:
-        return Finding(name, WARN, f"cannot be used: {error.strerror}; {users} exchange through it", mend)
+        return Finding(name, WARN, f"cannot be used: {error.strerror}; {users} exchange through it", remedy)
     free = stat.f_bavail * stat.f_frsize
     found = f"{as_size(free)} free of {as_size(stat.f_blocks * stat.f_frsize)}"
     small = free < _SMALL_SHM
-    return Finding(name, WARN, f"{found}: may be too small for {users}", mend) if small else Finding(name, OK, found)
+    return Finding(name, WARN, f"{found}: may be too small for {users}", remedy) if small else Finding(name, OK, found)
 
 
 def _huge_pages(machine: Machine) -> Finding:
@@ -221,32 +225,32 @@ def _huge_pages(machine: Machine) -> Finding:
     chosen = re.search(r"\[(\w+)\]", text)
     mode = chosen[1] if chosen else "unknown"
     if mode == "never":
-        mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-        return Finding(name, WARN, f"{mode}: large host buffers cost more page faults", mend)
+        remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        return Finding(name, WARN, f"{mode}: large host buffers cost more page faults", remedy)
     return Finding(name, OK, mode)
 
 
 def _disk(folder: Path, machine: Machine) -> Iterator[Finding]:
     name = f"disk tier in {one_line(str(folder), 80)}"
-    mend = "point [disk] path (here: --path) at a folder on a local disk"
+    remedy = "point [disk] path (here: --path) at a folder on a local disk"
     try:
         free, in_memory = machine.disk_free(folder), machine.is_memory(folder)
     except (OSError, ValueError) as error:
-        yield Finding(name, WARN, f"cannot be used: {getattr(error, 'strerror', None) or error}", mend)
+        yield Finding(name, WARN, f"cannot be used: {getattr(error, 'strerror', None) or error}", remedy)
         return
     found = f"{as_size(free)} free"
     if in_memory:
-        yield Finding(name, WARN, f"{found}, in memory (tmpfs): it counts as host memory", mend)
+        yield Finding(name, WARN, f"{found}, in memory (tmpfs): it counts as host memory", remedy)
     elif free < _SMALL_DISK:
-        yield Finding(name, WARN, found, f"free some, or {mend}")
+        yield Finding(name, WARN, found, f"free some, or {remedy}")
     else:
         yield Finding(name, OK, found)
     # A folder that is still to be made lies on the file system of what is above it.
     existing = next((here for here in (folder, *folder.absolute().parents) if here.exists()), Path("/"))
-    yield _direct(existing, f"direct I/O in {one_line(str(folder), 80)}", mend)
+    yield _direct(existing, f"direct I/O in {one_line(str(folder), 80)}", remedy)
 
 
-def _direct(folder: Path, name: str, mend: str) -> Finding:
+def _direct(folder: Path, name: str, remedy: str) -> Finding:
     """Try it with one page."""
     page = mmap.mmap(-1, _ALIGN)
     try:
@@ -258,12 +262,12 @@ def _direct(folder: Path, name: str, mend: str) -> Finding:
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno == errno.EINVAL:
-            return Finding(name, WARN, f"not supported ({why}): the disk tier goes through the page cache", mend)
-        return Finding(name, WARN, f"no file can be written: {why}", mend)
+            return Finding(name, WARN, f"not supported ({why}): the disk tier goes through the page cache", remedy)
+        return Finding(name, WARN, f"no file can be written: {why}", remedy)
     finally:
         page.close()
     if written != _ALIGN:
-        return Finding(name, WARN, f"wrote {written} of {_ALIGN} bytes", mend)
+        return Finding(name, WARN, f"wrote {written} of {_ALIGN} bytes", remedy)
     return Finding(name, OK, "supported")
 
 

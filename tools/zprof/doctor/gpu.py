@@ -39,7 +39,7 @@ def has_gpu(root: Path = Path("/")) -> bool:
 
 
 def gpu_findings() -> Iterator[Finding]:
-    """Torch's build, the driver, NVML and its devices; a host without a GPU is well, and told so."""
+    """Torch's build, the driver, NVML and its devices; a host without a GPU is well."""
     build = torch_build()
     cuda = None if build is None else build[1]
     sampler = open_nvml(everything=True)
@@ -61,8 +61,8 @@ def _build(version: str, cuda: str | None, there: bool) -> Finding:
     if cuda is not None:
         return Finding(name, OK, f"{version}, for CUDA {cuda}")
     if there:
-        mend = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
-        return Finding(name, WARN, f"{version}, for CPU alone, on a host with a GPU", mend)
+        remedy = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
+        return Finding(name, WARN, f"{version}, for CPU alone, on a host with a GPU", remedy)
     return Finding(name, OK, f"{version}, for CPU alone")
 
 
@@ -73,8 +73,8 @@ def _nvml(sampler: NvmlSampler, state: dict[str, object], there: bool) -> Findin
         missing = "; ".join(f"{what}: {why}" for what, why in list(dropped.items())[:4])
         return Finding("NVML", OK, f"answers{f', without {one_line(missing, 300)}' if missing else ''}")
     if there or state["state"] not in ("absent", "no devices"):
-        mend = "start the container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility, or reinstall the driver"
-        return Finding("NVML", WARN, f"{state['state']} ({sampler.why})", mend)
+        remedy = "start the container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility, or reinstall the driver"
+        return Finding("NVML", WARN, f"{state['state']} ({sampler.why})", remedy)
     return Finding("NVML", OK, f"{state['state']}: no GPU here; training runs on the CPU")
 
 
@@ -90,8 +90,8 @@ def _driver(state: dict[str, object], cuda: str | None) -> Iterator[Finding]:
     wanted = (int(match[1]), int(match[2]))
     has = (version // 1000, version % 1000 // 10)
     if has[0] < wanted[0]:
-        mend = f"install a driver for CUDA {wanted[0]}, or torch for {serves}"
-        yield Finding("driver", FAIL, f"{found}; torch is built for CUDA {cuda}", mend)
+        remedy = f"install a driver for CUDA {wanted[0]}, or torch for {serves}"
+        yield Finding("driver", FAIL, f"{found}; torch is built for CUDA {cuda}", remedy)
     elif has < wanted:
         # Within one major version newer builds run, but the driver cannot compile their kernels' PTX.
         yield Finding("driver", WARN, f"{found}; torch is built for CUDA {cuda}", "update the driver")
@@ -112,8 +112,8 @@ def _devices(state: dict[str, object]) -> Iterator[Finding]:
         memory = device.get("memory_nbytes")
         found = f"{device['name'] or 'a device'}{f', {as_size(memory)}' if memory else ''}"
         lost = device.get("lost")
-        mend = "reset it (nvidia-smi --gpu-reset) or restart the host" if lost else ""
-        yield Finding(f"GPU {device['label']}", WARN if lost else OK, f"{found}: {lost}" if lost else found, mend)
+        remedy = "reset it (nvidia-smi --gpu-reset) or restart the host" if lost else ""
+        yield Finding(f"GPU {device['label']}", WARN if lost else OK, f"{found}: {lost}" if lost else found, remedy)
     for note in notes:
         yield Finding("GPUs", WARN, one_line(str(note), 300), "see nvidia-smi")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

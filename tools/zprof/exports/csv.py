@@ -37,8 +37,8 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
                 count += len(rows)
                 columns = (rows.kind, rows.what, rows.key, rows.nbytes, rows.time_ns, rows.thread, rows.ident)
                 out.writerows(
-                    (rank, _KINDS[kind], strings[what], strings[key], *rest)
-                    for kind, what, key, *rest in zip(*(column.tolist() for column in columns), strict=True)
+                    (rank, _KINDS[kind], strings[what], strings[key], *numbers)
+                    for kind, what, key, *numbers in zip(*(column.tolist() for column in columns), strict=True)
                 )
         lines.detach()
     said = f"{counted(count, 'row')}; read nbytes, time_ns and ident as integers of 64 bits, what and key as text"

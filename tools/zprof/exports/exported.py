@@ -37,7 +37,7 @@ _MOST_BESIDE = 16
 
 _UNITS = {quantity.what: quantity.unit for quantity in (*QUANTITIES, ENERGY)} | {"nvml throttle": "mask"}
 class Written(NamedTuple):
-    """What an export tells: how much it wrote and what opens it, and what of each trace could not be read."""
+    """What an export says: how much it wrote and what opens it, and what of each trace could not be read."""
 
     said: str
     damages: Sequence[str | None]
@@ -51,7 +51,7 @@ class Read:
         table: the longest spans of each verb, those still open at the end included; in the order of begin, of those that
             begin together the longest first.
         unfinished: of each span, whether it was still open.
-        count: spans there were. rest_ns: the longest of those that are not in the table.
+        count: spans there were. unlisted_ns: the longest of those that are not in the table.
         spent_ns: (what, key) -> the time in all its spans.
         failures: the requests for memory that failed.
     """
@@ -61,7 +61,7 @@ class Read:
     table: SpanTable
     unfinished: NDArray[np.bool_]
     count: int
-    rest_ns: int
+    unlisted_ns: int
     spent_ns: dict[tuple[str, str], int]
     failures: Instants
 
@@ -96,12 +96,12 @@ def read(trace: Trace, *, points: int = 2000) -> Read:
     end_ns = np.concatenate([part.end_ns for part in parts])
     nbytes, thread = np.concatenate([part.nbytes for part in parts]), np.concatenate([part.thread for part in parts])
     spent = _spent(trace.strings, names[0], names[1], end_ns - begin_ns)
-    kept, rest = np.split(_fairly(names[0], end_ns - begin_ns), [MOST_SPANS])
-    rest_ns = int((end_ns[rest] - begin_ns[rest]).max(initial=0))
+    kept, unlisted = np.split(_fairly(names[0], end_ns - begin_ns), [MOST_SPANS])
+    unlisted_ns = int((end_ns[unlisted] - begin_ns[unlisted]).max(initial=0))
     kept = kept[np.lexsort((-end_ns[kept], begin_ns[kept]))]
     moved = (begin_ns[kept], end_ns[kept], nbytes[kept], thread[kept])
     table = SpanTable(trace.strings, names[0][kept], names[1][kept], *moved)
-    return Read(trace, ledger, table, kept >= len(closed), len(begin_ns), rest_ns, spent, pairing.instants())
+    return Read(trace, ledger, table, kept >= len(closed), len(begin_ns), unlisted_ns, spent, pairing.instants())
 
 
 def _spent(strings: Sequence[str], what: Codes, key: Codes, lasted: Ints) -> dict[tuple[str, str], int]:

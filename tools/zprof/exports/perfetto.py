@@ -56,7 +56,7 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
                     file.write(between + line.encode())
                     between = b",\n"
             written += int(spans.written.sum())
-            longest_ns = max(longest_ns, one.rest_ns, int(one.table.duration_ns[~spans.written].max(initial=0)))
+            longest_ns = max(longest_ns, one.unlisted_ns, int(one.table.duration_ns[~spans.written].max(initial=0)))
         file.write(b"\n]}\n")
     left = sum(one.count for one in reads) - written
     left_out = f" ({left:,} more, of at most {longest_ns / 1e3:,.3f} us each, left out)" if left else ""

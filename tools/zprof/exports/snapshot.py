@@ -28,6 +28,6 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     (trace,) = traces
     snapshot = snapshot_of(trace)
     committed(path, pickle.dumps(plain(snapshot), protocol=4))
-    how = "as the allocator told it" if trace.notes("snapshot") else "addresses by a model of torch's CUDA allocator"
+    how = "as the allocator said it" if trace.notes("snapshot") else "addresses by a model of torch's CUDA allocator"
     said = f"{counted(len(snapshot.segments), 'segment')}, {how}; open it at https://pytorch.org/memory_viz"
     return Written(said, [trace.damage])

@@ -156,9 +156,9 @@ class _Tokens:
             self.value(key, "a value")
 
 
-def _refused(what: str, expected: str, found: str, mend: str = "") -> PolicyError:
-    mend = mend or "write them as for PYTORCH_ALLOC_CONF, e.g. expandable_segments:True"
-    return PolicyError(f"allocator settings: {what}: expected {expected}, found {found}; {mend}")
+def _refused(what: str, expected: str, found: str, remedy: str = "") -> PolicyError:
+    remedy = remedy or "write them as for PYTORCH_ALLOC_CONF, e.g. expandable_segments:True"
+    return PolicyError(f"allocator settings: {what}: expected {expected}, found {found}; {remedy}")
 
 
 def _whole(tokens: _Tokens, key: str, expected: str) -> int:

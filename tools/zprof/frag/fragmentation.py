@@ -168,8 +168,8 @@ def would_succeed(
     fitting = [block for block in free if _fits(block, size, settings)]
     if fitting:
         best = min(fitting, key=lambda block: (block.size, block.address))
-        told = f"the {name} has a free block of {as_size(best.size)}, the smallest of {len(fitting)} that fit"
-        return Answer(nbytes, True, size, now, (told,))
+        reason = f"the {name} has a free block of {as_size(best.size)}, the smallest of {len(fitting)} that fit"
+        return Answer(nbytes, True, size, now, (reason,))
     largest = max((block.size for block in free), default=0)
     back = sum(releasable(segment, settings) for segment in mine)
     known = "unknown" if device_free is None else as_size(device_free)
@@ -219,7 +219,7 @@ def _released(pieces: Sequence[tuple[str, int]], page: int) -> Iterator[tuple[st
 
 
 def _growth(pieces: Iterable[tuple[str, int]], size: int, page: int) -> int:
-    """Pages that must be mapped for ``size``, at the lowest address where there is room for it."""
+    """Pages that must be mapped for ``size``, at the lowest address where it fits."""
     run: list[tuple[str, int]] = []
     for state, nbytes in pieces:
         if not nbytes:

@@ -1,6 +1,6 @@
 """Owns the past of a snapshot: the levels of a device's allocator over its recorded history, found by undoing it from the end.
 
-`zprof frag` calls `history` for the worst moment and the curve. It never guesses a state: what the history does not tell (the
+`zprof frag` calls `history` for the worst moment and the curve. It never guesses a state: what the history does not say (the
 rounding of blocks that are gone) is computed by the default rule, and nothing is known from before the first entry.
 """
 

@@ -1,6 +1,6 @@
 """Owns where numba keeps the replay's machine code between runs: a private folder, one for each state of the sources.
 
-`replay` imports the compiled rooms within `kept`, which turns eight seconds of compiling into half a second of loading. It
+`replay` imports the compiled modules within `kept`, which turns eight seconds of compiling into half a second of loading. It
 never keeps code where another user could write: it would run.
 """
 
@@ -26,11 +26,11 @@ def folder() -> Path | None:
     import numba
 
     digest = hashlib.blake2b(numba.__version__.encode(), digest_size=8)
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     try:
         for name in _SOURCES:
             digest.update(Path(__file__).with_name(name).read_bytes())
-        path = Path(home, "zhooks", f"numba-{digest.hexdigest()}")
+        path = Path(cache, "zhooks", f"numba-{digest.hexdigest()}")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.stat()
         private = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -50,7 +50,7 @@ def _config() -> Any:
 
 @contextmanager
 def kept(where: Path | None) -> Iterator[None]:
-    """While this lasts, functions that numba is told to cache go to ``where``; None: nowhere. NUMBA_CACHE_DIR comes first."""
+    """While this lasts, functions that numba is to cache go to ``where``; None: nowhere. NUMBA_CACHE_DIR comes first."""
     config = _config()
     before = config.CACHE_DIR
     config.CACHE_DIR = before or ("" if where is None else str(where))

@@ -112,12 +112,12 @@ class _Asked:
 def of_snapshot(snapshot: Snapshot, device: int = 0, *, limited: bool = False) -> Recording:
     """The history of one device; what it does not explain counts as allocated when it began.
 
-    A request that failed is in it as an allocation that is freed at once: a replay under a limit tells whether it would fit.
+    A request that failed is in it as an allocation that is freed at once: a replay under a limit shows whether it would fit.
     Segments that were given back are read as torch.cuda.empty_cache(), except where the allocator may have done so itself to
     serve the next request, and the replay will too: at its limit, or under settings that make it give back early.
 
     Args:
-        limited: the replay will have a limit, also where the recording tells none.
+        limited: the replay will have a limit, also where the recording has none.
     Raises:
         TraceError: it asks for more than a replay can count.
     """
@@ -157,10 +157,10 @@ def of_snapshot(snapshot: Snapshot, device: int = 0, *, limited: bool = False) -
             asked.add(RELEASE, slot, 0, 0, time_ns, reserved)
     events = asked.events(device, held)
     _countable(events, snapshot.source)
-    told = np.asarray(asked.reserved, np.int64)
+    after = np.asarray(asked.reserved, np.int64)
     # Before the first event only the sum is known, and while a failed request is in the replay only the replay knows.
-    known = np.flatnonzero((np.arange(len(told)) >= held) & (told >= 0))
-    return Recording(events, known, told[known], limit, begun)
+    known = np.flatnonzero((np.arange(len(after)) >= held) & (after >= 0))
+    return Recording(events, known, after[known], limit, begun)
 
 
 def _held(
@@ -311,8 +311,8 @@ def replayed_snapshot(events: Events, replayed: Replayed, *, most_entries: int =
         names = ("alloc",) if action == ALLOC else _FREE_ENTRIES if action == RELEASE else ("free_requested",)
         frames = _frames(events, event)
         for name in names:
-            told = Entry(name, address, int(sizes[slot]), lane.stream, int(events.time_ns[event]) // 1000, lane.pool, 0, frames)
-            entries.append((event, 1, told))
+            made = Entry(name, address, int(sizes[slot]), lane.stream, int(events.time_ns[event]) // 1000, lane.pool, 0, frames)
+            entries.append((event, 1, made))
     entries.sort(key=lambda item: item[:2])
     trace = tuple(entry for _, _, entry in entries)
     named = {entry.address: entry.frames for entry in trace if entry.action == "alloc"}

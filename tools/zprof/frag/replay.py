@@ -177,7 +177,7 @@ def replay(
 
 
 def _loops() -> tuple[Any, Any]:
-    """The compiled rooms; numba costs memory and time that a command without a replay should not pay."""
+    """The compiled modules; numba costs memory and time that a command without a replay should not pay."""
     try:
         where = machine_code.folder()
         with machine_code.kept(where):
@@ -232,7 +232,7 @@ class _Memory:
         return self.cells, self.rows, self.slots, self.failures, self.points
 
     def grow(self) -> None:
-        """Make room for twice as many blocks and segment events."""
+        """Make arrays for twice as many blocks and segment events."""
         layout, old = self._layout, self.rows.shape[1]
         more = max(old, 1024)
         added = np.zeros((more, layout.BLOCK_WIDTH), np.int64)

@@ -266,10 +266,10 @@ def _map(m: Cells, s: Table, event: int, block: int, size: int) -> bool:
     _remove(m, s, UNMAPPED_SMALL + pool, block)
     address = m[block + ADDRESS]
     if mapped < m[block + SIZE]:
-        rest = new_block(m, s, lane, pool, address + mapped, m[block + SIZE] - mapped, m[block + BASE])
-        splice(m, s, rest, block, m[block + NEXT])
+        remainder = new_block(m, s, lane, pool, address + mapped, m[block + SIZE] - mapped, m[block + BASE])
+        splice(m, s, remainder, block, m[block + NEXT])
         m[block + SIZE] = mapped
-        insert(m, s, UNMAPPED_SMALL + pool, rest)
+        insert(m, s, UNMAPPED_SMALL + pool, remainder)
     m[block + STATE] = FREE
     before, after = m[block + PREVIOUS], m[block + NEXT]
     _merge(m, s, block, before, FREE)
@@ -321,11 +321,11 @@ def _expand(m: Cells, s: Table, event: int, lane: int, pool: int, size: int) -> 
             break
         if m[first + PREVIOUS] >= 0 and m[m[first + PREVIOUS] + STATE] == FREE:
             first = m[first + PREVIOUS]
-        room, following = 0, first
-        while room < size and following >= 0 and (m[following + STATE] == FREE or m[following + STATE] == UNMAPPED):
-            room += m[following + SIZE]
+        span, following = 0, first
+        while span < size and following >= 0 and (m[following + STATE] == FREE or m[following + STATE] == UNMAPPED):
+            span += m[following + SIZE]
             following = m[following + NEXT]
-        if room >= size:
+        if span >= size:
             block = first
             break
     if block < 0:

@@ -1,6 +1,6 @@
 """Owns the compiled half of the allocator's model that decides: rounding, best fit, splits, what is given back, and the run.
 
-`replay` imports this room when a replay runs, and calls `run` until it has taken every event. It never allocates an array:
+`replay` imports this module when a replay runs, and calls `run` until it has taken every event. It never allocates an array:
 `run` returns early where the caller must first grow them. The rules are those of pytorch's c10/cuda/CUDACachingAllocator.cpp
 (torch 2.13), written anew over the arrays of `replay_blocks`; each function names the one it models.
 
@@ -171,7 +171,7 @@ def _collect_garbage(m: Cells, s: Table, event: int) -> None:
 
 @compiled
 def _release_enough(m: Cells, s: Table, event: int, lane: int, pool: int, size: int) -> bool:
-    """Give back oversize blocks until they make room for one request (release_available_cached_blocks)."""
+    """Give back oversize blocks until one request fits (release_available_cached_blocks)."""
     split = m[MAX_SPLIT]
     if split >= 1 << 62 or m[EXPANDABLE]:
         return False
@@ -235,15 +235,15 @@ def _find(m: Cells, s: Table, event: int, lane: int, pool: int, size: int) -> in
 
 @compiled
 def _allocate(m: Cells, s: Table, event: int, lane: int, asked: int) -> int:
-    """The block a request gets, split where the rest is worth it (alloc_found_block); -1 where it fails."""
+    """The block a request gets, split where the remainder is worth it (alloc_found_block); -1 where it fails."""
     size = rounded(m, asked)
     pool = SMALL if size <= _SMALL_SIZE else LARGE
     block = _find(m, s, event, lane, pool, size)
     if block < 0:
         return -1
-    rest = m[block + SIZE] - size
-    if (rest >= _MIN_BLOCK) if pool == SMALL or m[EXPANDABLE] else (size < m[MAX_SPLIT] and rest > _SMALL_SIZE):
-        other = new_block(m, s, lane, pool, m[block + ADDRESS] + size, rest, m[block + BASE])
+    remainder = m[block + SIZE] - size
+    if (remainder >= _MIN_BLOCK) if pool == SMALL or m[EXPANDABLE] else (size < m[MAX_SPLIT] and remainder > _SMALL_SIZE):
+        other = new_block(m, s, lane, pool, m[block + ADDRESS] + size, remainder, m[block + BASE])
         splice(m, s, other, block, m[block + NEXT])
         m[block + SIZE] = size
         insert(m, s, pool, other)

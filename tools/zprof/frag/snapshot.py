@@ -278,8 +278,8 @@ class _Check:
         raise self._refused(f"{at}.{name}", f"a whole number from {least} to {most}", _shown(value))
 
     def _refused(self, at: str, expected: str, found: str) -> TraceError:
-        mend = "write it again with torch.cuda.memory._dump_snapshot"
-        return TraceError(f"{self._subject}: {at}: expected {expected}, found {found}; {mend}")
+        remedy = "write it again with torch.cuda.memory._dump_snapshot"
+        return TraceError(f"{self._subject}: {at}: expected {expected}, found {found}; {remedy}")
 
 
 def _shown(value: object) -> str:
@@ -298,16 +298,16 @@ def _shown(value: object) -> str:
 
 def plain(snapshot: Snapshot) -> dict[str, Any]:
     """The snapshot as torch.cuda.memory._snapshot() lays it out."""
-    told: dict[str, Any] = {
+    body: dict[str, Any] = {
         "segments": [_plain_segment(segment) for segment in snapshot.segments],
         "device_traces": [[_plain_entry(entry) for entry in trace] for trace in snapshot.traces],
     }
     if snapshot.settings is not None:
-        told["allocator_settings"] = {
+        body["allocator_settings"] = {
             "PYTORCH_CUDA_ALLOC_CONF": snapshot.settings,
             "expandable_segments": any(segment.expandable for segment in snapshot.segments),
         }
-    return told
+    return body
 
 
 def _plain_frames(frames: tuple[Frame, ...]) -> list[dict[str, Any]]:
@@ -342,12 +342,12 @@ def _plain_segment(segment: Segment) -> dict[str, Any]:
 
 
 def _plain_entry(entry: Entry) -> dict[str, Any]:
-    told: dict[str, Any] = {"action": entry.action, "size": entry.size, "stream": entry.stream, "time_us": entry.time_us}
-    told["device_free" if entry.action == "oom" else "addr"] = entry.device_free if entry.action == "oom" else entry.address
-    told["frames"] = _plain_frames(entry.frames)
+    body: dict[str, Any] = {"action": entry.action, "size": entry.size, "stream": entry.stream, "time_us": entry.time_us}
+    body["device_free" if entry.action == "oom" else "addr"] = entry.device_free if entry.action == "oom" else entry.address
+    body["frames"] = _plain_frames(entry.frames)
     if entry.pool is not None:
-        told["pool_id"] = entry.pool
-    return told
+        body["pool_id"] = entry.pool
+    return body
 
 
 def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
@@ -380,15 +380,15 @@ def reduced(raw: Mapping[str, Any], *, most_nbytes: int = 12 << 20) -> dict[str,
     left = most_nbytes - sum(220 + 90 * len(segment["blocks"]) for segment in segments)
     each = max(0, left // 110 // max(1, sum(1 for trace in snapshot.traces if trace)))
     traces = [[_note_entry(entry) for entry in trace[max(0, len(trace) - each) :]] for trace in snapshot.traces]
-    told: dict[str, Any] = {"segments": segments, "device_traces": traces}
+    body: dict[str, Any] = {"segments": segments, "device_traces": traces}
     if snapshot.settings is not None:
-        told["allocator_settings"] = {"PYTORCH_CUDA_ALLOC_CONF": snapshot.settings}
-    return told
+        body["allocator_settings"] = {"PYTORCH_CUDA_ALLOC_CONF": snapshot.settings}
+    return body
 
 
 def _note_entry(entry: Entry) -> dict[str, Any]:
-    told = _plain_entry(entry)
-    del told["frames"]
+    body = _plain_entry(entry)
+    del body["frames"]
     if entry.pool is not None:
-        told["pool_id"] = list(entry.pool)
-    return told
+        body["pool_id"] = list(entry.pool)
+    return body

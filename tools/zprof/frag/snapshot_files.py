@@ -74,8 +74,8 @@ def decoded(data: bytes, subject: str) -> Any:
 
 
 def _refused(subject: str, expected: str, found: str) -> TraceError:
-    mend = "write it again with torch.cuda.memory._dump_snapshot"
-    return TraceError(f"{subject}: expected {expected}, found {found}; {mend}")
+    remedy = "write it again with torch.cuda.memory._dump_snapshot"
+    return TraceError(f"{subject}: expected {expected}, found {found}; {remedy}")
 
 
 # --- pickle -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ def stranding(*, arena: bool, layers: int = 24) -> tuple[Events, int]:
     """A forward pass that ends in a request for a third of what is free, and the limit under which that matters; bytes.
 
     Each layer needs a buffer that is a little larger than the last one's, frees it, and keeps a checkpoint, which the
-    allocator cuts out of the freed buffer: the rest is too small for the next buffer, and cannot go back to the device.
+    allocator cuts out of the freed buffer: what is left is too small for the next buffer, and cannot go back to the device.
 
     Args:
         arena: checkpoints lie in one block that was reserved ahead, so that no buffer is ever cut.

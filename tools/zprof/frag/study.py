@@ -154,7 +154,7 @@ def _of_trace(trace: Trace, path: str, limit: int | None, others: Sequence[Setti
     reserved = sum(segment.total_size for segment in segments)
     notes = [f"{trace.path.name} was recorded on {trace.device}: what torch's CUDA allocator would do, by replay"]
     if trace.damage:
-        notes.append(f"the trace is damaged, its rest is used: {trace.damage}")
+        notes.append(f"the trace is damaged, what can be read is used: {trace.damage}")
     return Study(
         source=path,
         device=recording.events.device,

@@ -20,7 +20,7 @@ __all__ = ["as_json", "as_text"]
 
 def as_text(found: Study, answer: Answer | None) -> str:
     """All of it for a terminal; plain where it is piped."""
-    # Imported late: drawing a table costs as much as all the rest of a start.
+    # Imported late: drawing a table costs as much as everything else of a start.
     from rich.console import Console
     from rich.text import Text
 
@@ -77,7 +77,7 @@ def _name(part: Part) -> str:
 def _answered(answer: Answer | None) -> Iterator[str]:
     if answer is None:
         return
-    verdict = {True: "would succeed", False: "would fail", None: "cannot be told"}[answer.succeeds]
+    verdict = {True: "would succeed", False: "would fail", None: "cannot be known"}[answer.succeeds]
     yield f"{as_size(answer.nbytes)}: {verdict}"
     yield from (f"  {reason}" for reason in answer.reasons)
 
@@ -91,12 +91,12 @@ def _history(found: Study) -> Iterator[str]:
         f"worst moment: entry {worst.event}, {_after(found, worst)} after the first: {as_size(worst.stuck)} of "
         f"{as_size(worst.reserved)} reserved are stuck, largest free block {as_size(worst.largest)}, index {worst.index:.2f}"
     )
-    told = found.score
-    if told:
+    score = found.score
+    if score:
         yield (
-            f"replay against the recording: reserved peak {as_size(told.peak_predicted)} predicted, "
-            f"{as_size(told.peak_recorded)} recorded ({told.peak_error:+.1%}), mean error {as_size(round(told.mean_error))} "
-            f"over {told.count} moments"
+            f"replay against the recording: reserved peak {as_size(score.peak_predicted)} predicted, "
+            f"{as_size(score.peak_recorded)} recorded ({score.peak_error:+.1%}), mean error {as_size(round(score.mean_error))} "
+            f"over {score.count} moments"
         )
     elif found.replays:
         yield "the recording says nothing of reserved bytes: the replay cannot be held against it"
@@ -171,11 +171,11 @@ def as_json(found: Study, answer: Answer | None) -> dict[str, Any]:
 
 
 def _part_json(part: Part) -> dict[str, Any]:
-    told = asdict(part)
+    body = asdict(part)
     if part.large is None:
         for name in ("device", "pool", "large", "stream"):
-            del told[name]
-    return {**told, "free": part.free, "index": part.index}
+            del body[name]
+    return {**body, "free": part.free, "index": part.index}
 
 
 def _level_json(level: Level) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Ledger:
         if not damages or self.trace.damage:
             return self.trace.damage
         others = f", and {len(damages) - 1} more chunks" if len(damages) > 1 else ""
-        return f"{damages[0].removeprefix(f'{self.trace.path}: ')}{others}: the rest was read"
+        return f"{damages[0].removeprefix(f'{self.trace.path}: ')}{others}: everything else was read"
 
     @property
     def tiers(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Owns the reconciliation: what the ledger holds against what the allocator or the process says, and the rest of it.
+"""Owns the reconciliation: what the ledger holds against what the allocator or the process says, and what remains.
 
 `Ledger.remainder` calls it, and reports, pages and checks show its lines, each as it is. It never hides a remainder, be it
 negative, and never spreads it over the categories.
@@ -192,10 +192,10 @@ def _line(name: str, said: tuple[str, int], against: tuple[str, int], when: int,
 
 
 def _cpu_reason(ledger: Ledger) -> str:
-    rest = "memory that malloc keeps after it was freed, libraries loaded since, threads' stacks and python's own objects"
+    others = "memory that malloc keeps after it was freed, libraries loaded since, threads' stacks and python's own objects"
     if ledger.trace.header.level == "events":
-        return f"activations and temporaries, which only --level alloc sees; {rest}"
-    return rest
+        return f"activations and temporaries, which only --level alloc sees; {others}"
+    return others
 
 
 def _cuda_reason(ledger: Ledger) -> str:

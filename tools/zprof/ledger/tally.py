@@ -212,7 +212,7 @@ class Tally:
         return series
 
     def _widen(self, used: Int64s, strings: int) -> None:
-        """Make room for all strings there are, beside each place that is used."""
+        """Make arrays large enough for all strings there are, beside each place that is used."""
         starts, width, series = self._starts, self._width, self._series
         # Twice what is needed: strings come a few a chunk, and a copy each time would be quadratic.
         self._width = width if width >= strings else 2 * strings

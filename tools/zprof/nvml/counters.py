@@ -1,4 +1,4 @@
-"""Owns what only grows: running totals of bytes and energy, and the ways NVML tells how many bytes crossed PCIe and NVLink.
+"""Owns what only grows: running totals of bytes and energy, and the ways NVML says how many bytes crossed PCIe and NVLink.
 
 `sampling` holds one `Meter` a device and bus. A source that blocks or wraps fast is read on a thread of its own; no source
 ever delays the caller of `Meter.totals` by more than one quick call.
@@ -23,7 +23,7 @@ _GPM_NVLINK = (61, 60)
 _ALL_LINKS = 2**32 - 1
 #: More than any device's buses and links together carry; a faster counter is one that jumped.
 _MOST_PER_SECOND = 16 << 40
-#: GPM means are not settled below this.
+#: GPM means are not stable below this.
 _GPM_LEAST_NS = 95_000_000
 #: Each call blocks for a window of 20 ms; five windows a second and direction leave the driver alone most of the time.
 _THROUGHPUT_PERIOD_S = 0.1
@@ -81,12 +81,12 @@ class Total:
 class Source(Protocol):
     """One way to learn the bytes sent and received by a device."""
 
-    #: What a reader is told, e.g. "fields 197/198".
+    #: What a reader sees, e.g. "fields 197/198".
     name: str
 
     @property
     def period_s(self) -> float | None:
-        """How often it wants to be read on a thread of its own; None where it is quick and may be read with the rest."""
+        """How often it wants to be read on a thread of its own; None where it is quick and may be read with the others."""
 
     def advance(self) -> tuple[int, int]:
         """(sent, received) bytes since the call before; the first call gives (0, 0). Raises what NVML says."""

@@ -28,7 +28,7 @@ class Device:
         label: "0", or "0:1" for the second instance of GPU 0, in NVML's order, which is that of the bus.
         handle: NVML's, for what the device itself answers.
         chip: NVML's, of the GPU it is or is a part of.
-        instance: (GPU instance, compute instance) of a MIG instance; numbers that NVML did not tell are -1.
+        instance: (GPU instance, compute instance) of a MIG instance; numbers that NVML did not say are -1.
         divided: a whole GPU whose memory and engines are given to MIG instances.
     """
 
@@ -68,7 +68,7 @@ def found_devices(nvml: Nvml) -> tuple[list[Device], list[str]] | Failure:
         devices.extend(_with_instances(nvml, index, handle, notes))
     if failures and not devices:
         return failures[0]
-    # One line for each of sixty-four failures would bury the rest.
+    # One line for each of sixty-four failures would bury everything else.
     return devices, notes if len(notes) <= 8 else [*notes[:7], f"and {len(notes) - 7} more"]
 
 

@@ -27,7 +27,7 @@ _MOST_POWER_MW = 100_000_000
 _MOST_CLOCK_MHZ = 100_000
 _MOST_CELSIUS = 250
 
-#: Bit of the mask -> why clocks are held back; those of power, heat and the board are what a user can mend.
+#: Bit of the mask -> why clocks are held back; those of power, heat and the board are what a user can change.
 THROTTLES = {
     0x1: "idle",
     0x2: "clock setting",
@@ -169,5 +169,5 @@ ENERGY = Quantity("nvml energy", "mJ", Scope.WHOLE, (("nvmlDeviceGetTotalEnergyC
 def throttles(mask: int) -> list[str]:
     """The reasons in ``mask`` in words, without idling, which holds nothing back."""
     named = [word for bit, word in THROTTLES.items() if mask & bit and bit != 0x1]
-    rest = mask & ~sum(THROTTLES)
-    return [*named, *([f"reason {rest:#x}"] if rest else [])]
+    others = mask & ~sum(THROTTLES)
+    return [*named, *([f"reason {others:#x}"] if others else [])]

@@ -1,7 +1,7 @@
 """Owns the NVML sampler: it opens the driver's library, watches the devices of this process, and says what answered.
 
 The recorder and ``zprof top`` sample it as any other `Sampler`. It never raises after it was made: no NVML, no
-device, no permission and a GPU that falls off the bus are states, each told in one line.
+device, no permission and a GPU that falls off the bus are states, each said in one line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Owns one watched device: which of its quantities and buses answer, from which source, and why the others do not.
 
-`sampling` makes one for each device and samples it. It never raises: what fails for good is dropped, and the rest goes on.
+`sampling` makes one for each device and samples it. It never raises: what fails for good is dropped, all else goes on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Watched:
             self._memory_nbytes = memory
 
     def sample(self) -> list[Reading]:
-        """Readings of this device; what fails for good is dropped, and the rest goes on."""
+        """Readings of this device; what fails for good is dropped, and everything else goes on."""
         readings: list[Reading] = []
         for answering in tuple(self._answering):
             if self.lost:
@@ -83,16 +83,16 @@ class Watched:
     def described(self) -> dict[str, object]:
         """The device, for the note."""
         device = self.device
-        told: dict[str, object] = {"key": self.key, "label": device.label, "name": device.name, "uuid": device.uuid}
+        state: dict[str, object] = {"key": self.key, "label": device.label, "name": device.name, "uuid": device.uuid}
         if self._memory_nbytes:
-            told["memory_nbytes"] = self._memory_nbytes
+            state["memory_nbytes"] = self._memory_nbytes
         if device.instance is not None:
-            told["mig"] = {"gpu_instance": device.instance[0], "compute_instance": device.instance[1]}
+            state["mig"] = {"gpu_instance": device.instance[0], "compute_instance": device.instance[1]}
         elif device.divided:
-            told["mig"] = "divided"
+            state["mig"] = "divided"
         if self.lost:
-            told["lost"] = self.lost
-        return told
+            state["lost"] = self.lost
+        return state
 
     def close(self) -> bool:
         """Stop; False where a call still blocks."""

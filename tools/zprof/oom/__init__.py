@@ -1,1 +1,1 @@
-"""Running out of memory: what failed, who held what, and the changes that would have made room."""
+"""Running out of memory: what failed, who held what, and the changes that would have let it fit."""

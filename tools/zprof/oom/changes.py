@@ -1,11 +1,11 @@
-"""Owns the changes that could have made room: each what to write, what it costs, and what it makes of the bytes held.
+"""Owns the changes that could have let it fit: each what to write, what it costs, and what it makes of the bytes held.
 
 `zprof.oom.fit` tries them, alone and together. It reads no trace and no machine, and where the recorded bytes do not say what
 a change saves, the change is not offered.
 
 Note: [On the way]
-    What rests on another tier is still needed where it is used: a buffer for the unit in use, those fetched ahead and the one
-    on its way back. A change that moves a cell leaves so many of its largest units behind.
+    What is stored on another tier is still needed where it is used: a buffer for the unit in use, those fetched ahead and the
+    one on its way back. A change that moves a cell leaves so many of its largest units behind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Plight:
         short: bytes that were lacking; None where nobody knows.
         world: ranks. policy: its values as a policy file has them, None without zhooks.
         units: unit -> its bytes, gathered whole.
-        room: tier -> bytes it could still take, for what would move there; None where nothing bounds it.
+        free: tier -> bytes it could still take, for what would move there; None where nothing bounds it.
         idle: bytes the CUDA allocator had reserved and not in use.
         shared: the device is a CPU, so that device and host are the same memory.
     """
@@ -46,7 +46,7 @@ class Plight:
     world: int = 1
     policy: Mapping[str, Any] | None = None
     units: Mapping[str, int] = field(default_factory=dict)
-    room: Mapping[str, int | None] | None = None
+    free: Mapping[str, int | None] | None = None
     idle: int = 0
     shared: bool = False
 
@@ -115,7 +115,7 @@ def _stages(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         cells = ["optimizer"] * (stage < 1 <= higher) + ["gradient"] * (stage < 2 <= higher) + ["parameter"] * (higher == 3)
         flying = _in_flight(plight, policy) if higher == 3 else 0
         if higher == 3 and not flying:
-            continue  # What would stay gathered cannot be told.
+            continue  # What would stay gathered is not known.
         price = {
             1: f"none: each of {plight.world} ranks updates its share",
             2: "gradients are reduced in every backward",
@@ -127,44 +127,44 @@ def _stages(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
-    """Cells that rest elsewhere. Where device and host are one memory, only what goes to disk leaves it."""
+    """Cells that are stored elsewhere. Where device and host are one memory, only what goes to disk leaves it."""
     often = {"optimizer": "read and written once a step", "gradient": "written once a backward and read once a step"}
     for cell in ("optimizer", "gradient", *(("parameter",) if _stage(policy) in (0, 3) else ())):
         now = _value(policy, cell, "tier", "device")
-        # What is gathered stays on the device wherever it rests, and in a world of one it then has to be gathered.
+        # What is gathered stays on the device wherever it is stored, and in a world of one it then has to be gathered.
         gathered = _gathered(plight, policy) if cell == "parameter" and now == "device" else {}
         flying = _in_flight(plight, policy) if cell == "parameter" and now == "device" and plight.world == 1 else 0
-        resting = {key: nbytes - gathered.get(key, 0) for key, nbytes in keys(plight.held, cell, now).items()}
-        at, staged = sum(resting.values()), _staged(resting, policy)
-        # At stage 0 parameters may rest elsewhere, at 1 and 2 not.
+        stored = {key: nbytes - gathered.get(key, 0) for key, nbytes in keys(plight.held, cell, now).items()}
+        at, staged = sum(stored.values()), _staged(stored, policy)
+        # At stage 0 parameters may be stored elsewhere, at 1 and 2 not.
         about = _about(f"{cell} tier", *(["stage"] if cell == "parameter" and _stage(policy) == 0 else []))
         for to, price in (("host", _HOST), ("disk", _DISK)):
             if now in plight.pool and at > 0 and to not in plight.pool and to != now:
-                told = f"{as_size(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
+                cost = f"{as_size(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
                 after = moved(cell, now, to, gathered, flying + staged)
-                yield Change(f'[{cell}] tier = "{to}"', told, (price, 2 * at), about, after)
+                yield Change(f'[{cell}] tier = "{to}"', cost, (price, 2 * at), about, after)
     yield from _on_the_host(plight, policy)
 
 
 def _on_the_host(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
     """States and gradients on the host and the update there too: then no states travel, and none are staged."""
     cells = ("optimizer", "gradient")
-    resting = [bytes_in(plight.held, ("device",), cell) for cell in cells]
+    stored = [bytes_in(plight.held, ("device",), cell) for cell in cells]
     elsewhere = any(_value(policy, cell, "tier", "device") != "device" for cell in cells)
-    if resting[0] and "device" in plight.pool and not plight.shared and not elsewhere:
+    if stored[0] and "device" in plight.pool and not plight.shared and not elsewhere:
         yield Change(
             '[gradient] tier = "host", [optimizer] tier = "host" and compute = "host"',
-            f"{as_size(resting[1])} of gradients out once a backward, parameters back once a step; the host computes the "
+            f"{as_size(stored[1])} of gradients out once a backward, parameters back once a step; the host computes the "
             "update",
-            (_HOST, 2 * resting[1]),
+            (_HOST, 2 * stored[1]),
             _about("optimizer tier", "gradient tier"),
             lambda held: moved("gradient", "device", "host")(moved("optimizer", "device", "host")(held)),
         )
 
 
-def _staged(resting: Mapping[str, int], policy: Mapping[str, Any]) -> int:
+def _staged(stored: Mapping[str, int], policy: Mapping[str, Any]) -> int:
     """Bytes on the way between tiers: the unit in use, those fetched ahead, and the one before on its way back."""
-    return sum(sorted(resting.values(), reverse=True)[: 2 + _value(policy, "schedule", "prefetch", 1)])
+    return sum(sorted(stored.values(), reverse=True)[: 2 + _value(policy, "schedule", "prefetch", 1)])
 
 
 def _activations(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
@@ -182,9 +182,9 @@ def _activations(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         )
     for to, price in (("host", _HOST), ("disk", _DISK)):
         if total and to != now and to not in plight.pool and now != "disk":
-            told = f"{as_size(total)} out in forward and back in backward, {_way(now, to)}; tensors below min_bytes stay"
+            cost = f"{as_size(total)} out in forward and back in backward, {_way(now, to)}; tensors below min_bytes stay"
             after = moved("activation", now, to)
-            yield Change(f'[activation] tier = "{to}"', told, (price, 2 * total), _about("activation"), after, at_most=True)
+            yield Change(f'[activation] tier = "{to}"', cost, (price, 2 * total), _about("activation"), after, at_most=True)
 
 
 def _bf16(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
@@ -237,9 +237,9 @@ def _without_zhooks(plight: Plight) -> Iterator[Change]:
         at = sum(states.values())
         if at and "device" in plight.pool and to not in plight.pool:
             what = f'zhooks.attach(model, policy={{"optimizer": {{"tier": "{to}"}}}})'
-            told = f"{as_size(at)} read and written once a step, {_way('device', to)}"
+            cost = f"{as_size(at)} read and written once a step, {_way('device', to)}"
             after = moved("optimizer", "device", to, flying=_staged(states, {}))
-            yield Change(what, told, (price, 2 * at), _about("optimizer tier"), after)
+            yield Change(what, cost, (price, 2 * at), _about("optimizer tier"), after)
     if not plight.shared:
         yield Change(
             "torch.autocast(dtype=torch.bfloat16) around forward",

@@ -1,4 +1,4 @@
-"""Owns what is told of a run that has ended: where its trace is; where memory ran out, who held it and what would have fitted.
+"""Owns what is said of a run that has ended: where its trace is; where memory ran out, who held it and what would have fitted.
 
 ``zprof run`` and ``zprof report`` print it. It reads one trace and changes nothing; figures that nobody recorded are not made
 up, and the lines say when a figure is the error's own, rounded one.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zprof.trace.columns import Rows
     from zprof.trace.reader import Trace
 
-__all__ = ["explain", "told"]
+__all__ = ["explain", "last_lines"]
 
 #: To read more rows than this takes seconds, which a run that ended well need not wait for.
 _MOST_ROWS = 2_000_000
@@ -44,7 +44,7 @@ _NOT_SMALL = 8
 _BEFORE_STACK = " <- "
 
 
-def told(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> list[str]:
+def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> list[str]:
     """The last lines of ``zprof run``.
 
     Args:
@@ -229,8 +229,8 @@ def _case(trace: Trace, reading: _Reading, failure: Failure) -> _Case:
     if short is not None and to_come:
         # The request that failed was for one of them.
         short += max(0, to_come - (failure.nbytes or 0))
-    room = {"host": failure.host_free} if not shared and failure.host_free is not None else None
-    plight = Plight(then, pool, short, trace.header.world, policy, units, room, failure.idle or 0, shared)
+    free = {"host": failure.host_free} if not shared and failure.host_free is not None else None
+    plight = Plight(then, pool, short, trace.header.world, policy, units, free, failure.idle or 0, shared)
     return _Case(failure, held, plight, reading.phase[0], to_come)
 
 

@@ -33,9 +33,9 @@ class Failure:
 
     Attributes:
         kind: "cuda", "cpu" (torch's allocator), "memory" (Python's), "budget", or "kill" (the kernel ended the process).
-        tier: where room was asked for.
+        tier: where memory was asked for.
         nbytes: how much was asked for. key: what for, where the error says.
-        limit: what bounds the tier. free: what was left of it. short: how much more room the request needed.
+        limit: what bounds the tier. free: what was left of it. short: how much more the request needed.
         bound: the name of what bounds it, e.g. "[budget] host".
         idle: reserved by torch's CUDA allocator and not in use. host_free: what the host could still take then.
         exact: the figures are to the byte; else they are as the error rounds them.
@@ -148,7 +148,7 @@ def _budget(text: str) -> Failure:
     unmapped = re.search(rf"\bhost tier cannot admit (.+?): expected the system to map {_SIZE}", text)
     if unmapped:
         return Failure("budget", "host", text, nbytes=_parsed(unmapped[2]), key=unmapped[1], exact=False)
-    planned = re.search(r"\[budget\] (device|host|disk): expected room for (.+?), (?:in all )?found ", text)
+    planned = re.search(r"\[budget\] (device|host|disk): expected (?:room|memory) for (.+?), (?:in all )?found ", text)
     if planned:
         tier, sizes = planned[1], [_parsed(size) for size in re.findall(_SIZE, text)]
         short = sizes[0] - sizes[1] if len(sizes) > 1 and sizes[0] and sizes[1] else None

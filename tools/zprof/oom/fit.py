@@ -1,4 +1,4 @@
-"""Owns the counterfactuals of an out-of-memory: which changes would have made room, how much, in order of what they cost.
+"""Owns the counterfactuals of an out-of-memory: which changes would have let it fit, how much, in order of what they cost.
 
 `explanation` asks it for a failed request and what was held at that moment. Pure arithmetic on recorded bytes: it reads no
 trace and no machine.
@@ -78,13 +78,13 @@ def _remedy(plight: Plight, some: tuple[Change, ...]) -> Remedy | None:
     saved = bytes_in(plight.held, plight.pool) - bytes_in(held, plight.pool)
     if any(ALLOCATOR in change.about for change in some):
         saved += plight.idle
-    if saved <= 0 or not _has_room(plight, held):
+    if saved <= 0 or not _fits(plight, held):
         return None
     return Remedy(some, saved, None if plight.short is None else saved >= plight.short)
 
 
-def _has_room(plight: Plight, held: Held) -> bool:
-    for tier, room in (plight.room or {}).items():
-        if room is not None and tier not in plight.pool and bytes_in(held, (tier,)) - bytes_in(plight.held, (tier,)) > room:
+def _fits(plight: Plight, held: Held) -> bool:
+    for tier, free in (plight.free or {}).items():
+        if free is not None and tier not in plight.pool and bytes_in(held, (tier,)) - bytes_in(plight.held, (tier,)) > free:
             return False
     return True

@@ -96,10 +96,10 @@ function written(each, root) {
   const size = `${bytes(each.nbytes)}, ${share(each.nbytes, tier.total)}`;
   if (state.kind === "treemap") return `${plain(name)}<br>${size}`;
   const width = document.querySelector("main").clientWidth - 30;
-  const room = Math.floor(((width * each.nbytes) / tier.nbytes[state.root] - 6) / 7.6);
-  if (room < 3) return "";
-  const first = name.length > room ? `${name.slice(0, room - 1)}…` : name;
-  return size.length <= room ? `${plain(first)}<br>${size}` : bytes(each.nbytes).length <= room ? `${plain(first)}<br>${bytes(each.nbytes)}` : plain(first);
+  const fits = Math.floor(((width * each.nbytes) / tier.nbytes[state.root] - 6) / 7.6);
+  if (fits < 3) return "";
+  const first = name.length > fits ? `${name.slice(0, fits - 1)}…` : name;
+  return size.length <= fits ? `${plain(first)}<br>${size}` : bytes(each.nbytes).length <= fits ? `${plain(first)}<br>${bytes(each.nbytes)}` : plain(first);
 }
 
 function draw() {
@@ -141,7 +141,7 @@ function draw() {
     }
     node.on("plotly_hover", (event) => {
       const each = shown[event.points[0].pointNumber];
-      if (each && event.event) showTip(event.event.clientX, event.event.clientY, ...told(each));
+      if (each && event.event) showTip(event.event.clientX, event.event.clientY, ...described(each));
     });
     node.on("plotly_unhover", hideTip);
     node.addEventListener("pointerleave", hideTip);
@@ -151,7 +151,7 @@ function draw() {
   fillLargest();
 }
 
-function told(each) {
+function described(each) {
   const tier = now(), above = tier.parent[each.node];
   const name = each.small ? `${each.small} smaller parts of ${fullName(each.node)}` : fullName(each.node);
   const of = each.small ? tier.nbytes[each.node] : above >= 0 ? tier.nbytes[above] : tier.total;
@@ -160,7 +160,7 @@ function told(each) {
       .map(([label, value]) => el("tr", {}, el("td", {}, label), el("td", { class: "num" }, value))))];
 }
 
-// A module becomes the whole picture; a leaf, or what is already that, only tells of itself.
+// A module becomes the whole picture; a leaf, or what is already that, only describes itself.
 function choose(node) {
   const tier = now();
   if (tier.children[node].length && node !== state.root) state.root = node;

@@ -1,4 +1,4 @@
-"""Owns what a timeline shows as lanes: which spans share a lane, and how few of them still tell what a screen can show.
+"""Owns what a timeline shows as lanes: which spans share a lane, and how few of them still show what a screen can.
 
 `timeline` hands it the spans of every rank at once, so that one budget bounds the page. It reads no trace and
 knows no HTML.
@@ -79,7 +79,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What stays of a lane: spans, some of which stand for many too short to be told apart."""
+    """What stays of a lane: spans, some of which stand for many too short to be seen apart."""
 
     lane: Lane
     what: Ints
@@ -123,7 +123,7 @@ def keep(
     Spans at least that long all stay, so a long wait is never lost among short ones.
 
     Args:
-        whole: windows in which every span should stay, the dearest first; as many as half the budget has room for.
+        whole: windows in which every span should stay, the dearest first; as many as fit in half the budget.
     """
     if sum(map(len, lanes)) <= most:
         return [_kept(spans, _Cut(0, ())) for spans in lanes], 0, len(whole)

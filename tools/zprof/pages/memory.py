@@ -85,7 +85,7 @@ def views(trace: Trace, ledger: Ledger, clock: Clock, *, points: int) -> list[di
 
 
 def held(ledger: Ledger, when: int | Moment, tiers: tuple[str, ...]) -> dict[str, Any]:
-    """Who holds the bytes of ``tiers`` at a moment, the largest first, and what the rest comes to."""
+    """Who holds the bytes of ``tiers`` at a moment, the largest first, and what all others come to."""
     levels = ledger.at(when).tolist()
     rows = [
         (int(nbytes), series.category, series.tier, series.key)
@@ -93,11 +93,11 @@ def held(ledger: Ledger, when: int | Moment, tiers: tuple[str, ...]) -> dict[str
         if series.tier in tiers and nbytes > 0
     ]
     rows.sort(key=lambda row: (-row[0], row[1:]))
-    rest = rows[_MOST_HOLDERS:]
+    others = rows[_MOST_HOLDERS:]
     return {
         "total": sum(row[0] for row in rows),
         "holders": [[nbytes, category, tier, key[:200]] for nbytes, category, tier, key in rows[:_MOST_HOLDERS]],
-        "rest": [len(rest), sum(row[0] for row in rest)],
+        "others": [len(others), sum(row[0] for row in others)],
     }
 
 

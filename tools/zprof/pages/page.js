@@ -158,7 +158,7 @@ function card(label, value, hint, loud) {
 function holderTable(peak) {
   const rows = peak.holders.map(([count, category, tier, unit]) => el("tr", {},
     el("td", {}, dot(category)), el("td", {}, el("div", { class: "mono" }, unit || "(no unit)"), el("div", { class: "soft" }, `${category}, ${tier}`)), el("td", { class: "num" }, bytes(count))));
-  if (peak.rest[0]) rows.push(el("tr", {}, el("td"), el("td", { class: "soft" }, `${peak.rest[0].toLocaleString("en")} more`), el("td", { class: "num" }, bytes(peak.rest[1]))));
+  if (peak.others[0]) rows.push(el("tr", {}, el("td"), el("td", { class: "soft" }, `${peak.others[0].toLocaleString("en")} more`), el("td", { class: "num" }, bytes(peak.others[1]))));
   return el("table", { class: "holders" }, el("tbody", {}, rows));
 }
 

@@ -90,7 +90,7 @@ def page(title: str, data: Mapping[str, Any], *, scripts: Sequence[str]) -> str:
     """
     plotly = plotly_source()
     script = _inline("".join(f"{_file(name)}\n" for name in ("page.js", *scripts)))
-    # Only these two scripts run, told by their hashes, so that a mistake in escaping would still run nothing.
+    # Only these two scripts run, known by their hashes, so that a mistake in escaping would still run nothing.
     policy = (
         f"default-src 'none'; script-src {_digest(plotly)} {_digest(script)}; style-src 'unsafe-inline'; "
         "img-src data: blob:; connect-src 'none'; base-uri 'none'; form-action 'none'"

@@ -16,7 +16,7 @@ const RATES = [
 ];
 const state = { begin: 0, end: END_MS, run: DATA.runs.length > 1 ? -1 : 0, view: null, query: "", off: new Set(), picked: null };
 const plots = [];
-// Room between the labels of an axis and what is drawn.
+// Space between the labels of an axis and what is drawn.
 const STANDOFF = { ticks: "outside", ticklen: 6, tickcolor: "rgba(0,0,0,0)" };
 
 for (const run of DATA.runs) {

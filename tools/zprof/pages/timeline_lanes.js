@@ -80,16 +80,16 @@ function makeLanes(run) {
       if (!paths.has(fill)) paths.set(fill, { x: [], y: [] });
       const path = paths.get(fill);
       const x0 = Math.max(span.begin * TICK_MS, state.begin - pixel), full = Math.min(span.end * TICK_MS, state.end + pixel);
-      // A pixel at least, and a hair of background between neighbours that have room for it.
+      // A pixel at least, and a hair of background between neighbours that are wide enough.
       const x1 = Math.max(full - (full - x0 > pixel * 4 ? pixel * 0.7 : 0), x0 + pixel);
       const y1 = top + span.row + 0.94 - 0.88 * span.base, y0 = y1 - 0.88 * span.share;
       path.x.push(x0, x1, x1, x0, x0, null);
       path.y.push(y0, y0, y1, y1, y0, null);
-      const room = Math.floor((full - x0) / pixel / 6.6) - 1;
-      if (room >= (span.what === "iteration" ? 2 : 4) && labels.length < 400 && span.count === 1 && span.lit) {
+      const fits = Math.floor((full - x0) / pixel / 6.6) - 1;
+      if (fits >= (span.what === "iteration" ? 2 : 4) && labels.length < 400 && span.count === 1 && span.lit) {
         const whole = DATA.names[lane.key[span.index]];
-        const name = span.what === "iteration" && whole.length > room ? whole.slice(5) : whole;
-        labels.push({ x: (x0 + full) / 2, y: top + span.row + 0.5, text: plain(name.length > room ? `${name.slice(0, room - 1)}…` : name) });
+        const name = span.what === "iteration" && whole.length > fits ? whole.slice(5) : whole;
+        labels.push({ x: (x0 + full) / 2, y: top + span.row + 0.5, text: plain(name.length > fits ? `${name.slice(0, fits - 1)}…` : name) });
       }
     }
   }
@@ -171,7 +171,7 @@ function pick(run, point) {
       waited && ["exposed", `${duration(busy)}, all of it`, "loud"],
       exposed !== null && ["exposed", exposed ? duration(exposed) : "none, hidden", exposed ? "loud" : ""],
     ]),
-    many && el("p", { class: "soft" }, `Too short to tell apart here, so drawn as one, as high as the share of its time that one of them was open.${span.lane.count && span.lane.count[span.index] > 1 ? " The page keeps some of these merged at any zoom." : ""}`),
+    many && el("p", { class: "soft" }, `Too short to distinguish here, so drawn as one, as high as the share of its time that one of them was open.${span.lane.count && span.lane.count[span.index] > 1 ? " The page keeps some of these merged at any zoom." : ""}`),
     zoomTo);
   drawAll();
 }

@@ -40,7 +40,7 @@ function stairs(indices, times, value) {
   return { x, y };
 }
 
-// What was measured beyond the ledger: the part the report has a line for, and the rest; negative where it is less.
+// What was measured beyond the ledger: the part the report has a line for, and the remainder; negative where it is less.
 function beyond(view, measured) {
   return (tick, total) => {
     const gap = at(measured.time, measured.values, tick) - total;

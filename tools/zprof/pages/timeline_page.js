@@ -62,7 +62,7 @@ function fillUnits() {
     return el("tr", {}, el("td", { class: "name" }, row.unit || "(no unit)"),
       el("td", { class: "num" }, duration(all), el("i", { class: "meter", style: { width: `${Math.max(2, (90 * all) / most)}px` } })),
       kinds.map((_, i) => el("td", { class: "num" }, row.ms[i] ? duration(row.ms[i]) : "")),
-      el("td", { class: "num" }, row.count.toLocaleString("en")), el("td", { class: "num" }, duration(row.longest_ms)), el("td", { class: "mono" }, row.mend),
+      el("td", { class: "num" }, row.count.toLocaleString("en")), el("td", { class: "num" }, duration(row.longest_ms)), el("td", { class: "mono" }, row.remedy),
       el("td", {}, el("button", { type: "button", "aria-label": `Show the longest wait for ${row.unit}`, onclick: show }, "Show")));
   }));
 }
@@ -117,7 +117,7 @@ function unitTable() {
 
 function mergedNote() {
   const { spans, kept, below_ns: below } = DATA.merged;
-  if (!below) return `All ${spans.toLocaleString("en")} spans are in this page; what is too short to tell apart is drawn as one until you zoom in, as high as the share of time it takes.`;
+  if (!below) return `All ${spans.toLocaleString("en")} spans are in this page; what is too short to distinguish is drawn as one until you zoom in, as high as the share of time it takes.`;
   return `${spans.toLocaleString("en")} spans were recorded; this page keeps ${kept.toLocaleString("en")}: every one in the steps named above, elsewhere those of at least ${duration(below / 1e6)}. Shorter ones are merged with their neighbours, counted, and drawn as high as the share of time they take; zprof export has them all.`;
 }
 

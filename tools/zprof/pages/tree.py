@@ -36,7 +36,7 @@ class Node:
     children: dict[str, Node] = field(default_factory=dict)
 
     def below(self, name: str, category: str = "") -> Node:
-        # A category is told from a module of its name.
+        # A category is kept apart from a module of its name.
         return self.children.setdefault(f"{name}\0{category}", Node(name, category=category))
 
 
@@ -59,8 +59,8 @@ def flamegraph(trace: Trace, step: int | None = None) -> dict[str, Any]:
         steps = steps_of(pairing.table())
         if step >= steps.count:
             found = f"steps 0 to {steps.count - 1}" if steps.count else "no optimizer step"
-            mend = f"--at step:{steps.count - 1} is the last" if steps.count else "use --at peak"
-            raise TraceError(f"{trace.path}: --at step:{step}: the recording has {found}; {mend}")
+            remedy = f"--at step:{steps.count - 1} is the last" if steps.count else "use --at peak"
+            raise TraceError(f"{trace.path}: --at step:{step}: the recording has {found}; {remedy}")
         moments = {tier: ledger.peak_between(tier, *steps.bounds[step].tolist()) for tier in ledger.tiers}
     header = trace.header
     covered = coverage(trace, ledger.tiers)

@@ -30,7 +30,7 @@ def exposed_units(
     """
     totals: dict[str, dict[str, float]] = {}
     counts: dict[str, int] = {}
-    mends: dict[str, dict[str, tuple[str, ...]]] = {}
+    remedies: dict[str, dict[str, tuple[str, ...]]] = {}
     for stalls in ranks:
         # Per step and rank, so that runs of different lengths and numbers of ranks read alike.
         over = max(1, len(stalls.per_step_ns)) * len(ranks) * 1e6
@@ -38,7 +38,7 @@ def exposed_units(
             each = totals.setdefault(stall.key, {})
             each[stall.what] = each.get(stall.what, 0.0) + stall.exposed_ns / over
             counts[stall.key] = counts.get(stall.key, 0) + stall.count
-            mends.setdefault(stall.key, {})[stall.what] = stall.settings
+            remedies.setdefault(stall.key, {})[stall.what] = stall.settings
     longest = _longest(lanes, names)
     kinds = sorted({what for each in totals.values() for what in each})
     order = sorted((key for key in totals if sum(totals[key].values()) > 0), key=lambda key: (-sum(totals[key].values()), key))
@@ -54,7 +54,7 @@ def exposed_units(
                 "longest_ms": length_ns / 1e6,
                 "at": begin_ns // tick_ns,
                 "run": run,
-                "mend": next(iter(mends[key][max(each, key=lambda what: each[what])]), ""),
+                "remedy": next(iter(remedies[key][max(each, key=lambda what: each[what])]), ""),
             }
         )
     per_step = sum(stalls.ns_per_step for stalls in ranks) / len(ranks) / 1e6

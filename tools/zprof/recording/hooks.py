@@ -22,16 +22,16 @@ class Accumulated:
     """A parameter's hook: its gradient has been added to. Says nothing in a copied or a stored model.
 
     Args:
-        tell: a method; only weakly held.
+        report: a method; only weakly held.
     """
 
-    def __init__(self, tell: Callable[[Tensor], None] | None) -> None:
-        self._tell = None if tell is None else weakref.WeakMethod(tell)
+    def __init__(self, report: Callable[[Tensor], None] | None) -> None:
+        self._report = None if report is None else weakref.WeakMethod(report)
 
     def __call__(self, parameter: Tensor) -> None:
-        tell = None if self._tell is None else self._tell()
-        if tell is not None:
-            tell(parameter)
+        report = None if self._report is None else self._report()
+        if report is not None:
+            report(parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulated:
         return Accumulated(None)
@@ -40,12 +40,12 @@ class Accumulated:
         return Accumulated, (None,)
 
 
-def hear_resizes(tell: Callable[[Any], None]) -> Callable[[], None]:
+def hear_resizes(report: Callable[[Any], None]) -> Callable[[], None]:
     """Storages are resized past torch's dispatcher (FSDP frees its buffers so): stand in front of the one method for it.
 
-    Returns what undoes it. ``tell`` is a method; only weakly held.
+    Returns what undoes it. ``report`` is a method; only weakly held.
     """
-    resized = weakref.WeakMethod(tell)
+    resized = weakref.WeakMethod(report)
     original = torch.UntypedStorage.resize_
     had = "resize_" in torch.UntypedStorage.__dict__
 
@@ -69,7 +69,7 @@ def hear_resizes(tell: Callable[[Any], None]) -> Callable[[], None]:
 
 
 def deaf_in_children(ear: Ear) -> None:
-    """A forked child (a loader's worker) has the mode on its stack, and nobody to tell."""
+    """A forked child (a loader's worker) has the mode on its stack, and nobody who listens."""
     held = weakref.ref(ear)
 
     def silence() -> None:

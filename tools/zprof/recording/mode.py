@@ -1,6 +1,6 @@
-"""Owns the ear on torch's operations: a dispatch mode that tells of storages it has not seen, the cheapest way there is.
+"""Owns the ear on torch's operations: a dispatch mode that reports storages it has not seen, the cheapest way there is.
 
-``tracker`` pushes it and is told. It never keeps a tensor, changes no argument and no result, and asks nothing about a
+``tracker`` pushes it and listens. It never keeps a tensor, changes no argument and no result, and asks nothing about a
 storage that it already knows.
 
 Note: [What an operation can make]
@@ -31,7 +31,7 @@ _KINDS: dict[type, int] = {Tensor: _TENSOR, nn.Parameter: _TENSOR, list: _LIST, 
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Who hears of storages."""
 
     def met(self, tensor: Tensor) -> None:
         """A tensor on a storage that was never seen, though no operation heard here made it."""
@@ -43,14 +43,14 @@ class Listener(Protocol):
         """The storage of a tensor may have another size than before."""
 
     def failed(self, error: Exception) -> None:
-        """One of these raised; nothing more is told."""
+        """One of these raised; nothing more is reported."""
 
 
 class Ear(TorchDispatchMode):
-    """Tells ``listener`` of what it hears on the thread it is pushed on, and on autograd's threads that work for it.
+    """Reports to ``listener`` what it hears on the thread it is pushed on, and on autograd's threads that work for it.
 
     Args:
-        known: addresses of the storages that need no telling.
+        known: addresses of the storages that need no report.
         besides: more of them.
     """
 
@@ -257,7 +257,7 @@ def pop(mode: TorchDispatchMode) -> bool:
 
 
 def _leave_to_python(method: Callable[..., Any]) -> None:
-    """Tell dynamo to leave the method, and what it calls, to the interpreter; costs nothing where dynamo is not loaded."""
+    """Have dynamo leave the method, and what it calls, to the interpreter; costs nothing where dynamo is not loaded."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))

@@ -5,7 +5,7 @@ module, a tensor or a graph.
 
 Note: [Whose backward]
     Autograd numbers its nodes in the order they are made. The number is noted where a module's forward begins and ends, so
-    that in a backward the number of the running node tells whose forward made it, without a hook on any tensor.
+    that in a backward the number of the running node shows whose forward made it, without a hook on any tensor.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Frame:
     path: str
     task: int
     doing: str
-    #: The Python frame it runs in: tells a call that is still open from one that an exception ended unheard.
+    #: The Python frame it runs in: distinguishes a call that is still open from one that an exception ended unheard.
     caller: tuple[int, CodeType] | None
 
 
@@ -80,7 +80,7 @@ class Places:
     def __init__(self, entered: Callable[[nn.Module], None], failed: Callable[[Exception], None]) -> None:
         self._entered, self._failed = entered, failed
         self._stacks = _Stacks()
-        self._home = threading.get_ident()
+        self._thread = threading.get_ident()
         self._numbers: list[int] = []
         self._paths: list[str] = []
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -177,7 +177,7 @@ class Places:
 
     def _mark(self, path: str) -> None:
         """Nodes made from now on belong to ``path``; those of other threads count for themselves and are not marked."""
-        if threading.get_ident() != self._home:
+        if threading.get_ident() != self._thread:
             return
         number, numbers = _next_number(), self._numbers
         if numbers and numbers[-1] == number:
@@ -189,7 +189,7 @@ class Places:
         self._paths.append(path)
 
     def _drop_stale(self, caller: FrameType) -> None:
-        """Forget forwards and steps that an exception ended without telling: their Python frame is not among the open ones.
+        """Forget forwards and steps that an exception ended without a sign: their Python frame is not among the open ones.
 
         ``caller`` is the frame of what begins now, which may lie where a stale one lay.
         """

@@ -153,9 +153,9 @@ class Recorder:
             thread = self._threads.setdefault(mine, next(self._numbers))
         self._rows.append((kind, what, key, nbytes, time_ns, thread, ident))
         if len(self._rows) > MOST_WAITING and kind != _FREE:
-            self._make_room(mine)
+            self._wait_for_writer(mine)
 
-    def _make_room(self, mine: int) -> None:
+    def _wait_for_writer(self, mine: int) -> None:
         """Wait for the writing thread; not where that could be waiting for this one, see [Who may be inside]."""
         thread = self._thread
         if thread is None or mine in (thread.ident, self._inside):
@@ -317,7 +317,7 @@ class Recorder:
             self._undo.extend(watch_steps(self.row, lambda: self.open))
 
     def _sample(self) -> None:
-        with suppress(MemoryError):  # a script's want of memory is what the trace is to tell of, not to end by
+        with suppress(MemoryError):  # a script's want of memory is what the trace is to show, not to end by
             for what, key, value in self._sampling.readings():
                 self._append(_COUNTER, what, key, value, now_ns(), 0)
         self._sampled_ns = now_ns()
@@ -349,7 +349,7 @@ class Recorder:
         try:
             self.flush()
         except MemoryError:
-            # The script may have some again in a moment, and its trace is to tell of the want: the rows wait.
+            # The script may have some again in a moment, and its trace is to show the want: the rows wait.
             self._written_ns = now_ns()
             if len(self._rows) > MOST_WAITING:
                 raise

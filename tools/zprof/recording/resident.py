@@ -47,9 +47,9 @@ class ResidentSampler:
     def sample(self) -> Sequence[Reading]:
         readings: list[Reading] = []
         for line in _read(self._status).splitlines():
-            name, _, rest = line.partition(b":")
-            if name in _FIELDS and rest.split()[:1] and rest.split()[0].isdigit():
-                readings.append((_FIELDS[name], "", int(rest.split()[0]) << 10))
+            name, _, value = line.partition(b":")
+            if name in _FIELDS and value.split()[:1] and value.split()[0].isdigit():
+                readings.append((_FIELDS[name], "", int(value.split()[0]) << 10))
         now = now_ns()
         if now - self._malloc_ns >= MALLOC_NS:
             self._malloc_ns = now

@@ -32,7 +32,7 @@ _FILE_CACHE_V1 = (b"total_inactive_file", b"total_active_file")
 
 
 class Sampler(Protocol):
-    """A source of levels that no event tells."""
+    """A source of levels that no event states."""
 
     def sample(self) -> Sequence[Reading]:
         """What the levels are now; quick, and never raises."""

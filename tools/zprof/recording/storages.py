@@ -1,13 +1,13 @@
 """Owns the table of live storages: what each is held for, and the rows that say when that begins, changes and ends.
 
-The recorder's observers call ``hold``; torch's storages tell of their own death through weak references. It never keeps one
+The recorder's observers call ``hold``; torch's storages report their own death through weak references. It never keeps one
 alive, and imports no torch.
 
 Note: [Freed when it dies]
     PyTorch keeps the Python object of a storage as long as the storage itself lives, once it was asked for, so that a weak
     reference to it ends exactly when the memory is given back, whoever held it last, autograd's own nodes included. The
     callback runs wherever that happens, also inside ``hold`` and on any thread: it takes no lock and only appends a row.
-    A storage cannot die while ``hold`` is told of it, so that no callback comes between the rows of one change.
+    A storage cannot die while ``hold`` runs for it, so that no callback comes between the rows of one change.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def header(rank: int, world: int, level: str) -> Header:
 
 
 def ranks() -> tuple[int, int]:
-    """(rank, world) as a process group, torchrun or Slurm tell them; (0, 1) without."""
+    """(rank, world) as a process group, torchrun or Slurm say; (0, 1) without."""
     group: Any = sys.modules.get("torch.distributed")
     # While torch is still being imported its parts come one by one.
     started = getattr(group, "is_initialized", None)
@@ -64,7 +64,7 @@ def device() -> str | None:
 
 
 def _boot_id() -> str:
-    """Tells whether two processes share a monotonic clock; empty where Linux does not say."""
+    """Shows whether two processes share a monotonic clock; empty where Linux does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -79,11 +79,11 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Tracker:
-    """Tells ``storages`` of every storage that torch makes.
+    """Reports to ``storages`` every storage that torch makes.
 
     Args:
         stacks: keys also say which lines of code made it.
-        ended: told why the tracking ended before the recording, so that readers do not take what was seen for all.
+        ended: called with why the tracking ended before the recording, so that readers do not take what was seen for all.
     """
 
     def __init__(self, storages: Storages, *, stacks: bool = False, ended: Callable[[str], None] | None = None) -> None:
@@ -190,7 +190,7 @@ class Tracker:
                 if not self._knows(storage._cdata):
                     self._hold("other", BEFORE, storage)
 
-    # What the ear tells.
+    # What the ear reports.
 
     def met(self, tensor: Tensor) -> None:
         """A storage made elsewhere comes into an operation."""

@@ -32,7 +32,7 @@ __all__ = ["Body", "report"]
 Body = dict[str, Any]
 
 VERSION = 1
-#: Waits told, the costliest first; the measures hold the sums of all.
+#: Waits listed, the costliest first; the measures hold the sums of all.
 MOST_WAITS = 20
 MOST_SKEWS = 20
 MOST_HOLDERS = 20
@@ -65,10 +65,10 @@ def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None 
         trace.close()
         # Before the next rank is read: one at a time is what fits.
         del ledger, times
-    told: Body = {"version": VERSION, "by": by, "at": "peak" if step is None else f"step:{step}", "runs": bodies}
-    told["ranks"] = _ranks(lanes) if lanes[0].header.world > 1 or len(lanes) > 1 else None
-    told["next"] = following(told)
-    return told
+    report: Body = {"version": VERSION, "by": by, "at": "peak" if step is None else f"step:{step}", "runs": bodies}
+    report["ranks"] = _ranks(lanes) if lanes[0].header.world > 1 or len(lanes) > 1 else None
+    report["next"] = following(report)
+    return report
 
 
 def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
@@ -124,8 +124,8 @@ def _moments(ledger: Ledger, times: Times, step: int | None) -> dict[str, Moment
     count = times.steps.count
     if not 0 <= step < count:
         found = f"steps 0 to {count - 1}" if count else "no optimizer step"
-        mend = f"--at step:{count - 1} is the last" if count else "use --at peak"
-        raise TraceError(f"{ledger.trace.path}: --at step:{step}: the recording has {found}; {mend}")
+        remedy = f"--at step:{count - 1} is the last" if count else "use --at peak"
+        raise TraceError(f"{ledger.trace.path}: --at step:{step}: the recording has {found}; {remedy}")
     begin_ns, end_ns = times.steps.bounds[step].tolist()
     return {tier: ledger.peak_between(tier, begin_ns, end_ns) for tier in ledger.tiers}
 

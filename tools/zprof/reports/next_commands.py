@@ -17,20 +17,20 @@ MOST = 4
 LARGE = 0.1
 
 
-def following(told: Mapping[str, Any]) -> list[dict[str, str]]:
+def following(report: Mapping[str, Any]) -> list[dict[str, str]]:
     """At most `MOST` of {"do", "why"}, the most useful first."""
-    return [{"do": do, "why": why} for do, why in _all(told)][:MOST]
+    return [{"do": do, "why": why} for do, why in _all(report)][:MOST]
 
 
-def _all(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    run, files = told["runs"][0], _named(told["runs"])
-    ranks = told["ranks"]
+def _all(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    run, files = report["runs"][0], _named(report["runs"])
+    ranks = report["ranks"]
     folder = Path(run["file"]).parent
-    if ranks and ranks["missing"] and len(list(folder.glob("*.zprof"))) > len(told["runs"]):
+    if ranks and ranks["missing"] and len(list(folder.glob("*.zprof"))) > len(report["runs"]):
         yield f"zprof report {shlex.quote(str(folder))}", "more ranks are in this folder; together they show who is late"
     large = [line for line in run["reconciliation"] if line["said_bytes"] > 0 and line["bytes"] > LARGE * line["said_bytes"]]
     if run["level"] == "events" and any("unexplained" in line["name"] for line in large):
-        yield _recorded_again(told), "a good part of memory is not explained; this level sees every storage"
+        yield _recorded_again(report), "a good part of memory is not explained; this level sees every storage"
     if any(line["name"].startswith("reserved") for line in large):
         yield f"zprof frag {shlex.quote(run['file'])}", "the allocator reserved a good part that is not in use"
     if run["waits"]:
@@ -43,13 +43,14 @@ def _all(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"zprof timeline {files}", "shows memory over time"
 
 
-def _recorded_again(told: Mapping[str, Any]) -> str:
+def _recorded_again(report: Mapping[str, Any]) -> str:
     """The same script, on as many ranks as it had on this host, into files beside the old ones."""
-    run = told["runs"][0]
+    run = report["runs"][0]
     command = "zprof run"
     if run["world"] > 1:
-        hosts = {each["host"] for each in told["runs"]}
-        count = "..." if len(hosts) > 1 or (told["ranks"] and told["ranks"]["missing"]) else f"--nproc_per_node {run['world']}"
+        hosts = {each["host"] for each in report["runs"]}
+        ranks = report["ranks"]
+        count = "..." if len(hosts) > 1 or (ranks and ranks["missing"]) else f"--nproc_per_node {run['world']}"
         command = f"torchrun {count} -m zprof run"
     script = " ".join(map(shlex.quote, run["argv"])) or "SCRIPT"
     return f"{command} -o alloc.{{rank}}.zprof --level alloc {script}"

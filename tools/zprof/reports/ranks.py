@@ -22,21 +22,21 @@ _MOST_SKEWS = 8
 MOST_DRIFT_NS = 1_000_000
 
 
-def ranks_table(told: Mapping[str, Any]) -> Table:
+def ranks_table(report: Mapping[str, Any]) -> Table:
     """Each rank's peaks and pace; of many ranks the first few."""
-    ranks = told["ranks"]
+    ranks = report["ranks"]
     drawing = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     tiers = list(ranks["peak_bytes"])
     for heading in ("rank", "host", *(f"{tier} peak" for tier in tiers), "step ms", "own work ms"):
         drawing.add_column(heading, justify="left" if heading == "host" else "right")
-    for run in told["runs"][:_MOST_RANKS]:
+    for run in report["runs"][:_MOST_RANKS]:
         rank = str(run["rank"])
         peaks = (_or_dash(ranks["peak_bytes"][tier][rank], as_size) for tier in tiers)
         host = "".join(letter if letter.isprintable() else "?" for letter in run["host"])
         times = (_or_dash(ranks[name][rank], lambda ms: f"{ms:.3g}") for name in ("step_ms", "work_ms"))
         drawing.add_row(rank, Text(host), *peaks, *times)
-    if len(told["runs"]) > _MOST_RANKS:
-        drawing.add_row("", f"{len(told['runs']) - _MOST_RANKS} more ranks: --by rank")
+    if len(report["runs"]) > _MOST_RANKS:
+        drawing.add_row("", f"{len(report['runs']) - _MOST_RANKS} more ranks: --by rank")
     return drawing
 
 

@@ -86,8 +86,8 @@ def _activations(
     ledger: Ledger, covered: Coverage, tiers: Mapping[str, Body], layers: Layers | None, window: tuple[int, int]
 ) -> Iterator[Body]:
     formula = layers.kept_nbytes if layers is not None else None
-    home = layers.tier if layers is not None else "device"
-    here = formula if home == "device" or formula is None else 0
+    tier = layers.tier if layers is not None else "device"
+    here = formula if tier == "device" or formula is None else 0
     again = layers is not None and layers.checkpoint == "unit"
     counted, inputs = _counted(ledger, window), _counted(ledger, window, _INPUTS)
     seen = [row for row in _of("activation", "activations", ledger, tiers) if row["tier"] == "device"]
@@ -103,7 +103,7 @@ def _activations(
         yield _row("of it, inputs of recomputed units", "device", found[0], found[1], here, "zhooks")
     for row in _of("activation", "activations", ledger, tiers):
         if row["tier"] != "device":
-            yield row | {"formula_bytes": formula if row["tier"] == home else None}
+            yield row | {"formula_bytes": formula if row["tier"] == tier else None}
 
 
 def _of(category: str, name: str, ledger: Ledger, tiers: Mapping[str, Body]) -> Iterator[Body]:

@@ -27,29 +27,29 @@ _MOST_HOLDERS = 8
 _MOST_WAITS = 8
 
 
-def show(told: Mapping[str, Any]) -> None:
+def show(report: Mapping[str, Any]) -> None:
     """Print the report."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console = Console(highlight=False, soft_wrap=True, width=120)
-    run = _foremost(told["runs"])
-    for line in _heading(told, run):
+    run = _foremost(report["runs"])
+    for line in _heading(report, run):
         console.print(line)
     mark = "\N{FULL BLOCK}" if console.encoding.startswith("utf") else "#"
-    _section(console, _when(told), _held(told, run, mark))
-    if told["by"] not in ("module", "unit"):
+    _section(console, _when(report), _held(report, run, mark))
+    if report["by"] not in ("module", "unit"):
         _section(console, "most held by", _holders(run))
     _section(console, "residual states", _residual(run))
     _section(console, "reconciliation", _reconciled(run))
     _section(console, "time", _times(run))
     _section(console, "bandwidth", _rates(run))
-    if told["ranks"]:
-        _section(console, "ranks", [ranks_table(told), *ranks_lines(told["ranks"])])
+    if report["ranks"]:
+        _section(console, "ranks", [ranks_table(report), *ranks_lines(report["ranks"])])
     if run["oom"]:
         _section(console, "out of memory", [Text(plain(line)) for line in run["oom"]["lines"]])
-    _section(console, "not recorded", [Text(plain(line)) for line in _not_recorded(told["runs"])])
-    _section(console, "the recording", [Text(line) for each in told["runs"] for line in _doubts(each)])
-    _section(console, "next", [Text(f"{each['do']}\n    {each['why']}") for each in told["next"]])
+    _section(console, "not recorded", [Text(plain(line)) for line in _not_recorded(report["runs"])])
+    _section(console, "the recording", [Text(line) for each in report["runs"] for line in _doubts(each)])
+    _section(console, "next", [Text(f"{each['do']}\n    {each['why']}") for each in report["next"]])
 
 
 def plain(text: object) -> str:
@@ -71,7 +71,7 @@ def _section(console: Console, heading: str, parts: Sequence[Any]) -> None:
 
 
 def _foremost(runs: Sequence[Run]) -> Run:
-    """The rank told in full: the one that failed, else the one whose device holds most."""
+    """The rank shown in full: the one that failed, else the one whose device holds most."""
     held = {run["rank"]: run["tiers"].get("device", {}).get("peak_bytes", 0) for run in runs}
     return max(runs, key=lambda run: (run["oom"] is not None, held[run["rank"]], -run["rank"]))
 
@@ -88,8 +88,8 @@ def _not_recorded(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _heading(told: Mapping[str, Any], run: Run) -> Iterator[Text]:
-    many = len(told["runs"]) > 1
+def _heading(report: Mapping[str, Any], run: Run) -> Iterator[Text]:
+    many = len(report["runs"]) > 1
     yield Text(plain(" ".join(run["argv"]) or "(no command)"), style="bold")
     where = f"rank {run['rank']} of {run['world']}, {run['host']}, {run['device']}"
     steps = run["steps"]["count"]
@@ -97,12 +97,12 @@ def _heading(told: Mapping[str, Any], run: Run) -> Iterator[Text]:
     yield Text(plain(f"{where}; level {run['level']}; {took}; {run['rows']:,} rows; {run['file']}"))
     if many:
         why = "which ran out of memory" if run["oom"] else "whose device holds most"
-        yield Text(f"{len(told['runs'])} ranks; told in full is rank {run['rank']}, {why}")
+        yield Text(f"{len(report['runs'])} ranks; shown in full is rank {run['rank']}, {why}")
 
 
-def _when(told: Mapping[str, Any]) -> str:
-    by = told["by"]
-    return f"held at the peak, by {by}" if told["at"] == "peak" else f"held at most in step {told['at'][5:]}, by {by}"
+def _when(report: Mapping[str, Any]) -> str:
+    by = report["by"]
+    return f"held at the peak, by {by}" if report["at"] == "peak" else f"held at most in step {report['at'][5:]}, by {by}"
 
 
 def _table(*columns: tuple[str, str]) -> Table:
@@ -115,9 +115,10 @@ def _table(*columns: tuple[str, str]) -> Table:
 # Memory.
 
 
-def _held(told: Mapping[str, Any], run: Run, mark: str) -> list[Any]:
-    if told["by"] == "rank" and len(told["runs"]) > 1:
-        rows = {f"rank {each['rank']}": {tier: held["bytes"] for tier, held in each["tiers"].items()} for each in told["runs"]}
+def _held(report: Mapping[str, Any], run: Run, mark: str) -> list[Any]:
+    if report["by"] == "rank" and len(report["runs"]) > 1:
+        runs = report["runs"]
+        rows = {f"rank {each['rank']}": {tier: held["bytes"] for tier, held in each["tiers"].items()} for each in runs}
         tiers = list(dict.fromkeys(tier for row in rows.values() for tier in row))
         return [_bars(rows, tiers, mark, total=False)] if tiers else [Text(_NOTHING)]
     tiers = list(run["tiers"])
@@ -143,9 +144,9 @@ def _bars(
     for name, row in ordered[:_MOST_GROUPS]:
         drawing.add_row(Text(plain(name)), *(_amount(row, tier) for tier in tiers), _bar(row.get(tiers[0], 0), top, mark))
     if len(ordered) > _MOST_GROUPS:
-        rest = {tier: sum(row.get(tier, 0) for _, row in ordered[_MOST_GROUPS:]) for tier in tiers}
+        others = {tier: sum(row.get(tier, 0) for _, row in ordered[_MOST_GROUPS:]) for tier in tiers}
         name = f"{len(ordered) - _MOST_GROUPS} more"
-        drawing.add_row(name, *(_amount(rest, tier) for tier in tiers), _bar(rest.get(tiers[0], 0), top, mark))
+        drawing.add_row(name, *(_amount(others, tier) for tier in tiers), _bar(others.get(tiers[0], 0), top, mark))
     if total:
         drawing.add_section()
         heading = "in all" if whole else "recorded"
@@ -207,12 +208,12 @@ def _reconciled(run: Run) -> list[Any]:
     whole = run["reconciliation"][0]["said_bytes"] if run["reconciliation"] else 0
     for line in run["reconciliation"]:
         share = f" ({line['bytes'] / whole:.0%})" if whole > 0 else ""
-        rest = f"{line['name']} {sized(line['bytes'])}{share}"
+        amount = f"{line['name']} {sized(line['bytes'])}{share}"
         if not line["against_bytes"] and line is not run["reconciliation"][0]:
-            lines.append(Text(f"{rest}: {line['likely']}"))
+            lines.append(Text(f"{amount}: {line['likely']}"))
             continue
         said = f"{line['said']} {sized(line['said_bytes'])} - {line['against']} {sized(line['against_bytes'])}"
-        lines.append(Text(f"{said} = {rest}, at {line['at_s']:.3f} s\n    likely: {line['likely']}"))
+        lines.append(Text(f"{said} = {amount}, at {line['at_s']:.3f} s\n    likely: {line['likely']}"))
     if not lines:
         lines.append(Text("the process was not sampled near the peak: the ledger cannot be held against it"))
     if run["rss"]:
@@ -249,19 +250,19 @@ def _times(run: Run) -> list[Any]:
     if len(run["waits"]) > _MOST_WAITS:
         drawing.add_row(f"and {len(run['waits']) - _MOST_WAITS} more", "", "", "", "")
         lines += _waits_in_all(figures)
-    return [*lines, drawing, *(Text(f"mend: {plain(line)}") for line in run["mends"])]
+    return [*lines, drawing, *(Text(f"remedy: {plain(line)}") for line in run["mends"])]
 
 
 def _waits_in_all(figures: dict[str, float]) -> list[Any]:
     """What the rows of the table add up to, kind by kind, the longest first; for a table that does not show all."""
     sums = {}
     for name, value in figures.items():
-        first, _, rest = name.partition(".")
-        kind, _, unit = rest.partition(".")
+        first, _, figure = name.partition(".")
+        kind, _, unit = figure.partition(".")
         if first == "exposed" and unit == "ms_per_step" and value:
             sums[kind.replace("_", " ")] = value
-    told = ", ".join(f"{kind} {_ms(sums[kind])}" for kind in sorted(sums, key=lambda kind: -sums[kind]))
-    return [Text(f"of it, ms a step: {told}")] if told else []
+    terms = ", ".join(f"{kind} {_ms(sums[kind])}" for kind in sorted(sums, key=lambda kind: -sums[kind]))
+    return [Text(f"of it, ms a step: {terms}")] if terms else []
 
 
 def _ms(value: float) -> str:

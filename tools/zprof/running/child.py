@@ -94,8 +94,8 @@ class Child:
 
 def _flags() -> list[str]:
     """Options of this interpreter (-X, -W, -O, ...) that a child of it should have too."""
-    told: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return told
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
 
 
 def end_as(ending: Ending) -> int:
@@ -130,8 +130,8 @@ class Kills:
         """As it is now."""
         found: dict[str, tuple[int, int | None]] = {}
         for line in _text(root / "proc/self/cgroup").splitlines():
-            number, _, rest = line.partition(":")
-            controllers, _, path = rest.partition(":")
+            number, _, fields = line.partition(":")
+            controllers, _, path = fields.partition(":")
             if number == "0" and not controllers:
                 for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
                     found |= _along(root / mount, path, "memory.events", "memory.max")

@@ -4,7 +4,7 @@
 raises.
 
 Note: [The cell's own error]
-    IPython shows an error of the cell itself and gives it back in a result. The recording is told of it from there, and an
+    IPython shows an error of the cell itself and gives it back in a result. The recording hears of it from there, and an
     error that shows nothing more is raised, so that a notebook which runs all its cells stops here.
 """
 
@@ -126,13 +126,13 @@ def record_cell(shell: Any, line: str, cell: str) -> Recording | None:
         Shown: the cell raised. TraceError: the trace cannot be made or read.
     """
     try:
-        told = options.main(args=shlex.split(line), prog_name="%%zprof", standalone_mode=False)
+        parsed = options.main(args=shlex.split(line), prog_name="%%zprof", standalone_mode=False)
     except (click.ClickException, ValueError) as wrong:
         click.echo(f"%%zprof: {wrong.format_message() if isinstance(wrong, click.ClickException) else wrong}", err=True)
         return None
-    if not isinstance(told, tuple):
+    if not isinstance(parsed, tuple):
         return None  # --help has been printed.
-    output, level = told
+    output, level = parsed
     # A cell is run again and again: its trace is its last run's.
     recorder = Recorder(output, level=level, force=True).listen()
     error: BaseException | None = None

@@ -63,9 +63,9 @@ class Order:
     interval_s: float = 0.1
     watcher: int = 0
 
-    def arguments(self, rest: Sequence[str]) -> list[str]:
+    def arguments(self, command: Sequence[str]) -> list[str]:
         """The command line of `main`."""
-        return [json.dumps(asdict(self)), *rest]
+        return [json.dumps(asdict(self)), *command]
 
 
 class TorchRecorder(Recorder):
@@ -117,9 +117,9 @@ def _kept_back() -> mmap.mmap | None:
 def main() -> None:
     """Record ``sys.argv[2:]``'s script as ``sys.argv[1]``, an `Order`, says."""
     order = Order(**json.loads(sys.argv[1]))
-    rest = sys.argv[2:]
+    command = sys.argv[2:]
     # As the trace shall name the script: what to type after `zprof run`.
-    sys.argv = ["-m"] * order.module + [order.target, *rest]
+    sys.argv = ["-m"] * order.module + [order.target, *command]
     _die_with(order.watcher)
     try:
         recorder = TorchRecorder(
@@ -127,7 +127,7 @@ def main() -> None:
         ).listen()
     except ZhooksError as error:
         _refuse(error)
-    sys.argv = [order.target, *rest]
+    sys.argv = [order.target, *command]
     recording = _Recording(recorder)
     # Registered first, so called last: what the script does at its own exit is recorded too.
     atexit.register(recording.close)
@@ -155,7 +155,7 @@ def _die_with(watcher: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _tell_shadowed(folder: str) -> None:
+def _warn_shadowed(folder: str) -> None:
     """Say that a script's own module of our packages' names is not the one it will import."""
     for name in ("offload", "zprof"):
         theirs = [path for path in (f"{folder}/{name}.py", f"{folder}/{name}/__init__.py") if os.path.exists(path)]
@@ -198,7 +198,7 @@ def _script(path: str) -> Callable[[], object]:
         return lambda: _as_main("__main__", False)
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
-        _tell_shadowed(sys.path[0])
+        _warn_shadowed(sys.path[0])
     whole = os.path.abspath(path)
     held["__file__"], held["__cached__"] = whole, None
     compiled = path.endswith(".pyc")
@@ -221,7 +221,7 @@ def _module(name: str) -> Callable[[], object]:
     _fresh_main()
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
-        _tell_shadowed(sys.path[0])
+        _warn_shadowed(sys.path[0])
     sys.argv[0] = "-m"
     return lambda: _as_main(name, True)
 

@@ -194,14 +194,14 @@ def _drawn(glance: Glance | None, unfinished: str) -> Any:
     parts: list[Any] = [Text.from_ansi(unfinished)] if unfinished else []
     if glance is None:
         return Group(*parts, Text("zprof: waiting for the first rows", style="dim"))
-    told = f"zprof: {glance.elapsed_ns / 1e9:.0f} s"
+    text = f"zprof: {glance.elapsed_ns / 1e9:.0f} s"
     if glance.steps:
-        told += f", {glance.steps} steps" + (f", the last {glance.step_ns / 1e6:.0f} ms" if glance.step_ns else "")
+        text += f", {glance.steps} steps" + (f", the last {glance.step_ns / 1e6:.0f} ms" if glance.step_ns else "")
     if "rss" in glance.samples:
-        told += f", rss {as_size(glance.samples['rss'])}"
+        text += f", rss {as_size(glance.samples['rss'])}"
     if glance.waited >= 0.005:
-        told += f", {glance.waited:.0%} of the time waited for transfers"
-    parts.append(line(told, "bold"))
+        text += f", {glance.waited:.0%} of the time waited for transfers"
+    parts.append(line(text, "bold"))
     for tier, (now, most) in glance.tiers.items():
         held = [(name, glance.places.get((name, tier), 0)) for name in CATEGORIES]
         of = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in held if nbytes)

@@ -1,1 +1,1 @@
-"""Spans, steps, stalls, bandwidths and their mends, and the measures that a run is held to."""
+"""Spans, steps, stalls, bandwidths and their remedies, and the measures that a run is held to."""

@@ -1,6 +1,6 @@
-"""Owns the analysis of time of one trace: its spans, steps, stalls, bandwidths and the mend, from one pass over its rows.
+"""Owns the analysis of time of one trace: its spans, steps, stalls, bandwidths and the remedy, from one pass over its rows.
 
-Reports, diffs, checks and pages ask it, beside a ledger that sees the same pass. It puts the rooms together and computes
+Reports, diffs, checks and pages ask it, beside a ledger that sees the same pass. It puts the modules together and computes
 nothing itself.
 """
 

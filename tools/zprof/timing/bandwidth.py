@@ -1,6 +1,6 @@
 """Owns achieved bandwidths: bytes a second of gathers, reductions, copies and disk requests, against what the machine can do.
 
-Reports, measures and the mend ask it. It takes spans and never the clock; the figures to compare with are those that
+Reports, measures and the remedy ask it. It takes spans and never the clock; the figures to compare with are those that
 ``zprof bench`` stored for the same host.
 """
 
@@ -110,6 +110,6 @@ def waited_rate(moved: SpanTable, waits: SpanTable) -> float | None:
     if not len(chosen):
         return None
     begin, end = portions(moved.begin_ns[chosen], moved.end_ns[chosen])
-    # One that lies within another took no time of its own that could be told; together they are the union's.
+    # One that lies within another took no time of its own that could be known; together they are the union's.
     busy_ns = int((end - begin).sum())
     return float(moved.nbytes[chosen].sum()) * 1e9 / busy_ns if busy_ns else None

@@ -130,7 +130,7 @@ class Coverage:
         return self._thinned("step")
 
     def spans(self, *whats: str) -> Unseen | None:
-        """Why spans that zhooks tells of are not known: passes, waits, transfers."""
+        """Why spans that zhooks emits are not known: passes, waits, transfers."""
         if not self.zhooks:
             return _no_zhooks("waits inside DDP, FSDP or the script" if whats[0].startswith("wait") else "passes and transfers")
         for what in whats:

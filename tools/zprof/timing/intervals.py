@@ -1,6 +1,6 @@
 """Owns the arithmetic of intervals: unions, portions counted once, and shares of steps, on arrays of nanoseconds.
 
-The rooms of spans, stalls and bandwidth call it. It knows neither traces nor what an interval means, and never loops over
+``spans``, ``stalls`` and ``bandwidth`` call it. It knows neither traces nor what an interval means, and never loops over
 its rows.
 """
 

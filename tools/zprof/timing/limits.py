@@ -90,8 +90,8 @@ def known(name: str) -> Measure:
     if measure is not None:
         return measure
     near = difflib.get_close_matches(name, MEASURES, n=3, cutoff=0.4)
-    mend = f"did you mean {' or '.join(near)}?" if near else "zprof check --measures lists them"
-    raise click.BadParameter(f"{name}: no such measure; {mend}")
+    remedy = f"did you mean {' or '.join(near)}?" if near else "zprof check --measures lists them"
+    raise click.BadParameter(f"{name}: no such measure; {remedy}")
 
 
 def parse_limit(text: str, fails: Comparison) -> Limit:
@@ -139,7 +139,7 @@ def _amount(text: str, measure: Measure, said: str) -> tuple[str, float, str]:
 def _scale(text: str, measure: Measure, unit: str) -> float:
     scales = _SCALES[measure.unit]
     if measure.unit in ("bytes", "bytes/s"):
-        # As policies read them; elsewhere case tells milli from mega.
+        # As policies read them; elsewhere case distinguishes milli from mega.
         scales, unit = {name.lower(): scale for name, scale in scales.items()}, unit.lower()
     if unit not in scales:
         raise click.BadParameter(

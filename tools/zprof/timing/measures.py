@@ -233,7 +233,7 @@ def _joules(ledger: Ledger, times: Times, covered: Coverage) -> Value:
     if unseen is not None:
         return unseen
     begin, end = int(warm.bounds[0, 0]), int(warm.bounds[-1, 1])
-    # A counter that was not read over most of the steps would say too little, and nobody could tell.
+    # A counter that was not read over most of the steps would say too little, and nobody would know.
     if any(time_ns[-1] - time_ns[0] < (end - begin) / 2 for time_ns, _ in counters):
         return _TOO_SHORT
     spent = 0.0

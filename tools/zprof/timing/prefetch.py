@@ -1,4 +1,4 @@
-"""Owns the mend for late gathers: which of them could have begun one unit earlier, and what that would have hidden.
+"""Owns the remedy for late gathers: which of them could have begun one unit earlier, and what that would have hidden.
 
 Reports ask it with the spans of a run and its policy. It proposes a key of the policy only where the recording shows compute
 that could have hidden the transfer and a wire that was not busy already; it never promises more than was waited for.
@@ -29,7 +29,7 @@ from zprof.timing.intervals import Ints, union_ns
 from zprof.timing.spans import Instants, SpanTable
 from zprof.timing.steps import Steps
 
-__all__ = ["POINTS", "WHATS", "Advice", "Mend", "advice", "policy_of"]
+__all__ = ["POINTS", "WHATS", "Advice", "Remedy", "advice", "policy_of"]
 
 WHATS = ("gather", "wait gather", "compute", "forward", "backward")
 POINTS = ("ready", "release")
@@ -38,16 +38,16 @@ _MOST_PREFETCH = 16
 _MOST_GATHERS = 1 << 15
 #: Of refining the bytes a second; more change little.
 _ROUNDS = 8
-#: Of the passes' time the wire is busy: beyond this there is no room for anything to begin earlier.
+#: Of the passes' time the wire is busy: beyond this nothing can begin earlier.
 _SATURATED = 0.9
-#: Below this share of a step a mend is not worth a line.
+#: Below this share of a step a remedy is not worth a line.
 _LEAST_SHARE = 0.001
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Mend:
+class Remedy:
     """One gather that would be hidden by beginning one unit earlier; nanoseconds a step, at most."""
 
     unit: str
@@ -68,14 +68,14 @@ class Advice:
 
     Attributes:
         prefetch: of the recorded policy; None where it was not recorded.
-        busy: share of forward and backward in which the wire moved gathers, as far as can be told; None where it cannot.
-        mends: the units whose gathers would gain, the most first; ``hides_ns_per_step`` is of all together.
+        busy: share of forward and backward in which the wire moved gathers, as far as is known; None where it cannot.
+        remedies: the units whose gathers would gain, the most first; ``hides_ns_per_step`` is of all together.
         lines: one sentence each, for a reader.
     """
 
     prefetch: int | None
     busy: float | None
-    mends: tuple[Mend, ...]
+    remedies: tuple[Remedy, ...]
     hides_ns_per_step: float
     lines: tuple[str, ...]
 
@@ -113,16 +113,16 @@ def advice(table: SpanTable, points: Instants, steps: Steps, policy: Mapping[str
         return Advice(prefetch, busy, (), 0.0, ())
     gains = _gains(gathers, waits, passes, _uses(table, points), need_ns)
     total = min(float(gains.sum()), float(exposed_ns)) / len(steps.bounds)
-    mends = _by_unit(gathers, gains, steps) if total >= _LEAST_SHARE * steps.whole_ns / len(steps.bounds) else ()
-    total = total if mends else 0.0
-    return Advice(prefetch, busy, mends, total, _lines(mends, total, prefetch))
+    remedies = _by_unit(gathers, gains, steps) if total >= _LEAST_SHARE * steps.whole_ns / len(steps.bounds) else ()
+    total = total if remedies else 0.0
+    return Advice(prefetch, busy, remedies, total, _lines(remedies, total, prefetch))
 
 
 _PASSES = ("forward", "backward")
 
 
 def _sized(gathers: SpanTable, points: Instants) -> SpanTable:
-    """The gathers that take time, with the bytes that tell how much.
+    """The gathers that take time, with the bytes that say how much.
 
     A gather from this rank's own tier sends nothing to other ranks; there the buffer that is filled counts, whose size the
     release says.
@@ -136,7 +136,7 @@ def _sized(gathers: SpanTable, points: Instants) -> SpanTable:
 
 
 def _latest(table: SpanTable, steps: Steps) -> Steps:
-    """The last steps that hold no more gathers than can be told again quickly; at least one."""
+    """The last steps that hold no more gathers than can be replayed quickly; at least one."""
     begun = np.searchsorted(table.of("gather").begin_ns, steps.bounds[:, 0])
     if not len(begun):
         return steps
@@ -191,7 +191,7 @@ def _needs(gathers: SpanTable, waits: SpanTable) -> Floats | None:
     waited = np.zeros(len(gathers), np.bool_)
     waited[chosen[chosen >= 0]] = True
     for _ in range(_ROUNDS):
-        # A gather waited for may have queued behind others that nobody waited for, whose ends the rate itself tells.
+        # A gather waited for may have queued behind others that nobody waited for, whose ends the rate itself shows.
         spent = np.cumsum(nbytes / (rate / 1e9))
         ended = np.minimum(np.maximum.accumulate(begin - np.concatenate(([0.0], spent[:-1]))) + spent, end)
         free = np.concatenate(([-np.inf], np.maximum.accumulate(ended)[:-1]))
@@ -205,7 +205,7 @@ def _needs(gathers: SpanTable, waits: SpanTable) -> Floats | None:
 def _gains(gathers: SpanTable, waits: SpanTable, passes: SpanTable, uses: Ints, need_ns: Floats) -> Floats:
     """Nanoseconds of waiting each gather would have spared, had all been launched one use earlier.
 
-    The run is told again: what is waited less lets all that follows come sooner, launches and uses alike, and the wire then
+    The run is replayed: what is waited less lets all that follows come sooner, launches and uses alike, and the wire then
     has less time between them. So a gather may also wait longer than it did, and its gain be negative.
     """
     origin = int(gathers.begin_ns[0])
@@ -238,40 +238,40 @@ def _launches(begin: Floats, number: Ints, passes: SpanTable, uses: Ints, origin
     one_earlier = np.maximum(used[np.maximum(last - 1, 0)], pass_begin)
     # Where a pass recorded no use, the gather before in the same pass.
     followed = np.concatenate(([False], (number[1:] == number[:-1]) & (number[1:] >= 0)))
-    follows = followed & ~_told(passes, uses)[number]
+    follows = followed & ~_with_use(passes, uses)[number]
     before = np.where(follows, np.concatenate(([0.0], begin[:-1])), begin)
     return np.where(number < 0, begin, np.where(launched_in_pass, one_earlier, before))
 
 
-def _told(passes: SpanTable, uses: Ints) -> NDArray[np.bool_]:
+def _with_use(passes: SpanTable, uses: Ints) -> NDArray[np.bool_]:
     """Which passes hold a recorded use."""
     first = np.searchsorted(uses, passes.begin_ns, side="right")
     return np.searchsorted(uses, passes.end_ns, side="right") > first
 
 
-def _by_unit(gathers: SpanTable, gains: Floats, steps: Steps) -> tuple[Mend, ...]:
+def _by_unit(gathers: SpanTable, gains: Floats, steps: Steps) -> tuple[Remedy, ...]:
     sums = np.bincount(gathers.key, weights=gains)
     least = _LEAST_SHARE * steps.whole_ns
     units = [int(key) for key in np.argsort(-sums, kind="stable") if sums[key] >= least]
-    return tuple(Mend(gathers.strings[key], float(sums[key]) / len(steps.bounds)) for key in units)
+    return tuple(Remedy(gathers.strings[key], float(sums[key]) / len(steps.bounds)) for key in units)
 
 
-def _lines(mends: tuple[Mend, ...], total: float, prefetch: int | None) -> tuple[str, ...]:
-    said = [mend.line(prefetch) for mend in mends[:3]]
-    if len(mends) > 1:
-        said.append(f"all {len(mends)} such units together: up to {total / 1e6:.3g} ms a step, for one more unit's buffer")
+def _lines(remedies: tuple[Remedy, ...], total: float, prefetch: int | None) -> tuple[str, ...]:
+    said = [remedy.line(prefetch) for remedy in remedies[:3]]
+    if len(remedies) > 1:
+        said.append(f"all {len(remedies)} such units together: up to {total / 1e6:.3g} ms a step, for one more unit's buffer")
     return tuple(said)
 
 
 def _saturated(busy: float, policy: Mapping[str, object]) -> str:
     """Why more prefetch does not help, and which keys of the policy move fewer bytes or move them faster."""
-    mends = []
+    remedies = []
     if _setting(policy, "precision", "param") in (None, "fp32"):
-        mends.append('[precision] param = "bf16" (half the bytes)')
+        remedies.append('[precision] param = "bf16" (half the bytes)')
     if _setting(policy, "schedule", "reshard_after_forward") is not False:
-        mends.append("[schedule] reshard_after_forward = false, or a larger [budget] device (no gather in backward)")
+        remedies.append("[schedule] reshard_after_forward = false, or a larger [budget] device (no gather in backward)")
     tier = _setting(policy, "parameter", "tier")
     if tier in ("host", "disk"):
-        mends.append(f'[parameter] tier = "{"host" if tier == "disk" else "device"}" (a faster tier)')
-    mends.append("more samples a step (the same bytes for more compute)")
-    return f"gathers fill {busy:.0%} of forward and backward, so more prefetch cannot help; {'; '.join(mends)} can"
+        remedies.append(f'[parameter] tier = "{"host" if tier == "disk" else "device"}" (a faster tier)')
+    remedies.append("more samples a step (the same bytes for more compute)")
+    return f"gathers fill {busy:.0%} of forward and backward, so more prefetch cannot help; {'; '.join(remedies)} can"

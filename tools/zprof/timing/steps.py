@@ -62,7 +62,7 @@ def steps(trace: Trace) -> Ints:
 
 
 def steps_of(table: SpanTable) -> Steps:
-    """The steps that ``table``, which holds the spans of `WHATS`, tells of.
+    """The steps that ``table``, which holds the spans of `WHATS`, shows.
 
     A step ends with the optimizer's ``step``. Of several optimizers the one that steps most often counts, among equals the
     one that comes last; of one inside another the outer. Without such spans it ends with the last ``update``. Where forwards

@@ -30,7 +30,7 @@ class Rewriting:
 
     Args:
         path: the file; others may append to it meanwhile.
-        limit: bytes; the newest quarter of it stays as it is, the rest is thinned out to a quarter at most.
+        limit: bytes; the newest quarter of it stays as it is, what is before it is thinned out to a quarter at most.
         dropped: rows that were dropped from the file before.
     Attributes:
         fd: the new file, open for appending. nbytes: its size so far.

@@ -205,7 +205,7 @@ def _wide(column: Any, count: int, name: str) -> _Int64s:
 
 
 def _bounded(name: str) -> str:
-    """An over-long name is cut, and told apart from others with the same beginning by a check of the whole."""
+    """An over-long name is shortened; a check of the whole keeps it distinct from others with the same beginning."""
     if len(name) <= _MOST_NAME:
         return name
     return f"{name[: _MOST_NAME - 9]}~{zlib.crc32(name.encode('utf-8', 'backslashreplace')):08x}"

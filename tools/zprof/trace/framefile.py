@@ -135,7 +135,7 @@ class FrameFile:
         if self.damages:
             offset, why = next(iter(self.damages.items()))
             others = f", and in {len(self.damages) - 1} more places" if len(self.damages) > 1 else ""
-            said.append(f"damaged at byte {offset} ({why}){others}: the rest was read")
+            said.append(f"damaged at byte {offset} ({why}){others}: everything else was read")
         if self.tail:
             said.append(self.tail)
         return "; ".join(said) or None

@@ -53,23 +53,23 @@ class Header:
 
     def packed(self) -> dict[str, object]:
         """The header as a map of plain values, over-long texts cut so that every header written can be read."""
-        told = asdict(self)
-        cut = {name: _cut(value) for name, value in told.items() if isinstance(value, str)}
+        fields = asdict(self)
+        cut = {name: _cut(value) for name, value in fields.items() if isinstance(value, str)}
         versions = {_cut(name): _cut(text) for name, text in list(self.versions.items())[:_MOST_ARGS]}
-        return told | cut | {"argv": [_cut(word) for word in self.argv[:_MOST_ARGS]], "versions": versions}
+        return fields | cut | {"argv": [_cut(word) for word in self.argv[:_MOST_ARGS]], "versions": versions}
 
     @classmethod
-    def unpacked(cls, told: object, where: str) -> Header:
+    def unpacked(cls, fields: object, where: str) -> Header:
         """The header a map says; unknown keys are left for newer readers.
 
         Raises:
             TraceError: a key is missing or its value is not of its kind; the line begins with ``where``.
         """
-        if not isinstance(told, dict):
+        if not isinstance(fields, dict):
             raise TraceError(f"{where}: its header is not a map; it is damaged, record the run again")
         values: dict[str, object] = {}
         for name, (expected, right) in _CHECKS.items():
-            value = told.get(name)
+            value = fields.get(name)
             if not right(value):
                 raise TraceError(f"{where}: header key {name}: expected {expected}, found {_short(value)}; record it again")
             values[name] = tuple(value) if isinstance(value, list) else value

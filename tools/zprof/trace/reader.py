@@ -47,8 +47,8 @@ class Trace:
         self.file = file
         self._names = Names()
         self.strings = self._names.strings
-        self._told = 0
-        self._told_sequence = 0
+        self._given = 0
+        self._given_sequence = 0
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Trace:
@@ -116,10 +116,10 @@ class Trace:
             TraceError: another run's file lies at the path now.
         """
         self._renew()
-        first, self._told = self._told, len(self)
-        if self._told:
-            self._told_sequence = self.file.sequences[-1]
-        return self._from(first, self._told)
+        first, self._given = self._given, len(self)
+        if self._given:
+            self._given_sequence = self.file.sequences[-1]
+        return self._from(first, self._given)
 
     def notes(self, name: str | None = None) -> list[Note]:
         """The notes of that name, or all, in the order they were written."""
@@ -155,13 +155,13 @@ class Trace:
                 _, payload = file.read(offset)
                 if most is not None and len(payload) > most:
                     continue
-                told = unpacked(payload)
-                if not (isinstance(told, list) and len(told) == 2 and type(told[0]) is str and type(told[1]) is dict):
+                pair = unpacked(payload)
+                if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is str and type(pair[1]) is dict):
                     raise ValueError("it is no note")
             except ValueError as error:
                 file.damaged(offset, str(error))
             else:
-                yield Note(told[0], told[1])
+                yield Note(pair[0], pair[1])
 
     def _renew(self) -> None:
         try:
@@ -176,7 +176,7 @@ class Trace:
             raise TraceError(f"{self.path}: expected the run that was watched, found another; open it anew")
         self.file.close()
         self.file = file
-        self._told = next((at for at, number in enumerate(file.sequences) if number > self._told_sequence), len(file.rows))
+        self._given = next((at for at, number in enumerate(file.sequences) if number > self._given_sequence), len(file.rows))
 
 
 def _begun(path: Path) -> tuple[FrameFile, Header]:

@@ -62,12 +62,12 @@ class Writer:
         self._thinned = 0
         self._warned: set[str] = set()
         # Read back at once: a header nobody could read is the caller's mistake, and would cost the whole run.
-        told = header.packed()
-        Header.unpacked(told, str(path))
+        fields = header.packed()
+        Header.unpacked(fields, str(path))
         self._fd: int | None = _created(self.path, force)
         self._identity = _identity(self._fd)
         start = MAGIC + header.version.to_bytes(2, "little")
-        if not self._append(start + sealed(FrameKind.HEADER, packed(told))):
+        if not self._append(start + sealed(FrameKind.HEADER, packed(fields))):
             raise TraceError(f"{self.path}: cannot be written: the disk is full; choose another place with -o")
 
     def rows(self, rows: Sequence[Row]) -> None:
@@ -144,7 +144,7 @@ class Writer:
             try:
                 frames = self._frames(rows, self._sequence + 1)
             except (MemoryError, ImportError) as error:  # numpy, too, needs memory to be loaded
-                # They wait until there is some again; what the script dies of is told in a note, which needs none of them.
+                # They wait until there is some again; what the script dies of is written in a note, which needs none of them.
                 self._pending = waiting[at:][-_MOST_PENDING:]
                 self.dropped_rows += len(waiting) - at - len(self._pending)
                 self._lacking = type(error).__name__

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Followed", "Seen", "Unit"]
 
 WINDOW_NS = 10_000_000_000
-#: A recorder writes at least every second; for how long a file may rest before its run is asked for its end, or is silent.
-_RESTS_NS = 2_000_000_000
+#: A recorder writes at least every second; for how long a file may stay as it is before its run is
+#: asked for its end, or is silent.
+_UNCHANGED_NS = 2_000_000_000
 _STILL_NS = 15_000_000_000
 _MOST_STEPS = 21
 _TOP = 5
@@ -212,8 +213,8 @@ class Followed:
             changed = _STILL_NS
         here = header.host == socket.gethostname()
         gone = here and not _alive(header.pid)
-        # Notes are read only where the file rests: a snapshot among them is large.
-        if (gone or changed > _RESTS_NS) and self._trace.notes("end"):
+        # Notes are read only where the file does not change: a snapshot among them is large.
+        if (gone or changed > _UNCHANGED_NS) and self._trace.notes("end"):
             return "ended"
         if gone:
             return "killed"

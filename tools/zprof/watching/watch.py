@@ -64,8 +64,8 @@ class Look:
     def as_json(self) -> dict[str, Any]:
         """The same as plain values."""
         state = {name: value for name, value in self.nvml.items() if name != "devices"}
-        told = {"wall_ns": self.wall_ns, "nvml": state, "devices": self.devices, "host": self.host}
-        return {**told, "runs": [asdict(run) for run in self.runs], "problems": self.problems}
+        body = {"wall_ns": self.wall_ns, "nvml": state, "devices": self.devices, "host": self.host}
+        return {**body, "runs": [asdict(run) for run in self.runs], "problems": self.problems}
 
 
 class Watch:
@@ -110,10 +110,10 @@ class Watch:
     def _devices(self) -> list[dict[str, Any]]:
         now, readings = now_ns(), {(what, key): value for what, key, value in self._nvml.sample()}
         elapsed_s = (now - self._before_ns) / 1e9
-        told = self._nvml.state()["devices"]
-        assert isinstance(told, list)
+        known = self._nvml.state()["devices"]
+        assert isinstance(known, list)
         devices = []
-        for described in told:
+        for described in known:
             device = dict(described)
             for (what, key), value in readings.items():
                 if key != device["key"]:
