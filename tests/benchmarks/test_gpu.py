@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.source_rules import ROOT
 
 PEERS = ("deepspeed-3-offload", "deepspeed-2-offload")
 

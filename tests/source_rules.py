@@ -1,6 +1,6 @@
-"""Owns the house rules that a machine can check: plain functions from sources to findings, each one "file:line: what".
+"""Owns the rules of the sources that a machine can check: plain functions from sources to findings, each one "file:line: what".
 
-`test_house.py` runs them over the packages, and over small sources that break them. Nothing here imports what it reads.
+`test_source_rules.py` runs them over the packages, and over small sources that break them. Nothing here imports what it reads.
 """
 
 from __future__ import annotations
@@ -46,14 +46,7 @@ def source(path: str, text: str) -> Source:
 
 
 @cache
-def suite() -> list[Source]:
-    """Everything below tests/."""
-    files = sorted((ROOT / "tests").rglob("*.py"))
-    return [source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
-
-
-@cache
-def house() -> list[Source]:
+def all_sources() -> list[Source]:
     found = [
         source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))
         for folder in PACKAGES.values()
@@ -129,9 +122,9 @@ def at_import_time(node: ast.AST) -> Iterator[ast.AST]:
         yield from at_import_time(child)
 
 
-def within(here: Source, *rooms: str) -> bool:
-    """Whether the source is one of ``rooms``, given as patterns of paths such as "zhooks/comm/*.py"."""
-    return any(Path(here.path).match(room) for room in rooms)
+def within(here: Source, *places: str) -> bool:
+    """Whether the source is one of ``places``, given as patterns of paths such as "zhooks/comm/*.py"."""
+    return any(Path(here.path).match(place) for place in places)
 
 
 def of_packages(sources: list[Source], *packages: str) -> list[Source]:
@@ -176,14 +169,14 @@ def packages_point_down(sources: list[Source]) -> list[str]:
             continue
         for node in ast.walk(here.tree):
             for target in import_targets(node, here):
-                top, _, rest = target.partition(".")
-                reached = rest.partition(".")[0]
+                top, _, inner = target.partition(".")
+                reached = inner.partition(".")[0]
                 if top == here.package and reached in line and line[reached] < line[own]:
                     findings.append(here.finding(node, f"{here.package}.{own} imports {target}, which is above it"))
     return findings
 
 
-def packages_have_one_door(sources: list[Source]) -> list[str]:
+def packages_have_one_entry(sources: list[Source]) -> list[str]:
     """What a package's ``__init__`` names is what others may use of it."""
     packages = {here.module for here in sources if here.path.endswith("__init__.py") and "." in here.module}
     packages = {name for name in packages if name.partition(".")[0] in ORDER}
@@ -196,7 +189,7 @@ def packages_have_one_door(sources: list[Source]) -> list[str]:
                 module = target if target in modules else target.rpartition(".")[0]
                 package = module.rpartition(".")[0]
                 if package in packages and package != own:
-                    findings.append(here.finding(node, f"{here.module} imports {target} past the door of {package}"))
+                    findings.append(here.finding(node, f"{here.module} imports {target} past what is exported by {package}"))
     return findings
 
 
@@ -255,22 +248,22 @@ HOOK = re.compile(
     r"register_(module_)?(forward|full_backward|backward)\w*hook\w*|saved_tensors_hooks"
     r"|register_post_accumulate_grad_hook|register_(optimizer_)?step_(pre|post)_hook|register_(pre|multi_grad_)?hook"
 )
-HOOK_ROOMS = ("zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/step_hooks.py", "zhooks/grad/user_hooks.py")
+HOOK_FILES = ("zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/stepper.py", "zhooks/grad/user_hooks.py")
 
 
-def hooks_only_in_their_rooms(sources: list[Source]) -> list[str]:
+def hooks_only_in_their_files(sources: list[Source]) -> list[str]:
     findings: list[str] = []
     for here in of_packages(sources, "zhooks", "offload"):
-        if within(here, *HOOK_ROOMS):
+        if within(here, *HOOK_FILES):
             continue
         for node in ast.walk(here.tree):
             # Calls only: naming Tensor.register_hook in a table of overridden functions installs nothing.
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Attribute) and HOOK.fullmatch(called.attr):
-                findings.append(here.finding(node, f".{called.attr} outside {', '.join(HOOK_ROOMS)}"))
+                findings.append(here.finding(node, f".{called.attr} outside {', '.join(HOOK_FILES)}"))
             elif isinstance(node, ast.ImportFrom):
                 names = [alias.name for alias in node.names if HOOK.fullmatch(alias.name)]
-                findings.extend(here.finding(node, f"{name} outside {', '.join(HOOK_ROOMS)}") for name in names)
+                findings.extend(here.finding(node, f"{name} outside {', '.join(HOOK_FILES)}") for name in names)
     return findings
 
 

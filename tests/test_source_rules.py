@@ -1,4 +1,4 @@
-"""The house keeps its rules, and each rule would notice if it did not."""
+"""The sources keep their rules, and each rule would notice if they did not."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import sys
 
 import pytest
 
-from tests.house import (
-    INSIDE,
+from tests.source_rules import (
+    ROOT,
     Rule,
+    all_sources,
     clocks_only_in_events_and_comm,
     collectives_only_in_comm,
-    hooks_only_in_their_rooms,
-    house,
+    hooks_only_in_their_files,
     import_targets,
     imports_point_down,
     names_mean_something,
     no_environment_is_read,
     no_import_cycles,
     nothing_prints,
-    packages_have_one_door,
+    packages_have_one_entry,
     packages_point_down,
     private_names_are_for_own_tests,
     shared_things_are_no_tests,
@@ -33,7 +33,7 @@ from tests.support.paths import ROOT
 
 
 def keeps(rule: Rule) -> None:
-    findings = rule(house())
+    findings = rule(all_sources())
     assert not findings, "\n" + "\n".join(findings)
 
 
@@ -45,8 +45,8 @@ def test_packages_import_from_below_alone() -> None:
     keeps(packages_point_down)
 
 
-def test_packages_are_entered_by_their_door() -> None:
-    keeps(packages_have_one_door)
+def test_packages_are_entered_by_what_they_export() -> None:
+    keeps(packages_have_one_entry)
 
 
 def test_no_module_imports_itself_round_a_corner() -> None:
@@ -57,19 +57,19 @@ def test_collectives_are_called_only_in_comm() -> None:
     keeps(collectives_only_in_comm)
 
 
-def test_hooks_are_installed_only_in_their_rooms() -> None:
-    keeps(hooks_only_in_their_rooms)
+def test_hooks_are_installed_only_in_their_files() -> None:
+    keeps(hooks_only_in_their_files)
 
 
 def test_streams_are_touched_only_in_device() -> None:
     keeps(streams_only_in_device)
 
 
-def test_no_room_reads_an_environment_variable() -> None:
+def test_no_package_reads_an_environment_variable() -> None:
     keeps(no_environment_is_read)
 
 
-def test_no_room_prints() -> None:
+def test_no_package_prints() -> None:
     keeps(nothing_prints)
 
 
@@ -96,7 +96,7 @@ def test_offload_init_is_empty() -> None:
 
 
 def test_events_and_errors_use_the_standard_library_only() -> None:
-    for here in house():
+    for here in all_sources():
         if here.path in ("offload/events.py", "offload/errors.py"):
             tops = {target.partition(".")[0] for node in ast.walk(here.tree) for target in import_targets(node, here)}
             assert tops <= set(sys.stdlib_module_names) | {"__future__"}, f"{here.path} imports {sorted(tops)}"
@@ -135,13 +135,13 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "from torch.distributed import broadcast_object_list", ":1: torch"),
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "group._allgather_base(a, b)", ":1: ._allgather_base"),
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "import torch\ntorch.ops.c10d.allreduce_(t)", ":2: torch.ops.c10d"),
-    (hooks_only_in_their_rooms, "zhooks/unit/unit.py", "m.register_forward_pre_hook(f)", ":1: .register_forward_pre_hook"),
-    (hooks_only_in_their_rooms, "zhooks/unit/unit.py", "m.register_full_backward_hook(f)", ":1: .register_full_backward"),
-    (hooks_only_in_their_rooms, "zhooks/unit/unit.py", "p.register_post_accumulate_grad_hook(f)", ":1: .register_post_ac"),
-    (hooks_only_in_their_rooms, "zhooks/unit/unit.py", "o.register_optimizer_step_pre_hook(f)", ":1: .register_optim"),
-    (hooks_only_in_their_rooms, "zhooks/unit/unit.py", "t.register_hook(f)", ":1: .register_hook"),
+    (hooks_only_in_their_files, "zhooks/unit/unit.py", "m.register_forward_pre_hook(f)", ":1: .register_forward_pre_hook"),
+    (hooks_only_in_their_files, "zhooks/unit/unit.py", "m.register_full_backward_hook(f)", ":1: .register_full_backward"),
+    (hooks_only_in_their_files, "zhooks/unit/unit.py", "p.register_post_accumulate_grad_hook(f)", ":1: .register_post_ac"),
+    (hooks_only_in_their_files, "zhooks/unit/unit.py", "o.register_optimizer_step_pre_hook(f)", ":1: .register_optim"),
+    (hooks_only_in_their_files, "zhooks/unit/unit.py", "t.register_hook(f)", ":1: .register_hook"),
     (
-        hooks_only_in_their_rooms,
+        hooks_only_in_their_files,
         "zhooks/unit/unit.py",
         "from torch.autograd.graph import saved_tensors_hooks as s",
         ":1: saved_tensors_hooks",
@@ -186,12 +186,12 @@ def test_the_cycle_rule_notices_each_way_of_writing_an_import(text: str) -> None
     assert findings == ["zhooks/b.py:2: import cycle zhooks.a -> zhooks.b -> zhooks.a"]
 
 
-def test_the_door_rule_notices_who_goes_past_it() -> None:
-    package = [source("zhooks/comm/__init__.py", "from zhooks.comm.p2p import Ring"), source("zhooks/comm/p2p.py", "")]
-    assert packages_have_one_door([*package, source("zhooks/unit.py", "from zhooks.comm import Ring")]) == []
-    for text in ("from zhooks.comm.p2p import Ring", "import zhooks.comm.p2p", "from zhooks.comm import p2p"):
-        findings = packages_have_one_door([*package, source("zhooks/unit.py", text)])
-        assert len(findings) == 1 and "past the door of zhooks.comm" in findings[0]
+def test_the_entry_rule_notices_who_goes_past_it() -> None:
+    package = [source("zhooks/comm/__init__.py", "from zhooks.comm.shm import Ring"), source("zhooks/comm/shm.py", "")]
+    assert packages_have_one_entry([*package, source("zhooks/unit.py", "from zhooks.comm import Ring")]) == []
+    for text in ("from zhooks.comm.shm import Ring", "import zhooks.comm.shm", "from zhooks.comm import shm"):
+        findings = packages_have_one_entry([*package, source("zhooks/unit.py", text)])
+        assert len(findings) == 1 and "past what is exported by zhooks.comm" in findings[0]
 
 
 OURS = [
@@ -255,8 +255,8 @@ SOUND: list[tuple[Rule, str, str]] = [
     (packages_point_down, "zhooks/unit/unit.py", "from zhooks.comm import Call\nfrom zhooks.unit.flat import Flat"),
     (collectives_only_in_comm, "zhooks/comm/p2p.py", "import torch.distributed as d\nd.all_reduce(t)"),
     (collectives_only_in_comm, "zhooks/grad/gradient.py", "comm.all_reduce(t)\nimport torch.distributed as d\nd.get_rank()"),
-    (hooks_only_in_their_rooms, "zhooks/run/hooks.py", "m.register_forward_hook(f)"),
-    (hooks_only_in_their_rooms, "zhooks/tensor/sharded.py", "overridden = {Tensor.register_hook: f}"),
+    (hooks_only_in_their_files, "zhooks/run/hooks.py", "m.register_forward_hook(f)"),
+    (hooks_only_in_their_files, "zhooks/tensor/sharded.py", "overridden = {Tensor.register_hook: f}"),
     (streams_only_in_device, "offload/device/cuda.py", "import torch\ntorch.cuda.Stream()"),
     (streams_only_in_device, "offload/disk/disk_tier.py", "import threading\nthreading.Event().wait()\nticket.synchronize()"),
     (streams_only_in_device, "zhooks/report/memory.py", "import torch\ntorch.cuda.memory_stats(device)"),
