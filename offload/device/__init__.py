@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.device.cuda import CudaCalls
 from offload.device.interface import Device
 from offload.device.open import open_device
-from offload.device.streams import OneStream, beside, lane_of, one_stream, used_by_current_stream
+from offload.device.streams import OneStream, beside, lane_of, one_stream
 
 __all__ = [
     "CudaCalls",

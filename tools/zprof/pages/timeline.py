@@ -135,9 +135,7 @@ def _read(trace: Trace, points: int) -> _Read:
     ledger = Ledger.of(trace, points=points, also=pairing.feed)
     table = pairing.table()
     steps = steps_of(table)
-    texts = [note.body.get("text") for note in trace.notes("policy")]
-    policy = prefetch.policy_of(texts[-1] if texts and isinstance(texts[-1], str) else None)
-    advice = prefetch.advice(table, pairing.instants(), steps.warm, policy)
+    advice = prefetch.advice(table, pairing.instants(), steps.warm, prefetch.policy_of(trace))
     covered = coverage(trace, ledger.tiers)
     lines = () if covered.waits() else tuple(advice.lines)
     return _Read(trace, ledger, table, steps, stalls(table, steps.warm), lines, covered)

@@ -55,15 +55,13 @@ def analysed(trace: Trace, pairing: Pairing) -> Times:
     """The analysis, once ``pairing`` has seen all rows."""
     table, points = pairing.table(), pairing.instants()
     found = steps.steps_of(table.of(*steps.WHATS))
-    notes = trace.notes("policy")
-    text = notes[-1].body.get("text") if notes else None
     figures, problem = _figures(trace.header.host)
     return Times(
         table,
         found,
         stalls.stalls(table, found.warm),
         tuple(bandwidth.rates(table, device=trace.device, figures=figures)),
-        prefetch.advice(table, points, found.warm, prefetch.policy_of(text if isinstance(text, str) else None)),
+        prefetch.advice(table, points, found.warm, prefetch.policy_of(trace)),
         sum(1 for what in points.what.tolist() if table.strings[what] == "oom"),
         problem,
     )

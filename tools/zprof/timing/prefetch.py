@@ -20,6 +20,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,9 @@ from zprof.timing.bandwidth import really_waited, waited_rate
 from zprof.timing.intervals import Ints, union_ns
 from zprof.timing.spans import Instants, SpanTable
 from zprof.timing.steps import Steps
+
+if TYPE_CHECKING:
+    from zprof.trace.reader import Trace
 
 __all__ = ["POINTS", "WHATS", "Advice", "Remedy", "advice", "policy_of"]
 
@@ -80,10 +84,12 @@ class Advice:
     lines: tuple[str, ...]
 
 
-def policy_of(text: str | None) -> Mapping[str, object]:
-    """The policy a run recorded, as tables; empty where it recorded none, or none that can be read."""
+def policy_of(trace: Trace) -> Mapping[str, object]:
+    """The last policy a run recorded, as tables; empty where it recorded none, or none that can be read."""
+    notes = trace.notes("policy")
+    text = notes[-1].body.get("text") if notes else None
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(text if isinstance(text, str) else "{}")
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

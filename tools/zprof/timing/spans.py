@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from zprof.rows import RowKind, TraceError
 from zprof.timing.intervals import Ints
+from zprof.trace.levels import nesting
 
 if TYPE_CHECKING:
     from zprof.trace.reader import Rows, Trace
@@ -256,7 +257,7 @@ class Pairing:
         row = _by_group(block)
         group = np.cumsum(_changes(block.what[row]) | _changes(block.key[row])) - 1
         is_begin = block.is_begin[row]
-        depth, lost = _depths(is_begin, group)
+        depth, lost = nesting(group, is_begin)
         self._lost_ends += int(np.count_nonzero(lost))
         if lost.any():
             kept = ~lost
@@ -292,26 +293,6 @@ def _by_group(block: _Block) -> NDArray[np.intp]:
     # numpy sorts numbers of 16 bits by radix, many times as fast.
     narrow = [code.astype(np.uint16) if len(code) and int(code.max()) < 1 << 16 else code for code in codes]
     return np.lexsort(narrow)
-
-
-def _depths(is_begin: Flags, group: NDArray[np.intp]) -> tuple[Ints, Flags]:
-    """How many spans of its group are open at each row, its own included; and the ends that close nothing."""
-    count = len(is_begin)
-    if not count:
-        return np.zeros(0, np.int64), np.zeros(0, np.bool_)
-    running = np.cumsum(np.where(is_begin, 1, -1))
-    first = np.flatnonzero(_changes(group.astype(np.int32)))
-    base = running[first] - np.where(is_begin[first], 1, -1)
-    level = running - base[group]
-    # The least level of the group so far is the floor: an end that sinks it has no begin. One running minimum serves all
-    # groups, because each starts far below the one before.
-    drop = group * (2 * count + 2)
-    floor = np.minimum(np.minimum.accumulate(level - drop) + drop, 0)
-    before = np.zeros(count, np.int64)
-    before[1:] = floor[:-1]
-    before[first] = 0
-    lost = ~is_begin & (floor < before)
-    return level - floor + np.where(is_begin, 0, 1), lost
 
 
 def _columns(parts: list[list[NDArray[Any]]]) -> tuple[Codes, Codes, Ints, Ints, Ints, Codes]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from zprof.rows import CATEGORIES, TIERS, RowKind, placement
 from zprof.trace.columns import Rows
 
-__all__ = ["PLACES", "Changes", "Levels", "Open", "Walk", "extremes", "walked"]
+__all__ = ["PLACES", "Changes", "Levels", "Open", "Walk", "extremes", "nesting", "walked"]
 
 #: How many combinations of category and tier there are; place // `CATEGORIES` is the tier.
 PLACES = len(CATEGORIES) * len(TIERS)
@@ -154,8 +154,8 @@ class Open:
         group, row = np.append(self.group, group), np.append(self.row, row)
         order = np.argsort(group, kind="stable")
         group, row, opens = group[order], row[order], opens[order]
-        level = _nesting(group, opens)
-        order = np.flatnonzero(level > 0)
+        level, lost = nesting(np.cumsum(np.append(False, group[1:] != group[:-1])), opens)
+        order = np.flatnonzero(~lost)
         order = order[np.lexsort((order, level[order], group[order]))]
         group, row, opens, level = group[order], row[order], opens[order], level[order]
         # Of one group and level an opening is followed by its closing, or by nothing.
@@ -167,21 +167,27 @@ class Open:
         return row[closed], row[closed + 1]
 
 
-def _nesting(group: _Int64s, opens: _Bools) -> _Int64s:
-    """How deep each of the rows, sorted by group, lies: 1 is outermost; 0 for a closing that closes nothing."""
-    if not len(group):
-        return np.zeros(0, np.int64)
-    step = np.where(opens, 1, -1)
-    depth = np.cumsum(step)
-    first = np.append(True, group[1:] != group[:-1])
-    number = np.cumsum(first)
-    depth -= (depth - step)[first][number - 1]
-    # One running minimum for all groups: each begins below the lowest the one before can reach.
-    below = number * (2 * len(group) + 2)
-    lowest = np.minimum(np.minimum.accumulate(depth - below) + below, 0)
-    before = np.append(0, lowest[:-1])
+def nesting(number: _Int64s, opens: _Bools) -> tuple[_Int64s, _Bools]:
+    """How many of its group are open at each row, its own included; and the closings that close nothing.
+
+    Args:
+        number: of each row's group: 0 first, and one more where the next begins.
+    """
+    count = len(opens)
+    if not count:
+        return np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    running = np.cumsum(np.where(opens, 1, -1))
+    first = np.flatnonzero(np.append(True, number[1:] != number[:-1]))
+    level = running - (running[first] - np.where(opens[first], 1, -1))[number]
+    # The least level of the group so far is the floor: a closing that sinks it has no opening. One running minimum serves
+    # all groups, because each starts far below the one before.
+    drop = number * (2 * count + 2)
+    floor = np.minimum(np.minimum.accumulate(level - drop) + drop, 0)
+    before = np.zeros(count, np.int64)
+    before[1:] = floor[:-1]
     before[first] = 0
-    return np.where(opens, depth - lowest, np.where(lowest < before, 0, depth - lowest + 1))
+    lost = ~opens & (floor < before)
+    return level - floor + np.where(opens, 0, 1), lost
 
 
 def extremes(series: _Int64s, value: _Int64s) -> _Int64s:
