@@ -223,14 +223,14 @@ def copied() -> None:
     model.half().float().load_state_dict(other.state_dict())
 
 
-STORIES = [
+SCRIPTS = [
     resized, foreign, transformed, recomputed, autocasted, without_grad, sparse, twice_differentiated, with_a_closure,
     functional, in_groups, copied,
 ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized", "ignore:Sparse CSR")
-@pytest.mark.parametrize("story", STORIES)
-def test_the_ledger_equals_the_allocators_sum_when_storages_are(story: Callable[[], None]) -> None:
-    both = compare(story)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_ledger_equals_the_allocators_sum_when_storages_are(script: Callable[[], None]) -> None:
+    both = compare(script)
     assert both.equal and not both.lost, both

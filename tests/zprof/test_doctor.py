@@ -38,7 +38,7 @@ def test_doctor_finds_this_machine_fit_and_every_line_has_a_status_and_a_finding
         assert bool(finding["mend"]) == (finding["status"] == "warn"), finding
 
 
-def test_the_text_is_plain_and_gives_the_mend_below_its_line(tmp_path: Path) -> None:
+def test_the_text_is_plain_and_gives_the_remedy_below_its_line(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["doctor", "--path", "/dev/shm"])
     assert done.exit_code == 0 and "\x1b" not in done.output
     lines = done.output.splitlines()
@@ -57,7 +57,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_left_alone(tmp_path: Path) 
     assert found["direct I/O in /proc"]["status"] == "warn"
 
 
-def test_a_missing_package_fails_with_4_and_its_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_fails_with_4_and_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Another zhooks, first on the path, that asks for more.
     (tmp_path / "zhooks-9.dist-info").mkdir()
     more = ["no_such_thing>=2", "torch>=99", 'other>=1; extra == "bench"']

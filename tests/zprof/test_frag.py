@@ -114,7 +114,7 @@ def _rows(events: Events) -> list[tuple[int, int, int]]:
     return list(zip(events.action.tolist(), events.slot.tolist(), events.nbytes.tolist(), strict=True))
 
 
-def test_an_unknown_device_leaves_the_question_open_and_says_what_would_settle_it() -> None:
+def test_an_unknown_device_leaves_the_question_open_and_says_what_would_decide_it() -> None:
     segments = checked(golden(), "golden").segments
     small = would_succeed(segments, 60 * MIB, DEFAULTS, device_free=None)
     large = would_succeed(segments, 400 * MIB, DEFAULTS, device_free=None)

@@ -148,7 +148,7 @@ def by_name(plight: Plight) -> dict[str, Remedy]:
 
 def test_each_change_saves_what_the_bytes_say() -> None:
     found = by_name(Plight(held(2, 2), ("device",), 1, 2, policy(stage=2), UNITS))
-    # Three of the largest units are on the way whatever rests elsewhere, but where the host computes the update.
+    # Three of the largest units are on the way whatever is stored elsewhere, but where the host computes the update.
     saved = {what: remedy.nbytes for what, remedy in found.items()}
     assert saved == {
         "stage = 3": (50 - 2 * 20) * MIB,
@@ -182,7 +182,7 @@ def test_units_fetched_ahead_are_counted_at_their_smallest() -> None:
     now = {("parameter", "device", unit): nbytes // 4 + nbytes for unit, nbytes in UNITS.items()}
     found = by_name(Plight(now, ("device",), 1, 4, policy(), UNITS))
     assert found["[schedule] prefetch = 0"].nbytes == 10 * MIB
-    # What is gathered is on the device wherever it rests.
+    # What is gathered is on the device wherever it is stored.
     assert found['[parameter] tier = "host"'].nbytes == (25 - 3 * 5) * MIB
 
 

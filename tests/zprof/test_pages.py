@@ -109,7 +109,7 @@ def test_who_may_read_a_page_is_left_to_the_umask(zprof: Zprof) -> None:
     assert Path("run.flamegraph.html").stat().st_mode & 0o777 == 0o640
 
 
-def test_without_plotly_the_mend_is_named_and_the_exit_code_is_4(zprof: Zprof, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_plotly_the_remedy_is_named_and_the_exit_code_is_4(zprof: Zprof, monkeypatch: pytest.MonkeyPatch) -> None:
     write_trace(Path("run.zprof"), sample_rows(steps=1, units=2))
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     for command in ("timeline", "flamegraph"):
@@ -310,7 +310,7 @@ def test_a_timeline_of_ranks_shows_one_or_all_of_them(zprof: Zprof, browser: Bro
     assert browser.complaints() == [] and browser.requests() == []
 
 
-def test_a_run_too_long_for_a_page_tells_what_was_merged_and_keeps_steps_whole(
+def test_a_run_too_long_for_a_page_says_what_was_merged_and_keeps_steps_whole(
     zprof: Zprof, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_timeline, "MOST_SPANS", 400)

@@ -182,7 +182,7 @@ def test_requests_are_rounded_and_segments_sized_as_torch_does(nbytes: int, bloc
     assert DEFAULTS.segment_nbytes(DEFAULTS.rounded(nbytes)) == segment
 
 
-def test_a_rest_of_at_most_one_mib_stays_with_a_large_block() -> None:
+def test_a_remainder_of_at_most_one_mib_stays_with_a_large_block() -> None:
     kept = reserved_after([(ALLOC, 0, 20 * MIB), (RELEASE, 0, 0), (ALLOC, 1, 19 * MIB)])
     cut = reserved_after([(ALLOC, 0, 20 * MIB), (RELEASE, 0, 0), (ALLOC, 1, 19 * MIB - 512)])
     assert (kept.points[-1].allocated, cut.points[-1].allocated) == (20 * MIB, 19 * MIB - 512)

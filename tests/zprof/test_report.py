@@ -127,7 +127,7 @@ def test_bytes_are_grouped_by_what_is_asked(report: Report, by: str, names: list
     write_trace(Path("run.zprof"), sample_rows(units=3))
     held = values(report("run.zprof", "--by", by, "--json"))["runs"][0]["tiers"]["device"]
     assert sorted(held["groups"]) == names
-    # The backward that begins: everything at rest, one unit whole, its gradients whole.
+    # The backward that begins: everything as stored, one unit whole, its gradients whole.
     assert sum(held["groups"].values()) == held["bytes"] >= 3 * SHARD + 2 * WHOLE
     assert report("run.zprof", "--by", by).exit_code == 0
 
@@ -160,7 +160,7 @@ def test_ranks_are_told_together_with_who_is_late_and_who_is_missing(report: Rep
     told = values(report("runs", "--by", "rank", "--json"))
     assert [run["rank"] for run in told["runs"]] == [0, 1, 3]
     peaks = told["ranks"]["peak_bytes"]["device"]
-    # One more unit: its parameters at rest, and its gradients.
+    # One more unit: its stored parameters, and its gradients.
     assert peaks["1"] - peaks["0"] == 2 * SHARD and peaks["0"] == peaks["3"]
     assert told["ranks"]["missing"] == [2]
     text = report("runs", "--by", "rank").stdout
@@ -249,7 +249,7 @@ def test_no_name_of_a_trace_can_steer_the_terminal(report: Report, name: str) ->
     assert values(report("run.zprof", "--json"))["runs"]
 
 
-def test_bad_input_is_one_line_with_the_mend(report: Report) -> None:
+def test_bad_input_is_one_line_with_the_remedy(report: Report) -> None:
     Path("text.zprof").write_text("hello")
     Path("nothing.zprof").write_bytes(b"")
     Path("folder").mkdir()

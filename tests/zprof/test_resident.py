@@ -43,7 +43,7 @@ assert sampled()["malloc used"] < held["malloc used"]
 """
 
 
-def test_malloc_and_python_tell_what_was_allocated_and_freed() -> None:
+def test_malloc_and_python_say_what_was_allocated_and_freed() -> None:
     # In a process of its own: here, arenas that earlier tests left empty would take the objects in.
     ran = subprocess.run([sys.executable, "-c", ALLOCATED_AND_FREED], capture_output=True, text=True, check=False)
     assert not ran.returncode, ran.stderr

@@ -23,7 +23,7 @@ from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
 
 ZPROF = [sys.executable, "-m", "zprof", "run"]
-#: What launchers tell ranks must not reach these runs from outside.
+#: What launchers set for ranks must not reach these runs from outside.
 LAUNCHERS = ("RANK", "WORLD_", "SLURM_", "TORCHELASTIC_")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 

@@ -22,7 +22,7 @@ from tests.support.zprof_traces import HEADER, MIB, sample_rows, write_trace
 from zprof.bench.store import Figure, bench_path, keep, stored
 from zprof.ledger.ledger import Ledger
 from zprof.rows import Row, RowKind, TraceError
-from zprof.timing import spans as spans_room
+from zprof.timing import spans as spans_module
 from zprof.timing.analysis import Times, both, times
 from zprof.timing.bandwidth import Rate, rates
 from zprof.timing.coverage import Unseen
@@ -124,8 +124,8 @@ def test_spans_are_those_of_a_stack_for_each_name_however_the_rows_are_cut(
         writer.flush()
     writer.close()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans_room, "_BLOCK", block)
-        patch.setattr(spans_room, "_LATE", 8)
+        patch.setattr(spans_module, "_BLOCK", block)
+        patch.setattr(spans_module, "_LATE", 8)
         table = spans(Trace.open(path))
     closed, left, lost = paired(rows)
     assert (sorted(listed(table)), table.lost_ends) == (closed, lost)
@@ -154,9 +154,9 @@ def test_open_spans_reach_to_the_last_row_of_the_recording(tmp_path: Path) -> No
 
 
 def test_more_begins_than_can_be_open_do_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans_room, "_MOST_OPEN", 10)
-    monkeypatch.setattr(spans_room, "_BLOCK", 20)
-    monkeypatch.setattr(spans_room, "_LATE", 0)
+    monkeypatch.setattr(spans_module, "_MOST_OPEN", 10)
+    monkeypatch.setattr(spans_module, "_BLOCK", 20)
+    monkeypatch.setattr(spans_module, "_LATE", 0)
     rows = [Row(RowKind.BEGIN, "gather", str(number % 7), 0, START + number) for number in range(5000)]
     trace = traced(tmp_path, rows)
     pairing = Pairing(trace)
@@ -443,7 +443,7 @@ def compared(folder: Path, prefetch: int, costs: Sequence[tuple[float, float]]) 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("cost", [(2.0, 1.5), (1.0, 2.0), (3.0, 5.0), (1.0, 0.9)])
-def test_for_units_alike_the_mend_promises_what_one_more_unit_hides(
+def test_for_units_alike_the_remedy_promises_what_one_more_unit_hides(
     tmp_path: Path, prefetch: int, cost: tuple[float, float]
 ) -> None:
     told, _, hidden = compared(tmp_path, prefetch, [cost] * 8)
@@ -457,7 +457,7 @@ def test_for_units_alike_the_mend_promises_what_one_more_unit_hides(
 @given(
     costs=st.lists(st.tuples(st.floats(0.1, 5), st.floats(0.1, 5)), min_size=2, max_size=8), prefetch=st.integers(0, 3)
 )
-def test_the_mend_never_promises_more_than_was_waited_for(
+def test_the_remedy_never_promises_more_than_was_waited_for(
     tmp_path: Path, costs: list[tuple[float, float]], prefetch: int
 ) -> None:
     told, exposed, hidden = compared(tmp_path, prefetch, costs)
@@ -476,7 +476,7 @@ def test_a_wire_that_is_busy_all_the_time_is_not_offered_more_prefetch(tmp_path:
         assert words in line
 
 
-def test_gathers_that_nobody_waits_for_need_no_mend(tmp_path: Path) -> None:
+def test_gathers_that_nobody_waits_for_need_no_remedy(tmp_path: Path) -> None:
     told, _ = advised(tmp_path, pipelined(2, [(5.0, 0.001)] * 8))
     assert (told.remedies, told.lines) == ((), ())
 
@@ -521,7 +521,7 @@ def test_measures_are_all_documented_and_match_the_rows(tmp_path: Path) -> None:
     assert measures(trace, Ledger.of(trace)) == values
 
 
-def test_what_a_recording_does_not_tell_is_left_out_and_not_zero(tmp_path: Path) -> None:
+def test_what_a_recording_does_not_say_is_left_out_and_not_zero(tmp_path: Path) -> None:
     trace = traced(tmp_path, spanned(("gather", "a", 0, 1, 8)))
     values = measures(trace, Ledger.of(trace))
     for name in ("rss.peak", "step.median_ms", "exposed.ms_per_step", "energy.joules_per_step", "disk_read.bytes_per_s"):

@@ -288,7 +288,7 @@ def test_a_full_disk_stops_the_recording_with_one_warning_and_nothing_raised(tmp
     assert trace.damage is None and done.stderr == ""
 
 
-def test_no_room_for_the_smaller_file_stops_the_recording_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_for_the_smaller_file_stops_the_recording_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.zprof.00.part").mkdir()
     monkeypatch.setattr(secrets, "token_hex", lambda _: "00")
     rows = peaked(0, 100)

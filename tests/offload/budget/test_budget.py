@@ -41,7 +41,7 @@ def test_a_full_tier_refuses_with_its_arithmetic_and_counts_nothing() -> None:
     assert budget.used(HOST) == budget.high_water(HOST) == int(31.6 * GIB)
 
 
-def test_each_tier_names_its_own_mend() -> None:
+def test_each_tier_names_its_own_remedy() -> None:
     said = {tier: str(cannot_admit(tier, "k", 2, used=0, limit=1)) for tier in Tier}
     assert said[DEVICE] == (
         'device tier cannot admit k (2 B): 0 of 1 B in use, 1 B short; raise [budget] device, or set [optimizer] tier = "host"'
@@ -73,7 +73,7 @@ def test_tiers_do_not_share_a_budget() -> None:
     assert (budget.used(DEVICE), budget.used(HOST), budget.used(DISK)) == (10, 10, 0)
 
 
-def test_nothing_is_admitted_even_where_there_is_no_room() -> None:
+def test_nothing_is_admitted_even_where_there_is_no_memory() -> None:
     budget = Budget({HOST: 0})
     budget.admit(HOST, "an empty shard", 0)
     assert not budget.try_admit(HOST, 1)

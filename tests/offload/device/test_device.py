@@ -220,7 +220,7 @@ def test_memory_is_returned_when_its_tensor_goes() -> None:
     assert held - mapped() >= 1 << 30
 
 
-def test_a_cpu_addresses_host_memory_unless_told_not_to() -> None:
+def test_a_cpu_addresses_host_memory_unless_it_is_not_to() -> None:
     for asked, expected in ((None, True), (True, True), (False, False)):
         opened = open_device(torch.device("cpu"), addresses_host=asked)
         assert opened.addresses_host is expected
@@ -276,12 +276,12 @@ def test_a_copy_that_gets_no_thread_is_refused_and_changes_nothing(device: Devic
 
 
 def test_what_follows_a_copy_is_begun_when_it_ends_and_by_nobody_else(device: Device) -> None:
-    gate, told = hold(device), threading.Event()
+    gate, heard = hold(device), threading.Event()
     ticket = device.copy(filled(LARGE, 0), filled(LARGE))
-    ticket.when_over(told.set)
-    assert not told.is_set()
+    ticket.when_over(heard.set)
+    assert not heard.is_set()
     gate.set()
-    assert told.wait(60) and ticket.done()
+    assert heard.wait(60) and ticket.done()
     late = threading.Event()
     ticket.when_over(late.set)
     assert late.is_set()
@@ -431,12 +431,12 @@ class TestCuda:
         assert int(total) == 3 << 28
         cuda.unpin(source)
 
-    def test_a_copys_end_is_told_in_a_thread_of_the_device(self, cuda: Device) -> None:
-        result, told = pinned(cuda, 1 << 20), threading.Event()
+    def test_a_copys_end_is_heard_in_a_thread_of_the_device(self, cuda: Device) -> None:
+        result, heard = pinned(cuda, 1 << 20), threading.Event()
         torch.cuda._sleep(1 << 28)
         ticket = cuda.copy(result, torch.full((1 << 20,), 3, dtype=torch.uint8, device="cuda"), "down")
-        ticket.when_over(told.set)
-        assert told.wait(60) and ticket.done()
+        ticket.when_over(heard.set)
+        assert heard.wait(60) and ticket.done()
         assert bool((result == 3).all())
         cuda.unpin(result)
 

@@ -1,4 +1,4 @@
-"""The disk tier on a real file: what is written comes back, room is given and taken, and nobody waits for ever."""
+"""The disk tier on a real file: what is written comes back, space is given and taken, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_request_that_overlaps_one_under_way_starts_after_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("verb", ["free", "close"])
-def test_room_is_given_back_only_after_what_is_under_way_there(tmp_path: Path, verb: str) -> None:
+def test_space_is_given_back_only_after_what_is_under_way_there(tmp_path: Path, verb: str) -> None:
     io = Gated()
     disk = DiskFile(tmp_path, io=io)
     extent = disk.allocate(CHECK, "b")
@@ -349,7 +349,7 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
 
 
-# --- room -------------------------------------------------------------------------------------------------------------
+# --- space -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_limit_holds_to_the_byte_and_its_error_has_the_arithmetic(tmp_path: Path) -> None:

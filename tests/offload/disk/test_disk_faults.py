@@ -333,7 +333,7 @@ def test_a_stranger_under_the_files_name_survives_close(tmp_path: Path) -> None:
     assert disk.path.read_text() == "a stranger"
 
 
-# --- no room ----------------------------------------------------------------------------------------------------------
+# --- no space ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_a_budget_error_and_leaves_the_file_as_it_was(disk: DiskFile, io: Faulty) -> None:
@@ -352,7 +352,7 @@ def test_a_full_disk_is_a_budget_error_and_leaves_the_file_as_it_was(disk: DiskF
     still_works(disk, io)
 
 
-def test_the_last_room_of_a_disk_is_used_where_a_whole_step_does_not_fit(disk: DiskFile, io: Faulty) -> None:
+def test_the_last_space_of_a_disk_is_used_where_a_whole_step_does_not_fit(disk: DiskFile, io: Faulty) -> None:
     def nearly_full(nbytes: int) -> None:
         if nbytes > NBYTES:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -388,7 +388,7 @@ def test_a_file_systems_limit_on_the_size_of_files_is_named(disk: DiskFile, io: 
     still_works(disk, io)
 
 
-def test_a_small_disk_keeps_room_for_a_save_beside_the_scratch_file(tmp_path: Path) -> None:
+def test_a_small_disk_keeps_space_for_a_save_beside_the_scratch_file(tmp_path: Path) -> None:
     class Small(SystemIo):
         """A file system of 200 MiB, of which so much is free."""
 

@@ -1,4 +1,4 @@
-"""What the kernels refuse, what they tell autograd, and how their threads end."""
+"""What the kernels refuse, what autograd learns, how their threads end, and the sum of squares."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
 # --- the platform -----------------------------------------------------------------------------------------------------
 
 
-def test_importing_the_room_brings_in_no_numba() -> None:
+def test_importing_the_package_brings_in_no_numba() -> None:
     check = "import sys, offload.kernels; sys.exit(', '.join({'numba', 'llvmlite'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -71,7 +71,7 @@ def test_blocks_of_one_slab_share_no_storage_and_no_byte(pool: HostPool) -> None
     assert pool.reserved == SLAB
     assert len({block.untyped_storage()._cdata for block in blocks}) == 4
     for index, block in enumerate(blocks):
-        # All of the storage, the room past the block's end included.
+        # All of the storage, the space past the block's end included.
         torch.empty(0, dtype=torch.uint8).set_(block.untyped_storage(), 0, (8192,), (1,)).fill_(index)
     assert [bool((block == index).all()) for index, block in enumerate(blocks)] == [True] * 4
 
@@ -334,11 +334,11 @@ def test_a_request_the_system_cannot_map_is_a_budget_error_and_changes_nothing(p
 
 
 class Locking(CpuDevice):
-    """A CPU that records what it is told to lock, and can refuse as a driver does when RLIMIT_MEMLOCK is reached."""
+    """A CPU that records what it is to lock, and can refuse as a driver does when RLIMIT_MEMLOCK is reached."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__(torch.device("cpu"), addresses_host=False)
-        self.room = room
+        self.most_locked = most
         self.locked: dict[int, int] = {}
 
     def pins(self) -> bool:
@@ -346,7 +346,7 @@ class Locking(CpuDevice):
 
     def pin(self, memory: Tensor) -> None:
         nbytes = memory.untyped_storage().nbytes()
-        if sum(self.locked.values()) + nbytes > self.room:
+        if sum(self.locked.values()) + nbytes > self.most_locked:
             raise CapabilityError("device cannot page-lock: raise it (ulimit -l unlimited)")
         assert memory.data_ptr() not in self.locked, "locked twice"
         self.locked[memory.data_ptr()] = nbytes
@@ -391,7 +391,7 @@ def test_locking_can_be_left_out() -> None:
     device.close()
 
 
-def test_memory_that_cannot_be_locked_is_an_error_with_the_mend_and_changes_nothing() -> None:
+def test_memory_that_cannot_be_locked_is_an_error_with_the_remedy_and_changes_nothing() -> None:
     device = Locking(SLAB)
     pool = HostPool(device, slab_nbytes=SLAB)
     pool.take(PAGE, "first")
@@ -564,11 +564,11 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def holes_and_blocks_tile_every_slab_and_no_two_holes_touch(self) -> None:
-        listed = {(serial, offset): room for holes in self.pool._holes.values() for room, serial, offset in holes}
+        listed = {(serial, offset): nbytes for holes in self.pool._holes.values() for nbytes, serial, offset in holes}
         held: dict[tuple[int, int], int] = {}
         for piece in self.pool._taken.values():
             held[piece.slab.serial, piece.offset] = piece.nbytes
-        kept = {(slab.serial, offset): room for slab in self.pool._slabs.values() for offset, room in slab.hole_at.items()}
+        kept = {(slab.serial, offset): nbytes for slab in self.pool._slabs.values() for offset, nbytes in slab.hole_at.items()}
         assert listed == kept
         for slab in self.pool._slabs.values():
             at, hole_before = 0, False

@@ -354,13 +354,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("values", "expected"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_one_line_with_file_line_and_mend(values: dict[str, Any], expected: str, write: Write) -> None:
+def test_a_mistake_is_one_line_with_file_line_and_remedy(values: dict[str, Any], expected: str, write: Write) -> None:
     path = write(values)
     assert complaint(path) == f"{path}:{expected}"
     assert complaint(values) == f"policy: {expected.partition(': ')[2]}"
 
 
-def test_all_mistakes_are_told_at_once(write: Write) -> None:
+def test_all_mistakes_are_listed_at_once(write: Write) -> None:
     path = write({"bf16": {"enabled": 3}, "zero_optimization": {"stage": 9, "overlap_com": True}})
     assert [line.removeprefix(f"{path}:").partition(":")[0] for line in complaint(path).splitlines()] == ["3", "6", "7"]
 

@@ -14,7 +14,7 @@ from offload.policy.deepspeed_keys import HONOURED
 from tests.support.policy_texts import read
 
 CPU = {"device": "cpu", "pin_memory": True}
-#: What it means; the rest are our defaults.
+#: What it means; all others are our defaults.
 DYNAMIC = {"loss_scale": "dynamic", "growth_interval": 1000, "hysteresis": 2}
 SCALED = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
 AUTO = {

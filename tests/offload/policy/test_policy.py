@@ -438,7 +438,7 @@ def test_an_update_on_the_host_is_refused_where_its_values_are_on_the_device(wri
     assert f'write tier = "host" or "disk" for {left}' in text and text.endswith(', or compute = "device"')
 
 
-def test_replicated_parameters_are_not_told_to_move() -> None:
+def test_replicated_parameters_are_not_asked_to_move() -> None:
     cells = {"gradient": {"tier": "host"}, "optimizer": {"tier": "host", "compute": "host"}}
     with pytest.raises(PolicyError, match=r'write param = "bf16" in \[precision\], or compute = "device"$'):
         Policy.of({"stage": 2, **cells})
@@ -460,7 +460,7 @@ def test_the_folder_of_the_disk_tier_is_the_systems_own_where_none_is_said() -> 
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_parameters_may_rest_elsewhere_where_the_whole_row_is_sharded_or_none_of_it(stage: int) -> None:
+def test_parameters_may_be_stored_elsewhere_where_the_whole_row_is_sharded_or_none_of_it(stage: int) -> None:
     assert Policy.of({"stage": stage, "parameter": {"tier": "disk"}}).tiers("any").parameter is Tier.DISK
 
 

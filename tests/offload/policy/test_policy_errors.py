@@ -163,7 +163,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("text", "expected"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_one_line_with_file_line_subject_and_mend(text: str, expected: str, write: Write) -> None:
+def test_a_mistake_is_one_line_with_file_line_subject_and_remedy(text: str, expected: str, write: Write) -> None:
     assert complaint(write(text)) == expected
 
 
@@ -274,7 +274,7 @@ def test_a_mapping_names_no_file_and_no_line() -> None:
     )
 
 
-def test_rules_without_a_file_are_told_by_their_number() -> None:
+def test_rules_without_a_file_are_known_by_their_number() -> None:
     rules = [{"match": "a", "parameter.tier": "host"}, {"match": "b", "optimizer": {"tier": "nvme"}}]
     assert complaint({"rule": rules}) == (
         'policy: [[rule]] 2 optimizer.tier: expected "device", "host" or "disk", found "nvme"'

@@ -137,7 +137,7 @@ def test_extends_is_a_path_or_a_list_of_paths(value: str, write: Write) -> None:
     assert said.startswith("policy.toml:1: extends: expected the path of a policy file or a list of them, found ")
 
 
-def test_a_file_that_cannot_be_read_is_told_with_the_line_that_names_it(write: Write) -> None:
+def test_a_file_that_cannot_be_read_is_reported_with_the_line_that_names_it(write: Write) -> None:
     assert complaint(write("policy.toml", '\nextends = "none.toml"\n')) == (
         "policy.toml:2: extends: none.toml: no such policy file"
     )

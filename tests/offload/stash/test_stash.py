@@ -1,6 +1,6 @@
 """The stash: what is copied, how often, when memory is free again, and what happens when a tier fails.
 
-pytest runs it on real rooms: a host pool, a scratch file in a temporary folder, a CPU device with and without forced copies.
+pytest runs it on real pools: a host pool, a scratch file in a temporary folder, a CPU device with and without forced copies.
 It never uses a model: tests/zhooks/activation/test_activation.py does.
 """
 
@@ -33,7 +33,7 @@ ALL = Limits(min_nbytes=0)
 
 
 @dataclass
-class Rooms:
+class Pools:
     device: Device
     host: HostPool
     disk: DiskFile
@@ -41,7 +41,7 @@ class Rooms:
 
 
 class Failing(SystemIo):
-    """The system's calls, until it is told that the disk is broken or full."""
+    """The system's calls, until it is set that the disk is broken or full."""
 
     def __init__(self) -> None:
         self.error: int | None = None
@@ -63,7 +63,7 @@ class Failing(SystemIo):
             raise OSError(self.error, "injected")
 
 
-Open = Callable[..., tuple[Stash, Rooms]]
+Open = Callable[..., tuple[Stash, Pools]]
 
 
 @pytest.fixture
@@ -73,23 +73,23 @@ def io() -> Failing:
 
 @pytest.fixture
 def stash_of(tmp_path: Path, io: Failing) -> Iterator[Open]:
-    """``stash_of(tier, copies=..., limits=..., host=..., disk=...)`` is a stash and the rooms it stands on."""
-    opened: list[Rooms] = []
+    """``stash_of(tier, copies=..., limits=..., host=..., disk=...)`` is a stash and the pools it stands on."""
+    opened: list[Pools] = []
 
     def make(
         tier: Tier, *, copies: bool = False, limits: Limits = ALL, host: int | None = None, bus: Bus | None = None
-    ) -> tuple[Stash, Rooms]:
+    ) -> tuple[Stash, Pools]:
         device = open_device(torch.device("cpu"), addresses_host=not copies)
-        rooms = Rooms(device, HostPool(device), DiskFile(tmp_path, io=io), Budget({Tier.HOST: host}))
-        opened.append(rooms)
-        return Stash(rooms, tier, limits, bus or Bus()), rooms
+        pools = Pools(device, HostPool(device), DiskFile(tmp_path, io=io), Budget({Tier.HOST: host}))
+        opened.append(pools)
+        return Stash(pools, tier, limits, bus or Bus()), pools
 
     yield make
     io.error = None
-    for rooms in opened:
-        rooms.disk.close()
-        rooms.device.close()
-        rooms.host.close()
+    for pools in opened:
+        pools.disk.close()
+        pools.device.close()
+        pools.host.close()
 
 
 EVERY = pytest.mark.parametrize(
@@ -99,22 +99,22 @@ EVERY = pytest.mark.parametrize(
 )
 
 
-def taken(stash: Stash, rooms: Rooms) -> int:
-    """Bytes of host and disk that are in use once everything is at rest."""
+def taken(stash: Stash, pools: Pools) -> int:
+    """Bytes of host and disk that are in use once everything has ended."""
     gc.collect()
 
     def nothing() -> bool:
         stash.flush()
-        return rooms.host.used + rooms.disk.used == 0
+        return pools.host.used + pools.disk.used == 0
 
     # A worker may refer to what it has moved for a moment after it said so.
     soon(nothing)
-    return rooms.host.used + rooms.disk.used
+    return pools.host.used + pools.disk.used
 
 
 @EVERY
 def test_what_is_opened_is_what_was_put(stash_of: Open, tier: Tier, copies: bool) -> None:
-    stash, rooms = stash_of(tier, copies=copies)
+    stash, pools = stash_of(tier, copies=copies)
     tensors = [
         torch.randn(300, 70),
         torch.randn(64, 96).t(),
@@ -138,7 +138,7 @@ def test_what_is_opened_is_what_was_put(stash_of: Open, tier: Tier, copies: bool
         del found
     saved.clear()
     del one
-    assert taken(stash, rooms) == 0
+    assert taken(stash, pools) == 0
 
 
 @EVERY
@@ -158,24 +158,24 @@ def test_the_originals_memory_is_free_once_the_copy_is_made(stash_of: Open, tier
 
 
 def test_views_of_one_storage_share_a_copy(stash_of: Open) -> None:
-    stash, rooms = stash_of(Tier.HOST)
+    stash, pools = stash_of(Tier.HOST)
     qkv = torch.randn(8, 16, 96)
     parts = qkv.chunk(3, dim=-1)
     saved = [stash.put(part.unflatten(-1, (4, 8)).transpose(1, 2)) for part in parts]
     assert len({id(one.copy) for one in saved if one is not None}) == 1
     stash.flush()
-    assert rooms.budget.used(Tier.HOST) == qkv.nbytes
+    assert pools.budget.used(Tier.HOST) == qkv.nbytes
     for one, part in zip(saved, parts, strict=True):
         assert one is not None
         assert torch.equal(stash.open(one), part.unflatten(-1, (4, 8)).transpose(1, 2))
 
 
 def test_a_small_view_of_a_large_storage_copies_its_own_extent(stash_of: Open) -> None:
-    stash, rooms = stash_of(Tier.HOST)
+    stash, pools = stash_of(Tier.HOST)
     saved = stash.put(torch.randn(1 << 20)[1000:1064])
     stash.flush()
     assert saved is not None
-    assert 64 * 4 <= rooms.budget.used(Tier.HOST) < 64 * 4 + 64
+    assert 64 * 4 <= pools.budget.used(Tier.HOST) < 64 * 4 + 64
 
 
 def test_the_same_tensor_is_copied_once_and_a_changed_one_again(stash_of: Open) -> None:
@@ -211,7 +211,7 @@ def test_small_extents_are_not_worth_a_transfer(stash_of: Open) -> None:
 
 @EVERY
 def test_the_last_bytes_stay_where_they_are(stash_of: Open, tier: Tier, copies: bool) -> None:
-    stash, rooms = stash_of(tier, copies=copies, limits=Limits(min_nbytes=0, keep_nbytes=8 * KIB))
+    stash, pools = stash_of(tier, copies=copies, limits=Limits(min_nbytes=0, keep_nbytes=8 * KIB))
     tensors = [torch.randn(KIB) for _ in range(5)]
     saved = [stash.put(tensor) for tensor in tensors]
     away = stash.flush()
@@ -224,26 +224,26 @@ def test_the_last_bytes_stay_where_they_are(stash_of: Open, tier: Tier, copies: 
         del found
     saved.clear()
     del one
-    assert taken(stash, rooms) == 0
+    assert taken(stash, pools) == 0
 
 
 def test_dropped_before_it_left_is_never_copied(stash_of: Open) -> None:
-    stash, rooms = stash_of(Tier.HOST, limits=Limits(min_nbytes=0, keep_nbytes=8 * KIB))
+    stash, pools = stash_of(Tier.HOST, limits=Limits(min_nbytes=0, keep_nbytes=8 * KIB))
     for _ in range(20):
         assert stash.put(torch.randn(KIB)) is not None
-    assert rooms.host.high_water == 0
+    assert pools.host.high_water == 0
 
 
 @EVERY
 def test_it_may_be_opened_many_times(stash_of: Open, tier: Tier, copies: bool) -> None:
-    stash, rooms = stash_of(tier, copies=copies)
+    stash, pools = stash_of(tier, copies=copies)
     tensor = torch.randn(5000)
     saved = stash.put(tensor)
     assert saved is not None
     for _ in range(3):
         assert torch.equal(stash.open(saved), tensor)
     del saved
-    assert taken(stash, rooms) == 0
+    assert taken(stash, pools) == 0
 
 
 @EVERY
@@ -261,7 +261,7 @@ def test_memory_somebody_still_looks_at_is_not_used_again(stash_of: Open, tier: 
 
 
 def test_steps_use_the_same_host_memory_again(stash_of: Open) -> None:
-    stash, rooms = stash_of(Tier.HOST)
+    stash, pools = stash_of(Tier.HOST)
     for _ in range(5):
         saved = [stash.put(torch.randn(10 * KIB)) for _ in range(10)]
         for one in reversed(saved):
@@ -269,7 +269,7 @@ def test_steps_use_the_same_host_memory_again(stash_of: Open) -> None:
             stash.open(one)
         saved.clear()
         del one
-    assert rooms.host.high_water <= 11 * 40 * KIB
+    assert pools.host.high_water <= 11 * 40 * KIB
 
 
 def test_what_comes_next_is_fetched_ahead_within_the_window(stash_of: Open) -> None:
@@ -293,18 +293,18 @@ def test_what_comes_next_is_fetched_ahead_within_the_window(stash_of: Open) -> N
 
 
 def test_a_full_budget_names_the_keys_that_help_and_leaves_the_stash_usable(stash_of: Open) -> None:
-    stash, rooms = stash_of(Tier.HOST, host=12 * KIB)
+    stash, pools = stash_of(Tier.HOST, host=12 * KIB)
     held = [stash.put(torch.randn(KIB)) for _ in range(3)]
     with pytest.raises(BudgetError, match=r"host.*\[activation\] keep"):
         stash.put(torch.randn(KIB))
     held.clear()
-    assert taken(stash, rooms) == 0
+    assert taken(stash, pools) == 0
     assert stash.put(torch.randn(KIB)) is not None
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_fails_while_putting_is_told_in_the_same_forward(stash_of: Open, io: Failing, code: int) -> None:
-    stash, rooms = stash_of(Tier.DISK, limits=Limits(min_nbytes=0, window_nbytes=16 * KIB))
+def test_a_disk_that_fails_while_putting_is_raised_in_the_same_forward(stash_of: Open, io: Failing, code: int) -> None:
+    stash, pools = stash_of(Tier.DISK, limits=Limits(min_nbytes=0, window_nbytes=16 * KIB))
     held = [stash.put(torch.randn(KIB))]
     io.error = code
     with pytest.raises((TierError, BudgetError), match="activation"):
@@ -312,7 +312,7 @@ def test_a_disk_that_fails_while_putting_is_told_in_the_same_forward(stash_of: O
             held.append(stash.put(torch.randn(KIB)))
     io.error = None
     held.clear()
-    assert taken(stash, rooms) == 0
+    assert taken(stash, pools) == 0
     tensor = torch.randn(KIB)
     saved = stash.put(tensor)
     assert saved is not None
@@ -320,7 +320,7 @@ def test_a_disk_that_fails_while_putting_is_told_in_the_same_forward(stash_of: O
 
 
 def test_a_disk_that_fails_while_opening_names_the_value_and_may_recover(stash_of: Open, io: Failing) -> None:
-    stash, rooms = stash_of(Tier.DISK)
+    stash, pools = stash_of(Tier.DISK)
     tensor = torch.randn(KIB)
     saved = stash.put(tensor)
     stash.flush()
@@ -331,15 +331,15 @@ def test_a_disk_that_fails_while_opening_names_the_value_and_may_recover(stash_o
     io.error = None
     assert torch.equal(stash.open(saved), tensor)
     del saved
-    assert taken(stash, rooms) == 0
+    assert taken(stash, pools) == 0
 
 
 def test_altered_bytes_are_never_handed_out(stash_of: Open) -> None:
-    stash, rooms = stash_of(Tier.DISK)
+    stash, pools = stash_of(Tier.DISK)
     saved = stash.put(torch.randn(KIB))
     stash.flush()
     assert saved is not None
-    with rooms.disk.path.open("r+b") as file:
+    with pools.disk.path.open("r+b") as file:
         content = np.fromfile(file, np.uint8)
         content[4096:] ^= 1
         file.seek(4096)

@@ -1,4 +1,4 @@
-"""The tiered store on real memory and a real file: values, versions, leases, budgets, and the room that comes back."""
+"""The tiered store on real memory and a real file: values, versions, leases, budgets, and the memory that comes back."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Played:
         self.plain: dict[str, Tensor] = {}
         self.held: list[tuple[str, Lease]] = []
         self.moves = [self.put, self.write, self.read, self.overwrite, self.add, self.into, self.move, self.drop]
-        self.moves += [self.fetch, self.fetch, self.close, self.rest, self.settle]
+        self.moves += [self.fetch, self.fetch, self.close, self.flush, self.finish]
 
     def play(self, count: int) -> None:
         for number in range(count):
@@ -201,11 +201,11 @@ class Played:
             assert self.blocks[other].version == before
         return False
 
-    def rest(self, key: str) -> bool:
+    def flush(self, key: str) -> bool:
         self.store.evict()
         return False
 
-    def settle(self, key: str) -> bool:
+    def finish(self, key: str) -> bool:
         self.store.flush()
         return False
 
@@ -225,12 +225,12 @@ def test_any_order_of_operations_leaves_the_values_that_plain_tensors_have(make:
     assert (store.host.used, store.disk.used, store.staged) == (0, 0, 0)
 
 
-# --- one home, one lease ---------------------------------------------------------------------------------------------
+# --- one tier, one lease ---------------------------------------------------------------------------------------------
 
 
 @SEAMS
 @TIERS
-def test_a_block_has_one_home_and_is_charged_there_alone(make: Make, addresses: bool, tier: Tier) -> None:
+def test_a_block_has_one_tier_and_is_charged_there_alone(make: Make, addresses: bool, tier: Tier) -> None:
     store = make(addresses)
     block = filled(store, "b", 1000, tier)
     assert used(store) == {other.value: 4000 if other is tier else 0 for other in Tier}
@@ -314,7 +314,7 @@ def test_only_what_was_changed_is_written_back(make: Make) -> None:
     assert io.written == written + 1 and torch.equal(values(block), torch.full((1000,), 2.0))
 
 
-def test_a_write_that_torch_does_not_see_is_written_back_when_it_is_told(make: Make) -> None:
+def test_a_write_that_torch_does_not_see_is_written_back_when_it_is_reported(make: Make) -> None:
     store = make()
     block = filled(store, "b", 1000, Tier.DISK)
     before = block.version
@@ -325,7 +325,7 @@ def test_a_write_that_torch_does_not_see_is_written_back_when_it_is_told(make: M
     assert torch.equal(values(block), torch.full((1000,), 3.0))
 
 
-def test_a_block_fetched_on_its_way_home_is_not_read_again(make: Make) -> None:
+def test_a_block_fetched_while_written_back_is_not_read_again(make: Make) -> None:
     io = Gated()
     store = make(io=io)
     block = filled(store, "b", 1000, Tier.DISK)
@@ -389,7 +389,7 @@ def test_a_view_counts_although_the_read_was_under_way_when_the_lease_was_made(m
 
 
 @pytest.mark.parametrize("how", ["dropped", "forsaken", "moved"])
-def test_a_view_of_a_home_in_host_memory_outlives_the_block(make: Make, how: str) -> None:
+def test_a_view_of_a_block_in_host_memory_outlives_the_block(make: Make, how: str) -> None:
     store = make()
     block = filled(store, "b", 70_000, Tier.HOST, 5.0)
     view = block.tensor()[:10]
@@ -417,12 +417,12 @@ def test_few_blocks_stay_open_that_were_opened_on_demand(make: Make) -> None:
     assert [values(block)[0].item() for block in blocks] == [number + 1.0 for number in range(8)]
 
 
-# --- room ----------------------------------------------------------------------------------------------------------------
+# --- memory ----------------------------------------------------------------------------------------------------------------
 
 
 @SEAMS
 @TIERS
-def test_room_comes_back_when_a_block_is_dropped_or_nobody_refers_to_it(make: Make, addresses: bool, tier: Tier) -> None:
+def test_memory_comes_back_when_a_block_is_dropped_or_nobody_refers_to_it(make: Make, addresses: bool, tier: Tier) -> None:
     store = make(addresses)
     for _ in range(2):
         blocks = [filled(store, f"b{number}", 1000, tier) for number in range(3)]
@@ -502,7 +502,7 @@ def test_a_refused_fetch_of_a_blank_block_leaves_it_blank(make: Make) -> None:
     assert not values(blank).any()
 
 
-def test_a_tight_budget_sends_home_what_was_opened_on_demand(make: Make) -> None:
+def test_a_tight_budget_writes_back_what_was_opened_on_demand(make: Make) -> None:
     store = make(host=4000, staging=1 << 30)
     blocks = [filled(store, f"b{number}", 1000, Tier.DISK, number) for number in range(5)]
     for _ in range(2):

@@ -22,14 +22,14 @@ SEAMS = pytest.mark.parametrize("addresses", [None, False], ids=["direct", "copi
 
 
 class Failing(SystemIo):
-    """Raises ``code`` at reads, writes or when the file grows, while told to."""
+    """Raises ``code`` at reads, writes or when the file grows, while set to."""
 
     def __init__(self) -> None:
         self.code = errno.EIO
         self.reads = self.writes = self.growth = False
 
-    def _fail(self, told: bool) -> None:
-        if told:
+    def _fail(self, fails: bool) -> None:
+        if fails:
             raise OSError(self.code, os.strerror(self.code))
 
     def preadv(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
