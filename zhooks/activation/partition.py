@@ -239,7 +239,7 @@ class Partition:
         """The input again; what backward is likely to ask for next is set on its way.  Collective.
 
         Raises:
-            DivergenceError: another rank gathers something else, or has freed its part.
+            DivergenceError: another rank gathers something else, or has freed its shard.
         """
         with self._lock:
             slot = part.slot
@@ -320,7 +320,7 @@ class Partition:
             wrong = [(rank, number) for rank, number in zip(ranks, found, strict=True) if number != slot.number]
             if wrong:
                 rank, number = wrong[0]
-                sent = f"activation {number}" if number else "nothing, for it has freed its part"
+                sent = f"activation {number}" if number else "nothing, for it has freed its shard"
                 raise DivergenceError(
                     f"unit {slot.key}: expected every rank of axis {self._axis.axis.name} to gather input {slot.number} again "
                     f"for backward, found that rank {rank} sent {sent}. Let every rank run the same forward and backward."

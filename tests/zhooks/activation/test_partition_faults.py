@@ -116,7 +116,7 @@ def test_a_rank_that_has_dropped_its_graph_says_so_instead_of_sending_other_byte
         early = None
         late.backward()
     else:
-        with pytest.raises(DivergenceError, match=r"unit blocks\.0: .*rank 1 sent nothing, for it has freed its part"):
+        with pytest.raises(DivergenceError, match=r"unit blocks\.0: .*rank 1 sent nothing, for it has freed its shard"):
             (early + late).backward()
     model.zero_grad()
     notes = []
