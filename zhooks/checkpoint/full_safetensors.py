@@ -70,8 +70,8 @@ class _File:
     def _failed(self, error: OSError) -> None:
         self._file = None
         self.problem = self.problem or (
-            f"save_full {shown_path(self._path)}: expected a writable folder with room for the model, found: {error.strerror}. "
-            "Choose another path."
+            f"save_full {shown_path(self._path)}: expected a writable folder with space for the model, found: {error.strerror}."
+            " Choose another path."
         )
 
 

@@ -62,7 +62,7 @@ def _first_difference(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -
         for one, other in pairs:
             if one.get("tp") != other.get("tp"):
                 found, had = other.get("tp", "none"), one.get("tp", "none")
-                return f"parameter {other['name']} divided over tp by (dim, parts) {found} where the checkpoint has {had}"
+                return f"parameter {other['name']} divided over tp by (dim, chunks) {found} where the checkpoint has {had}"
         for what in ("dtype", "segments", "shard_numel", "padded", "params", "name"):
             if old[what] != new[what]:
                 return f"unit {new['name']} of {what} {_brief(new[what])} where the checkpoint has {_brief(old[what])}"

@@ -130,7 +130,7 @@ class AllRanks:
         if isinstance(error, OSError):
             place = f" at {shown_path(error.filename)}" if error.filename else ""
             found = f"{error.strerror or error}{place}"
-            return f"{about}: expected room and permission to do so, found: {found}. {_advice(error)}, or choose another path."
+            return f"{about}: expected space and permission to do so, found: {found}. {_advice(error)}, or choose another path."
         return f"{about}: expected no exception, found {type(error).__name__}: {error}. Correct it and try again."
 
 
@@ -180,8 +180,8 @@ def _advice(error: OSError) -> str:
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     size = "" if soft == resource.RLIM_INFINITY else f", {as_size(soft)} here"
     known = {
-        errno.ENOSPC: "Free room there (df, df -i)",
-        errno.EDQUOT: "Free room within the user's quota, or have it raised (quota)",
+        errno.ENOSPC: "Free space there (df, df -i)",
+        errno.EDQUOT: "Free space within the user's quota, or have it raised (quota)",
         errno.EFBIG: f"Raise the limit on the size of one file (ulimit -f{size}), save from more ranks",
         errno.EROFS: "Mount the file system writable",
         errno.EACCES: "Let this user write there",

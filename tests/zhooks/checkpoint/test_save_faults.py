@@ -196,14 +196,14 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_nothing(room: 
         run.save(path / "run", extra={"step": 1})
         named = f"rank {last}: " if last else ""
         found = rf"File too large. Raise the limit on the size of one file \(ulimit -f, {re.escape(as_size(room))} here"
-        match = f"^{named}save .*run: expected room and permission .*found: {found}.*another path"
+        match = f"^{named}save .*run: expected space and permission .*found: {found}.*another path"
         with refused(run, match), small_files(room, rank=last):
             run.save(path / "run")
         # Whatever call it is that fails on this rank, up to the commit.
-        for code, advice in ((errno.ENOSPC, "Free room there"), (errno.EDQUOT, "Free room within the user's quota")):
+        for code, advice in ((errno.ENOSPC, "Free space there"), (errno.EDQUOT, "Free space within the user's quota")):
             for call in ("pwritev", "fsync", "ftruncate"):
                 found = rf"{os.strerror(code)}.*\. {advice}"
-                match = f"^{named}save .*run: expected room and permission .*found: {found}.*another path"
+                match = f"^{named}save .*run: expected space and permission .*found: {found}.*another path"
                 with refused(run, match), failing(call, code, rank=last):
                     run.save(path / "run")
         assert os.listdir(path) == ["run"] and run.load(path / "run") == {"step": 1}
@@ -222,9 +222,9 @@ def test_paths_that_cannot_become_a_checkpoint_are_refused_before_anything_is_wr
             with refused(run, match):
                 run.save(path / name)
         assert (path / "full" / "manifest.json").read_text() == "a web app's" and (path / "file").read_text() == "mine"
-        with refused(run, "expected room and permission"):
+        with refused(run, "expected space and permission"):
             run.save(Path("/proc/nowhere/run"))
-        with refused(run, "expected room and permission"):
+        with refused(run, "expected space and permission"):
             run.save(path / "file" / "run")
         run.save(path / "empty")
         run.load(path / "empty")
