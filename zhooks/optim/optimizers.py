@@ -271,7 +271,7 @@ class Optimizers:
         for one, before, after in zip(found, names, names[1:], strict=False):
             if before == after:
                 raise CheckpointError(
-                    f"{verb}: expected optimizers that can be told apart on every rank, found two {type(one).__name__} of the "
+                    f"{verb}: expected optimizers that differ on every rank, found two {type(one).__name__} of the "
                     "same parameters, options and counters, neither of which has stepped. Pass both to the call, or each to "
                     "attachment.state_dict(optimizer) before it, in one order on all ranks."
                 )
