@@ -340,7 +340,7 @@ def test_a_bound_below_one_aligned_row_is_refused_and_the_model_stays_plain() ->
     before = {name: param.clone() for name, param in model.named_parameters()}
     row = 16 * world * 2  # bf16 elements, eight to 16 bytes, as fp32
     if row > 64:
-        with pytest.raises(PolicyError, match=rf"\[comm\] buffer: expected room for one aligned row over {world} ranks, {row}"):
+        with pytest.raises(PolicyError, match=rf"\[comm\] buffer: expected to hold one aligned row over {world} ranks, {row}"):
             zhooks.attach(model, policy={"comm": {"buffer": row - 1}, **BF16})
     same(dict(model.named_parameters()), before)
     zhooks.attach(model, policy={"comm": {"buffer": max(row, 64)}, "units": {"names": ["*"]}, **BF16})
