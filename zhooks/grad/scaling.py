@@ -130,7 +130,7 @@ class Scaling:
         if isinstance(torch._C._current_autograd_node(), _REENTRANT):
             raise ScaleError(
                 "[precision] loss_scale: expected parameters in modules of their own, found one used in a function under "
-                "reentrant checkpointing, where no one can tell whether gradients are scaled. Pass use_reentrant=False."
+                "reentrant checkpointing, where no one can know whether gradients are scaled. Pass use_reentrant=False."
             )
         return self._cross(view, inward=True, dtype=None)
 
