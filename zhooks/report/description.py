@@ -25,7 +25,7 @@ def describe(
 ) -> str:
     """A plain-text table: unit, parameters, elements, padding, dtypes, placement; then the totals, and what to look at."""
     table = Table.of(policy.table())
-    head = ("unit", "params", "numel", "padding", "rest -> use", "parameter", "gradient", "optimizer")
+    head = ("unit", "params", "numel", "padding", "kept -> use", "parameter", "gradient", "optimizer")
     rows = [head]
     for unit in units:
         for flat in unit.flats:
