@@ -116,7 +116,7 @@ class DeviceBudget:
         """Another policy, between steps; returns what ``Headroom.spare`` is under it.  Collective.
 
         Raises:
-            BudgetError: as ``device_headroom``; steps are refused until another policy makes room.
+            BudgetError: as ``device_headroom``; steps are refused until another policy frees memory.
         """
         known = list(self._counted)
         self._counted.clear()
@@ -166,7 +166,7 @@ class DeviceBudget:
         if optimizer in self._unforeseen and torch._C._current_graph_task_id() == -1:
             self._unforeseen.discard(optimizer)
             self._counted.pop(optimizer, None)
-            after = " The step has been made, and what follows is refused until attachment.apply(policy) makes room."
+            after = " The step has been made, and what follows is refused until attachment.apply(policy) frees memory."
             headroom = self._headroom({*self._counted, optimizer}, after)
             self._counted[optimizer] = len(optimizer.param_groups)
             self._keep_within(headroom.spare)

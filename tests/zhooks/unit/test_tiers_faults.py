@@ -98,7 +98,7 @@ def values(model: nn.Module) -> list[Tensor]:
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated(tmp_path: Path, tier: str) -> None:
     model, plain = ZOO["mlp"].build(7), ZOO["mlp"].build(7)
     kept = [param.data_ptr() for param in model.parameters()]
-    with pytest.raises(zhooks.BudgetError, match=rf"\[budget\] {tier}: expected room for the parameters, masters"):
+    with pytest.raises(zhooks.BudgetError, match=rf"\[budget\] {tier}: expected memory for the parameters, masters"):
         zhooks.attach(model, policy=on_disk(tmp_path, tier, budget={tier: 1000}))
     assert [param.data_ptr() for param in model.parameters()] == kept and list(tmp_path.iterdir()) == []
     assert not hooks_left(model) and same(values(model), values(plain))
@@ -111,7 +111,7 @@ def test_a_budget_that_states_outgrow_is_refused_in_the_step_and_names_the_state
     try:
         attachment = zhooks.attach(model, policy=on_disk(tmp_path, "host", budget={"host": nbytes}))
     except zhooks.BudgetError as error:
-        assert "[budget] host: expected room" in str(error)
+        assert "[budget] host: expected memory" in str(error)
         assert not hooks_left(model) and same(values(model), values(plain)) and list(tmp_path.iterdir()) == []
         step(model, adamw(model), 0)
         return
