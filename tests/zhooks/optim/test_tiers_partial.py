@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import zhooks
 from offload.errors import ShardedOpError
 from offload.store import Block, Mode, Store
-from offload.store.lease import Lease, as_bytes
-from offload.store.transfer import Transfers
+from offload.store.lease import Lease
+from offload.store.transfer import as_bytes
 from offload.tier import Tier
 from tests.support.on_ranks import on_ranks, place
 from zhooks.optim.numba_kernel import AdamRule
@@ -43,9 +43,9 @@ class Branches(nn.Module):
 @contextmanager
 def unwritten_is_noticed() -> Iterator[list[str]]:
     """Buffers for whole writes begin as a mark; the names of blocks that still have it when the write ends are listed."""
-    lease, close, left = Transfers.lease, Store.close, list[str]()
+    lease, close, left = Store._open, Store.close, list[str]()
 
-    def marked(self: Transfers, block: Block, at: Tier, mode: Mode) -> Lease:
+    def marked(self: Store, block: Block, at: Tier, mode: Mode) -> Lease:
         made = lease(self, block, at, mode)
         if mode is Mode.WRITE_ALL:
             as_bytes(made.values).fill_(UNWRITTEN)
@@ -58,11 +58,11 @@ def unwritten_is_noticed() -> Iterator[list[str]]:
             left.extend([block.key] * int((rows == UNWRITTEN).all(1).sum()))
         close(self, block)
 
-    Transfers.lease, Store.close = marked, checked  # type: ignore[method-assign]
+    Store._open, Store.close = marked, checked  # type: ignore[method-assign]
     try:
         yield left
     finally:
-        Transfers.lease, Store.close = lease, close  # type: ignore[method-assign]
+        Store._open, Store.close = lease, close  # type: ignore[method-assign]
 
 
 def losses(case: str, kernel: str, tier: str, **more: Any) -> list[Tensor]:
