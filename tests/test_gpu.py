@@ -254,9 +254,8 @@ def test_what_rests_on_the_host_is_page_locked(tmp_path: Path) -> None:
     under = model()
     attachment = zhooks.attach(under, policy=placed("host", tmp_path))
     for param in under.parameters():
-        assert isinstance(param, zhooks.ShardedTensor) and isinstance(param._at, BlockRange)
-        home = param._at.block.stored
-        assert isinstance(home, Tensor) and home.is_pinned()
+        at = block_range_of(param)
+        assert at is not None and isinstance(at.block.stored, Tensor) and at.block.stored.is_pinned()
     attachment.detach()
 
 

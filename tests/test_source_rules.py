@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.source_rules import (
-    ROOT,
+    INSIDE,
     Rule,
     all_sources,
     clocks_only_in_events_and_comm,
@@ -82,7 +82,7 @@ def test_no_name_could_mean_anything() -> None:
 
 
 def test_a_test_reaches_into_what_it_tests_alone() -> None:
-    findings = private_names_are_for_own_tests([*house(), *suite()])
+    findings = private_names_are_for_own_tests([*all_sources(), *suite()])
     assert not findings, "\n" + "\n".join(findings)
 
 
@@ -187,9 +187,9 @@ def test_the_cycle_rule_notices_each_way_of_writing_an_import(text: str) -> None
 
 
 def test_the_entry_rule_notices_who_goes_past_it() -> None:
-    package = [source("zhooks/comm/__init__.py", "from zhooks.comm.shm import Ring"), source("zhooks/comm/shm.py", "")]
+    package = [source("zhooks/comm/__init__.py", "from zhooks.comm.p2p import Ring"), source("zhooks/comm/p2p.py", "")]
     assert packages_have_one_entry([*package, source("zhooks/unit.py", "from zhooks.comm import Ring")]) == []
-    for text in ("from zhooks.comm.shm import Ring", "import zhooks.comm.shm", "from zhooks.comm import shm"):
+    for text in ("from zhooks.comm.p2p import Ring", "import zhooks.comm.p2p", "from zhooks.comm import p2p"):
         findings = packages_have_one_entry([*package, source("zhooks/unit.py", text)])
         assert len(findings) == 1 and "past what is exported by zhooks.comm" in findings[0]
 

@@ -134,7 +134,7 @@ class Attachment(Stateful, Calibrated):
         begin(scaling, watch_steps)
         undo.callback(lambda: self._tiers.end_steps())
         self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding, self._optimizers)
-        self._bus.told_by(self._state_held)
+        self._bus.stated_by(self._state_held)
 
     def _context(self) -> BuildContext:
         """What flats are built on now."""
@@ -151,7 +151,7 @@ class Attachment(Stateful, Calibrated):
         if self._runtime.saved.partition is not None:
             self._runtime.saved.partition.state_held()
         state_held(self._live("observe", (), None), self.policy, self._tiers.store, self._optimizers.here())
-        self._pool.tell()
+        self._pool.state_held()
 
     def _keep_within(self, spare: int | None) -> None:
         """So many bytes of gathered units may stay between forward and backward, from now on."""

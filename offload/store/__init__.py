@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from offload.store.allocation import Allocation, Allocator, Pools
-from offload.store.block import Block, BlockRange
-from offload.store.lease import Mode
+from offload.store.block import Block, BlockRange, owner_of
+from offload.store.lease import Lease, Mode
 from offload.store.store import Store
 from offload.store.transfer import Transfers
 
@@ -13,8 +13,10 @@ __all__ = [
     "Allocator",
     "Block",
     "BlockRange",
+    "Lease",
     "Mode",
     "Pools",
     "Store",
     "Transfers",
+    "owner_of",
 ]

@@ -1,8 +1,8 @@
 """The one way tests look inside packages that they do not test: one function for each thing that users cannot see.
 
 What users can see comes first: ``attachment.memory()``, ``describe()``, ``payload()``, events, ``to_local()``, files. The tests
-of a package use what is private to it as they like (`tests/house.py` holds both). Nothing here is changed but by a function
-that says so.
+of a package use what is private to it as they like (`tests/source_rules.py` holds both). Nothing here is changed but by a
+function that says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 import zhooks
 from offload import events
 from offload.policy import Policy
-from offload.shards import folder as shard_folder
+from offload.shards import commit as shard_commit
+from offload.shards import manifest as shard_manifest
 from offload.store import BlockRange, Store
 from zhooks.comm import Comm
 from zhooks.layout import UnitPlan
@@ -136,14 +137,14 @@ def transports_of(comm: Comm) -> list[Any]:
 
 def checksum_of(manifest: Any) -> str:
     """What stands beside a manifest in its file."""
-    return shard_folder._checksum(manifest)
+    return shard_manifest._checksum(manifest)
 
 
 #: The call that exchanges a new checkpoint with the earlier one: module and name, as ``setattr`` takes them.
-EXCHANGE = (shard_folder, "_exchange")
+EXCHANGE = (shard_commit, "_exchange")
 
 
 def hush_earlier() -> None:
     """What is attached already, by other tests of this process, does not tell a new observer what it holds."""
     for bus in tuple(events._buses):
-        bus._tell = None
+        bus._state = None

@@ -257,8 +257,7 @@ def train(folder: str, wrapper: str) -> None:
 
     # What other tests of this process have left attached would say so, and their waits would be seen.
     gc.collect()
-    for bus in tuple(events._buses):
-        bus._state = None
+    hush_earlier()
     rank, world = dist.get_rank(), dist.get_world_size()
     recorders = [
         Recorder(f"{folder}/{wrapper}.{level}.{rank}.zprof", level=level, nvml="off").listen()  # type: ignore[arg-type]

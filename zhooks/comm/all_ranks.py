@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError, DivergenceError, ZhooksError
-from offload.text import shown_path
+from offload.text import as_size, shown_path
 from zhooks.comm.agree import same_text, text_digest, text_of
 from zhooks.comm.choose_transport import Comm
 from zhooks.comm.rendezvous import error_of

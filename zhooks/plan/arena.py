@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from offload.free_ranges import Space
 from offload.memory import Use, grain, rounded
 from offload.policy import Policy
 from offload.tier import Tier

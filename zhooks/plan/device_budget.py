@@ -190,8 +190,8 @@ def _headroom(
         tier = 'set [optimizer] tier = "host", '
         what = f"{as_size(floor)}, and for the states of {of}, {as_size(states)}: {as_size(floor + states)} in all"
     raise BudgetError(
-        f"[budget] device: expected room for what is kept there and the units in flight, {what}, found "
-        f"{shown(limit)}. Raise it, {tier}lower [schedule] prefetch or [units] max_numel, or place more on another "
+        f"[budget] device: expected memory for what is stored there and the units in flight, {what}, found "
+        f"{as_size(limit)}. Raise it, {tier}lower [schedule] prefetch or [units] max_numel, or place more on another "
         f"tier.{after}"
     )
 

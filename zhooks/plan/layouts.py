@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from offload.budget import shown
 from offload.errors import AttachError, PolicyError
 from offload.policy import Policy
+from offload.text import as_size
 from zhooks.comm import Comm
 from zhooks.layout import ALIGN_BYTES, FLATS, FlatPlan, Group, Kind, Table, UnitPlan, flat_layout, kind_of
 from zhooks.tensor import part_numel
@@ -112,7 +112,7 @@ class Layouts:
         if len(split) > FLATS:
             raise AttachError(
                 f"unit {group.name}: expected at most {FLATS} flat buffers, found more: its parameters are split at "
-                f"{shown(self.bound.nbytes)}. Raise [comm] buffer, or make smaller units ([units] names)."
+                f"{as_size(self.bound.nbytes)}. Raise [comm] buffer, or make smaller units ([units] names)."
             )
         flats = [self._flat(group.name, number, place, kind, members) for place, (kind, members) in enumerate(split)]
         return UnitPlan(group, number, tuple(flats))
@@ -147,7 +147,7 @@ def _split(kinds: Mapping[Kind, Sequence[Member]], bound: Bound) -> Iterator[tup
     for kind, members in kinds.items():
         if not bound.admits(kind, 1):
             raise PolicyError(
-                f"[comm] buffer: expected room for one aligned row over {bound.ranks * bound.replicas} ranks, "
+                f"[comm] buffer: expected to hold one aligned row over {bound.ranks * bound.replicas} ranks, "
                 f"{bound.row(kind) * kind.wide} B for parameters such as {members[0][0]}, found {bound.nbytes} B. Raise it."
             )
         flat: list[Member] = []

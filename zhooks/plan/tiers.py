@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.budget import available, shown
+from offload.budget import available
 from offload.device import Device, open_device
 from offload.errors import BudgetError, CapabilityError, PolicyError
 from offload.kernels import available as available_kernels
 from offload.policy import Policy
+from offload.text import as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.layout import UnitPlan
@@ -146,7 +147,7 @@ def _check_limits(limits: Mapping[Tier, int | None], need: Need) -> None:
         limit = limits[tier]
         if limit is not None and nbytes > limit:
             raise BudgetError(
-                f"[budget] {tier.value}: expected room for the parameters, masters and gradients to be kept there, "
-                f"{shown(nbytes)} a rank, found {shown(limit)}, {shown(nbytes - limit)} short. Raise it, or change the tier of "
-                "[parameter] or [gradient] (of [optimizer] where [precision] param is 16 bit: its masters)."
+                f"[budget] {tier.value}: expected memory for the parameters, masters and gradients to be stored there, "
+                f"{as_size(nbytes)} a rank, found {as_size(limit)}, {as_size(nbytes - limit)} short. Raise it, or change the "
+                "tier of [parameter] or [gradient] (of [optimizer] where [precision] param is 16 bit: its masters)."
             )

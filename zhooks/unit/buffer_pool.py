@@ -117,10 +117,10 @@ class Pool:
         for arena in self._arenas.values():
             arena.step_ended()
 
-    def tell(self) -> None:
+    def state_held(self) -> None:
         """State what is reserved, for an observer that has just been added."""
         for arena in self._arenas.values():
-            arena.tell()
+            arena.state()
 
     def clear(self) -> None:
         """Give all memory that is idle or reserved back to the system."""

@@ -33,7 +33,8 @@ from offload.disk import Owner
 from offload.disk.scratch import started_ticks
 from offload.events import Event
 from offload.shards import Entry, ShardReader, ShardWriter
-from offload.shards import folder as shard_set
+from offload.shards import commit as shard_commit
+from offload.text import as_size
 from tests.support.inside import checksum_of, units_of
 from tests.support.json_damage import mutate, places
 from tests.support.on_ranks import folder, from_first, on_ranks, place

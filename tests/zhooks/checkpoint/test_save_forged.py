@@ -21,7 +21,7 @@ from torch import Tensor
 
 import zhooks
 from offload.shards import Entry, ShardReader, ShardWriter, read_manifest, shard_name
-from offload.shards import folder as shard_set
+from offload.shards import commit as shard_set
 from tests.support.inside import checksum_of
 from tests.support.json_damage import mutate, places
 from tests.support.on_ranks import folder, from_first, on_ranks, place

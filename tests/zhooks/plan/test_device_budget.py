@@ -173,7 +173,7 @@ def test_with_the_optimizer_attach_refuses_what_does_not_fit_before_it_builds_an
     optimizer, kept = torch.optim.AdamW(model.parameters(), lr=0.1), [param.data_ptr() for param in model.parameters()]
     with pytest.raises(zhooks.BudgetError, match="states of AdamW"):
         zhooks.attach(model, optimizer, policy=policy_of(stage, floor + one))
-    with pytest.raises(zhooks.BudgetError, match="what is kept there and the units in flight"):
+    with pytest.raises(zhooks.BudgetError, match="what is stored there and the units in flight"):
         zhooks.attach(model, policy=policy_of(stage, floor - 1))
     assert [param.data_ptr() for param in model.parameters()] == kept
     assert not hooks_left(model) and all(map(torch.equal, values(model), values(plain)))

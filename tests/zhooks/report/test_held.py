@@ -15,7 +15,7 @@ import torch
 
 import zhooks
 from offload.budget.account import Account, owner_of
-from offload.events import Bus, Recorder, listen, tell_all
+from offload.events import Bus, Recorder, listen, state_all
 from offload.tier import Tier
 from tests.support.held_levels import POLICIES, TIERED, Levels, training
 from tests.support.inside import flats_of, units_of
