@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.policy.costs import Cost, Footprint, cost, footprint
-from offload.policy.policy import IgnoredKeys, Policy, written
+from offload.policy.policy import Argument, IgnoredKeys, Policy, written
 from offload.policy.precision import Precision
 from offload.policy.rules import CELLS, Rule, RuleCell, RulePrecision
 from offload.policy.tables import Activation, Table
@@ -11,6 +11,7 @@ from offload.policy.tables import Activation, Table
 __all__ = [
     "CELLS",
     "Activation",
+    "Argument",
     "Cost",
     "Footprint",
     "IgnoredKeys",

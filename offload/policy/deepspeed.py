@@ -9,6 +9,7 @@ Source: DeepSpeed's documentation, "DeepSpeed Configuration JSON".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from offload.policy.deepspeed_keys import ALIASES, AMBIGUOUS, HONOURED, LEFT_OPEN, OTHER, enabled
@@ -16,7 +17,7 @@ from offload.policy.load import Document, Place
 from offload.policy.problems import complain, nearest
 from offload.text import shown
 
-__all__ = ["IgnoredKeys", "speaks", "translate"]
+__all__ = ["Argument", "IgnoredKeys", "speaks", "translate"]
 
 _TIERS = {"cpu": "host", "nvme": "disk", "none": "device"}
 _DTYPES = {
@@ -47,6 +48,30 @@ class IgnoredKeys(UserWarning):
         super().__init__(f"{source}: DeepSpeed keys not honoured: {keys}; `zprof policy check` says what to do instead")
 
 
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What a launcher (Trainer) was told, which a DeepSpeed configuration leaves to it by "auto" or repeats.
+
+    Attributes:
+        name: of the argument, for errors.
+        also: other values of the key that ask for the same.
+    """
+
+    name: str
+    value: Any
+    also: tuple[Any, ...] = ()
+
+    def means(self, written: Any) -> bool:
+        """Whether the key asks for what the argument says."""
+        return any(_same(written, value) for value in (self.value, *self.also))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
 def speaks(values: Mapping[str, Any], own: frozenset[str]) -> bool:
     """Whether ``values`` are a DeepSpeed configuration: its keys and none of ours, whose names are ``own``."""
     return bool(_signs(values, own)) and not _ours(values, own)
@@ -64,17 +89,21 @@ def mixed(document: Document, own: frozenset[str]) -> None:
         raise complain([((key,), why) for key in signs], document)
 
 
-def translate(values: Mapping[str, Any], *, at: Document | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
+def translate(
+    values: Mapping[str, Any], *, at: Document | None = None, arguments: Mapping[str, Argument] | None = None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A policy's values for a DeepSpeed configuration, and one line for each key that is not honoured.
 
     Args:
         values: the configuration; "auto", as transformers and accelerate write it, is as good as unwritten.
         at: where the values came from, for the errors' file and line.
+        arguments: by dotted key, what a launcher was told and does itself; "auto" takes its value.
     Raises:
-        PolicyError: a key that DeepSpeed does not know either, or a value it could not use.
+        PolicyError: a key that DeepSpeed does not know either, a value it could not use, or one that contradicts an argument.
     """
     document = at or Document("policy", dict(values))
     read = _Reading(values)
+    read.fill(arguments or {})
     zero = read.zero()
     stage = read.stage(zero)
     policy: dict[str, Any] = {} if stage is None else {"stage": stage}
@@ -108,6 +137,8 @@ class _Reading:
         self._written: dict[Place, Place] = {}
         self.problems: list[tuple[Place, str]] = []
         self.ignored: list[str] = []
+        # Keys that a launcher does itself.
+        self._taken: set[Place] = set()
         self._flatten(values, (), ())
 
     def _flatten(self, table: Mapping[Any, Any], place: Place, written: Place) -> None:
@@ -133,6 +164,24 @@ class _Reading:
             self._flatten(value, place, self._written[place])
         else:
             self.refuse(place, "a table")
+
+    def fill(self, arguments: Mapping[str, Argument]) -> None:
+        """Put a launcher's arguments where the configuration says "auto", and refuse what contradicts them."""
+        for key, argument in arguments.items():
+            place = tuple(key.split("."))
+            known = max((end for end in range(1, len(place) + 1) if place[:end] in self._values), default=0)
+            written: Any = self._values.get(place[:known])
+            for name in place[known:]:
+                written = written.get(name) if isinstance(written, Mapping) else None
+            if written is None:
+                continue
+            if written == "auto" and known == len(place):
+                self._values[place] = argument.value
+            elif written != "auto" and not argument.means(written):
+                found = f"{shown(written)} beside {argument.name} = {shown(argument.value)}"
+                where = (*self._written[place[:known]], *place[known:])
+                self.problems.append((where, f'expected "auto" or what the launcher was told, found {found}'))
+            self._taken.add(place[:known])
 
     def get(self, place: Place) -> Any:
         """The value written at ``place``; None where there is none or it is "auto"."""
@@ -204,6 +253,8 @@ class _Reading:
         for place, value in self._values.items():
             other = OTHER.get(place[:-1], {}).get(place[-1])
             off = (place[0] == "fp16" and fp16 is not True) or (place[0] == "bf16" and bf16 is not True)
+            if place in self._taken:
+                continue
             if self._automatic(place):
                 self._left_open(place)
                 continue

@@ -36,25 +36,26 @@ class _Chain:
     """What has been read so far, the documents in the order a reader meets them: extended files first."""
 
     own: frozenset[str]
+    arguments: Mapping[str, deepspeed.Argument]
     documents: list[Document] = field(default_factory=list)
     files: int = 0
     nchars: int = 0
 
 
-def load(path: Path, own: frozenset[str]) -> Document:
-    """Read a file and those it extends; ``own`` are the names of a policy's own keys.
+def load(path: Path, own: frozenset[str], arguments: Mapping[str, deepspeed.Argument]) -> Document:
+    """Read a file and those it extends; ``own`` are the names of a policy's own keys, ``arguments`` what a launcher was told.
 
     Raises:
         PolicyError: a file is missing, unreadable or malformed, speaks two dialects, or extends itself.
     """
-    chain = _Chain(own | {EXTENDS})
+    chain = _Chain(own | {EXTENDS}, arguments)
     _follow(read(path), path.parent, (os.path.realpath(path),), chain)
     return _merged(chain.documents)
 
 
-def handed(values: Mapping[str, Any], own: frozenset[str]) -> Document:
+def handed(values: Mapping[str, Any], own: frozenset[str], arguments: Mapping[str, deepspeed.Argument]) -> Document:
     """As `load`, for values handed over in the program; what they extend lies in the working directory."""
-    chain = _Chain(own | {EXTENDS})
+    chain = _Chain(own | {EXTENDS}, arguments)
     checked = plain(values)
     if not isinstance(checked, dict):
         raise PolicyError(f"policy: expected a table of settings, found {checked!r}")
@@ -81,7 +82,7 @@ def _follow(document: Document, folder: Path, trail: tuple[str, ...], chain: _Ch
         if real in trail:
             raise _refusal(f"{shown_path(path)} extends itself by way of this file; leave one of them out", document)
         _follow(base, path.parent, (*trail, real), chain)
-    chain.documents.append(_own_dialect(document, chain.own))
+    chain.documents.append(_own_dialect(document, chain))
 
 
 def _extended(document: Document) -> list[str]:
@@ -98,16 +99,16 @@ def _refusal(why: str, document: Document) -> PolicyError:
     return complain([((EXTENDS,), why)], document)
 
 
-def _own_dialect(document: Document, own: frozenset[str]) -> Document:
+def _own_dialect(document: Document, chain: _Chain) -> Document:
     """The document in a policy's own words, without the keys that are none."""
     values = document.values
-    if deepspeed.speaks(values, own):
-        translated, ignored = deepspeed.translate(values, at=document)
+    if deepspeed.speaks(values, chain.own):
+        translated, ignored = deepspeed.translate(values, at=document, arguments=chain.arguments)
         # The places that were written are DeepSpeed's; what is wrong with a whole of several files leads to this line.
         spot = document.spot(("zero_optimization",))
         spots: dict[Place, Spot] = {(key,): spot for key in translated} if spot else {}
         return replace(document, values=translated, spots=spots, ignored=ignored)
-    deepspeed.mixed(document, own)
+    deepspeed.mixed(document, chain.own)
     return replace(document, values={key: value for key, value in values.items() if key not in (EXTENDS, _SCHEMA)})
 
 

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from offload.errors import PolicyError
 from offload.policy import layers as policy_layers
-from offload.policy.deepspeed import IgnoredKeys
+from offload.policy.deepspeed import Argument, IgnoredKeys
 from offload.policy.load import Document, Place, member, plain
 from offload.policy.precision import Precision, misscaled
 from offload.policy.problems import explain
@@ -45,6 +45,7 @@ from offload.text import Share, format_size, parse_size, toml_value
 
 __all__ = [
     "Activation",
+    "Argument",
     "Budget",
     "Comm",
     "DeviceMemory",
@@ -138,8 +139,10 @@ class Policy(Table):
             raise explain(error, Document("policy", values), Policy) from None
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
+    def load(cls, path: str | os.PathLike[str], arguments: Mapping[str, Argument] | None = None) -> Self:
         """Read a TOML or JSON policy file of at most 1 MiB and the files it extends, or a DeepSpeed configuration.
+
+        ``arguments``: by DeepSpeed's dotted keys, what a launcher was told, where the configuration says "auto".
 
         Raises:
             PolicyError: missing, unreadable, malformed or contradictory; one line a problem, with the file and line.
@@ -150,11 +153,17 @@ class Policy(Table):
             file = Path(path)
         except TypeError:
             raise PolicyError(f"policy: expected the path of a policy file, found {type(path).__name__[:50]}") from None
-        return cls._build(policy_layers.load(file, _own_keys(cls)))
+        return cls._build(policy_layers.load(file, _own_keys(cls), arguments or {}))
 
     @classmethod
-    def of(cls, value: str | os.PathLike[str] | Mapping[str, Any] | Policy | None) -> Policy:
+    def of(
+        cls,
+        value: str | os.PathLike[str] | Mapping[str, Any] | Policy | None,
+        arguments: Mapping[str, Argument] | None = None,
+    ) -> Policy:
         """The policy ``value`` means: a path is loaded, a mapping checked, a policy is itself, None is every default.
+
+        ``arguments``: as in `load`.
 
         Raises:
             PolicyError: as `load`, or ``value`` is none of these.
@@ -166,13 +175,13 @@ class Policy(Table):
         if isinstance(value, Policy):
             return value
         if isinstance(value, (str, os.PathLike)):
-            return cls.load(value)
+            return cls.load(value, arguments)
         if not isinstance(value, Mapping):
             raise PolicyError(f"policy: expected a path, a mapping, a Policy or None, found {type(value).__name__}")
         strangers = [key for key in value if not isinstance(key, str)]
         if strangers:
             raise PolicyError(f"policy: expected names for keys, found {type(strangers[0]).__name__[:50]}")
-        return cls._build(policy_layers.handed(value, _own_keys(cls)))
+        return cls._build(policy_layers.handed(value, _own_keys(cls), arguments or {}))
 
     @classmethod
     def _build(cls, document: Document) -> Self:

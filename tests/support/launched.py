@@ -1,0 +1,31 @@
+"""What torchrun tells a process by its environment, for a rank of the tests' own pools: Accelerate asks nobody else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.support.on_ranks import place
+
+
+@contextmanager
+def launched() -> Iterator[tuple[int, int]]:
+    """This rank and the number of ranks, known to Accelerate inside the block; what it remembers ends with it."""
+    import accelerate.state
+
+    rank, world = place()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    # A world of one is launched by nobody.
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in told.items()} if world > 1 else {})
+    # Accelerate leaves its own choices there.
+    accelerate.state.AcceleratorState._reset_state(True)
+    try:
+        yield rank, world
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,239 @@
+"""Accelerate: ``Accelerator(zhooks="policy.toml")`` trains the models it prepares under ZeRO; the script stays as it is.
+
+A subclass of ``accelerate.Accelerator``: autocast, data loaders, schedulers, trackers and random states are Accelerate's own.
+What a model holds is ours: ``prepare`` attaches it where Accelerate would wrap DistributedDataParallel around it, and
+``save_state``, ``load_state``, ``get_state_dict`` and ``save_model`` read and write whole values or each rank's shards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from offload.errors import CapabilityError, PolicyError
+from offload.policy import Policy
+from zhooks.attach import Attachment, attach
+from zhooks.integrations.marks import mark, unmark
+from zhooks.integrations.required import require
+
+require("accelerate", "accelerate", (1, 0))
+
+import accelerate  # noqa: E402
+from accelerate.utils import DistributedType, DynamoBackend  # noqa: E402
+
+__all__ = ["Accelerator"]
+
+#: What Accelerate does itself, by way of its own plugins.
+_OTHERS = {
+    DistributedType.DEEPSPEED: "deepspeed_plugin",
+    DistributedType.FSDP: "fsdp_plugin",
+    DistributedType.MEGATRON_LM: "megatron_lm_plugin",
+}
+#: The folder of an attached model's shards inside that of a saved state.
+SHARDS = "zhooks"
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """``accelerate.Accelerator`` whose models are attached.
+
+    Args:
+        zhooks: the policy: a path, a mapping, a ``Policy``, or None for the default (stage 3, everything on the device).
+        args, kwargs: those of ``accelerate.Accelerator``.
+    Raises:
+        PolicyError: the policy cannot be read, or Accelerate was asked for another precision or another way to shard.
+        CapabilityError: torch.compile was asked for.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, zhooks: Policy | str | Path | dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._take(Policy.of(zhooks))
+
+    @classmethod
+    def over(cls, made: Any, policy: Policy) -> Accelerator:
+        """An accelerator that goes on as ``made``, which somebody else's code has constructed."""
+        accelerator = cls.__new__(cls)
+        accelerator.__dict__ = made.__dict__
+        accelerator._take(policy)
+        return accelerator
+
+    def _take(self, policy: Policy) -> None:
+        self.policy = policy
+        self.attachments: list[Attachment] = []
+        self._given: Sequence[torch.optim.Optimizer] = ()
+        other = _OTHERS.get(self.distributed_type)
+        if other is not None:
+            raise PolicyError(
+                f"Accelerator: expected one way to shard, found zhooks and {other} ({self.distributed_type.value}). "
+                "Drop one of them, in the script or in what `accelerate launch` was told."
+            )
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise CapabilityError(
+                f"Accelerator: expected no torch.compile beside zhooks, found dynamo_backend = "
+                f'"{self.state.dynamo_plugin.backend.value}". Drop it (Trainer: torch_compile=False).'
+            )
+        self._divide_precision()
+
+    def _divide_precision(self) -> None:
+        """Either the policy casts, or Accelerate's autocast does."""
+        ours, theirs = self.policy.precision.param, self.mixed_precision
+        if ours in (None, "fp32"):
+            return
+        if theirs not in ("no", ours):
+            raise PolicyError(
+                f'Accelerator: expected one precision, found [precision] param = "{ours}" in the policy and mixed_precision = '
+                f'"{theirs}" (Trainer: {theirs}=True). Make them equal or drop one.'
+            )
+        self.native_amp, self.scaler = False, None
+
+    # What is prepared.
+
+    def attachment(self, model: nn.Module) -> Attachment | None:
+        """The attachment of a prepared model; None where it has none."""
+        bare = self.unwrap_model(model) if isinstance(model, nn.Module) else model
+        return next((each for each in self.attachments if each.model is bare), None)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As ``accelerate.Accelerator.prepare``; models are attached, with the optimizer that is given beside them."""
+        found = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        self._given = [getattr(each, "optimizer", each) for each in found]
+        try:
+            return super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._given = ()
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        """Attach ``model``; one that is only evaluated (a reference model) too: its parameters are sharded as well."""
+        if (attached := self.attachment(model)) is not None:
+            if all(each is not attached.model for each in self._models):
+                self._models.append(attached.model)
+            return attached.model
+        if next(model.parameters(), None) is None:
+            plain: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+            return plain
+        if any(param.device.type == "meta" for param in model.parameters()):
+            device_placement = False
+        # What Accelerate does to a model for evaluation is all but the wrapping.
+        prepared: nn.Module = super().prepare_model(model, device_placement, True)
+        holding = [each for each in self._given if each.state]
+        if len(holding) > 1:
+            raise PolicyError(
+                f"prepare: expected at most one optimizer that holds states already, found {len(holding)}. "
+                "Prepare before the first step, and load states afterwards."
+            )
+        attachment = attach(prepared, holding[0] if holding else None, policy=self.policy)
+        mark(prepared, attachment)
+        self.attachments.append(attachment)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """As in Accelerate; its states stay on the tiers they are kept on."""
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def detach(self, model: nn.Module) -> nn.Module:
+        """The plain model again: full parameters, gradients and states.  Collective."""
+        attachment = self.attachment(model)
+        if attachment is None:
+            return model
+        unmark(attachment.model)
+        self.attachments.remove(attachment)
+        return attachment.detach()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As in Accelerate; an attached model among ``objects`` goes with its shards."""
+        bare = [self.unwrap_model(each) for each in objects if isinstance(each, nn.Module)]
+        self.attachments = [each for each in self.attachments if all(each.model is not model for model in bare)]
+        return super().free_memory(*objects)
+
+    # State.
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole model on rank 0's CPU, {} on the others.  Collective."""
+        if self.attachment(model) is None:
+            state: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return state
+        return get_model_state_dict(
+            self.unwrap_model(model), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the whole model as Accelerate does, from rank 0.  Collective."""
+        state = self.get_state_dict(model)
+        if not self.is_main_process:
+            return
+        whole, self.get_state_dict = self.get_state_dict, lambda *_, **__: state  # type: ignore[method-assign]
+        try:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        finally:
+            self.get_state_dict = whole  # type: ignore[method-assign]
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As in Accelerate, but for attached models and their optimizers: each rank writes its own shards.  Collective.
+
+        Where a hook is registered (``register_save_state_pre_hook``), it is given the models and, on rank 0, whole weights.
+        """
+        with self._but_ours(bool(self._save_model_state_pre_hook)):
+            where = super().save_state(output_dir, safe_serialization, **kwargs)
+        self.wait_for_everyone()
+        for number, attachment in enumerate(self.attachments):
+            attachment.save(_shards(where, number), self._optimizers_of(attachment))
+        return where
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Go on from what ``save_state`` wrote, on as many ranks.  Collective.
+
+        Raises:
+            CheckpointError: on every rank, before anything is changed: shards of an attached model are missing or others.
+        """
+        folder = self._newest(input_dir)
+        for number, attachment in enumerate(self.attachments):
+            attachment.load(_shards(folder, number), self._optimizers_of(attachment))
+        with self._but_ours(bool(self._load_model_state_pre_hook)):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+
+    def _newest(self, given: str | None) -> Path:
+        """The folder that Accelerate loads from."""
+        if given is not None or not self.project_configuration.automatic_checkpoint_naming:
+            return Path(given or "").expanduser()
+        folders = [folder for folder in (Path(self.project_dir) / "checkpoints").iterdir() if folder.is_dir()]
+        return max(folders, key=lambda folder: int(folder.name.rpartition("_")[2]))
+
+    def _optimizers_of(self, attachment: Attachment) -> tuple[torch.optim.Optimizer, ...]:
+        mine = {id(param) for param in attachment.model.parameters()}
+        bare = [getattr(each, "optimizer", each) for each in self._optimizers]
+        return tuple(
+            each for each in bare if any(id(param) in mine for group in each.param_groups for param in group["params"])
+        )
+
+    @contextmanager
+    def _but_ours(self, models: bool) -> Iterator[None]:
+        """Accelerate sees neither the optimizers of attached models nor, unless ``models``, these."""
+        ours = {id(each) for attachment in self.attachments for each in self._optimizers_of(attachment)}
+        kept = self._models, self._optimizers
+        self._optimizers = [each for each in kept[1] if id(getattr(each, "optimizer", each)) not in ours]
+        if not models:
+            self._models = [each for each in kept[0] if self.attachment(each) is None]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = kept
+
+
+def _shards(folder: str | os.PathLike[str], number: int) -> Path:
+    """Where the shards of the ``number``-th attached model are."""
+    return Path(folder) / (SHARDS if number == 0 else f"{SHARDS}_{number}")

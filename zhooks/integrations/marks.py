@@ -1,0 +1,49 @@
+"""What the libraries look for on a model whose gradients and parameters somebody else takes care of.
+
+``accelerate.py`` puts it there after attach.  A deep copy of the model (an average of weights) and a pickled one get a mark
+that does nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from zhooks.attach import Attachment
+
+#: transformers lets ranks that generate, or that drop layers, wait for each other where a module says that.
+SYNCHRONISED = "_is_fsdp_managed_module"
+
+
+class NoSync:
+    """``model.no_sync()``, which Accelerate and Trainer enter for every backward but the last before a step."""
+
+    def __init__(self, attachment: Attachment | None) -> None:
+        self._attachment = attachment
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._attachment is None else self._attachment.no_sync()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoSync:
+        return NoSync(None)
+
+    def __reduce__(self) -> Any:
+        return NoSync, (None,)
+
+
+def mark(model: nn.Module, attachment: Attachment) -> None:
+    """Let Accelerate and transformers see that ``model`` is attached."""
+    for module in model.modules():
+        setattr(module, SYNCHRONISED, True)
+    bare: Any = model
+    bare.no_sync, bare._is_accelerate_prepared = NoSync(attachment), True
+
+
+def unmark(model: nn.Module) -> None:
+    """Take the marks away."""
+    for module in model.modules():
+        vars(module).pop(SYNCHRONISED, None)
+    for name in ("no_sync", "_is_accelerate_prepared"):
+        vars(model).pop(name, None)

@@ -1,0 +1,137 @@
+"""The Trainer of transformers: ``Trainer(..., zhooks="policy.toml")``, or ``ZeroMixin`` over any Trainer subclass (TRL's too).
+
+The loop, the data, the callbacks, evaluation and the learning rate are the Trainer's own.  ``accelerate.py`` attaches the model
+where the Trainer prepares it; here its files are: a folder that ``from_pretrained`` reads, and each rank's shards to resume.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import CapabilityError, PolicyError
+from offload.policy import Policy
+from zhooks.attach import Attachment
+from zhooks.integrations.accelerate import SHARDS, Accelerator
+from zhooks.integrations.automatic import filled
+from zhooks.integrations.required import require
+
+require("transformers", "transformers", (4, 50))
+
+import transformers  # noqa: E402
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME  # noqa: E402
+
+__all__ = ["Seq2SeqTrainer", "Trainer", "TrainingArguments", "ZeroMixin"]
+
+Given = Policy | str | Path | dict[str, Any] | None
+
+
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    """``transformers.TrainingArguments`` whose ``deepspeed`` file is read as a policy; DeepSpeed is not needed."""
+
+    def __post_init__(self) -> None:
+        self.zhooks, self.deepspeed = self.deepspeed, None
+        super().__post_init__()  # type: ignore[no-untyped-call]
+
+
+class ZeroMixin:
+    """Put before a Trainer class: ``class MyTrainer(ZeroMixin, SFTTrainer)``.
+
+    Args:
+        zhooks: the policy: a path (a DeepSpeed configuration too, whose "auto" the arguments fill in), a mapping, a ``Policy``,
+            or None: what ``TrainingArguments`` of this module was given as ``deepspeed``, else the default policy.
+        args, kwargs: those of the Trainer.
+    """
+
+    args: Any
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, zhooks: Given = None, **kwargs: Any) -> None:
+        self._policy = zhooks
+        super().__init__(*args, **kwargs)
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The attachment of the model; None before the first ``train`` or ``evaluate``."""
+        return self.accelerator.attachment(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        base: Any = super()
+        base.create_accelerator_and_postprocess()
+        given = self._policy if self._policy is not None else getattr(self.args, "zhooks", None)
+        self.accelerator = Accelerator.over(self.accelerator, filled(given, self.args))
+        self._check_arguments()
+        # One process has one device: nn.DataParallel is for those who have no ranks.
+        self.args._n_gpu = min(self.args.n_gpu, 1)
+
+    def _check_arguments(self) -> None:
+        if self.args.bf16_full_eval or self.args.fp16_full_eval:
+            name = "bf16_full_eval" if self.args.bf16_full_eval else "fp16_full_eval"
+            raise PolicyError(
+                f"Trainer: expected evaluation in the dtype of training, found {name} = True, which casts the model under its "
+                f'optimizer. Drop it, or set [precision] param = "{name[:4]}" in the policy.'
+            )
+        if self.args.auto_find_batch_size:
+            raise CapabilityError(
+                "Trainer: expected a batch size, found auto_find_batch_size = True: a rank that runs out of memory alone would "
+                "leave the others waiting. Set per_device_train_batch_size; `zprof` says what fits."
+            )
+
+    # A folder that from_pretrained reads.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model, from rank 0, one that ``from_pretrained`` reads.  Collective."""
+        trainer: Any = self
+        if self.attachment is None:
+            base: Any = super()
+            base.save_model(output_dir, _internal_call)
+            return
+        state = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            trainer._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    # What a run needs to go on.
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.attachment is None:
+            base: Any = super()
+            base._save_optimizer_and_scheduler(output_dir)
+            return
+        self.attachment.save(Path(output_dir) / SHARDS, _bare(self.optimizer))
+        if self.args.should_save:
+            # A Trainer without zhooks would go on with fresh states, or with older ones that are there.
+            torch.save({SHARDS: f"the states are in {SHARDS}/; resume with zhooks"}, os.path.join(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Shards, or the whole states that a run without zhooks has saved."""
+        if checkpoint is None or self.attachment is None or not (Path(checkpoint) / SHARDS).is_dir():
+            base: Any = super()
+            base._load_optimizer_and_scheduler(checkpoint)
+            return
+        self.attachment.load(Path(checkpoint) / SHARDS, _bare(self.optimizer))
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that Accelerate has wrapped."""
+    bare: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return bare
+
+
+class Trainer(ZeroMixin, transformers.Trainer):
+    """``transformers.Trainer`` under ZeRO."""
+
+
+class Seq2SeqTrainer(ZeroMixin, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` under ZeRO."""
