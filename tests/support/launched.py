@@ -15,7 +15,7 @@ def launched() -> Iterator[tuple[int, int]]:
     import accelerate.state
 
     rank, world = place()
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
     # A world of one is launched by nobody.
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     before = dict(os.environ)

@@ -1,0 +1,151 @@
+"""Lightning's Trainer with our strategy: what it trains, saves and resumes, held to Lightning in a world of one.
+
+pytest runs it, on one rank and on two.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import zhooks
+from tests.support.launched import launched
+from tests.support.on_ranks import hooks_left, on_ranks, place
+from tests.support.on_ranks import folder
+
+pytest.importorskip("accelerate")
+lightning = pytest.importorskip("lightning")
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.losses: list[float] = []
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return self.net(samples) * self.scale
+
+    def training_step(self, batch: Any, number: int) -> Tensor:
+        samples, classes = batch
+        loss = nn.functional.cross_entropy(self(samples), classes)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        samples, classes = batch
+        self.log("val", nn.functional.cross_entropy(self(samples), classes), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+def data(count: int, rank: int, world: int) -> DataLoader[Any]:
+    """This rank's samples in their order; Lightning's own sampler would shuffle them, but not in a world of one."""
+    made = torch.Generator().manual_seed(1)
+    samples, classes = torch.randn(count, 8, generator=made), torch.randint(3, (count,), generator=made)
+    return DataLoader(TensorDataset(samples[rank::world], classes[rank::world]), batch_size=2)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's advice on how many workers load data, and on where it writes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def trainer(where: Path, strategy: Any, world: int, accumulate: int, **chosen: Any) -> Any:
+    usual = {
+        "accelerator": "cpu", "devices": world, "max_epochs": 2, "logger": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "default_root_dir": where, "gradient_clip_val": 0.5, "num_sanity_val_steps": 0,
+        "enable_checkpointing": False, "use_distributed_sampler": False,
+    }  # fmt: skip
+    return lightning.Trainer(strategy=strategy, accumulate_grad_batches=accumulate, **(usual | chosen))
+
+
+def fitted(
+    where: Path, strategy: Any, world: int, accumulate: int, resume: Path | None = None, **chosen: Any
+) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    module = Module()
+    run = trainer(where, strategy, world, accumulate, **chosen)
+    rank = place()[0] if world > 1 else 0
+    run.fit(module, data(32, rank, world), data(8, rank, world), ckpt_path=resume)
+    return run, module
+
+
+def ours(policy: Any = None, **chosen: Any) -> Any:
+    from zhooks.integrations.lightning import ZhooksStrategy
+
+    return ZhooksStrategy(policy, process_group_backend="gloo", **chosen)
+
+
+def values(module: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in module.parameters()]
+
+
+POLICIES = (
+    {"stage": 1},
+    {"stage": 3, "units": {"min_numel": 0}, "activation": {"checkpoint": "unit"}},
+    {"stage": 3, "optimizer": {"tier": "host"}},
+)
+
+
+@on_ranks(1, 2, limit_s=180.0, policy=POLICIES)
+def test_a_module_trains_as_it_does_under_lightning_alone(policy: dict[str, Any]) -> None:
+    with quiet(), folder() as path:
+        with launched() as (_, world):
+            run, module = fitted(path, ours(policy), world, 2)
+            assert run.strategy.attachment is None and not hooks_left(module)
+            found, validated = values(module), float(run.callback_metrics["val"])
+        alone, expected = fitted(path, "auto", 1, 2 * world)
+        for value, other in zip(found, values(expected), strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+        assert validated == pytest.approx(float(alone.callback_metrics["val"]), rel=1e-4)
+
+
+@on_ranks(1, 2, limit_s=180.0)
+def test_a_checkpoint_is_whole_and_a_run_resumes_from_it_as_if_it_had_gone_on() -> None:
+    with quiet(), folder() as path, launched() as (_, world):
+        saved: dict[int, Any] = {}
+
+        class Save(lightning.Callback):  # type: ignore[misc]
+            def on_train_epoch_end(self, run: Any, module: Any) -> None:
+                run.save_checkpoint(path / f"{run.current_epoch}.ckpt")
+                saved[run.current_epoch] = run.strategy.attachment.model
+
+        _, through = fitted(path, ours(), world, 1, callbacks=[Save()])
+        loaded = Module.load_from_checkpoint(path / "1.ckpt")
+        for value, other in zip(values(loaded), values(through), strict=True):
+            assert torch.equal(value, other)
+        _, again = fitted(path, ours(), world, 1, resume=path / "0.ckpt")
+        for value, other in zip(values(again), values(through), strict=True):
+            assert torch.equal(value, other)
+        assert sorted(saved) == [0, 1]
+
+
+@on_ranks(2, limit_s=180.0)
+def test_a_module_that_is_kept_attached_is_made_plain_by_its_attachment() -> None:
+    with quiet(), folder() as path, launched() as (_, world):
+        run, module = fitted(path, ours(keep_attached=True), world, 1)
+        assert any(isinstance(param, zhooks.ShardedTensor) for param in module.parameters())
+        run.strategy.attachment.detach()
+        assert not hooks_left(module)
+
+
+def test_what_contradicts_the_policy_is_refused_and_both_are_named(tmp_path: Path) -> None:
+    with pytest.raises(zhooks.PolicyError, match="find_unused_parameters"):
+        ours(find_unused_parameters=True)
+    with quiet(), launched(), pytest.raises(zhooks.PolicyError, match=r'\[precision\] param = "bf16".*precision="bf16-mixed"'):
+        fitted(tmp_path, ours({"precision": {"param": "bf16"}}), 1, 1, precision="bf16-mixed")

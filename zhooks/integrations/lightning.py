@@ -1,0 +1,155 @@
+"""Lightning: ``Trainer(strategy=ZhooksStrategy(policy="policy.toml"))``; the LightningModule stays as it is.
+
+A subclass of Lightning's DDPStrategy, which starts the processes and connects them: the module is attached where that would
+wrap DistributedDataParallel around it.  Checkpoints are Lightning's own, whole, and load anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from offload.errors import PolicyError
+from offload.policy import Policy
+from zhooks.attach import Attachment, attach
+from zhooks.integrations.required import require
+
+require("lightning", "lightning", (2, 4))
+
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+__all__ = ["ZhooksStrategy"]
+
+
+class ZhooksStrategy(DDPStrategy):
+    """Train a LightningModule under ZeRO.
+
+    Args:
+        policy: a path, a mapping, a ``Policy``, or None for the default (stage 3, everything on the device).
+        keep_attached: leave the module attached at the end, where the whole model would not fit; ``attachment.detach()``
+            makes it plain.
+        kwargs: ``process_group_backend``, ``timeout`` and the others of ``DDPStrategy`` that are not DDP's own.
+    Attributes:
+        attachment: that of the module, from ``setup`` on; None where it is plain.
+    """
+
+    def __init__(
+        self, policy: Policy | str | Path | dict[str, Any] | None = None, *, keep_attached: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        if self._ddp_kwargs:
+            raise PolicyError(
+                f"ZhooksStrategy: expected a policy and where processes run, found {', '.join(sorted(self._ddp_kwargs))}, "
+                "which is an option of DistributedDataParallel. Drop it."
+            )
+        self.policy, self.keep_attached = Policy.of(policy), keep_attached
+        self.attachment: Attachment | None = None
+        self._failed = False
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._check_precision()
+        self.model = self.precision_plugin.convert_module(self.model)
+        if self.attachment is None:
+            if all(param.device.type != "meta" for param in self.model.parameters()):
+                self.model_to_device()
+            self.attachment = attach(self.lightning_module, policy=self.policy)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _check_precision(self) -> None:
+        """Either the policy casts, or Lightning does."""
+        ours, theirs = self.policy.precision.param, str(self.precision_plugin.precision)
+        if ours not in (None, "fp32") and theirs not in ("32-true", "32"):
+            raise PolicyError(
+                f'ZhooksStrategy: expected one precision, found [precision] param = "{ours}" in the policy and '
+                f'Trainer(precision="{theirs}"). Drop one of them.'
+            )
+
+    # A step.
+
+    def _redirected(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module by way of its forward: the whole step is one pass."""
+        module: Any = self.lightning_module
+        return self._forward_redirection(module, module, method, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._redirected("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._redirected("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._redirected("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._redirected("predict_step", *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """The closure (forward and backward), then the step: over tiers and under a loss scale it cannot be inside."""
+        plugin: Any = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.attachment is not None
+        with self.attachment.no_sync():
+            yield
+
+    # Checkpoints: Lightning calls these on every rank, and writes on rank 0.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model on rank 0's CPU, {} on the others.  Collective."""
+        if self.attachment is None:
+            return super().lightning_module_state_dict()
+        return get_model_state_dict(
+            self.attachment.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole states on rank 0's CPU, {} on the others.  Collective."""
+        bare: Any = getattr(optimizer, "_optimizer", optimizer)
+        if self.attachment is None:
+            return super().optimizer_state(bare)
+        return dict(self.attachment.state_dict(bare).get("optimizer", {}))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    # The end.
+
+    def on_exception(self, exception: BaseException) -> None:
+        # Other ranks may be gone: making the model whole would wait for them.
+        self._failed = True
+
+    def teardown(self) -> None:
+        if self.attachment is not None and not (self.keep_attached or self._failed):
+            self.attachment.detach()
+            self.attachment = None
+        if self.attachment is None:
+            super().teardown()
+            return
+        # As Lightning's, but the shards stay where they are.
+        assert self.accelerator is not None and self.cluster_environment is not None
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
