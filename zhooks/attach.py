@@ -31,6 +31,7 @@ from zhooks.plan import (
     DeviceBudget,
     Layouts,
     Plan,
+    Request,
     check_change,
     check_scaled,
     look,
@@ -71,14 +72,19 @@ def attach(
         AttachError: model, optimizer or mesh cannot be attached; the model is as it was.
         Either is raised on every rank, with ``rank N: `` before it on those that have no reason of their own.
     """
+    return attach_requested(lambda: read(model, optimizer, policy, mesh, init, sync))
+
+
+def attach_requested(request: Callable[[], Request]) -> Attachment:
+    """Attach what ``request`` returns; what it raises on one rank is raised on all.  Collective, but for ``request``."""
     meeting = meet()
     # What is trained later must not be made of inference tensors; the first of the two would turn gradients on.
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
         with refused_by_all(meeting):
-            request = read(model, optimizer, policy, mesh, init, sync)
-        comm = open_comm(request.mesh, request.policy, request.device, request.facts, meeting)
+            asked = request()
+        comm = open_comm(asked.mesh, asked.policy, asked.device, asked.facts, meeting)
         undo.callback(comm.close)
-        return Attachment(look(request, comm), comm, undo)
+        return Attachment(look(asked, comm), comm, undo)
 
 
 class Attachment(Stateful, Calibrated):

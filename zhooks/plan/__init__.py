@@ -8,7 +8,7 @@ from zhooks.plan.device_budget import DeviceBudget
 from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import Layouts
 from zhooks.plan.plan import Plan, look
-from zhooks.plan.request import read
+from zhooks.plan.request import Request, read
 from zhooks.plan.tiers import Admission, Need, admit, admit_any, check_change
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Layouts",
     "Need",
     "Plan",
+    "Request",
     "admit",
     "admit_any",
     "check_change",

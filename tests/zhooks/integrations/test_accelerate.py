@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zhooks
 from tests.support.launched import launched
-from tests.support.on_ranks import hooks_left, on_ranks
-from tests.support.on_ranks import folder
+from tests.support.on_ranks import folder, hooks_left, on_ranks
 
 accelerate = pytest.importorskip("accelerate")
 

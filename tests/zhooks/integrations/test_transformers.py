@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zhooks
 from tests.support.launched import launched
-from tests.support.on_ranks import on_ranks
-from tests.support.on_ranks import folder
+from tests.support.on_ranks import folder, on_ranks
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -119,6 +119,7 @@ def test_a_checkpoint_of_a_plain_run_is_resumed_and_a_plain_run_does_not_take_ou
         with launched() as (rank, world):
             pass
         expected = plain(path / f"plain{rank}", world, save_strategy="steps", save_steps=2)
+        dist.barrier()
         with launched():
             trainer = ours(path / "ours", save_strategy="steps", save_steps=2)
             trainer.train(resume_from_checkpoint=str(path / "plain0" / "checkpoint-2"))

@@ -1,0 +1,132 @@
+"""Folders of transformers as attached models: equal to what transformers' own loader makes of them.
+
+pytest runs it, on one rank and on two. Models are made from configurations: no weights are downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zhooks
+from tests.support.on_ranks import folder, on_ranks, place
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+T5 = {"vocab_size": 32, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+VIT = {"image_size": 8, "patch_size": 4, **{key: TINY[key] for key in TINY if key != "vocab_size"}}
+GPT2 = {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+MIXTRAL = {**TINY, "num_key_value_heads": 1, "num_local_experts": 2}
+
+#: What is saved, its configuration, what is loaded, how it is saved, and what of the configuration is changed then.
+CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]] = {
+    "tied": ("LlamaForCausalLM", {**TINY, "num_key_value_heads": 1, "tie_word_embeddings": True}, "", {}, {}),
+    "several files": ("LlamaForCausalLM", {**TINY, "num_key_value_heads": 1}, "", {"max_shard_size": "4KB"}, {}),
+    "another dtype": ("LlamaForCausalLM", {**TINY, "num_key_value_heads": 1}, "", {}, {"dtype": torch.bfloat16}),
+    "an Auto class": ("GPT2LMHeadModel", GPT2, "AutoModelForCausalLM", {}, {}),
+    "tied three times": ("T5ForConditionalGeneration", T5, "", {}, {}),
+    "experts that are merged": ("MixtralForCausalLM", MIXTRAL, "", {}, {}),
+    "names that are converted": ("ViTForImageClassification", VIT, "", {}, {}),
+    "the body of a model with a head": ("BertForMaskedLM", TINY, "BertForMaskedLM", {}, {}),
+}
+
+
+def saved(kind: str, config: dict[str, Any], where: Path, how: dict[str, Any]) -> Any:
+    """A model of this class, written to ``where`` by rank 0."""
+    torch.manual_seed(0)
+    cls = getattr(transformers, kind)
+    model = cls(cls.config_class(**config))
+    if place()[0] == 0:
+        model.save_pretrained(where, **how)
+    if place()[1] > 1:
+        dist.barrier()
+    return cls
+
+
+@on_ranks(1, 2, limit_s=120.0, case=tuple(CASES))
+def test_a_folder_is_loaded_as_transformers_loads_it(case: str) -> None:
+    from zhooks.integrations.pretrained import from_pretrained
+
+    kind, config, load, how, changes = CASES[case]
+    with folder() as path:
+        cls = saved(kind, config, path / "model", how)
+        cls = getattr(transformers, load or kind)
+        attachment = from_pretrained(cls, path / "model", policy={"stage": 3, "units": {"min_numel": 0}}, **changes)
+        found, expected = attachment.state_dict(), cls.from_pretrained(path / "model", **changes)
+        if place()[0] == 0:
+            assert found["model"].keys() >= expected.state_dict().keys()
+            for name, value in expected.state_dict().items():
+                assert found["model"][name].dtype == value.dtype and torch.equal(found["model"][name], value), name
+        for (name, buffer), other in zip(attachment.model.named_buffers(), expected.buffers(), strict=True):
+            assert torch.equal(buffer, other), name
+
+
+@on_ranks(2, limit_s=120.0)
+def test_a_head_that_the_folder_has_not_is_initialised_and_said_so_and_trains() -> None:
+    from zhooks.integrations.pretrained import from_pretrained
+
+    with folder() as path:
+        saved("BertModel", TINY, path / "model", {})
+        load = {"cls": transformers.BertForSequenceClassification, "folder": path / "model"}
+        if place()[0] == 0:
+            with pytest.warns(UserWarning, match="classifier.weight, classifier.bias"):
+                attachment = from_pretrained(**load)
+        else:
+            attachment = from_pretrained(**load)
+        model = attachment.model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(torch.ones(2, 4, dtype=torch.long), labels=torch.tensor([0, 1])).loss
+        loss.backward()
+        optimizer.step()
+
+
+@on_ranks(2, limit_s=120.0)
+def test_a_folder_of_another_model_or_none_is_refused_on_every_rank() -> None:
+    from zhooks.integrations.pretrained import from_pretrained
+
+    cls = transformers.LlamaForCausalLM
+    with folder() as path:
+        with pytest.raises(zhooks.CheckpointError, match=r"expected a folder with config\.json"):
+            from_pretrained(cls, path / "none")
+        saved("LlamaForCausalLM", {**TINY, "num_key_value_heads": 1}, path / "model", {})
+        saved("BertModel", TINY, path / "other", {})
+        if place()[0] == 0:
+            shutil.copy(path / "other" / "model.safetensors", path / "model" / "model.safetensors")
+        dist.barrier()
+        with pytest.raises(zhooks.CheckpointError, match=r"expected the tensors of LlamaForCausalLM .* found "):
+            from_pretrained(cls, path / "model")
+
+
+@on_ranks(1, 2, limit_s=120.0)
+def test_a_tensor_of_another_shape_or_a_damaged_file_is_refused_and_leaves_nothing_behind() -> None:
+    from zhooks.integrations.pretrained import from_pretrained
+
+    cls = transformers.LlamaForCausalLM
+    with folder() as path:
+        saved("LlamaForCausalLM", {**TINY, "num_key_value_heads": 1}, path / "model", {})
+        with pytest.raises(zhooks.CheckpointError if place()[0] == 0 else zhooks.ZhooksError, match="of shape"):
+            from_pretrained(cls, path / "model", vocab_size=48)
+        if place()[0] == 0:
+            (path / "model" / "model.safetensors").write_bytes(b"\x00" * 100)
+        if place()[1] > 1:
+            dist.barrier()
+        with pytest.raises(zhooks.CheckpointError, match=r"model\.safetensors"):
+            from_pretrained(cls, path / "model")
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None:
+    from zhooks.integrations.pretrained import from_pretrained
+
+    saved("LlamaForCausalLM", {**TINY, "num_key_value_heads": 1}, tmp_path, {})
+    index = {"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(zhooks.CheckpointError, match="names files elsewhere"):
+        from_pretrained(transformers.LlamaForCausalLM, tmp_path)

@@ -1,0 +1,244 @@
+"""A folder of transformers as an attached model: no rank ever holds more than its shards and one unit.
+
+The model is made on meta from its configuration; ``attach`` gives each unit memory just before it shards it, and rank 0 fills
+it from the safetensors files then and sends it to the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from offload.errors import CheckpointError
+from offload.policy import Policy
+from offload.regular_files import open_regular, read_regular
+from offload.text import shown_path
+from zhooks.attach import Attachment, attach_requested
+from zhooks.integrations.required import require
+from zhooks.plan import Request, read
+
+require("transformers", "transformers", (5, 0))
+
+from transformers import AutoConfig  # noqa: E402
+from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
+from transformers.core_model_loading import (  # noqa: E402
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+__all__ = ["from_pretrained"]
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+#: An index names every tensor once; that of the largest published models is some MiB.
+_MAX_INDEX_NBYTES = 64 << 20
+
+
+def from_pretrained(
+    cls: Any,
+    folder: str | os.PathLike[str],
+    *,
+    policy: Policy | str | Path | dict[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    **changes: Any,
+) -> Attachment:
+    """Load what ``save_pretrained`` wrote and attach it; ``.model`` of what is returned is the model.  Collective.
+
+    It is put on the current CUDA device, or on the CPU where there is none.
+
+    Args:
+        cls: a class of transformers (``LlamaForCausalLM``) or an Auto class (``AutoModelForCausalLM``).
+        folder: config.json and safetensors files; every rank reads what is there, rank 0 the tensors. Nothing is downloaded.
+        policy, mesh: as in ``attach``.
+        changes: keys of the configuration to change, e.g. ``dtype=torch.bfloat16``.
+    Raises:
+        CheckpointError: the folder cannot be read, or has the tensors of another model.
+    Warns:
+        UserWarning: parameters that the folder does not have were initialised, e.g. a new classification head.
+    """
+
+    def request() -> Request:
+        path = Path(folder)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"from_pretrained: expected a folder with config.json and safetensors, found {shown_path(path)}. "
+                "Nothing is downloaded; give the path of one."
+            )
+        config = AutoConfig.from_pretrained(path, local_files_only=True, **changes)
+        make = getattr(cls, "_from_config", None) or cls.from_config
+        with torch.device("meta"):
+            model = make(config)
+        fill = _Filler(model, _Weights(path))
+        fill.check(cls.__name__)
+        return read(model, None, policy, mesh, fill, True)
+
+    return attach_requested(request)
+
+
+class _Weights:
+    """The tensors of a folder, by name; the files are opened as they are needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            if (folder / _INDEX).exists():
+                where = json.loads(read_regular(folder / _INDEX, _MAX_INDEX_NBYTES))["weight_map"]
+            else:
+                where = dict.fromkeys(self._open(_WEIGHTS).keys(), _WEIGHTS)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise self._refusal(f"{type(error).__name__}: {error}") from None
+        if not isinstance(where, Mapping) or any(Path(str(name)).name != name for name in where.values()):
+            raise self._refusal(f"{_INDEX} that names files elsewhere")
+        self.files: dict[str, str] = dict(where)
+
+    def _refusal(self, found: str) -> CheckpointError:
+        return CheckpointError(
+            f"from_pretrained: expected {_WEIGHTS} or {_INDEX} in {shown_path(self._folder)}, found {found[:300]}. "
+            "Write them with save_pretrained."
+        )
+
+    def _open(self, name: str) -> Any:
+        os.close(open_regular(self._folder / name))
+        opened: Any = safe_open(self._folder / name, framework="pt")
+        return opened.__enter__()
+
+    def read(self, name: str) -> Tensor:
+        try:
+            file = self._open(self.files[name])
+            value: Tensor = file.get_tensor(name)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise self._refusal(str(error)) from None
+        return value
+
+
+@dataclass(slots=True)
+class _Recipe:
+    """How one tensor of the model, or several at once, are made of tensors of the folder.
+
+    Attributes:
+        target: the name under which transformers' converter makes it.
+        sources: what it is made of: name in the folder, and the converter's pattern that it matched.
+        converter: None where the tensor is taken as it is.
+    """
+
+    target: str
+    converter: WeightConverter | None
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    def made(self, name: str, weights: _Weights, model: Any) -> Tensor:
+        """The tensor ``name`` of the model."""
+        if self.converter is None:
+            return weights.read(self.sources[0][0])
+        converter = deepcopy(self.converter)
+        for source, pattern in self.sources:
+            later: Any = partial(weights.read, source)
+            converter.add_tensor(self.target, source, pattern, later)
+        made = converter.convert(self.target, model=model, config=model.config)[name]
+        value: Tensor = made[0] if isinstance(made, list) else made
+        return value
+
+
+def _recipes(model: Any, names: Iterable[str]) -> dict[str, _Recipe]:
+    """What transformers makes of these names of a folder: for each tensor of the model, how.  No tensor is read."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    expected, prefix = model.state_dict(), model.base_model_prefix
+    recipes: dict[str, _Recipe] = {}
+    for source in sorted(names, key=dot_natural_key):
+        name, pattern = rename_source_key(source, renamings, converters, prefix, expected)
+        if name not in expected and source in expected:
+            name, pattern = rename_source_key(source, [], [], prefix, expected)
+        converter = None if pattern is None else by_pattern[pattern]
+        # A converter may make several tensors at once.
+        first = "" if converter is None else converter.target_patterns[0]
+        targets = [name] if converter is None else [name.replace(first, other) for other in converter.target_patterns]
+        recipe = recipes.get(name) or _Recipe(name, converter)
+        recipe.sources.append((source, pattern or source))
+        recipes.update((target, recipe) for target in targets if target in expected)
+    return recipes
+
+
+class _Filler:
+    """Fills one module at a time: by the model's own rule, then from the folder."""
+
+    def __init__(self, model: Any, weights: _Weights) -> None:
+        self._model, self._weights = model, weights
+        self._names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+        recipes = _recipes(model, weights.files)
+        #: Name of a parameter or buffer -> the name it has in the folder, and how it is made of what is there.
+        self._found = {
+            name: next((other, recipes[other]) for other in names if other in recipes)
+            for name, names in _aliases(model).items()
+            if not recipes.keys().isdisjoint(names)
+        }
+        self._first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def check(self, what: str) -> None:
+        """Refuse a folder of another model, and say what it does not have.
+
+        Raises:
+            CheckpointError: see ``from_pretrained``.
+        """
+        expected = [name for name, _ in self._model.named_parameters()]
+        missing = [name for name in expected if name not in self._found]
+        if len(missing) == len(expected):
+            raise CheckpointError(
+                f"from_pretrained: expected the tensors of {what} in the folder ({_few(expected)}), found "
+                f"{_few(sorted(self._weights.files))}. Take the class that the folder was saved from."
+            )
+        if missing and self._first:
+            warnings.warn(
+                f"from_pretrained: {what} has parameters that the folder has not, which are initialised: {_few(missing)}",
+                stacklevel=3,
+            )
+
+    def __call__(self, module: nn.Module) -> None:
+        name = self._names[id(module)]
+        mine = dict(_own(module, name))
+        if any(key not in self._found for key in mine):
+            self._model._init_weights(module)
+        for key, tensor in mine.items() if self._first else ():
+            if key not in self._found:
+                continue
+            stored, recipe = self._found[key]
+            value = recipe.made(stored, self._weights, self._model)
+            if value.shape != tensor.shape:
+                raise CheckpointError(
+                    f"from_pretrained: expected {key} of shape {tuple(tensor.shape)} as the configuration says, found "
+                    f"{tuple(value.shape)} in the folder. Take the configuration that the weights were saved with."
+                )
+            tensor.copy_(value)
+
+
+def _own(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        yield f"{name}.{key}" if name else key, tensor
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Every name of a parameter or buffer, with all the names of the same tensor."""
+    names: dict[int, list[str]] = {}
+    for found in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in found:
+            names.setdefault(id(tensor), []).append(name)
+    return {name: same for same in names.values() for name in same}
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "none"
