@@ -21,7 +21,7 @@ class Calls:
         real_start, real_wait = SharedMemory._launch, TwoSteps.wait
 
         def start(transport: Any, ring: Any, message: Any) -> Any:
-            if message.parts is not None:
+            if message.ranges is not None:
                 self.seen.append((message.call.what, message.call.key))
             return real_start(transport, ring, message)
 

@@ -100,11 +100,13 @@ class GradientShard:
         """How the shard is divided into parameters' ranges and gaps between them, and which of these runs the former are."""
         sizes, places, at = list[int](), list[int](), 0
         for start, numel in self.spans:
-            if start > at:
-                sizes.append(start - at)
+            # A parameter without elements is anywhere.
+            gap = start - at if numel else 0
+            if gap:
+                sizes.append(gap)
             places.append(len(sizes))
             sizes.append(numel)
-            at = start + numel
+            at += gap + numel
         return [*sizes, self._flat.shard_numel - at], places
 
     def keep(self, index: int, local: Tensor) -> ShardedTensor:
