@@ -34,7 +34,7 @@ from offload.kernels.rounding import GOLDEN, MIX_ONE, MIX_TWO
 
 __all__ = ["adam_loop", "lion_loop", "platform_lacks", "sgd_loop"]
 
-#: ``loop(counter, chunk, numel, addresses, scalars)``: what `kernel_threads.share` has its threads call.
+#: ``loop(counter, chunk, numel, addresses, scalars)``: what `sharing.share` has its threads call.
 Loop = Callable[[int, int, int, tuple[int, ...], tuple[float, ...]], None]
 
 _HALF, _FLOAT = ir.HalfType(), ir.FloatType()

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from tests.support.on_ranks import place
 
 
@@ -15,12 +17,11 @@ def launched() -> Iterator[tuple[int, int]]:
     import accelerate.state
 
     rank, world = place()
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    before, connected = dict(os.environ), dist.is_initialized()
     # A world of one is launched by nobody.
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in told.items()} if world > 1 else {})
-    # Accelerate leaves its own choices there.
+    os.environ.update({name: str(value) for name, value in environment.items()} if world > 1 else {})
     accelerate.state.AcceleratorState._reset_state(True)
     try:
         yield rank, world
@@ -29,3 +30,6 @@ def launched() -> Iterator[tuple[int, int]]:
         accelerate.state.GradientState._reset_state()
         os.environ.clear()
         os.environ.update(before)
+        if dist.is_initialized() and not connected:
+            # Lightning connects a world of one, too.
+            dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """What all ranks agree on off the hot path: the order of a path after its first pass, and that their settings are the same.
 
-``run/runtime.py`` asks after a first pass, ``attach.py`` and ``plan/checks.py`` where settings come in; the answer is the same
-on every rank.  It never decides an order: ``run/schedule.py`` does, from what is exchanged here.
+``run/paths.py`` and ``grad/reduce.py`` ask after a first pass, ``attach.py`` and ``plan/checks.py`` where settings come in; the
+answer is the same on every rank.  It never decides an order: ``run/schedule.py`` does, from what is exchanged here.
 """
 
 from __future__ import annotations

@@ -20,5 +20,5 @@ def require(integration: str, library: str, oldest: tuple[int, int]) -> None:
     if not found or tuple(int(number) for number in found.split(".")[:2]) < oldest:
         raise CapabilityError(
             f"zhooks.integrations.{integration}: expected {library} >= {'.'.join(map(str, oldest))}, found {found or 'none'}. "
-            f"Run `pip install 'zhooks[{integration}]'`."
+            f"Run `pip install 'zhooks[{integration}]'` (in a checkout: '.[{integration}]')."
         )

@@ -1,7 +1,7 @@
 """How the parameters of an optimizer are updated: the one place that chooses.
 
-``build/tiers.py`` asks it once; ``updater.py`` asks what it returns for every flat.  An optimizer that updates whole matrices
-gets a kernel of its own here.
+``build/tiers.py`` asks it once; ``tiered_update.py`` asks what it returns for every flat.  An optimizer that updates whole
+matrices gets a kernel of its own here.
 """
 
 from __future__ import annotations

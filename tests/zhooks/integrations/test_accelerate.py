@@ -226,7 +226,7 @@ def test_what_contradicts_the_policy_is_refused_and_both_are_named() -> None:
 def test_a_library_that_is_missing_or_too_old_is_named_with_the_command_that_installs_it() -> None:
     from zhooks.integrations.required import require
 
-    with pytest.raises(zhooks.CapabilityError, match=r"not-there >= 1\.2, found none\. Run `pip install 'zhooks\[x\]'`"):
+    with pytest.raises(zhooks.CapabilityError, match=r"not-there >= 1\.2, found none\. Run `pip install 'zhooks\[x\]'` "):
         require("x", "not-there", (1, 2))
     with pytest.raises(zhooks.CapabilityError, match=r"expected pytest >= 999\.0, found \d"):
         require("x", "pytest", (999, 0))
