@@ -8,7 +8,7 @@ Source: DeepSpeed's documentation, "DeepSpeed Configuration JSON".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,8 @@ class _Reading:
         self.ignored: list[str] = []
         # Keys that a launcher does itself.
         self._taken: set[Place] = set()
+        # Of tables that are not read here, the keys that it does.
+        self._leaves: dict[Place, set[Place]] = {}
         self._flatten(values, (), ())
 
     def _flatten(self, table: Mapping[Any, Any], place: Place, written: Place) -> None:
@@ -181,7 +183,10 @@ class _Reading:
                 found = f"{shown(written)} beside {argument.name} = {shown(argument.value)}"
                 where = (*self._written[place[:known]], *place[known:])
                 self.problems.append((where, f'expected "auto" or what the launcher was told, found {found}'))
-            self._taken.add(place[:known])
+            if known == len(place):
+                self._taken.add(place)
+            else:
+                self._leaves.setdefault(place[:known], set()).add(place[known:])
 
     def get(self, place: Place) -> Any:
         """The value written at ``place``; None where there is none or it is "auto"."""
@@ -260,6 +265,11 @@ class _Reading:
                 continue
             if other is None or off or self.get(place) is None or not enabled(value):
                 continue
+            if place in self._leaves and isinstance(value, Mapping):
+                for left in _leaves(value):
+                    if left not in self._leaves[place] and left[-1] not in _LEFT_TO_ARGUMENTS:
+                        self.ignored.append(f"{'.'.join((*self._written[place], *left))}: set it by the launcher's arguments")
+                continue
             if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in other.same):
                 self.ignore(place, other.instead)
 
@@ -277,6 +287,19 @@ class _Reading:
         decided = any(self.get((name, "enabled")) is True for name in ("fp16", "bf16")) and place[0] in ("fp16", "bf16")
         if written is not None and not decided:
             self.ignore(place, f"left to transformers or accelerate, which are not here; {written}")
+
+
+#: Written beside what a launcher does; they mean what it does anyway, or nothing where they say "auto".
+_LEFT_TO_ARGUMENTS = frozenset({"torch_adam", "fused"})
+
+
+def _leaves(table: Mapping[str, Any], above: Place = ()) -> Iterator[Place]:
+    """The places of a table's values, "auto" left out."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*above, key))
+        elif value != "auto":
+            yield (*above, key)
 
 
 def _is_count(value: Any) -> bool:

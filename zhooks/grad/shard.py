@@ -158,6 +158,9 @@ class StoreShard(GradientShard):
             run = BlockRange(self.at if at is None else at, *self.spans[index])
             return ShardedTensor(run, self._flat.specs[index])
 
+    def fill(self, given: Sequence[tuple[int, Tensor]]) -> list[ShardedTensor]:
+        return [self.keep(index, local) for index, local in given]
+
     def _apart(self, index: int) -> ShardedTensor:
         return self.claim(index, self._fresh())
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from offload.errors import CapabilityError, PolicyError
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
-from zhooks.integrations.marks import mark, unmark
+from zhooks.integrations.marks import NO_SYNC, mark, unmark
 from zhooks.integrations.required import require
 
 require("accelerate", "accelerate", (1, 0))
@@ -44,7 +44,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` whose models are attached.
 
     Args:
-        zhooks: the policy: a path, a mapping, a ``Policy``, or None for the default (stage 3, everything on the device).
+        zhooks: the policy: a path, a mapping, a ``Policy``, or None for the default (stage 3, everything on the device); or
+            the ``Attachment`` of a model that is attached already (``from_pretrained``).
         args, kwargs: those of ``accelerate.Accelerator``.
     Raises:
         PolicyError: the policy cannot be read, or Accelerate was asked for another precision or another way to shard.
@@ -54,27 +55,36 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     _models: list[nn.Module]
     _optimizers: list[Any]
 
-    def __init__(self, *args: Any, zhooks: Policy | str | Path | dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, zhooks: Policy | str | Path | dict[str, Any] | Attachment | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._take(Policy.of(zhooks))
+        self._take(zhooks if isinstance(zhooks, Attachment) else Policy.of(zhooks))
 
     @classmethod
-    def over(cls, made: Any, policy: Policy) -> Accelerator:
+    def over(cls, made: Any, given: Policy | Attachment) -> Accelerator:
         """An accelerator that goes on as ``made``, which somebody else's code has constructed."""
         accelerator = cls.__new__(cls)
         accelerator.__dict__ = made.__dict__
-        accelerator._take(policy)
+        accelerator._take(given)
         return accelerator
 
-    def _take(self, policy: Policy) -> None:
-        self.policy = policy
-        self.attachments: list[Attachment] = []
+    def _take(self, given: Policy | Attachment) -> None:
+        self.policy = given.policy if isinstance(given, Attachment) else given
+        #: Of the models that were prepared, in order; an attachment that was given waits for its model.
+        self.attachments: list[Attachment] = [given] if isinstance(given, Attachment) else []
         self._given: Sequence[torch.optim.Optimizer] = ()
         other = _OTHERS.get(self.distributed_type)
         if other is not None:
             raise PolicyError(
                 f"Accelerator: expected one way to shard, found zhooks and {other} ({self.distributed_type.value}). "
                 "Drop one of them, in the script or in what `accelerate launch` was told."
+            )
+        parallel = getattr(self, "parallelism_config", None)
+        if parallel is not None:
+            raise PolicyError(
+                "Accelerator: expected a policy alone to say how to shard, found parallelism_config beside it. Drop it; for a "
+                "mesh of several axes call zhooks.attach(model, mesh=...) in a loop of your own."
             )
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise CapabilityError(
@@ -92,6 +102,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise PolicyError(
                 f'Accelerator: expected one precision, found [precision] param = "{ours}" in the policy and mixed_precision = '
                 f'"{theirs}" (Trainer: {theirs}=True). Make them equal or drop one.'
+            )
+        if theirs == "fp16" and self.policy.precision.loss_scale is None:
+            raise PolicyError(
+                'Accelerator: expected a loss scale for fp16, found none: with [precision] param = "fp16" the policy casts and '
+                'Accelerate\'s GradScaler is not used. Set [precision] loss_scale = "dynamic", or drop param.'
             )
         self.native_amp, self.scaler = False, None
 
@@ -114,6 +129,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """Attach ``model``; one that is only evaluated (a reference model) too: its parameters are sharded as well."""
         if (attached := self.attachment(model)) is not None:
+            if NO_SYNC not in vars(attached.model):
+                super().prepare_model(attached.model, False, True)
+                mark(attached.model, attached)
             if all(each is not attached.model for each in self._models):
                 self._models.append(attached.model)
             return attached.model
@@ -124,10 +142,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             device_placement = False
         # What Accelerate does to a model for evaluation is all but the wrapping.
         prepared: nn.Module = super().prepare_model(model, device_placement, True)
-        holding = [each for each in self._given if each.state]
+        mine = {id(param) for param in prepared.parameters()}
+        holding = [each for each in self._given if any(id(param) in mine for param in each.state)]
         if len(holding) > 1:
             raise PolicyError(
-                f"prepare: expected at most one optimizer that holds states already, found {len(holding)}. "
+                f"prepare: expected at most one optimizer that holds states of a model already, found {len(holding)}. "
                 "Prepare before the first step, and load states afterwards."
             )
         attachment = attach(prepared, holding[0] if holding else None, policy=self.policy)
@@ -144,9 +163,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         attachment = self.attachment(model)
         if attachment is None:
             return model
-        unmark(attachment.model)
+        plain = attachment.detach()
+        unmark(plain)
         self.attachments.remove(attachment)
-        return attachment.detach()
+        return plain
 
     def free_memory(self, *objects: Any) -> Any:
         """As in Accelerate; an attached model among ``objects`` goes with its shards."""
@@ -176,19 +196,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         state = self.get_state_dict(model)
         if not self.is_main_process:
             return
-        whole, self.get_state_dict = self.get_state_dict, lambda *_, **__: state  # type: ignore[method-assign]
+        # What Accelerate writes is what it asks itself for.
+        self.__dict__["get_state_dict"] = lambda *_, **__: state
         try:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         finally:
-            self.get_state_dict = whole  # type: ignore[method-assign]
+            del self.__dict__["get_state_dict"]
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As in Accelerate, but for attached models and their optimizers: each rank writes its own shards.  Collective.
 
         Where a hook is registered (``register_save_state_pre_hook``), it is given the models and, on rank 0, whole weights.
         """
-        with self._but_ours(bool(self._save_model_state_pre_hook)):
-            where = super().save_state(output_dir, safe_serialization, **kwargs)
+        hooked = bool(self._save_model_state_pre_hook)
+        last = super().register_save_state_pre_hook(self._without_weights)
+        try:
+            with self._but_ours(hooked):
+                where = super().save_state(output_dir, safe_serialization, **kwargs)
+        finally:
+            last.remove()
         self.wait_for_everyone()
         for number, attachment in enumerate(self.attachments):
             attachment.save(_shards(where, number), self._optimizers_of(attachment))
@@ -198,13 +224,31 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Go on from what ``save_state`` wrote, on as many ranks.  Collective.
 
         Raises:
-            CheckpointError: on every rank, before anything is changed: shards of an attached model are missing or others.
+            CheckpointError: on every rank: shards of an attached model are missing or others.  That model is as it was; of
+                several, those before it are loaded.
         """
         folder = self._newest(input_dir)
         for number, attachment in enumerate(self.attachments):
             attachment.load(_shards(folder, number), self._optimizers_of(attachment))
-        with self._but_ours(bool(self._load_model_state_pre_hook)):
-            super().load_state(input_dir, load_kwargs, **kwargs)
+        hooked = bool(self._load_model_state_pre_hook)
+        last = super().register_load_state_pre_hook(self._without_models)
+        try:
+            with self._but_ours(hooked):
+                super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            last.remove()
+
+    def _without_weights(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        """After the hooks of others: what they left of attached models' weights is not written, as their shards are."""
+        ours = [self.attachment(model) is not None for model in models]
+        if len(weights) == len(models):
+            weights[:] = [each for each, attached in zip(weights, ours, strict=True) if not attached]
+        elif all(ours):
+            weights.clear()
+
+    def _without_models(self, models: list[nn.Module], folder: str) -> None:
+        """After the hooks of others: attached models are loaded already."""
+        models[:] = [model for model in models if self.attachment(model) is None]
 
     def _newest(self, given: str | None) -> Path:
         """The folder that Accelerate loads from."""

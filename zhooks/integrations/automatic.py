@@ -29,7 +29,9 @@ def arguments(args: Any) -> dict[str, Argument]:
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     optim, schedule = (str(getattr(each, "value", each)) for each in (args.optim, args.lr_scheduler_type))
     adam = ("Adam", "AdamW") if optim.startswith("adamw") else ()
-    return {
+    # Without max_steps the Trainer counts them from the data, which nobody has seen yet.
+    steps = {"scheduler.params.total_num_steps": Argument("max_steps", args.max_steps)} if args.max_steps > 0 else {}
+    return steps | {
         "bf16.enabled": Argument("bf16", bool(args.bf16)),
         "fp16.enabled": Argument("fp16", bool(args.fp16)),
         "train_micro_batch_size_per_gpu": Argument("per_device_train_batch_size", args.per_device_train_batch_size),
@@ -43,4 +45,8 @@ def arguments(args: Any) -> dict[str, Argument]:
         "optimizer.params.weight_decay": Argument("weight_decay", args.weight_decay),
         "scheduler.type": Argument("lr_scheduler_type", schedule, _SCHEDULES.get(schedule, ())),
         "scheduler.params.warmup_max_lr": Argument("learning_rate", args.learning_rate),
+        "scheduler.params.warmup_min_lr": Argument("(the Trainer warms up from 0)", 0),
+        "scheduler.params.warmup_num_steps": Argument("warmup_steps", args.warmup_steps),
+        "optimizer.params.adam_w_mode": Argument("optim", optim.startswith("adamw")),
+        "optimizer.params.bias_correction": Argument("(the Trainer's AdamW corrects its biases)", True),
     }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from offload.errors import PolicyError
+from offload.errors import AttachError, PolicyError
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
 from zhooks.integrations.required import require
@@ -26,6 +26,9 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 __all__ = ["ZhooksStrategy"]
+
+#: Options of DDPStrategy that are named in its signature.
+_OF_DDP = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
 
 
 class ZhooksStrategy(DDPStrategy):
@@ -44,10 +47,11 @@ class ZhooksStrategy(DDPStrategy):
         self, policy: Policy | str | Path | dict[str, Any] | None = None, *, keep_attached: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if self._ddp_kwargs:
+        of_ddp = sorted({*self._ddp_kwargs, *(_OF_DDP & kwargs.keys())})
+        if of_ddp:
             raise PolicyError(
-                f"ZhooksStrategy: expected a policy and where processes run, found {', '.join(sorted(self._ddp_kwargs))}, "
-                "which is an option of DistributedDataParallel. Drop it."
+                f"ZhooksStrategy: expected a policy and where processes run, found {', '.join(of_ddp)}, an option of "
+                "DistributedDataParallel. Drop it."
             )
         self.policy, self.keep_attached = Policy.of(policy), keep_attached
         self.attachment: Attachment | None = None
@@ -57,7 +61,15 @@ class ZhooksStrategy(DDPStrategy):
         assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._check_precision()
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
+        self._failed = False
+        if self.attachment is not None and self.attachment.model is not self.lightning_module:
+            raise AttachError(
+                f"ZhooksStrategy: expected {type(self.attachment.model).__name__}, which is attached, found another module. "
+                "Call trainer.strategy.attachment.detach(), or make a new Trainer and strategy for it."
+            )
         if self.attachment is None:
             if all(param.device.type != "meta" for param in self.model.parameters()):
                 self.model_to_device()
@@ -69,6 +81,11 @@ class ZhooksStrategy(DDPStrategy):
     def _check_precision(self) -> None:
         """Either the policy casts, or Lightning does."""
         ours, theirs = self.policy.precision.param, str(self.precision_plugin.precision)
+        if self.policy.precision.loss_scale is not None:
+            raise PolicyError(
+                "ZhooksStrategy: expected a loss scale that Lightning's checkpoints hold, found [precision] loss_scale in the "
+                'policy. Drop it, and set Trainer(precision="16-mixed").'
+            )
         if ours not in (None, "fp32") and theirs not in ("32-true", "32"):
             raise PolicyError(
                 f'ZhooksStrategy: expected one precision, found [precision] param = "{ours}" in the policy and '

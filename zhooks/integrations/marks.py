@@ -1,7 +1,7 @@
 """What the libraries look for on a model whose gradients and parameters somebody else takes care of.
 
-``accelerate.py`` puts it there after attach.  A deep copy of the model (an average of weights) and a pickled one get a mark
-that does nothing.
+``accelerate.py`` puts it there after attach.  In a deep copy of the model (an average of weights) ``no_sync`` does nothing; the
+marks are copied, as its parameters are sharded too.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from zhooks.attach import Attachment
 
 #: transformers lets ranks that generate, or that drop layers, wait for each other where a module says that.
 SYNCHRONISED = "_is_fsdp_managed_module"
+#: Where Accelerate and Trainer look for a context in which gradients are added up.
+NO_SYNC = "no_sync"
 
 
 class NoSync:
@@ -35,7 +38,8 @@ class NoSync:
 
 def mark(model: nn.Module, attachment: Attachment) -> None:
     """Let Accelerate and transformers see that ``model`` is attached."""
-    for module in model.modules():
+    # In a world of one there is nobody to wait for, and no process group to ask.
+    for module in model.modules() if dist.is_initialized() and dist.get_world_size() > 1 else ():
         setattr(module, SYNCHRONISED, True)
     bare: Any = model
     bare.no_sync, bare._is_accelerate_prepared = NoSync(attachment), True
@@ -45,5 +49,5 @@ def unmark(model: nn.Module) -> None:
     """Take the marks away."""
     for module in model.modules():
         vars(module).pop(SYNCHRONISED, None)
-    for name in ("no_sync", "_is_accelerate_prepared"):
+    for name in (NO_SYNC, "_is_accelerate_prepared"):
         vars(model).pop(name, None)

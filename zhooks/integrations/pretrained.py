@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from offload.errors import CheckpointError
+from offload.errors import CapabilityError, CheckpointError
 from offload.policy import Policy
 from offload.regular_files import open_regular, read_regular
 from offload.text import shown_path
@@ -32,7 +32,7 @@ from zhooks.plan import Request, read
 
 require("transformers", "transformers", (5, 0))
 
-from transformers import AutoConfig  # noqa: E402
+from transformers import AutoConfig, GenerationConfig  # noqa: E402
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
 from transformers.core_model_loading import (  # noqa: E402
     WeightConverter,
@@ -58,7 +58,7 @@ def from_pretrained(
 ) -> Attachment:
     """Load what ``save_pretrained`` wrote and attach it; ``.model`` of what is returned is the model.  Collective.
 
-    It is put on the current CUDA device, or on the CPU where there is none.
+    It is put on the current CUDA device, or on the CPU where there is none, in evaluation mode as transformers does.
 
     Args:
         cls: a class of transformers (``LlamaForCausalLM``) or an Auto class (``AutoModelForCausalLM``).
@@ -67,6 +67,7 @@ def from_pretrained(
         changes: keys of the configuration to change, e.g. ``dtype=torch.bfloat16``.
     Raises:
         CheckpointError: the folder cannot be read, or has the tensors of another model.
+        CapabilityError: its weights are quantised, or the model keeps some modules in another dtype than the rest.
     Warns:
         UserWarning: parameters that the folder does not have were initialised, e.g. a new classification head.
     """
@@ -78,15 +79,48 @@ def from_pretrained(
                 f"from_pretrained: expected a folder with config.json and safetensors, found {shown_path(path)}. "
                 "Nothing is downloaded; give the path of one."
             )
-        config = AutoConfig.from_pretrained(path, local_files_only=True, **changes)
+        try:
+            config, unknown = AutoConfig.from_pretrained(path, local_files_only=True, return_unused_kwargs=True, **changes)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"from_pretrained: expected a config.json in {shown_path(path)}, found: {error}") from None
+        if unknown:
+            keys = _few(sorted(unknown))
+            raise CheckpointError(f"from_pretrained: expected keys of the configuration, found {keys}. Drop them.")
         make = getattr(cls, "_from_config", None) or cls.from_config
         with torch.device("meta"):
             model = make(config)
-        fill = _Filler(model, _Weights(path))
+        _check_dtypes(model, config)
+        # On a mesh other ranks than the first hand values on.
+        first = mesh is not None or not dist.is_initialized() or dist.get_rank() == 0
+        fill = _Filler(model, _Weights(path), reads=first)
         fill.check(cls.__name__)
-        return read(model, None, policy, mesh, fill, True)
+        if model.can_generate() and (path / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+        return read(model.eval(), None, policy, mesh, fill, True)
 
     return attach_requested(request)
+
+
+def _check_dtypes(model: Any, config: Any) -> None:
+    """Refuse what transformers would load in other dtypes than the model's.
+
+    Raises:
+        CapabilityError: quantised weights, or modules that are kept in fp32 beside 16-bit ones.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise CapabilityError(
+            "from_pretrained: expected weights that can be trained, found a quantization_config. Take a folder without one."
+        )
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if config.dtype is torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    mixed = [(name, param.dtype) for name, param in model.named_parameters() if kept & {*name.split(".")}]
+    narrow = [name for name, dtype in mixed if dtype is not torch.float32]
+    if narrow:
+        raise CapabilityError(
+            f"from_pretrained: expected one dtype, found modules that {type(model).__name__} keeps in fp32 ({_few(narrow)}) "
+            f"beside {config.dtype}. Pass dtype=torch.float32, and let the policy's [precision] cast."
+        )
 
 
 class _Weights:
@@ -177,17 +211,18 @@ def _recipes(model: Any, names: Iterable[str]) -> dict[str, _Recipe]:
 class _Filler:
     """Fills one module at a time: by the model's own rule, then from the folder."""
 
-    def __init__(self, model: Any, weights: _Weights) -> None:
+    def __init__(self, model: Any, weights: _Weights, *, reads: bool) -> None:
         self._model, self._weights = model, weights
         self._names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         recipes = _recipes(model, weights.files)
         #: Name of a parameter or buffer -> the name it has in the folder, and how it is made of what is there.
         self._found = {
-            name: next((other, recipes[other]) for other in names if other in recipes)
+            name: [(other, recipes[other]) for other in names if other in recipes]
             for name, names in _aliases(model).items()
             if not recipes.keys().isdisjoint(names)
         }
-        self._first = not dist.is_initialized() or dist.get_rank() == 0
+        used = {source for recipe in recipes.values() for source, _ in recipe.sources}
+        self._left, self._first = sorted(weights.files.keys() - used), reads
 
     def check(self, what: str) -> None:
         """Refuse a folder of another model, and say what it does not have.
@@ -203,8 +238,9 @@ class _Filler:
                 f"{_few(sorted(self._weights.files))}. Take the class that the folder was saved from."
             )
         if missing and self._first:
+            left = f"; of the folder is not used: {_few(self._left)}" if self._left else ""
             warnings.warn(
-                f"from_pretrained: {what} has parameters that the folder has not, which are initialised: {_few(missing)}",
+                f"from_pretrained: {what} has parameters that the folder has not, which are initialised: {_few(missing)}{left}",
                 stacklevel=3,
             )
 
@@ -216,8 +252,19 @@ class _Filler:
         for key, tensor in mine.items() if self._first else ():
             if key not in self._found:
                 continue
-            stored, recipe = self._found[key]
+            (stored, recipe), *others = self._found[key]
             value = recipe.made(stored, self._weights, self._model)
+            for other, how in others:
+                if not torch.equal(how.made(other, self._weights, self._model), value):
+                    raise CheckpointError(
+                        f"from_pretrained: expected {stored} and {other} to be one tensor, as the configuration ties them, "
+                        "found two. Pass tie_word_embeddings=False."
+                    )
+            if tensor.is_floating_point() and (not value.is_floating_point() or value.element_size() < 2):
+                raise CapabilityError(
+                    f"from_pretrained: expected {key} in fp32, bf16 or fp16, found {value.dtype} in the folder, which is "
+                    "quantised. Take a folder of weights that can be trained."
+                )
             if value.shape != tensor.shape:
                 raise CheckpointError(
                     f"from_pretrained: expected {key} of shape {tuple(tensor.shape)} as the configuration says, found "

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from offload.errors import CapabilityError, PolicyError
 from offload.policy import Policy
@@ -23,20 +24,32 @@ from zhooks.integrations.required import require
 require("transformers", "transformers", (4, 50))
 
 import transformers  # noqa: E402
+from accelerate.utils import broadcast_object_list  # noqa: E402
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME  # noqa: E402
 
-__all__ = ["Seq2SeqTrainer", "Trainer", "TrainingArguments", "ZeroMixin"]
+__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments", "ZeroMixin"]
 
-Given = Policy | str | Path | dict[str, Any] | None
+Given = Policy | str | Path | dict[str, Any] | Attachment | None
 
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """``transformers.TrainingArguments`` whose ``deepspeed`` file is read as a policy; DeepSpeed is not needed."""
+    """``transformers.TrainingArguments`` whose ``deepspeed`` file is read as a policy; DeepSpeed is not needed.
+
+    ``zhooks``: the policy, where no Trainer is given one.
+    """
+
+    zhooks: str | None = None
 
     def __post_init__(self) -> None:
-        self.zhooks, self.deepspeed = self.deepspeed, None
+        if self.deepspeed is not None:
+            self.zhooks, self.deepspeed = cast(Any, self.deepspeed), None
         super().__post_init__()  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
+    """``transformers.Seq2SeqTrainingArguments``, as ``TrainingArguments`` here."""
 
 
 class ZeroMixin:
@@ -44,7 +57,8 @@ class ZeroMixin:
 
     Args:
         zhooks: the policy: a path (a DeepSpeed configuration too, whose "auto" the arguments fill in), a mapping, a ``Policy``,
-            or None: what ``TrainingArguments`` of this module was given as ``deepspeed``, else the default policy.
+            an ``Attachment`` of the model (``from_pretrained``), or None: what ``TrainingArguments`` of this module was given,
+            else the default policy.
         args, kwargs: those of the Trainer.
     """
 
@@ -61,13 +75,15 @@ class ZeroMixin:
     @property
     def attachment(self) -> Attachment | None:
         """The attachment of the model; None before the first ``train`` or ``evaluate``."""
-        return self.accelerator.attachment(self.model)
+        model: Any = getattr(self, "model", None)
+        return None if model is None else self.accelerator.attachment(model)
 
     def create_accelerator_and_postprocess(self) -> None:
         base: Any = super()
         base.create_accelerator_and_postprocess()
         given = self._policy if self._policy is not None else getattr(self.args, "zhooks", None)
-        self.accelerator = Accelerator.over(self.accelerator, filled(given, self.args))
+        chosen = given if isinstance(given, Attachment) else filled(given, self.args)
+        self.accelerator = Accelerator.over(self.accelerator, chosen)
         self._check_arguments()
         # One process has one device: nn.DataParallel is for those who have no ranks.
         self.args._n_gpu = min(self.args.n_gpu, 1)
@@ -79,11 +95,29 @@ class ZeroMixin:
                 f"Trainer: expected evaluation in the dtype of training, found {name} = True, which casts the model under its "
                 f'optimizer. Drop it, or set [precision] param = "{name[:4]}" in the policy.'
             )
+        if self.args.save_on_each_node:
+            raise PolicyError(
+                "Trainer: expected one folder that all nodes share, found save_on_each_node = True: whole weights are on "
+                "rank 0 alone. Drop it, and give an output_dir on a shared file system."
+            )
         if self.args.auto_find_batch_size:
             raise CapabilityError(
                 "Trainer: expected a batch size, found auto_find_batch_size = True: a rank that runs out of memory alone would "
                 "leave the others waiting. Set per_device_train_batch_size; `zprof` says what fits."
             )
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        # The model of the last training goes, and its shards.
+        if (last := self.attachment) is not None:
+            self.accelerator.attachments.remove(last)
+        base: Any = super()
+        model: nn.Module = base.call_model_init(trial)
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if all(param.device.type != "meta" for param in model.parameters()):
+            base: Any = super()
+            base._move_model_to_device(model, device)
 
     # A folder that from_pretrained reads.
 
@@ -115,7 +149,10 @@ class ZeroMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Shards, or the whole states that a run without zhooks has saved."""
-        if checkpoint is None or self.attachment is None or not (Path(checkpoint) / SHARDS).is_dir():
+        # Rank 0 looks for all: ranks of which one alone finds the folder would wait for each other.
+        ours = [checkpoint is not None and (Path(checkpoint) / SHARDS).is_dir()]
+        broadcast_object_list(ours)
+        if checkpoint is None or self.attachment is None or not ours[0]:
             base: Any = super()
             base._load_optimizer_and_scheduler(checkpoint)
             return

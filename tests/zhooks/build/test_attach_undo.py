@@ -55,7 +55,7 @@ LATER = (
     "zhooks.plan.device_budget.DeviceBudget.open",
     "zhooks.grad.scaling.Scaling.open",
     "zhooks.build.tiers.open_stepper",
-    "offload.events.Bus.told_by",
+    "offload.events.Bus.stated_by",
 )
 #: Of these every rank runs its own, and may fail alone: the call that fails is the second or third of its kind.
 ALONE = (

@@ -185,6 +185,36 @@ def test_hooks_on_saving_are_given_the_models_and_on_rank_0_whole_weights() -> N
         assert all(torch.equal(*pair) for pair in zip(script.values(), before, strict=True))
 
 
+@on_ranks(2, limit_s=120.0)
+def test_hooks_that_leave_the_models_to_accelerate_change_nothing_of_what_is_saved() -> None:
+    with launched(), folder() as path:
+        script = ours()
+        script.accelerator.register_save_state_pre_hook(lambda models, weights, where: None)
+        script.accelerator.register_load_state_pre_hook(lambda models, where: None)
+        script.train(0, 1)
+        before = script.values()
+        script.accelerator.save_state(str(path / "state"))
+        script.train(1, 2)
+        script.accelerator.load_state(str(path / "state"))
+        assert all(torch.equal(*pair) for pair in zip(script.values(), before, strict=True))
+
+
+@on_ranks(1)
+def test_an_optimizer_that_has_stepped_goes_with_the_model_it_holds() -> None:
+    from zhooks.integrations.accelerate import Accelerator
+
+    with launched():
+        models = [nn.Linear(3, 2), nn.Linear(2, 3)]
+        optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(1, model.in_features)).sum().backward()
+            optimizer.step()
+        prepared = Accelerator(cpu=True).prepare(*models, *optimizers)
+        for optimizer in prepared[2:]:
+            states = [state["exp_avg"] for state in optimizer.state.values()]
+            assert len(states) == 2 and all(isinstance(state, zhooks.ShardedTensor) for state in states)
+
+
 @on_ranks(1, 2)
 def test_preparing_again_and_copies_and_detach_leave_one_attachment_and_no_trace() -> None:
     with launched():

@@ -139,12 +139,17 @@ def test_a_module_that_is_kept_attached_is_made_plain_by_its_attachment() -> Non
     with quiet(), folder() as path, launched() as (_, world):
         run, module = fitted(path, ours(keep_attached=True), world, 1)
         assert any(isinstance(param, zhooks.ShardedTensor) for param in module.parameters())
+        with pytest.raises(zhooks.AttachError, match="expected Module, which is attached, found another module"):
+            run.fit(Module(), data(32, *place()))
         run.strategy.attachment.detach()
         assert not hooks_left(module)
 
 
 def test_what_contradicts_the_policy_is_refused_and_both_are_named(tmp_path: Path) -> None:
-    with pytest.raises(zhooks.PolicyError, match="find_unused_parameters"):
-        ours(find_unused_parameters=True)
+    for option in ("find_unused_parameters", "ddp_comm_hook"):
+        with pytest.raises(zhooks.PolicyError, match=option):
+            ours(**{option: True})
+    with quiet(), launched(), pytest.raises(zhooks.PolicyError, match=r"\[precision\] loss_scale"):
+        fitted(tmp_path, ours({"precision": {"param": "fp16", "loss_scale": "dynamic"}}), 1, 1)
     with quiet(), launched(), pytest.raises(zhooks.PolicyError, match=r'\[precision\] param = "bf16".*precision="bf16-mixed"'):
         fitted(tmp_path, ours({"precision": {"param": "bf16"}}), 1, 1, precision="bf16-mixed")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 import zhooks
 from tests.support.on_ranks import folder, on_ranks, place
@@ -120,6 +121,39 @@ def test_a_tensor_of_another_shape_or_a_damaged_file_is_refused_and_leaves_nothi
             dist.barrier()
         with pytest.raises(zhooks.CheckpointError, match=r"model\.safetensors"):
             from_pretrained(cls, path / "model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "changes", "refusal"),
+    [
+        ("LlamaForCausalLM", TINY, {"hidden_sise": 3}, "expected keys of the configuration, found hidden_sise"),
+        ("LlamaForCausalLM", TINY, {"tie_word_embeddings": True}, "to be one tensor, as the configuration ties them"),
+        ("T5ForConditionalGeneration", T5, {"dtype": torch.float16}, "keeps in fp32"),
+    ],
+)
+def test_what_would_be_other_weights_than_those_of_transformers_is_refused(
+    tmp_path: Path, kind: str, config: dict[str, Any], changes: dict[str, Any], refusal: str
+) -> None:
+    from zhooks.integrations.pretrained import from_pretrained
+
+    cls = saved(kind, config, tmp_path, {})
+    with pytest.raises(zhooks.ZhooksError, match=refusal):
+        from_pretrained(cls, tmp_path, **changes)
+
+
+def test_weights_that_are_quantised_in_the_file_alone_are_refused(tmp_path: Path) -> None:
+    from zhooks.integrations.pretrained import from_pretrained
+
+    cls = saved("LlamaForCausalLM", TINY, tmp_path, {})
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.int8)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(zhooks.CapabilityError, match=r"lm_head\.weight .* found torch\.int8"):
+        from_pretrained(cls, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(zhooks.CapabilityError, match="found a quantization_config"):
+        from_pretrained(cls, tmp_path)
 
 
 def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None:

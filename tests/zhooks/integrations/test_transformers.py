@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.launched import launched
-from tests.support.on_ranks import folder, on_ranks
+from tests.support.on_ranks import folder, on_ranks, place
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -177,6 +177,8 @@ def test_a_deepspeed_configuration_is_read_as_the_trainer_would_have_filled_it_i
         ({"gradient_clipping": 0.5}, r"gradient_clipping: .*found 0.5 beside max_grad_norm = 1"),
         ({"bf16": {"enabled": True}}, r"\[bf16\] enabled: .*found true beside bf16 = false"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, r"params\.lr: .*found 1.* beside learning_rate = 0\.01"),
+        ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}, r"adam_w_mode: .*found false beside optim = true"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 500}}}, r"found 500 beside warmup_steps = 0"),
         ({"optimizer": {"type": "Lion", "params": {}}}, r'\[optimizer\] type: .*found "Lion" beside optim = '),
     ],
 )
@@ -187,7 +189,51 @@ def test_an_argument_that_contradicts_the_configuration_is_refused_and_both_are_
         ours(tmp_path, {"zero_optimization": {"stage": 2}, **written})
 
 
+@on_ranks(1)
+def test_each_training_of_a_model_that_is_made_anew_keeps_one_attachment() -> None:
+    from zhooks.integrations.transformers import Trainer, TrainingArguments
+
+    with launched(), folder() as path:
+        chosen = TrainingArguments(**arguments(path))
+        trainer = Trainer(model_init=language_model, args=chosen, train_dataset=samples(48), zhooks={"stage": 1})
+        for _ in range(3):
+            trainer.train()
+            assert [each.model for each in trainer.accelerator.attachments] == [trainer.model]
+
+
+@on_ranks(1, 2, limit_s=180.0)
+def test_pretrained_weights_that_were_attached_unit_by_unit_are_trained() -> None:
+    from zhooks.integrations.pretrained import from_pretrained
+
+    with folder() as path:
+        if place()[0] == 0:
+            language_model().save_pretrained(path / "model")
+        if place()[1] > 1:
+            dist.barrier()
+        with launched() as (rank, world):
+            attachment = from_pretrained(transformers.LlamaForCausalLM, path / "model")
+            trainer = ours(path / "ours", attachment, attachment.model)
+            trainer.train()
+            assert trainer.attachment is attachment
+            found = values(trainer.model)
+        for value, other in zip(found, values(plain(path / f"plain{rank}", world).model), strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_that_are_written_out_and_read_again_keep_the_policy(tmp_path: Path) -> None:
+    from zhooks.integrations.transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+    with launched():
+        for kind in (TrainingArguments, Seq2SeqTrainingArguments):
+            once = kind(**arguments(tmp_path, deepspeed="ds.json"))
+            written = {key: once.to_dict()[key] for key in ("output_dir", "zhooks", "deepspeed")}
+            again = kind(**written)
+            assert again.zhooks == once.zhooks == "ds.json" and again.deepspeed is None
+
+
 def test_what_would_train_otherwise_or_leave_ranks_waiting_is_refused(tmp_path: Path) -> None:
+    with launched(), pytest.raises(zhooks.PolicyError, match="save_on_each_node = True"):
+        ours(tmp_path, save_on_each_node=True)
     with launched(), pytest.raises(zhooks.PolicyError, match="bf16_full_eval = True"):
         ours(tmp_path, bf16_full_eval=True)
     with launched(), pytest.raises(zhooks.CapabilityError, match="auto_find_batch_size = True"):
@@ -215,7 +261,7 @@ def test_an_adapter_is_trained_and_saved_alone() -> None:
         assert any(value.any() for name, value in trained.items() if "lora_B" in name)
 
 
-@on_ranks(2, limit_s=180.0)
+@on_ranks(1, 2, limit_s=180.0)
 def test_ranks_that_generate_texts_of_other_lengths_wait_for_each_other() -> None:
     from zhooks.integrations.transformers import Seq2SeqTrainer
 
@@ -240,6 +286,7 @@ def test_ranks_that_generate_texts_of_other_lengths_wait_for_each_other() -> Non
             for param, value in zip(alone.parameters(), full, strict=True):
                 param.data.copy_(value)
         alone.tie_weights()
+        assert len(trainer.predict(trainer.train_dataset).predictions) == 16
         mine = torch.stack(tokens[:3]) if rank == 0 else torch.stack(tokens[3:4])
         limit = {"max_new_tokens": 3 + 4 * rank, "do_sample": False}
         assert torch.equal(model.generate(mine, **limit), alone.eval().generate(mine, **limit))
