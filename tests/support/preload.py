@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch
 
 from offload import kernels
-from offload.kernels.loops import adam_loop, sgd_loop, squares_loop
+from offload.kernels.loops import adam_loop, sgd_loop
 
 LIBRARIES = ("peft", "torch_geometric.nn", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
 for name in LIBRARIES:
@@ -24,4 +24,3 @@ if kernels.available() is None:
         adam_loop(torch.float32, torch.float32, copy, coupled=False, light=True)
     for first in (True, False):
         sgd_loop(torch.float32, torch.float32, None, coupled=False, buffered=True, first=first, nesterov=False)
-    squares_loop(torch.float32)

@@ -1,4 +1,4 @@
-"""What the kernels refuse, what autograd learns, how their threads end, and the sum of squares."""
+"""What the kernels refuse, what autograd learns, and how their threads end."""
 
 from __future__ import annotations
 
