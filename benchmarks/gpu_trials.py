@@ -327,11 +327,11 @@ def timed(ask: Ask, shape: Shape, make: Callable[[nn.Module], Trial]) -> Record:
 def watched(run: Run, device: torch.device) -> Record:
     """What a step waits for transfers and what it puts away; nothing for a peer, or where nothing is offloaded."""
     attachment = run.trial.attachment
-    if attachment is None or attachment._store is None:
+    if attachment is None or attachment._tiers.store is None:
         return {}
     waits, stashed = Waits(device), Stashed()
     watch = attachment.observe(stashed)
-    with waits.watch(attachment._store.device):
+    with waits.watch(attachment._tiers.store.device):
         for _ in range(WATCHED_STEPS):
             run.step()
         wait_for(device)
