@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 
 from offload.errors import CapabilityError
@@ -17,7 +18,7 @@ def require(integration: str, library: str, oldest: tuple[int, int]) -> None:
         found = metadata.version(library)
     except metadata.PackageNotFoundError:
         found = ""
-    if not found or tuple(int(number) for number in found.split(".")[:2]) < oldest:
+    if not found or tuple(map(int, re.findall(r"\d+", found)[:2])) < oldest:
         raise CapabilityError(
             f"zhooks.integrations.{integration}: expected {library} >= {'.'.join(map(str, oldest))}, found {found or 'none'}. "
             f"Run `pip install 'zhooks[{integration}]'` (in a checkout: '.[{integration}]')."
