@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from offload.errors import CapabilityError, PolicyError
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
 from zhooks.integrations.marks import NO_SYNC, mark, unmark
 from zhooks.integrations.required import require
+from zhooks.integrations.weights import whole_weights
 
 require("accelerate", "accelerate", (1, 0))
 
@@ -120,7 +120,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As ``accelerate.Accelerator.prepare``; models are attached, with the optimizer that is given beside them."""
         found = [each for each in args if isinstance(each, torch.optim.Optimizer)]
-        self._given = [getattr(each, "optimizer", each) for each in found]
+        self._given = [bare_optimizer(each) for each in found]
         try:
             return super().prepare(*args, device_placement=device_placement)
         finally:
@@ -181,9 +181,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.attachment(model) is None:
             state: dict[str, Any] = super().get_state_dict(model, unwrap)
             return state
-        return get_model_state_dict(
-            self.unwrap_model(model), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
+        return whole_weights(self.unwrap_model(model))
 
     def save_model(
         self,
@@ -259,7 +257,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _optimizers_of(self, attachment: Attachment) -> tuple[torch.optim.Optimizer, ...]:
         mine = {id(param) for param in attachment.model.parameters()}
-        bare = [getattr(each, "optimizer", each) for each in self._optimizers]
+        bare = [bare_optimizer(each) for each in self._optimizers]
         return tuple(
             each for each in bare if any(id(param) in mine for group in each.param_groups for param in group["params"])
         )
@@ -269,13 +267,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Accelerate sees neither the optimizers of attached models nor, unless ``models``, these."""
         ours = {id(each) for attachment in self.attachments for each in self._optimizers_of(attachment)}
         kept = self._models, self._optimizers
-        self._optimizers = [each for each in kept[1] if id(getattr(each, "optimizer", each)) not in ours]
+        self._optimizers = [each for each in kept[1] if id(bare_optimizer(each)) not in ours]
         if not models:
             self._models = [each for each in kept[0] if self.attachment(each) is None]
         try:
             yield
         finally:
             self._models, self._optimizers = kept
+
+
+def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that Accelerate has wrapped; one that it has not is itself."""
+    bare: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return bare
 
 
 def _shards(folder: str | os.PathLike[str], number: int) -> Path:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from offload.errors import AttachError, PolicyError
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
 from zhooks.integrations.required import require
+from zhooks.integrations.weights import whole_weights
 
 require("lightning", "lightning", (2, 4))
 
@@ -138,9 +138,7 @@ class ZhooksStrategy(DDPStrategy):
         """The whole model on rank 0's CPU, {} on the others.  Collective."""
         if self.attachment is None:
             return super().lightning_module_state_dict()
-        return get_model_state_dict(
-            self.attachment.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
+        return whole_weights(self.attachment.model)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole states on rank 0's CPU, {} on the others.  Collective."""

@@ -17,7 +17,7 @@ from torch import nn
 from offload.errors import CapabilityError, PolicyError
 from offload.policy import Policy
 from zhooks.attach import Attachment
-from zhooks.integrations.accelerate import SHARDS, Accelerator
+from zhooks.integrations.accelerate import SHARDS, Accelerator, bare_optimizer
 from zhooks.integrations.automatic import filled
 from zhooks.integrations.required import require
 
@@ -141,7 +141,7 @@ class ZeroMixin:
             base: Any = super()
             base._save_optimizer_and_scheduler(output_dir)
             return
-        self.attachment.save(Path(output_dir) / SHARDS, _bare(self.optimizer))
+        self.attachment.save(Path(output_dir) / SHARDS, bare_optimizer(self.optimizer))
         if self.args.should_save:
             # A Trainer without zhooks would go on with fresh states, or with older ones that are there.
             torch.save({SHARDS: f"the states are in {SHARDS}/; resume with zhooks"}, os.path.join(output_dir, OPTIMIZER_NAME))
@@ -156,14 +156,8 @@ class ZeroMixin:
             base: Any = super()
             base._load_optimizer_and_scheduler(checkpoint)
             return
-        self.attachment.load(Path(checkpoint) / SHARDS, _bare(self.optimizer))
+        self.attachment.load(Path(checkpoint) / SHARDS, bare_optimizer(self.optimizer))
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
-
-
-def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that Accelerate has wrapped."""
-    bare: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return bare
 
 
 class Trainer(ZeroMixin, transformers.Trainer):
