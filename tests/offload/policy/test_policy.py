@@ -26,16 +26,6 @@ from tests.support.policy_texts import WHOLE
 Write = Callable[..., Path]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def into(text: str | bytes, name: str = "policy.toml") -> Path:
-        path = tmp_path / name
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
-    return into
-
-
 # --- what it means ----------------------------------------------------------------------------------------------------
 
 

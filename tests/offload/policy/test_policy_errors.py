@@ -17,16 +17,6 @@ from offload.policy.load import MAX_FILE_NBYTES
 Write = Callable[..., Path]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def into(text: str | bytes, name: str = "policy.toml") -> Path:
-        path = tmp_path / name
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
-    return into
-
-
 def complaint(value: Any) -> str:
     """What `Policy.of` says against ``value``, without the folder in front of the file's name."""
     with pytest.raises(PolicyError) as raised:
