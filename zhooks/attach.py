@@ -33,7 +33,9 @@ from zhooks.plan import (
     Plan,
     Request,
     check_change,
+    check_ignored,
     check_scaled,
+    ignored_here,
     look,
     read,
     rest_reserve,
@@ -94,6 +96,7 @@ class Attachment(Stateful, Calibrated):
         """``undo`` puts everything back that was done before; it is taken over once all is done."""
         request, policy = plan.request, plan.request.policy
         self.model, self.policy, self._known = request.model, policy, request.known
+        self._ignored = request.ignored
         self._comm, self._table, self._device, self._bus = comm, plan.table, request.device, Bus()
         self._pool = Pool(policy.comm.buffer, self._bus)
         self._rounding = Rounding(policy.optimizer.seed)
@@ -106,7 +109,8 @@ class Attachment(Stateful, Calibrated):
         with all_or_none(comm.stage, "attach"):
             self._pool.keep(plan.reserve, request.device)
             self._runtime = Runtime(
-                self.model, policy, comm, self._pool, self._bus, spare=plan.headroom.spare, follow_freezes=self._follow_freezes
+                self.model, policy, comm, self._pool, self._bus,
+                spare=plan.headroom.spare, follow_freezes=self._follow_freezes, ignored=self._ignored,
             )
             undo.callback(self._runtime.close)
         build_units(plan, self._context(), self._units)
@@ -121,9 +125,11 @@ class Attachment(Stateful, Calibrated):
         runtime.take(self._units)
         runtime.saved.follow(self.policy, self._units, self._tiers.store, self._pool.arena)
         self._casts, registries = Casts(scaling), Registries()
-        self._device_budget = DeviceBudget(self._comm, self._units, self.policy, plan.headroom, self._keep_within)
-        stock = StockState(self.model, self._units, self._comm, runtime.finish_backward)
-        self._optimizers = Optimizers(self.model, self._comm.stage, stock)
+        self._device_budget = DeviceBudget(
+            self._comm, self._units, self.policy, plan.headroom, self._keep_within, ignored_here(self._ignored, self._device)
+        )
+        stock = StockState(self.model, self._units, self._comm, runtime.finish_backward, self._ignored)
+        self._optimizers = Optimizers(partial(self._ignored.parameters, self.model), self._comm.stage, stock)
 
         def begin(listener: Any, *given: Any) -> None:
             undo.callback(listener.close)
@@ -202,7 +208,8 @@ class Attachment(Stateful, Calibrated):
         if problem:
             raise PolicyError(problem)
         check_change(self.policy, chosen, self._tiers.fixed)
-        check_scaled(self.model, chosen)
+        check_scaled(self.model, chosen, self._ignored)
+        check_ignored(self.model, self._ignored, chosen)
         check_axis(chosen, self._comm.names)
         charted = chart(self.model, self._plans(), chosen)
         with self._runtime.laying_out():
@@ -300,7 +307,7 @@ class Attachment(Stateful, Calibrated):
         """
         optimizers = self._optimizers.here()
         residual = self._runtime.saved.residual.ask(heads)
-        return memory_report(self._units, self._runtime.reducer, self._comm, self._table, optimizers, residual)
+        return memory_report(self._units, self._runtime.reducer, self._comm, self._table, optimizers, residual, self._ignored)
 
     def observe(self, observer: Observer) -> Observation:
         """Send the runtime's events to ``observer`` until the returned handle is closed.
@@ -317,7 +324,7 @@ class Attachment(Stateful, Calibrated):
 
     def describe(self) -> str:
         """A table: unit, parameters, numel, padding, placement; after a step also what the plan moves."""
-        return describe(self.model, self._units, self.policy, self._comm, self.payload(), self._runtime.scaling)
+        return describe(self.model, self._units, self.policy, self._comm, self.payload(), self._runtime.scaling, self._ignored)
 
     @property
     def loss_scale(self) -> float | None:

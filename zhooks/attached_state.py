@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.errors import AttachError
+from offload.errors import AttachError, CheckpointError
 from offload.events import Bus
 from offload.policy import Policy
 from offload.text import shown_path
 from zhooks import checkpoint
 from zhooks.build import Tiers
 from zhooks.comm import AllRanks, Comm
-from zhooks.optim import Optimizers, Rounding
+from zhooks.layout import Ignored
+from zhooks.optim import Optimizers, Rounding, holders
 from zhooks.plan import check_holds
 from zhooks.run import Runtime
 from zhooks.unit import Unit
@@ -42,6 +43,7 @@ class Stateful:
     _rounding: Rounding
     _optimizers: Optimizers
     _undo: ExitStack | None
+    _ignored: Ignored
 
     def _check_attached(self, verb: str) -> None:
         """What the attachment knew of the model is over once it is detached, and would be read or written in vain."""
@@ -65,7 +67,7 @@ class Stateful:
         """
         self._check_at_rest("gathered")
         with checkpoint.gathered(
-            self._units, self._runtime, self._comm, parameters or tuple(self.model.parameters()), write
+            self._units, self._runtime, self._comm, parameters or tuple(self.model.parameters()), write, self._ignored
         ) as full:
             yield full
 
@@ -82,7 +84,7 @@ class Stateful:
         if chosen is not None:
             # What torch loaded into it and no step has met yet is ranges of this layout, too.
             self._optimizers.meet(chosen, "state_dict")
-        state = checkpoint.full_state(self.model, self._units, self._comm, chosen)
+        state = checkpoint.full_state(self.model, self._units, self._comm, chosen, self._ignored)
         return {**state, **self._runtime.scaling.saved()} if state else state
 
     def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -97,7 +99,9 @@ class Stateful:
         self._runtime.finish_backward()
         self._check_optimizers(optimizer, "load_state_dict")
         chosen = optimizer or next(iter(self._known), None)
-        checkpoint.load_full_state(self.model, self._units, self._comm, state, chosen, self._runtime.scaling.checked)
+        checkpoint.load_full_state(
+            self.model, self._units, self._comm, state, chosen, self._runtime.scaling.checked, self._ignored
+        )
         if chosen is not None:
             self._optimizers.admit(chosen)
 
@@ -105,7 +109,7 @@ class Stateful:
         """Write full parameters and buffers as safetensors from rank 0, one parameter in memory at a time.  Collective."""
         self._check_at_rest("save_full")
         self._runtime.finish_backward()
-        checkpoint.save_full(self.model, self._units, self._comm, path)
+        checkpoint.save_full(self.model, self._units, self._comm, path, self._ignored)
 
     def save(
         self,
@@ -170,8 +174,22 @@ class Stateful:
 
     def _chosen(self, verb: str, optimizer: Any) -> tuple[Any, ...]:
         """What is given, or else meant.  Collective where that is not known from ``attach``."""
-        chosen = (self._known or self._optimizers.every(verb)) if optimizer is None else optimizer
-        return tuple(chosen) if isinstance(chosen, (list, tuple)) else (chosen,)
+        if optimizer is not None:
+            return tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        chosen = tuple(self._known or self._optimizers.every(verb))
+        if self._ignored:
+            AllRanks(self._comm.stage, verb, "optimizers").run(lambda: self._check_ignored(verb, chosen))
+        return chosen
+
+    def _check_ignored(self, verb: str, chosen: Sequence[torch.optim.Optimizer]) -> None:
+        """Which optimizers of ignored parameters are meant is not for us to guess, nor to leave out."""
+        states = [one.state for one in chosen]
+        others = [one for one in holders(list(self._ignored.params.values())) if all(one.state is not each for each in states)]
+        if others:
+            raise CheckpointError(
+                f"{verb}: expected to know which optimizers are meant, found {type(others[0]).__name__} with parameters that "
+                "[units] ignore leaves as they are. Pass all of them: optimizer=[...], or () for none."
+            )
 
     def _live(
         self, verb: str, optimizers: tuple[Any, ...], objects: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
@@ -183,5 +201,5 @@ class Stateful:
         reducer = self._runtime.reducer
         return checkpoint.RunState(
             self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, self._runtime.scaling,
-            partial(self._tiers.adopt, optimizers), self._rounding,
+            partial(self._tiers.adopt, optimizers), self._rounding, self._ignored,
         )

@@ -220,6 +220,12 @@ class Units(Table):
         does='Globs over module names, e.g. "layers.*": each outermost module that matches is a unit.',
         why="None as above.",
     )
+    ignore: Names = words(
+        (),
+        expected=_NAMES,
+        does="Globs over names of modules and parameters that stay as they are: not sharded, gathered, cast or reduced.",
+        why="None: every parameter is partitioned, and its gradient reduced.",
+    )
     min_numel: int = words(
         65536,
         expected="an integer from 0 to 2**40",

@@ -39,7 +39,7 @@ from zhooks.activation.recompute import Recompute, recomputed
 from zhooks.activation.residual import Residual
 from zhooks.comm import Comm
 from zhooks.grad import in_backward
-from zhooks.layout import hollow, is_divided, part_of, rewrap
+from zhooks.layout import Ignored, hollow, is_divided, part_of, rewrap
 from zhooks.refusals import modified, too_old
 from zhooks.unit import Flat, Unit
 
@@ -77,8 +77,9 @@ class Wrapped:
 class SavedParameters:
     """The saved-tensor hooks of one attachment."""
 
-    def __init__(self, gather: Callable[[Flat], None], model: nn.Module, comm: Comm, bus: Bus) -> None:
-        """``gather`` brings a flat's values back for a backward."""
+    def __init__(self, gather: Callable[[Flat], None], model: nn.Module, comm: Comm, bus: Bus, ignored: Ignored) -> None:
+        """``gather`` brings a flat's values back for a backward; parameters that are ``ignored`` stay where they are."""
+        self._ignored = tuple(param for param in ignored.params.values() if type(param) is nn.Parameter)
         self._gather, self.residual = gather, Residual(bus)
         self._model: nn.Module | None = model
         self._comm, self._bus = comm, bus
@@ -178,6 +179,7 @@ class SavedParameters:
 
         self.parted, self._gather = True, refuse
         self._model = self.recompute = None
+        self._ignored = ()
         self.residual.part()
 
     def watch(self, flats: list[Flat]) -> None:
@@ -217,6 +219,7 @@ class SavedParameters:
             partition.active = True
         if stash is not None or partition is not None or counts:
             self._passing.clear()
+            self._passing.update(torch._C._storage_address(param) for param in self._ignored)  # type: ignore[attr-defined]
             for flat in self._staying:
                 self.live(flat)
         count = self.residual.begin(stash, self._passing, self._live) if counts else None

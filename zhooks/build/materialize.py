@@ -13,14 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from zhooks.comm import CONTROL, Call, Comm, Transport, all_or_none
-from zhooks.layout import Division, Group, part_of
+from zhooks.layout import Division, Group, Ignored, part_of
 from zhooks.plan import initialiser_of, is_meta
 
 
 class Materializer:
     """Fills meta parameters and buffers by ``init``, ``reset_parameters`` or the root's ``_init_weights``."""
 
-    def __init__(self, model: nn.Module, device: torch.device, init: Callable[[nn.Module], None] | None, sync: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        init: Callable[[nn.Module], None] | None,
+        sync: bool,
+        ignored: Ignored,
+    ) -> None:
+        self._ignored = ignored
         self.model, self.device, self.sync = model, device, sync
         self._init = init
         self._done: set[int] = set()
@@ -45,7 +53,7 @@ class Materializer:
                 if id(module) not in self._done:
                     self._fill(module)
         if self.sync:
-            for name, buffer in self.model.named_buffers():
+            for name, buffer in self._ignored.named_buffers(self.model):
                 division = Division.of(buffer)
                 apart = division is not None and division.place is not None
                 self._equal(name, part_of(buffer), comm.world if apart else comm.stage)

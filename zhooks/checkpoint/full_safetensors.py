@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from offload.text import shown, shown_path
+from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.rank0_values import SAFETENSORS, flats_of, is_first, whole_values
 from zhooks.comm import AllRanks, Comm, one_stage_a_path
-from zhooks.layout import whole_of
+from zhooks.layout import Ignored, whole_of
 from zhooks.tensor import ParamShard
 from zhooks.unit import Flat, Unit, passing
 
@@ -76,10 +77,13 @@ class _File:
 
 
 @torch.no_grad()
-def save_full(model: nn.Module, units: Sequence[Unit], comm: Comm, target: str | os.PathLike[str]) -> None:
+def save_full(
+    model: nn.Module, units: Sequence[Unit], comm: Comm, target: str | os.PathLike[str], ignored: Ignored
+) -> None:
     """See ``Attachment.save_full``.  Tied parameters are written under each name: a strict load succeeds."""
     ranks = AllRanks(comm.stage, "save_full", shown_path(target))
     path = ranks.run(lambda: _destination(target, ranks.first))
+    check_alike(model, ignored, comm, "save_full")
     named = [(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)]
     header, places = _header(named)
     one_stage_a_path(comm, "save_full", str(path.absolute()))

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from zhooks.checkpoint.full_optimizer_state import apply_plan, plan_of
+from zhooks.checkpoint.ignored_values import check_alike, check_own, plain_of
 from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
-from zhooks.layout import Division, is_divided, part_of, whole_of
+from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
 from zhooks.optim import state_keys, states_of
 from zhooks.run import Runtime
 from zhooks.unit import Unit
@@ -26,8 +27,11 @@ _CPU = torch.device("cpu")
 
 
 @torch.no_grad()
-def full_state(model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def full_state(
+    model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: torch.optim.Optimizer | None, ignored: Ignored
+) -> dict[str, Any]:
     """See ``Attachment.state_dict``."""
+    check_alike(model, ignored, comm, "state_dict", optimizer)
     wanted = is_first(comm)
     values: dict[int, Tensor] = {}
     states: dict[int, dict[str, Tensor]] = {}
@@ -43,9 +47,11 @@ def full_state(model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: t
             for param, value, held in zip(flat.params, whole_values(flat, shards, every, _CPU), shards, strict=True):
                 if value is not None and held is not None:
                     states.setdefault(id(param), {})[key] = value
-    for buffer in model.buffers():
-        if is_divided(buffer):
-            values[id(buffer)] = whole_of(buffer).to("cpu", copy=True)
+    for tensor in [*model.buffers(), *ignored.params.values()]:
+        if is_divided(tensor):
+            values[id(tensor)] = whole_of(tensor).to("cpu", copy=True)
+    if wanted:
+        values |= {id(param): _cpu(param) for param in ignored.params.values() if id(param) not in values}
     if not wanted:
         return {}
     out: dict[str, Any] = {"model": _model_state(model, values)}
@@ -99,14 +105,17 @@ def load_full_state(
     state: dict[str, Any],
     optimizer: torch.optim.Optimizer | None,
     scale: Callable[[dict[str, Any]], Callable[[], None]],
+    ignored: Ignored,
 ) -> None:
     """See ``Attachment.load_state_dict``.
 
     Args:
         scale: checks what the state says of the loss scale, and returns what follows it.
     """
-    buffers, flats = dict(model.named_buffers()), list(flats_of(units))
     ranks = AllRanks(comm.stage, "load_state_dict", "the state")
+    ranks.run(lambda: check_own(ignored, "load_state_dict"))
+    flats = list(flats_of(units))
+    whole: dict[str, Tensor] = {**dict(model.named_buffers()), **ranks.run(lambda: plain_of(ignored, "load_state_dict"))}
 
     def read() -> tuple[dict[str, Any], Any]:
         """Rank 0's values; what its loss scale is and its optimizer state consists of.  Nothing has been changed yet."""
@@ -129,11 +138,11 @@ def load_full_state(
         tensors = [values.get(names[id(param)]) for param in flat.params]
         spread_values(comm, flat, tensors, flat.buffer.overwritten())
         flat.written()
-    for name, buffer in buffers.items():
-        division, local = Division.of(buffer), part_of(buffer)
+    for name, tensor in whole.items():
+        division, local = Division.of(tensor), part_of(tensor)
         if division is not None and division.place is not None:
-            whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=local.device)
-            local.copy_(division.cut(from_first(comm, name, values.get(name), whole)))
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)
+            local.copy_(division.cut(from_first(comm, name, values.get(name), full)))
         else:
             from_first(comm, name, values.get(name), local)
     follow()
@@ -171,7 +180,7 @@ def _mismatch(model: nn.Module, values: Any) -> str:
 
 @contextmanager
 def gathered(
-    units: Sequence[Unit], runtime: Runtime, comm: Comm, parameters: Sequence[Tensor], write: bool
+    units: Sequence[Unit], runtime: Runtime, comm: Comm, parameters: Sequence[Tensor], write: bool, ignored: Ignored
 ) -> Iterator[list[Tensor]]:
     """See ``Attachment.gathered``."""
     runtime.finish_backward()
@@ -184,6 +193,13 @@ def gathered(
             for param, value in zip(flat.params, whole_values(flat, flat.shard, mine, flat.kind.device), strict=True):
                 if value is not None:
                     values[id(param)] = value
+    left = {name: param for name, param in ignored.params.items() if id(param) in wanted}
+    if left and write:
+        raise CheckpointError(
+            f"gathered(write=True): expected attached parameters, found {next(iter(left))}, which [units] ignore leaves whole "
+            "on every rank. Name the parameters to be written; write that one itself, on every rank."
+        )
+    values |= {id(param): param.detach() for param in plain_of(ignored, "gathered").values() if id(param) in wanted}
     missing = [param for param in parameters if id(param) not in values]
     if missing:
         raise CheckpointError(

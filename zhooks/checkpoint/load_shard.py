@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from offload.shards import ShardReader
 from offload.store import Mode
+from zhooks.checkpoint.ignored_values import plain_of
 from zhooks.checkpoint.rng import check as check_generators
 from zhooks.checkpoint.rng import restore
 from zhooks.checkpoint.shard_contents import (
@@ -26,13 +27,15 @@ from zhooks.checkpoint.shard_contents import (
     SHARDED,
     RunState,
     buffer_name,
-    buffers_of,
     extra_states,
+    gradient_name,
     group_names,
+    kept_whole,
     state_name,
     tensor_name,
 )
 from zhooks.checkpoint.state_tree import Unpacker
+from zhooks.layout import part_of
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -69,6 +72,7 @@ class Loading:
     run: RunState
     reader: ShardReader
     buffers: Mapping[str, ShardReader]
+    ignored: Sequence[str]
     gradients: Sequence[Sequence[int] | None]
     partials: Sequence[Sequence[bool] | None]
     states: Sequence[OptimizerStates]
@@ -129,8 +133,13 @@ class Loading:
                 self._flat(number, flat)
                 self.run.landed(flat)
                 bus.end("load", flat.name, nbytes)
-            for name, buffer in buffers_of(self.run.model).items():
-                buffer.copy_(self.buffers[name].tensor(buffer_name(name)))
+            for name, value in kept_whole(self.run, "load").items():
+                value.copy_(self.buffers[name].tensor(buffer_name(name)))
+            for name, param in plain_of(self.run.ignored, "load").items():
+                param.grad = None
+                if name in self.ignored:
+                    param.grad = torch.empty_like(param)
+                    part_of(param.grad).copy_(self.reader.tensor(gradient_name(name)))
         for states in self.states:
             _finish_optimizer(states, self.run)
         restore(self.rng, self.run.devices)
@@ -240,7 +249,7 @@ def check(run: RunState, reader: ShardReader, first: ShardReader) -> Loading:
 
     Args:
         reader: this rank's file.
-        first: the first rank's, which holds the buffers that are the same on all ranks.
+        first: the first rank's, which holds what is the same on all ranks.
     Raises:
         CheckpointError: it cannot.
     """
@@ -259,6 +268,7 @@ def check(run: RunState, reader: ShardReader, first: ShardReader) -> Loading:
         run=run,
         reader=reader,
         buffers=_check_buffers(run, document["buffers"], reader, first),
+        ignored=_check_ignored(run, document.get("ignored gradients", []), reader),
         gradients=document["gradients"],
         partials=document["partials"],
         states=states,
@@ -309,14 +319,25 @@ def _same_names(what: str, saved: Iterable[str], here: Iterable[str], advice: st
 def _check_buffers(
     run: RunState, saved: Mapping[str, bool], reader: ShardReader, first: ShardReader
 ) -> dict[str, ShardReader]:
-    buffers = buffers_of(run.model)
-    _same_names("buffers", saved, buffers, "Build the same model.")
+    buffers = kept_whole(run, "load")
+    _same_names("buffers and ignored parameters", saved, buffers, "Build the same model, with the same [units] ignore.")
     found = {name: reader if own else first for name, own in saved.items()}
     for name, buffer in buffers.items():
         _expect(found[name], buffer_name(name), buffer.dtype, tuple(buffer.shape))
     if first is not reader:
         first.verify(buffer_name(name) for name, source in found.items() if source is first)
     return found
+
+
+def _check_ignored(run: RunState, saved: Any, reader: ShardReader) -> list[str]:
+    """Which ignored parameters have gradients."""
+    params = plain_of(run.ignored, "load")
+    _require(isinstance(saved, list) and params.keys() >= set(saved), "gradients of ignored parameters")
+    names: list[str] = saved
+    for name in names:
+        part = part_of(params[name])
+        _expect(reader, gradient_name(name), part.dtype, tuple(part.shape))
+    return names
 
 
 def _check_objects(run: RunState, saved: Mapping[str, Any], unpacker: Unpacker) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from offload.shards import Draft, Manifest, Record, ShardReader, ShardWriter, de
 from offload.text import shown_path
 from zhooks.checkpoint.load_shard import Loading, check
 from zhooks.checkpoint.saved_layout import describe, difference
-from zhooks.checkpoint.shard_contents import FileTensor, RunState, buffer_digests, contents
+from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
 from zhooks.comm import AllRanks, one_stage_a_path
 
 __all__ = ["load", "save"]
@@ -38,7 +38,7 @@ def save(run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any]
     nbytes = 0
     try:
         ranks.on_first(draft.open)
-        digests = ranks.share(ranks.run(lambda: buffer_digests(run.model)))
+        digests = ranks.share(ranks.run(lambda: whole_digests(run)))
         record = ranks.run(lambda: _write(run, draft, extra, digests))
         nbytes = record.nbytes
         raws = ranks.collect(record.model_dump_json().encode())

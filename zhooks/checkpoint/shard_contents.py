@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from offload.errors import CheckpointError
 from offload.events import Bus
 from offload.shards import Entry, digest
 from offload.text import shown
+from zhooks.checkpoint.ignored_values import plain_of
 from zhooks.checkpoint.rank0_values import flats_of
 from zhooks.checkpoint.rng import generators
 from zhooks.checkpoint.state_tree import Packer
 from zhooks.comm import Comm
 from zhooks.grad import Reducer, Scaling
-from zhooks.layout import part_of
+from zhooks.layout import Ignored, part_of
 from zhooks.optim import Rounding, sharded_states, states_of
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
@@ -57,6 +58,7 @@ class RunState:
     scaling: Scaling
     landed: Callable[[Flat], None]
     rounding: Rounding
+    ignored: Ignored = field(default_factory=Ignored)
 
     @property
     def flats(self) -> list[Flat]:
@@ -105,9 +107,19 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def buffer_digests(model: nn.Module) -> dict[str, str]:
-    """A checksum of every buffer: ranks whose buffers equal the first rank's do not write them again."""
-    return {name: digest([buffer]) for name, buffer in buffers_of(model).items()}
+def kept_whole(run: RunState, verb: str) -> dict[str, Tensor]:
+    """What every rank has whole: buffers, and parameters that are ignored."""
+    return buffers_of(run.model) | {name: part_of(param).detach() for name, param in plain_of(run.ignored, verb).items()}
+
+
+def whole_digests(run: RunState) -> dict[str, str]:
+    """A checksum of each: ranks whose values equal the first rank's do not write them again."""
+    return {name: digest([value]) for name, value in kept_whole(run, "save").items()}
+
+
+def gradient_name(name: str) -> str:
+    """What the gradient of an ignored parameter is called in the file."""
+    return f"gradient/{name}"
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
@@ -136,7 +148,7 @@ def grads_of(flat: Flat) -> list[ShardedTensor | None]:
 
 
 def contents(run: RunState, extra: Mapping[str, Any], first: Mapping[str, str]) -> list[FileTensor]:
-    """Every tensor of this rank's file in the order it is written; ``first`` are the first rank's buffer digests.
+    """Every tensor of this rank's file in the order it is written; ``first``: the first rank's digests of what all have whole.
 
     Raises:
         CheckpointError: something cannot be saved without pickle.
@@ -158,7 +170,11 @@ def contents(run: RunState, extra: Mapping[str, Any], first: Mapping[str, str]) 
     where = "optimizer {}".format
     document["optimizers"] = [_optimizer(run, one, packer, where(index)) for index, one in enumerate(run.optimizers)]
     own = _buffers(run, first)
-    document["buffers"] = {name: name in own for name in buffers_of(run.model)}
+    document["buffers"] = {name: name in own for name in kept_whole(run, "save")}
+    ignored = {
+        name: part_of(param.grad) for name, param in plain_of(run.ignored, "save").items() if param.grad is not None
+    }
+    document["ignored gradients"] = list(ignored)
     document["modules"] = {
         name: packer.pack(module.get_extra_state(), f"extra state of {name}")
         for name, module in extra_states(run.model).items()
@@ -170,6 +186,7 @@ def contents(run: RunState, extra: Mapping[str, Any], first: Mapping[str, str]) 
     document["extra"] = packer.pack(dict(extra), "extra")
     # Wide elements first, so that every tensor of the file is aligned.
     plain = {**packer.tensors, **{buffer_name(name): buffer for name, buffer in own.items()}}
+    plain |= {gradient_name(name): _strided(name, grad) for name, grad in ignored.items()}
     for name, value in sorted(plain.items(), key=lambda item: -item[1].dtype.itemsize):
         tensors.append(FileTensor(Entry(name, value.dtype, tuple(value.shape)), _one_chunk(value)))
     raw = torch.frombuffer(bytearray(json.dumps(document, separators=(",", ":")).encode()), dtype=torch.uint8)
@@ -286,7 +303,8 @@ def _state_chunks(flat: Flat, optimizer: torch.optim.Optimizer, key: Any, held: 
 
 def param_names(run: RunState) -> dict[int, str]:
     """Names of the model's parameters by identity; an optimizer may hold others, which have none."""
-    return {id(param): spec.name for flat in run.flats for param, spec in flat.members()}
+    names = {id(param): name for name, param in run.ignored.params.items()}
+    return names | {id(param): spec.name for flat in run.flats for param, spec in flat.members()}
 
 
 def group_names(run: RunState, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -319,9 +337,18 @@ def _state(value: Any, packer: Packer, where: str) -> Any:
 
 
 def _buffers(run: RunState, first: Mapping[str, str]) -> dict[str, Tensor]:
-    """The buffers that go into this file: all of the first rank's, and those of others that differ from them."""
-    buffers = buffers_of(run.model)
+    """What goes into this file of all that ranks have whole: the first rank's, and what differs from it on others."""
+    buffers = kept_whole(run, "save")
     if run.comm.stage.axis.rank == 0:
         return buffers
-    own = buffer_digests(run.model)
+    own = whole_digests(run)
     return {name: buffer for name, buffer in buffers.items() if own[name] != first.get(name)}
+
+
+def _strided(name: str, grad: Tensor) -> Tensor:
+    if grad.layout is not torch.strided:
+        raise CheckpointError(
+            f"save: expected a dense gradient in {name}.grad, found layout {grad.layout}. Save after the step, with the "
+            "gradient set to None."
+        )
+    return grad

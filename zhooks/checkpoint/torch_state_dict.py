@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CapabilityError, CheckpointError
+from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.rank0_values import flats_of, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.grad import Asked, full_state_asked
+from zhooks.layout import Ignored
 from zhooks.optim import about_state, state_keys, states_of
 from zhooks.run import Inert
 from zhooks.tensor import ParamShard, ShardedTensor
@@ -38,17 +40,21 @@ class StockState:
 
     Args:
         units: the attachment's own list.
+        ignored: what of the model stays as it is.
         finish_backward: finishes a backward that is still open.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], comm: Comm, finish_backward: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], comm: Comm, finish_backward: Callable[[], None], ignored: Ignored
+    ) -> None:
+        self._ignored = ignored
         self._model, self._units, self._comm, self._finish_backward = model, units, comm, finish_backward
         self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
 
     def open(self) -> None:
         """Be called by every ``state_dict`` and ``load_state_dict`` of the model from now on."""
-        for module in self._model.modules():
+        for _, module in self._ignored.named_modules(self._model):
             root = module is self._model
             self._handles.append(module.register_load_state_dict_pre_hook(Loading(self, root=root)))
             self._handles.append(module.register_state_dict_post_hook(Saving(self, root=root)))
@@ -75,6 +81,9 @@ class StockState:
         self._finish_backward()
         ranks = AllRanks(self._comm.stage, "load_state_dict", "the model")
         named = dict(module.state_dict(keep_vars=True))
+        # What is ignored is copied as torch does it, and may differ from rank to rank.
+        left = self._ignored.identities() | self._ignored.buffers()
+        named = {name: value for name, value in named.items() if id(value) not in left}
         given = {name: state[prefix + name] for name in named if isinstance(state.get(prefix + name), Tensor)}
         if not ranks.same("\n".join(f"{name} {about_state(value)}" for name, value in given.items())):
             raise CheckpointError(
@@ -154,6 +163,7 @@ class StockState:
     def whole_model(self, state: dict[str, Any], asked: Asked) -> None:
         """Put whole values in place of ranges in the state dict of the model or of a module of it.  Collective."""
         self._finish_backward()
+        check_alike(self._model, self._ignored, self._comm, "state_dict")
         names: dict[int, list[str]] = {}
         for name, value in state.items():
             if isinstance(value, ShardedTensor):
@@ -170,6 +180,7 @@ class StockState:
     def whole_states(self, optimizer: Optimizer, packed: dict[str, Any], asked: Asked) -> None:
         """Put whole values in place of ranges in an optimizer's state dict, never in its own states.  Collective."""
         self._finish_backward()
+        check_alike(self._model, self._ignored, self._comm, "state_dict", optimizer)
         order = [param for group in optimizer.param_groups for param in group["params"]]
         index = {id(param): number for number, param in enumerate(order)}
         state: dict[Any, Any] = packed["state"]

@@ -13,7 +13,7 @@ Note: [How units are found]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from offload.errors import AttachError
 from offload.policy import Policy
+from zhooks.layout.ignored import Ignored
 from zhooks.tiling import Tile
 
 HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -40,15 +41,17 @@ class Group:
         return sum(param.numel() for param in self.params.values())
 
 
-def find_units(model: nn.Module, policy: Policy) -> list[Group]:
-    """Partition the model's parameters into units, in the order of registration; every parameter in exactly one.
+def find_units(model: nn.Module, policy: Policy, ignored: Ignored | None = None) -> list[Group]:
+    """Partition the model's parameters into units, in the order of registration; each that is not ignored in exactly one.
 
     Raises:
         AttachError: a pattern of the policy matches no module.
     """
     chosen = _by_pattern(model, policy) if policy.units.classes or policy.units.names else _by_structure(model, policy)
-    tiles = [Group(name, [module], dict(module.named_parameters(name))) for name, module in tiles_of(model)]
-    groups, taken = [], {id(param) for tile in tiles for param in tile.params.values()}
+    left = set() if ignored is None else ignored.identities()
+    tiles = [Group(name, [module], _named(module, name, left)) for name, module in tiles_of(model)]
+    tiles = [tile for tile in tiles if tile.params]
+    groups, taken = [], {*left, *(id(param) for tile in tiles for param in tile.params.values())}
     for name, module in chosen:
         group = Group(name, _callable(module))
         for inner, param in module.named_parameters(prefix=name, remove_duplicate=True):
@@ -60,10 +63,14 @@ def find_units(model: nn.Module, policy: Policy) -> list[Group]:
     groups = [*_join_small(groups, policy.units.min_numel), *tiles]
     rest = {name: param for name, param in model.named_parameters() if id(param) not in taken}
     if rest:
-        groups.append(_rest(model, rest))
+        groups.append(_rest(model, rest, len(taken) == len(left)))
     _enter_aliases(model, groups)
     order = {id(param): place for place, param in enumerate(model.parameters())}
     return sorted(groups, key=lambda group: min(order[id(param)] for param in group.params.values()))
+
+
+def _named(module: nn.Module, prefix: str, left: Set[int]) -> dict[str, nn.Parameter]:
+    return {name: param for name, param in module.named_parameters(prefix) if id(param) not in left}
 
 
 def tiles_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -161,10 +168,10 @@ def _join_small(groups: list[Group], floor: int) -> list[Group]:
     return joined
 
 
-def _rest(model: nn.Module, params: dict[str, nn.Parameter]) -> Group:
+def _rest(model: nn.Module, params: dict[str, nn.Parameter], everything: bool) -> Group:
     """What no unit took belongs to the root, entered through the root or through the modules that own it."""
     owners = {id(model): model}
-    if len(params) == sum(1 for _ in model.parameters()):
+    if everything:
         # One unit is the whole model: hooking the root alone costs less than hooking every layer.
         return Group(type(model).__name__, [model], params)
     modules = dict(model.named_modules())
@@ -186,7 +193,7 @@ def _enter_aliases(model: nn.Module, groups: Sequence[Group]) -> None:
     below = {id(group): {id(m) for entry in group.entries for m in entry.modules()} for group in groups}
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            group = home[id(param)]
-            if id(module) not in below[id(group)]:
+            group = home.get(id(param))
+            if group is not None and id(module) not in below[id(group)]:
                 group.entries.append(module)
                 below[id(group)].add(id(module))

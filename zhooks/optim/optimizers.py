@@ -74,12 +74,13 @@ class Optimizers:
     """The known optimizers of one attachment.
 
     Args:
+        params: says which parameters are attached.
         stage: the ranks of the model.
         stock: makes full states ranges.
     """
 
-    def __init__(self, model: nn.Module, stage: Transport, stock: States) -> None:
-        self._model, self._stage, self._stock = model, stage, stock
+    def __init__(self, params: Callable[[], list[nn.Parameter]], stage: Transport, stock: States) -> None:
+        self._params, self._stage, self._stock = params, stage, stock
         self._order: list[weakref.ref[Optimizer]] = []
         #: Those first seen in a backward, with a number that stands for what they hold.
         self._unordered: list[tuple[int, weakref.ref[Optimizer]]] = []
@@ -124,7 +125,7 @@ class Optimizers:
         Raises:
             CheckpointError, DivergenceError: as ``before``; nothing has been changed.
         """
-        params = list(self._model.parameters())
+        params = self._params()
         if not _places(optimizer, params):
             self._note(optimizer)
             return
@@ -161,7 +162,7 @@ class Optimizers:
         """It is known from now on, on every rank: whoever calls does so on all of them."""
         if all(known() is not optimizer for known in self._references()):
             if _in_backward():
-                number = text_digest(repr(optimizer_facts(optimizer, self._model.parameters())))
+                number = text_digest(repr(optimizer_facts(optimizer, self._params())))
                 self._unordered.append((number, weakref.ref(optimizer)))
             else:
                 self._order.append(weakref.ref(optimizer))
@@ -222,7 +223,7 @@ class Optimizers:
             DivergenceError: ranks have others.
             CheckpointError: two of them cannot be told apart.
         """
-        known, params = self.agreed(verb), list(self._model.parameters())
+        known, params = self.agreed(verb), self._params()
         stepped = {id(param) for one in known for group in one.param_groups for param in group["params"]}
         if any(param.requires_grad and id(param) not in stepped for param in params):
             known = _once([*known, *self._search(verb, params, lambda one: True)])
@@ -234,7 +235,7 @@ class Optimizers:
         Raises:
             CheckpointError, DivergenceError: as ``every``, or ranks hold different states; nothing has been changed.
         """
-        known, params = self.agreed(verb), list(self._model.parameters())
+        known, params = self.agreed(verb), self._params()
         found = _once([*known, *self._search(verb, params, lambda one: _has_ranges(one, params))])
         for one in found:
             self.meet(one, verb)

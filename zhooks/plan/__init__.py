@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zhooks.plan.arena import rest_reserve, shards_reserve
-from zhooks.plan.checks import check_holds, check_scaled
-from zhooks.plan.device_budget import DeviceBudget
+from zhooks.plan.checks import check_holds, check_ignored, check_scaled
+from zhooks.plan.device_budget import DeviceBudget, ignored_here
 from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import Layouts
 from zhooks.plan.plan import Plan, look
@@ -22,7 +22,9 @@ __all__ = [
     "admit_any",
     "check_change",
     "check_holds",
+    "check_ignored",
     "check_scaled",
+    "ignored_here",
     "initialiser_of",
     "is_meta",
     "look",

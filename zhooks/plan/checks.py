@@ -19,8 +19,9 @@ from offload.errors import AttachError, CheckpointError
 from offload.policy import Policy
 from offload.text import shown
 from zhooks.comm import CONTROL, Call, Comm, Transport, text_digest
-from zhooks.layout import Axis, Division, Group, is_divided, part_of
+from zhooks.layout import Axis, Division, Group, Ignored, is_divided, part_of
 from zhooks.optim import holders, partitions
+from zhooks.plan.initialisers import is_meta
 from zhooks.run import Before, wrapper
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import loose_references
@@ -72,15 +73,53 @@ def _kind(value: object) -> str:
     return f"the class {value.__name__[:60]}" if isinstance(value, type) else type(value).__name__[:60]
 
 
-def check_model(model: nn.Module) -> torch.device:
-    """The device the model's parameters live on (CPU or CUDA where they are on meta).
+def check_module(model: object) -> None:
+    """It is one.
 
     Raises:
-        AttachError: not a module, attached already, no parameters, several devices, or a parameter we cannot shard.
+        AttachError: it is something else.
     """
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach: expected a torch.nn.Module, found {type(model).__name__}. Pass the model itself.")
-    for name, module in model.named_modules():
+
+
+def check_ignored(model: nn.Module, ignored: Ignored, policy: Policy) -> None:
+    """What is left alone can be: it has memory, and nothing that is done to the rest of the model would falsify it.
+
+    Raises:
+        AttachError: it is on meta, or would get gradients that are scaled and never divided.
+    """
+    buffers = ignored.buffers()
+    whole = [*ignored.params.items(), *((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in buffers)]
+    bare = [name for name, tensor in whole if tensor.device.type == "meta"]
+    if bare:
+        raise AttachError(
+            f"[units] ignore: expected {bare[0]} to have memory, found it on meta: nobody would fill what is left as it "
+            "is. Give it memory and values before attach, or take it out of ignore."
+        )
+    left = ignored.identities()
+    for name, module in ignored.named_modules(model):
+        if is_meta(module) and any(id(param) in left for param in module._parameters.values()):
+            raise AttachError(
+                f"[units] ignore: expected module {name or 'of the root'} to be on meta or ignored, found parameters of both "
+                "kinds: filling the others would fill those that are ignored. Give the module memory before attach."
+            )
+    trained = [name for name, param in ignored.params.items() if param.requires_grad]
+    if policy.precision.loss_scale is not None and trained:
+        raise AttachError(
+            f"[precision] loss_scale: expected no trainable parameters under [units] ignore, found {trained[0]} and "
+            f"{len(trained) - 1} more: their gradients would be scaled, and nobody would divide them. Unset loss_scale and "
+            "scale with torch.amp.GradScaler."
+        )
+
+
+def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
+    """The device the model's parameters live on (CPU or CUDA where they are on meta).
+
+    Raises:
+        AttachError: attached already, no parameters, several devices, or a parameter we cannot shard.
+    """
+    for name, module in ignored.named_modules(model):
         if any(isinstance(hook, Before) for hook in module._forward_pre_hooks.values()):
             where = f"its module {name}" if name else "it"
             raise AttachError(
@@ -93,10 +132,11 @@ def check_model(model: nn.Module) -> torch.device:
                 f"attach: expected a plain model, found {where} wrapped in {around}, which would reduce the same gradients. "
                 f"Attach the model without {around}."
             )
-    params = dict(model.named_parameters())
+    params = dict(ignored.named_parameters(model))
     if not params:
+        found = "that [units] ignore names all of them" if ignored.params else "none"
         raise AttachError(
-            f"attach: expected {type(model).__name__} to have parameters, found none. There is nothing to partition."
+            f"attach: expected {type(model).__name__} to have parameters, found {found}. There is nothing to partition."
         )
     with loose_references(model):
         for name, param in params.items():
@@ -146,15 +186,16 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         )
 
 
-def check_division(model: nn.Module, tp: Axis) -> None:
+def check_division(model: nn.Module, tp: Axis, ignored: Ignored) -> None:
     """Every DTensor must be divided evenly, or whole, over the ``tp`` axis alone.
 
     Raises:
         AttachError: one lies over other ranks, or is uneven, or a partial sum.
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    left = ignored.identities() | ignored.buffers()
     for name, tensor in named:
-        if not is_divided(tensor):
+        if id(tensor) in left or not is_divided(tensor):
             continue
         mesh, placed = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
         ranks = tuple(mesh.mesh.flatten().tolist())
@@ -184,9 +225,12 @@ def _shard() -> type:
     return Shard
 
 
-def check_sparse(model: nn.Module) -> None:
+def check_sparse(model: nn.Module, ignored: Ignored) -> None:
     """Embeddings with ``sparse=True`` would hand us sparse gradients."""
-    for name, module in model.named_modules():
+    left = ignored.identities()
+    for name, module in ignored.named_modules(model):
+        if id(getattr(module, "weight", None)) in left:
+            continue
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise AttachError(
                 f"module {name}: expected dense gradients, found sparse=True. Build it with sparse=False: its "
@@ -195,10 +239,10 @@ def check_sparse(model: nn.Module) -> None:
             )
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, ignored: Ignored) -> None:
     """The optimizer passed must be the model's; others that already hold state must be passed."""
-    check_sparse(model)
-    params = list(model.parameters())
+    check_sparse(model, ignored)
+    params = ignored.parameters(model)
     wanted = {id(param) for param in params}
     if optimizer is not None and not any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
         raise AttachError(
@@ -256,9 +300,9 @@ def check_same_model(groups: Sequence[Group], world: Transport) -> None:
     raise AttachError(f"attach: expected the same model and policy on every rank, found {found}. Build it alike on all ranks.")
 
 
-def check_ranks_equal(model: nn.Module, comm: Comm) -> None:
+def check_ranks_equal(model: nn.Module, comm: Comm, ignored: Ignored) -> None:
     """With ``sync=False``: every rank's parameters and buffers hash to the same, over tp too where it has them whole."""
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*ignored.named_parameters(model), *ignored.named_buffers(model)]
     apart = {name for name, tensor in named if (division := Division.of(tensor)) is not None and division.place is not None}
     for ranks, compared in (
         (comm.world, named),
@@ -289,13 +333,13 @@ def _digest(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(raw.data, digest_size=8).digest(), "little", signed=True)
 
 
-def check_scaled(model: nn.Module, policy: Policy) -> None:
+def check_scaled(model: nn.Module, policy: Policy, ignored: Ignored) -> None:
     """Gradients are kept in the parameters' own dtype: in fp16 they would vanish where the loss scale is taken off.
 
     Raises:
         AttachError: the policy scales the loss of a model with fp16 parameters.
     """
-    half = [name for name, param in model.named_parameters() if param.dtype is torch.float16 and param.requires_grad]
+    half = [name for name, param in ignored.named_parameters(model) if param.dtype is torch.float16 and param.requires_grad]
     if policy.precision.loss_scale is not None and half:
         raise AttachError(
             f"[precision] loss_scale: expected fp32 parameters, found {half[0]} and {len(half) - 1} more in fp16. Build the "

@@ -30,13 +30,14 @@ from offload.policy import Policy
 from offload.text import as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
-from zhooks.layout import UnitPlan
+from zhooks.layout import Ignored, UnitPlan
 from zhooks.optim import watch_steps
 from zhooks.plan.arena import beside, reductions
 from zhooks.plan.tiers import limit_of
+from zhooks.tensor import ShardedTensor
 from zhooks.unit import Unit
 
-__all__ = ["DeviceBudget", "Headroom", "device_floor", "device_headroom", "state_nbytes"]
+__all__ = ["DeviceBudget", "Headroom", "device_floor", "device_headroom", "ignored_here", "state_nbytes"]
 
 _Place = tuple[int, torch.dtype, int]
 """A parameter as far as states depend on it: its group, the dtype that is updated, its dimensions."""
@@ -58,16 +59,25 @@ class Headroom:
 
 
 def device_headroom(
-    policy: Policy, device: torch.device, units: Sequence[UnitPlan], optimizers: Iterable[Optimizer], comm: Comm
+    policy: Policy,
+    device: torch.device,
+    units: Sequence[UnitPlan],
+    optimizers: Iterable[Optimizer],
+    comm: Comm,
+    ignored: Sequence[nn.Parameter] = (),
 ) -> Headroom:
-    """What the bound leaves beside these units and the states of these optimizers.  Collective.
+    """What the bound leaves beside these units, what is ``ignored`` there, and the states of these optimizers.  Collective.
 
-    Args:
     Raises:
         BudgetError: it does not hold what is kept on the device and the units in flight; on every rank.
     """
     limit = _limit(policy, device, comm)
-    return Headroom(None, None) if limit is None else _headroom(limit, policy, units, optimizers, comm, "")
+    return Headroom(None, None) if limit is None else _headroom(limit, policy, units, optimizers, comm, ignored, "")
+
+
+def ignored_here(ignored: Ignored, device: torch.device) -> list[nn.Parameter]:
+    """What ``[units] ignore`` leaves whole on the device; what another attachment has sharded is counted there."""
+    return [param for param in ignored.params.values() if param.device == device and not isinstance(param, ShardedTensor)]
 
 
 def _limit(policy: Policy, device: torch.device, comm: Comm) -> int | None:
@@ -85,6 +95,7 @@ class DeviceBudget:
         units: the attachment's own list.
         keep_within: called with what is left for gathered units once an optimizer that was not foreseen is counted.
         headroom: what the bound left before anything was built.
+        ignored: parameters that stay whole on the device.
     """
 
     def __init__(
@@ -94,7 +105,9 @@ class DeviceBudget:
         policy: Policy,
         headroom: Headroom,
         keep_within: Callable[[int | None], None],
+        ignored: Sequence[nn.Parameter] = (),
     ) -> None:
+        self._ignored = ignored
         self._comm, self._units, self._keep_within = comm, units, keep_within
         self._policy, self._limit = policy, headroom.limit
         # How many groups of parameters each had when it was counted: a step with more counts it again.
@@ -134,7 +147,7 @@ class DeviceBudget:
     def _headroom(self, optimizers: Iterable[Optimizer], after: str) -> Headroom:
         assert self._limit is not None
         plans = [unit.plan for unit in self._units]
-        return _headroom(self._limit, self._policy, plans, optimizers, self._comm, after)
+        return _headroom(self._limit, self._policy, plans, optimizers, self._comm, self._ignored, after)
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch's pre-hook.  Collective at the first step of an optimizer that holds parameters of the model, and at the first
@@ -173,12 +186,19 @@ class DeviceBudget:
 
 
 def _headroom(
-    limit: int, policy: Policy, units: Sequence[UnitPlan], optimizers: Iterable[Optimizer], comm: Comm, after: str
+    limit: int,
+    policy: Policy,
+    units: Sequence[UnitPlan],
+    optimizers: Iterable[Optimizer],
+    comm: Comm,
+    ignored: Sequence[nn.Parameter],
+    after: str,
 ) -> Headroom:
     """What is left beside the states of these optimizers; ``after`` ends the refusal.  Collective."""
     rounded, rank = policy.optimizer.rounding == "stochastic", comm.shard.axis.rank
-    found = {optimizer: state_nbytes(optimizer, units, rank, wide=rounded) for optimizer in optimizers}
+    found = {optimizer: state_nbytes(optimizer, units, rank, wide=rounded, ignored=ignored) for optimizer in optimizers}
     floor = device_floor(policy, units, whole_sums=comm.pp.axis.world > 1) + beside(policy, units)
+    floor += sum(param.nbytes * (2 if param.requires_grad else 1) for param in ignored)
     spare = least(comm.stage, limit - floor - sum(nbytes for nbytes, _ in found.values()))
     assert spare is not None
     if spare >= 0:
@@ -216,15 +236,24 @@ def device_floor(policy: Policy, units: Sequence[UnitPlan], *, whole_sums: bool 
 # What an optimizer keeps.
 
 
-def state_nbytes(optimizer: Optimizer, units: Sequence[UnitPlan], rank: int, *, wide: bool = False) -> tuple[int, bool]:
+def state_nbytes(
+    optimizer: Optimizer,
+    units: Sequence[UnitPlan],
+    rank: int,
+    *,
+    wide: bool = False,
+    ignored: Sequence[nn.Parameter] = (),
+) -> tuple[int, bool]:
     """Bytes of states on the device, those it has and those it will make, and whether the latter could be foreseen; see
     Note [States ahead].
 
     Args:
         rank: among the data ranks.
         wide: bf16 parameters are updated in fp32 and have states in it.
+        ignored: parameters that this rank updates whole.
     """
     numels = {id(param): numel for unit in units for param, numel in _on_device(unit, rank)}
+    numels.update((id(param), param.numel()) for param in ignored if param.requires_grad)
     held, coming = 0, list[tuple[_Place, int]]()
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

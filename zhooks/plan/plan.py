@@ -12,7 +12,7 @@ from zhooks.comm import Comm
 from zhooks.layout import Table, UnitPlan, find_units
 from zhooks.plan.arena import shards_reserve
 from zhooks.plan.checks import check_ranks_equal, check_same_model
-from zhooks.plan.device_budget import Headroom, device_headroom
+from zhooks.plan.device_budget import Headroom, device_headroom, ignored_here
 from zhooks.plan.layouts import Layouts
 from zhooks.plan.request import Request
 from zhooks.plan.tiers import Admission, admit_any
@@ -52,12 +52,12 @@ def look(request: Request, comm: Comm) -> Plan:
     """
     model, policy, device = request.model, request.policy, request.device
     if not request.sync:
-        check_ranks_equal(model, comm)
-    groups = find_units(model, policy)
+        check_ranks_equal(model, comm, request.ignored)
+    groups = find_units(model, policy, request.ignored)
     check_same_model(groups, comm.stage)
     units = Layouts.of(model, policy, comm, device).units(groups)
     tiers = admit_any(policy, device, units, comm)
-    headroom = device_headroom(policy, device, units, request.known, comm)
+    headroom = device_headroom(policy, device, units, request.known, comm, ignored_here(request.ignored, device))
     islands = chart(model, units, policy)
     return Plan(
         request, Table.of(policy.table()), units, islands, tiers, headroom, shards_reserve(policy, device, units)

@@ -17,9 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from offload.policy import Policy
 from zhooks.activation import check_axis
 from zhooks.comm import Facts
-from zhooks.layout import Mesh, resolve
+from zhooks.layout import Ignored, Mesh, resolve
 from zhooks.optim import optimizer_facts
-from zhooks.plan.checks import check_arguments, check_division, check_model, check_optimizer, check_scaled
+from zhooks.plan.checks import (
+    check_arguments,
+    check_division,
+    check_ignored,
+    check_model,
+    check_module,
+    check_optimizer,
+    check_scaled,
+)
 from zhooks.plan.initialisers import check_initialisers
 
 __all__ = ["Request", "read"]
@@ -30,6 +38,7 @@ class Request:
     """What ``attach`` was given, read, and possible as far as one rank can tell.
 
     Attributes:
+        ignored: what of the model stays as it is.
         device: where the parameters are, or shall be made.
         known: the optimizer that was passed, or none.
         facts: what must be the same on every rank beside policy and mesh, by subject.
@@ -43,6 +52,7 @@ class Request:
     init: Callable[[nn.Module], None] | None
     sync: bool
     facts: Mapping[str, Facts]
+    ignored: Ignored
 
 
 def read(
@@ -61,12 +71,15 @@ def read(
     """
     chosen = Policy.of(policy)
     check_arguments(optimizer, mesh, init, sync)
-    device = check_model(model)
-    check_optimizer(model, optimizer)
-    check_scaled(model, chosen)
+    check_module(model)
+    ignored = Ignored.of(model, chosen.units.ignore)
+    device = check_model(model, ignored)
+    check_ignored(model, ignored, chosen)
+    check_optimizer(model, optimizer, ignored)
+    check_scaled(model, chosen, ignored)
     axes = resolve(mesh)
-    check_division(model, axes.tp)
+    check_division(model, axes.tp, ignored)
     check_axis(chosen, axes.names)
     check_initialisers(model, init)
-    facts = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, model.parameters())}
-    return Request(model, () if optimizer is None else (optimizer,), chosen, axes, device, init, sync, facts)
+    facts = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, ignored.parameters(model))}
+    return Request(model, () if optimizer is None else (optimizer,), chosen, axes, device, init, sync, facts, ignored)

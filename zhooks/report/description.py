@@ -16,12 +16,13 @@ from offload.text import toml_value
 from offload.tier import Tier
 from zhooks.comm import Comm
 from zhooks.grad import Scaling
-from zhooks.layout import Placement, Table
+from zhooks.layout import Ignored, Placement, Table
 from zhooks.unit import Unit
 
 
 def describe(
-    model: nn.Module, units: Sequence[Unit], policy: Policy, comm: Comm, payload: int | None, scaling: Scaling
+    model: nn.Module, units: Sequence[Unit], policy: Policy, comm: Comm, payload: int | None, scaling: Scaling,
+    ignored: Ignored,
 ) -> str:
     """A plain-text table: unit, parameters, elements, padding, dtypes, placement; then the totals, and what to look at."""
     table = Table.of(policy.table())
@@ -56,6 +57,9 @@ def describe(
     if payload is not None:
         lines.append(f"By the plan a training step moves {payload / 2**20:,.2f} MiB of payload.")
     lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for unit in units for flat in unit.flats)))
+    if ignored.params:
+        count, few = sum(param.numel() for param in ignored.params.values()), ", ".join(list(ignored.params)[:3])
+        lines.append(f"Ignored, and not reduced: {len(ignored.params)} parameters, {count:,} elements ({few}).")
     lines.extend(_chosen(policy))
     lines.extend(_unmatched(model, units, policy))
     lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")

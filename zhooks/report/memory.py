@@ -18,7 +18,7 @@ from offload.tier import Tier
 from zhooks.activation import Residual
 from zhooks.comm import Comm
 from zhooks.grad import Reducer
-from zhooks.layout import Placement, Table
+from zhooks.layout import Ignored, Placement, Table
 from zhooks.optim import sharded_states
 from zhooks.report.memory_buffers import buffers
 from zhooks.report.memory_residual import Residue, activations, advice, mib, notes, unaccounted
@@ -108,6 +108,7 @@ def memory_report(
     table: Table,
     optimizers: Sequence[torch.optim.Optimizer],
     residual: Residual,
+    ignored: Ignored,
 ) -> MemoryReport:
     """Measure now; see ``MemoryReport``."""
     flats = [flat for unit in units for flat in unit.flats]
@@ -119,6 +120,7 @@ def memory_report(
     gathered = sum(flat.full.nbytes for flat in flats if flat.releasable and flat.full is not None)
     held = buffers(flats, reducer, comm)
     transient = {"gathered units": gathered} | {name: buffer.now for name, buffer in held.items()}
+    transient |= _ignored(ignored, optimizers)
     if reducer.pool.arena is not None:
         transient["arena, unused"] = reducer.pool.arena.report().unused
     bounds = {name: buffer.most for name, buffer in held.items()}
@@ -131,6 +133,18 @@ def memory_report(
         rest=tuple(unaccounted(flats[0].kind.device, seen.by_tier, flats[0].store)),
         notes=(*_over_tp(comm), *notes(residual), *([advised] if advised else [])),
     )
+
+
+def _ignored(ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
+    """What ``[units] ignore`` leaves whole on this rank, and what optimizers that are known keep for it."""
+    params = [param for param in ignored.params.values() if not isinstance(param, ShardedTensor)]
+    states = [state for param in params for one in optimizers for state in one.state.get(param, {}).values()]
+    held = {
+        "ignored parameters": sum(param.nbytes for param in params),
+        "ignored gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
+        "ignored states": sum(state.nbytes for state in states if isinstance(state, Tensor)),
+    }
+    return {name: nbytes for name, nbytes in held.items() if nbytes}
 
 
 def _over_tp(comm: Comm) -> list[str]:

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError
+from zhooks.layout import Ignored
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["Members", "wrapper"]
@@ -35,8 +36,8 @@ _handles: list[RemovableHandle] = []
 class Members:
     """The modules of one attached model, as torch tells of changes to them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, ignored: Ignored) -> None:
+        self._model, self._ignored = model, ignored
         self._modules: dict[int, nn.Module] = {}
         self._attached: list[nn.Module] = []
         self._places: frozenset[tuple[int, str]] = frozenset()
@@ -52,7 +53,7 @@ class Members:
             _handles.append(register_module_module_registration_hook(_module_registered))
             _handles.append(register_module_parameter_registration_hook(_parameter_registered))
         _open.add(self)
-        self._attached = list(self._model.modules())
+        self._attached = [module for _, module in self._ignored.named_modules(self._model)]
         self._places = frozenset((id(module), name) for module in self._attached for name in module._parameters)
         self._take()
 
@@ -86,7 +87,7 @@ class Members:
 
     def _strangers(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Plain parameters; one that is in the place of one that was attached is its unit's to refuse."""
-        for path, module in self._model.named_modules():
+        for path, module in self._ignored.named_modules(self._model):
             for name, param in module._parameters.items():
                 if param is not None and not isinstance(param, ShardedTensor) and (id(module), name) not in self._places:
                     yield f"{path}.{name}".lstrip("."), param
@@ -94,7 +95,7 @@ class Members:
     def _take(self) -> None:
         """Every module of the model is watched, those that came without parameters too."""
         _forget(self._modules)
-        self._modules = {id(module): module for module in self._model.modules()}
+        self._modules = {id(module): module for _, module in self._ignored.named_modules(self._model)}
         me = weakref.ref(self)
         for number in self._modules:
             _of[number] = me

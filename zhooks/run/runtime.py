@@ -26,7 +26,7 @@ from offload.policy import Policy
 from zhooks.activation import SavedParameters
 from zhooks.comm import Agreement, Comm
 from zhooks.grad import Node, Reducer, Scaling, in_backward, running
-from zhooks.layout import Table
+from zhooks.layout import Ignored, Table
 from zhooks.refusals import no_accumulation
 from zhooks.run.members import Members
 from zhooks.run.passes import Frame, Pass
@@ -65,15 +65,16 @@ class Runtime:
         *,
         spare: int | None,
         follow_freezes: Callable[[], None],
+        ignored: Ignored,
     ) -> None:
         schedule = policy.schedule
         unreduced = Table.of(policy.table()).accumulates_unreduced
-        self.bus, self.members, self._follow_freezes = bus, Members(model), follow_freezes
+        self.bus, self.members, self._follow_freezes = bus, Members(model, ignored), follow_freezes
         self.scaling = Scaling(comm, bus, policy.precision, self)
         self.reducer = Reducer(comm, pool, bus, self.scaling, self, most=schedule.max_reductions, unreduced=unreduced)
         self.node = Node(self.reducer)
         self.paths = Paths(Choices(schedule.prefetch, schedule.reshard_after_forward, spare), Agreement(comm.world))
-        self.saved = SavedParameters(self.backward_use, model, comm, bus)
+        self.saved = SavedParameters(self.backward_use, model, comm, bus, ignored)
         self._units: list[Unit] = []
         self._of: dict[int, Unit] = {}
         self.relayout_due, self.releases = False, False

@@ -129,6 +129,10 @@ class ShardGroup:
                 "full_tensor() or norms before detach(), or what the plain model has; to_local() still is this rank's range."
             )
 
+    def ranks(self) -> tuple[int, ...]:
+        """What is the same of two groups that one collective combines: the transports it goes through, by identity."""
+        return (id(self.transport) if self.sharded else 0, *(id(transport) for transport in self.beside.values()))
+
     def spans(self, axis: str) -> bool:
         """More than one rank is on ``axis``, tp or pp."""
         return axis in self.beside and self.beside[axis].axis.world > 1

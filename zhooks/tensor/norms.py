@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from offload.errors import ShardedOpError
 from zhooks.comm import norms_of_runs
 from zhooks.layout import PP, SHARD, TP
 from zhooks.tensor.elementwise import refuse
@@ -59,24 +60,54 @@ class PartialNorm(torch.Tensor):
     """A scalar, or a vector of them: |x|^p summed (or maximised) over this rank's ranges, still to be combined.
 
     What all ranks of the tp axis hold alike counts on the first of them, so that every element is summed over both axes.
+
+    Attributes:
+        _terms: tensors of its shape, one for each set of ranks, which combines it; elements of others count for nothing.
+        _plain: norms of plain tensors among them, which only these ranks' own code can have made alike.
     """
 
-    _powers: Tensor
+    _terms: tuple[tuple[ShardGroup, Tensor], ...]
+    _plain: tuple[Tensor, ...]
     _ord: float
-    _group: ShardGroup
 
     @staticmethod
-    def __new__(cls, powers: Tensor, ord: float, group: ShardGroup, dtype: torch.dtype) -> PartialNorm:
-        made = torch.Tensor._make_wrapper_subclass(cls, powers.shape, dtype=dtype, device=powers.device)
+    def __new__(
+        cls, terms: Sequence[tuple[ShardGroup, Tensor]], ord: float, dtype: torch.dtype, plain: Sequence[Tensor] = ()
+    ) -> PartialNorm:
+        shape, device = terms[0][1].shape, terms[0][1].device
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         norm: PartialNorm = made
-        norm._powers, norm._ord, norm._group = powers, ord, group
+        norm._terms, norm._plain, norm._ord = tuple(terms), tuple(plain), ord
         return norm
 
     def over_ranks(self, axes: tuple[str, ...] = (SHARD, TP)) -> Tensor:
-        """The norms themselves, the same on every rank of these axes.  Collective."""
-        powers = self._powers.clone()
-        self._group.all_reduce(powers, _combination(self._ord), axes)
-        return _root(powers, self._ord).to(self.dtype)
+        """The norms themselves, the same on every rank of these axes.  Collective.
+
+        Raises:
+            ShardedOpError: ranks have other plain tensors among them.
+        """
+        self._check_plain()
+        summed: Tensor | None = None
+        for group, powers in self._terms:
+            own = powers.clone()
+            group.all_reduce(own, _combination(self._ord), axes)
+            summed = own if summed is None else _combine(torch.stack([summed, own]), self._ord, dim=0)
+        assert summed is not None
+        return _root(summed, self._ord).to(self.dtype)
+
+    def _check_plain(self) -> None:
+        if not self._plain:
+            return
+        mine = torch.stack([norm.to(torch.float64) for norm in self._plain])
+        both = torch.cat([mine, -mine])
+        self._terms[0][0].all_reduce(both, "max", (SHARD, TP))
+        most, least = both.chunk(2)
+        if not torch.equal(most.nan_to_num(), (-least).nan_to_num()):
+            raise ShardedOpError(
+                "norm over gradients of attached and other parameters: expected the others to be the same on every rank, found "
+                f"norms of {_few(mine)} here and up to {_few(most)} elsewhere: nobody reduces what is not attached "
+                "([units] ignore). Reduce them before you clip (torch.distributed.all_reduce), or clip them apart."
+            )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"PartialNorm(shape={tuple(self.shape)}, ord={self._ord}): not combined over the ranks yet"
@@ -89,12 +120,13 @@ class PartialNorm(torch.Tensor):
             return _stack(args[0])
         if func is aten.detach.default or func is aten.alias.default:
             norm = args[0]
-            return PartialNorm(norm._powers, norm._ord, norm._group, norm.dtype)
+            return PartialNorm(norm._terms, norm._ord, norm.dtype, norm._plain)
         if func is aten.linalg_vector_norm.default and _total(args, kwargs):
             norm = args[0]
-            combined = PartialNorm(_combine(norm._powers, norm._ord), norm._ord, norm._group, norm.dtype)
+            terms = [(group, _combine(powers, norm._ord)) for group, powers in norm._terms]
             # Of a stack, the whole model's; other stages have stacks of their own.
-            return combined.over_ranks((SHARD, TP, PP) if norm.dim() else (SHARD, TP))
+            axes = (SHARD, TP, PP) if norm.dim() else (SHARD, TP)
+            return PartialNorm(terms, norm._ord, norm.dtype, norm._plain).over_ranks(axes)
         plain = tree_map(lambda value: value.over_ranks() if isinstance(value, PartialNorm) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
@@ -107,33 +139,51 @@ def partial_norm(local: Tensor, ord: float, spec: ParamShard, dtype: torch.dtype
     half = local.dtype in (torch.float16, torch.bfloat16)
     again = spec.place is None and not group.first(TP) and _combination(ord) == "sum"
     if local.numel() == 0 or again:
-        empty = math.inf if ord == -math.inf else 0.0
-        nothing = torch.full((), empty, dtype=torch.float32 if half else local.dtype, device=device)
-        return PartialNorm(nothing, ord, group, dtype)
+        nothing = torch.full((), _nothing(ord), dtype=torch.float32 if half else local.dtype, device=device)
+        return PartialNorm([(group, nothing)], ord, dtype)
     # 16 bits are summed in fp32, whose copy of the values is a buffer like others: bounded.
     norms = norms_of_runs(local, ord, group.buffer_nbytes) if half else [torch.linalg.vector_norm(local, ord)]
     power = _power(norms[0], ord) if len(norms) == 1 else _combine(_power(torch.stack(norms), ord), ord)
-    return PartialNorm(power.to(device), ord, group, dtype)
+    return PartialNorm([(group, power.to(device))], ord, dtype)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
-    lead = next(part for part in parts if isinstance(part, PartialNorm))
-    alike = all(
-        not isinstance(part, PartialNorm) or (part._ord == lead._ord and part._group.sharded == lead._group.sharded)
-        for part in parts
-    )
-    if not alike:
+    """Norms one by one; those that the same ranks combine as one term."""
+    partial = [part for part in parts if isinstance(part, PartialNorm)]
+    lead = partial[0]
+    if any(part._ord != lead._ord or len(part._terms) > 1 or part._plain for part in partial):
         return torch.stack([part.over_ranks() if isinstance(part, PartialNorm) else part for part in parts])
-    powers = [part._powers if isinstance(part, PartialNorm) else _known(part, lead) for part in parts]
-    return PartialNorm(torch.stack([power.to(lead._powers.dtype) for power in powers]), lead._ord, lead._group, lead.dtype)
+    groups: dict[Any, ShardGroup] = {}
+    for one in partial:
+        groups.setdefault(one._terms[0][0].ranks(), one._terms[0][0])
+    first, dtype, device = next(iter(groups)), lead._terms[0][1].dtype, lead.device
+    nothing = torch.full((), _nothing(lead._ord), dtype=dtype, device=device)
+    terms = []
+    for key, group in groups.items():
+        powers: list[Tensor] = []
+        for part in parts:
+            where = part._terms[0][0].ranks() if isinstance(part, PartialNorm) else first
+            value = part._terms[0][1] if isinstance(part, PartialNorm) else _known(part, lead)
+            powers.append(value.to(dtype) if where == key else nothing)
+        terms.append((group, torch.stack(powers)))
+    whole = [part for part in parts if type(part) is not PartialNorm]
+    return PartialNorm(terms, lead._ord, lead.dtype, whole)
 
 
 def _known(norm: Tensor, lead: PartialNorm) -> Tensor:
     """The norm of a tensor every rank of a stage holds whole: only the first rank adds it to a sum."""
-    power = _power(norm, lead._ord)
-    if _combination(lead._ord) == "sum" and not (lead._group.first(SHARD) and lead._group.first(TP)):
+    power, group = _power(norm, lead._ord), lead._terms[0][0]
+    if _combination(lead._ord) == "sum" and not (group.first(SHARD) and group.first(TP)):
         return torch.zeros_like(power)
     return power
+
+
+def _few(values: Tensor) -> str:
+    return ", ".join(f"{value:.6g}" for value in values[:3].tolist())
+
+
+def _nothing(ord: float) -> float:
+    return math.inf if ord == -math.inf else 0.0
 
 
 def _total(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
@@ -146,9 +196,9 @@ def _combination(ord: float) -> str:
     return {math.inf: "max", -math.inf: "min"}.get(ord, "sum")
 
 
-def _combine(powers: Tensor, ord: float) -> Tensor:
-    reduce: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
-    return reduce[_combination(ord)](powers)
+def _combine(powers: Tensor, ord: float, dim: int | None = None) -> Tensor:
+    reduce: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+    return reduce[_combination(ord)](powers) if dim is None else reduce[_combination(ord)](powers, dim=dim)
 
 
 def _power(norm: Tensor, ord: float) -> Tensor:

@@ -1,0 +1,95 @@
+"""What of a model an attachment leaves as it is: modules and single parameters that ``[units] ignore`` names.
+
+``plan/request.py`` finds it once, before anything is changed; whoever walks over the model afterwards asks here what is
+attached.  It never changes a module and knows no values.
+
+Note: [Ignored]
+    What is ignored stays plain: it is neither sharded, gathered, cast, made equal over the ranks nor reduced, in all places
+    where it appears, and modules below an ignored one are ignored with it.  What it may be is therefore open: a sparse
+    embedding, a module under DistributedDataParallel, one that is attached by itself over other ranks.  Where the
+    attachment writes or reads values as a whole it counts: checkpoints hold it, and memory and budgets count it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from offload.errors import AttachError
+
+__all__ = ["Ignored"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ignored:
+    """What is left alone.
+
+    Attributes:
+        modules: each with everything below it.
+        params: in order of registration, by the first of their names.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    params: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, globs: Sequence[str]) -> Ignored:
+        """What these globs over names of modules and parameters mean; any of a shared one's names will do.
+
+        Raises:
+            AttachError: one matches nothing.
+        """
+        if not globs:
+            return cls()
+        matched: set[str] = set()
+
+        def named(name: str) -> bool:
+            found = [glob for glob in globs if name and fnmatchcase(name, glob)]
+            matched.update(found)
+            return bool(found)
+
+        roots = [module for name, module in model.named_modules(remove_duplicate=False) if named(name)]
+        modules = frozenset(inner for module in roots for inner in module.modules())
+        single = [param for name, param in model.named_parameters(remove_duplicate=False) if named(name)]
+        left = {id(param) for param in single} | {id(param) for module in modules for param in module._parameters.values()}
+        if len(matched) < len(globs):
+            missing = ", ".join(sorted(set(globs) - matched))
+            raise AttachError(
+                f"[units] ignore: expected {missing} to match a module or a parameter, found none. Names are those of "
+                "model.named_modules() and model.named_parameters(); * matches dots too."
+            )
+        return cls(modules, {name: param for name, param in model.named_parameters() if id(param) in left})
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.params)
+
+    def identities(self) -> frozenset[int]:
+        """Of the parameters."""
+        return frozenset(map(id, self.params.values()))
+
+    # What is attached of a model.
+
+    def named_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that are attached."""
+        yield from model.named_modules(memo=set(self.modules))
+
+    def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that are attached, each once."""
+        left = self.identities()
+        return ((name, param) for name, param in model.named_parameters() if id(param) not in left)
+
+    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that are attached, in order."""
+        return [param for _, param in self.named_parameters(model)]
+
+    def named_buffers(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of modules that are attached, each once."""
+        left = self.buffers()
+        return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in left)
+
+    def buffers(self) -> frozenset[int]:
+        """The identities of ignored modules' buffers."""
+        return frozenset(id(buffer) for module in self.modules for buffer in module._buffers.values() if buffer is not None)
