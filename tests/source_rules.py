@@ -144,7 +144,7 @@ MAY_IMPORT = {"offload": {"offload"}, "zprof": {"offload", "zprof"}, "zhooks": {
 #: From the top down: what is in a package imports from its own line and from lines below.
 ORDER = {
     "zhooks": (
-        "integrations", "__init__ attach attached_state", "build", "plan", "report", "checkpoint", "run", "optim", "activation",
+        "integrations", "__init__ attach attached_control attached_state", "build", "plan", "report", "checkpoint", "run", "optim", "activation",
         "grad", "unit", "tensor", "comm", "layout", "refusals tiling",
     ),
     "offload": (
@@ -398,7 +398,7 @@ def tested(here: Source) -> set[str]:
     if parts[0] not in PACKAGES or len(parts) == 1:
         return set()
     own = place(".".join([parts[0], parts[1].removeprefix("test_")]))
-    attaching = {"zhooks.attach", "zhooks.attached_state", "zhooks.plan", "zhooks.build"}
+    attaching = {"zhooks.attach", "zhooks.attached_control", "zhooks.attached_state", "zhooks.plan", "zhooks.build"}
     return attaching if own in attaching else {own}
 
 

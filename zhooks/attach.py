@@ -21,6 +21,7 @@ from offload.errors import AttachError, PolicyError
 from offload.events import Bus, Observer
 from offload.policy import Policy
 from zhooks.activation import check_axis
+from zhooks.attached_control import Controlled
 from zhooks.attached_state import Stateful
 from zhooks.build import BuildContext, build_units, open_tiers, relayout_units, restore_units
 from zhooks.checkpoint import StockState
@@ -89,7 +90,7 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
         return Attachment(look(asked, comm), comm, undo)
 
 
-class Attachment(Stateful, Calibrated):
+class Attachment(Stateful, Controlled, Calibrated):
     """A model under ZeRO.  Made by ``attach``; the model knows it until ``detach``."""
 
     def __init__(self, plan: Plan, comm: Comm, undo: ExitStack) -> None:
@@ -235,7 +236,11 @@ class Attachment(Stateful, Calibrated):
         finally:
             self._casts.open(chosen.precision, charted)
             self._runtime.scaling.change(chosen.precision)
-            self._runtime.reducer.change(most=chosen.schedule.max_reductions, unreduced=self._table.accumulates_unreduced)
+            self._runtime.reducer.change(
+                most=chosen.schedule.max_reductions,
+                unreduced=self._table.accumulates_unreduced,
+                mean=chosen.gradient.reduce == "mean",
+            )
             self._runtime.saved.follow(chosen, self._units, self._tiers.store, self._pool.arena)
             self._size_pool(0)
             # Nothing is kept between forward and backward until the budget is known to allow it.

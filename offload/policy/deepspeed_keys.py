@@ -129,7 +129,7 @@ _TOP = {
     "seq_parallel_communication_data_type": Other(_OUTSIDE, ()),
     "prescale_gradients": Other('[precision] reduce = "fp16" divides before it sums'),
     "gradient_predivide_factor": Other('[precision] reduce = "fp16" divides before it sums', (1,)),
-    "gradient_allreduce_op": Other("gradients are averaged; multiply the loss by the number of ranks", ("mean",)),
+    "gradient_allreduce_op": Other('gradients are averaged; write [gradient] reduce = "sum"', ("mean",)),
     "sparse_gradients": Other("gradients are dense"),
     "disable_allgather": Other("updated parameters are gathered at their next use"),
     "amp": Other("use torch.autocast in the loop"),

@@ -30,6 +30,7 @@ from offload.policy.tables import (
     DeviceMemory,
     Disk,
     Dtype,
+    Gradient,
     Host,
     Optimizer,
     Partition,
@@ -52,6 +53,7 @@ __all__ = [
     "Disk",
     "Dtype",
     "Dtypes",
+    "Gradient",
     "Host",
     "IgnoredKeys",
     "Optimizer",
@@ -119,7 +121,7 @@ class Policy(Table):
         le=3,
     )
     parameter: Placed = Field(Placed(), description="The tensors the model computes with.")
-    gradient: Placed = Field(Placed(), description="What backward leaves for the optimizer.")
+    gradient: Gradient = Field(Gradient(), description="What backward leaves for the optimizer.")
     optimizer: Optimizer = Field(Optimizer(), description="The optimizer's states and the masters it updates.")
     activation: Activation = Field(Activation(), description="What autograd saves for backward.")
     precision: Precision = Field(Precision(), description="Dtypes of compute and of reduction.")

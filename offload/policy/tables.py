@@ -127,6 +127,17 @@ class Placed(Table):
     )
 
 
+class Gradient(Placed):
+    """[gradient]: where gradients are kept, and what is made of those of several ranks."""
+
+    reduce: Literal["mean", "sum"] = words(
+        "mean",
+        expected='"mean" or "sum"',
+        does="What the gradients of the ranks become: their mean, as under DistributedDataParallel, or their sum.",
+        why="A loss is usually the mean of its rank's batch; sum is for one divided by a count over all ranks (tokens).",
+    )
+
+
 class Optimizer(Placed):
     """[optimizer]: the states and the masters, and how they are updated."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zhooks.grad.gradient import Gradient
 from zhooks.grad.node import Node
 from zhooks.grad.reduce import Reducer
+from zhooks.grad.reduce_hooks import ReduceHook
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import Asked, full_state_asked, in_backward, running
 
@@ -12,6 +13,7 @@ __all__ = [
     "Asked",
     "Gradient",
     "Node",
+    "ReduceHook",
     "Reducer",
     "Scaling",
     "full_state_asked",

@@ -36,6 +36,7 @@ from offload.events import Bus
 from zhooks.comm import CONTROL, Agreement, Call, Comm
 from zhooks.grad.accumulation import Accumulation
 from zhooks.grad.gradient import Gradient, gradient_of
+from zhooks.grad.reduce_hooks import ReduceHooks
 from zhooks.grad.reduction import Reduction, Sent
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import accumulates
@@ -84,10 +85,11 @@ class Reducer:
     Args:
         most: reductions under way at once, at most.
         unreduced: gradients add up unreduced outside a boundary of accumulation.
+        mean: sums over the ranks are divided by them.
     """
 
     def __init__(
-        self, comm: Comm, pool: Pool, bus: Bus, scaling: Scaling, backward: Backward, *, most: int, unreduced: bool
+        self, comm: Comm, pool: Pool, bus: Bus, scaling: Scaling, backward: Backward, *, most: int, unreduced: bool, mean: bool
     ) -> None:
         self.comm, self.pool, self.bus, self.scaling = comm, pool, bus, scaling
         self._backward = backward
@@ -99,6 +101,9 @@ class Reducer:
         self.most, self._unreduced = most, unreduced
         self._world = comm.shard.axis.world * comm.replicate.axis.world
         self._alone = self._world == 1
+        #: What sums over the ranks are divided by.
+        self._divisor = self._world if mean else 1
+        self.hooks = ReduceHooks()
         self.gradients: dict[int, Gradient] = {}
         #: What all of a backward's gradients are added up, reduced and landed under.
         self._streams = OneStream(None)
@@ -114,9 +119,10 @@ class Reducer:
         #: What parameters get gradients of, when all ranks are known to be done.
         self._landed: list[Reduction] = []
 
-    def change(self, *, most: int, unreduced: bool) -> None:
+    def change(self, *, most: int, unreduced: bool, mean: bool) -> None:
         """Another policy, between steps."""
         self.most, self._unreduced = most, unreduced
+        self._divisor = self._world if mean else 1
 
     def update_early(self, updates: Updates | None) -> None:
         """From the next backward on ``updates`` is handed every whole gradient that has landed; None is nobody."""
@@ -193,7 +199,7 @@ class Reducer:
 
     def _accumulate(self, gradient: Gradient, grads: Sequence[Tensor | None], *, scaled: bool) -> None:
         flat = gradient.flat
-        written = self._alone and gradient.shard.direct and self.updates is None and not scaled
+        written = self._alone and gradient.shard.direct and self.updates is None and not (scaled or self.hooks)
         if flat.layout.padded == 0 or written:
             gradient.add_alone(grads)
             self._update_early(gradient, None)
@@ -251,7 +257,7 @@ class Reducer:
             self.bus.begin("reduce", flat.name, gradient.moved_nbytes)
         # fp16 sums would overflow.
         before = flat.kind.reduce is torch.float16
-        reduction = Reduction(gradient, self.comm.shard, self._world, before=before)
+        reduction = Reduction(gradient, self.comm.shard, self._divisor, self.hooks, before=before)
         for number, chunk in enumerate(gradient.chunks):
             if number:
                 self._make_way()
@@ -263,7 +269,7 @@ class Reducer:
         """What autograd.grad or backward(inputs=...) gets: this rank's ranges of the means.  Collective, waited for at once."""
         gradient = gradient_of(flat, self.pool, returned=True)
         gradient.add(grads)
-        reduction = Reduction(gradient, self.comm.shard, self._world, what="reduce for autograd.grad")
+        reduction = Reduction(gradient, self.comm.shard, self._divisor, self.hooks, what="reduce for autograd.grad")
         for chunk in gradient.chunks:
             sent = reduction.start(chunk)
             sent.begin_replicas(self.comm.replicate)
@@ -328,9 +334,13 @@ class Reducer:
     def _mean(self, sent: Sent) -> Tensor:
         """A sum over the ranks as the loop shall see it: divided by them and by the loss scale."""
         ranks, out = sent.reduction.ranks, sent.out
+        flat = sent.reduction.gradient.flat
         if self.scaling.on:
-            return self.scaling.mean(sent.reduction.gradient.flat, out, ranks)
-        return out.mul_(1.0 / ranks) if ranks > 1 else out
+            out = self.scaling.mean(flat, out, ranks)
+        elif ranks > 1:
+            out = out.mul_(1.0 / ranks)
+        self.hooks.received(flat.name, out)
+        return out
 
     def _update_early(self, gradient: Gradient, reduction: Reduction | None) -> None:
         """A gradient has landed, by a ``reduction`` or written at once."""

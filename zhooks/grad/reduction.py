@@ -21,6 +21,7 @@ from torch import Tensor
 from offload.device import beside
 from zhooks.comm import DONE, REDUCE, Call, Chunk, Transport, Work
 from zhooks.grad.gradient import Gradient, Into
+from zhooks.grad.reduce_hooks import ReduceHooks
 from zhooks.layout import flat_layout
 
 __all__ = ["Reduction", "Sent"]
@@ -30,14 +31,23 @@ class Reduction:
     """One reduction of ``gradient`` over the ranks of ``transport``.
 
     Args:
-        ranks: how many the sum is divided by, those of the replicas too.
+        ranks: what the sum is divided by.
+        hooks: the user's, who see what is sent.
         before: what this rank sends is divided first, for the sum would overflow.
         what: the verb it is called by.
     """
 
     def __init__(
-        self, gradient: Gradient, transport: Transport, ranks: int, *, before: bool = False, what: str = "reduce"
+        self,
+        gradient: Gradient,
+        transport: Transport,
+        ranks: int,
+        hooks: ReduceHooks,
+        *,
+        before: bool = False,
+        what: str = "reduce",
     ) -> None:
+        self._hooks = hooks
         flat = gradient.flat
         self.gradient, self._transport = gradient, transport
         self.ranks, self._before = (1, 1.0 / ranks) if before else (ranks, 1.0)
@@ -72,6 +82,7 @@ class Reduction:
         gradient = self.gradient
         own = None if self._target is None else chunk.of(self._target)
         partial = gradient.sent(self._taken, chunk, own)
+        self._hooks.sending(gradient.flat.name, partial)
         if self._before != 1.0:
             partial.mul_(self._before)
         if partial.numel() == chunk.numel:

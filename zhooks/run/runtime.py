@@ -71,7 +71,10 @@ class Runtime:
         unreduced = Table.of(policy.table()).accumulates_unreduced
         self.bus, self.members, self._follow_freezes = bus, Members(model, ignored), follow_freezes
         self.scaling = Scaling(comm, bus, policy.precision, self)
-        self.reducer = Reducer(comm, pool, bus, self.scaling, self, most=schedule.max_reductions, unreduced=unreduced)
+        self.reducer = Reducer(
+            comm, pool, bus, self.scaling, self,
+            most=schedule.max_reductions, unreduced=unreduced, mean=policy.gradient.reduce == "mean",
+        )
         self.node = Node(self.reducer)
         self.paths = Paths(Choices(schedule.prefetch, schedule.reshard_after_forward, spare), Agreement(comm.world))
         self.saved = SavedParameters(self.backward_use, model, comm, bus, ignored)
