@@ -42,7 +42,7 @@ from zhooks.plan import (
     rest_reserve,
     shards_reserve,
 )
-from zhooks.report import Calibrated, MemoryReport, Observation, describe, memory_report, state_held
+from zhooks.report import Calibrated, GradStatistics, MemoryReport, Observation, describe, memory_report, state_held
 from zhooks.run import Casts, Choices, Map, Runtime, chart, install, remove
 from zhooks.tensor import Overflow, Registries
 from zhooks.unit import Links, Pool, Unit
@@ -90,7 +90,7 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
         return Attachment(look(asked, comm), comm, undo)
 
 
-class Attachment(Stateful, Controlled, Calibrated):
+class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
     """A model under ZeRO.  Made by ``attach``; the model knows it until ``detach``."""
 
     def __init__(self, plan: Plan, comm: Comm, undo: ExitStack) -> None:

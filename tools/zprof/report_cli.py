@@ -83,6 +83,8 @@ def report(runs: tuple[str, ...], by: str, at: int | None, as_json: bool) -> Non
         mends[]   lines
         rates[]   null if not seen; verb count bytes busy_s bytes_per_s reached_bytes_per_s
                   bench_bytes_per_s share_of_bench
+        large_batch[]  of each measured noise scale: name noise_scale first
+                  batch growth[]{times batch sgd_lr adam_lr steps samples}
         oom       the failed request, as recorded, and lines[]
       ranks       null for one rank: world missing[] clocks[] peak_bytes{}{}
                   work_ms{} step_ms{}; skew and stragglers null if not seen

@@ -6,6 +6,7 @@ from zhooks.grad.gradient import Gradient
 from zhooks.grad.node import Node
 from zhooks.grad.reduce import Reducer
 from zhooks.grad.reduce_hooks import ReduceHook
+from zhooks.grad.reduction import Probe, Sent
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import Asked, full_state_asked, in_backward, running
 
@@ -14,8 +15,10 @@ __all__ = [
     "Gradient",
     "Node",
     "ReduceHook",
+    "Probe",
     "Reducer",
     "Scaling",
+    "Sent",
     "full_state_asked",
     "in_backward",
     "running",

@@ -37,7 +37,7 @@ from zhooks.comm import CONTROL, Agreement, Call, Comm
 from zhooks.grad.accumulation import Accumulation
 from zhooks.grad.gradient import Gradient, gradient_of
 from zhooks.grad.reduce_hooks import ReduceHooks
-from zhooks.grad.reduction import Reduction, Sent
+from zhooks.grad.reduction import Probe, Reduction, Sent
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import accumulates
 from zhooks.grad.user_hooks import hooked
@@ -98,6 +98,7 @@ class Reducer:
         self.open = False
         self.updates: Updates | None = None
         self._meter: Meter | None = None
+        self.probe: Probe | None = None
         self.most, self._unreduced = most, unreduced
         self._world = comm.shard.axis.world * comm.replicate.axis.world
         self._alone = self._world == 1
@@ -199,6 +200,8 @@ class Reducer:
 
     def _accumulate(self, gradient: Gradient, grads: Sequence[Tensor | None], *, scaled: bool) -> None:
         flat = gradient.flat
+        if self.probe is not None:
+            self.probe.adds()
         written = self._alone and gradient.shard.direct and self.updates is None and not (scaled or self.hooks)
         if flat.layout.padded == 0 or written:
             gradient.add_alone(grads)
@@ -261,7 +264,7 @@ class Reducer:
         for number, chunk in enumerate(gradient.chunks):
             if number:
                 self._make_way()
-            self._under_way.append(reduction.start(chunk))
+            self._under_way.append(reduction.start(chunk, self.probe))
         if self._alone:
             self._make_way(0)
 
@@ -323,7 +326,10 @@ class Reducer:
             sent.wait()
         finally:
             self.bus.end("wait reduce", flat.name)
-        if not reduction.land(sent, self._mean(sent)):
+        mean = self._mean(sent)
+        if self.probe is not None:
+            self.probe.landed(sent, mean)
+        if not reduction.land(sent, mean):
             return
         if self.bus.active:
             self.bus.end("reduce", flat.name, reduction.gradient.moved_nbytes)
@@ -375,6 +381,8 @@ class Reducer:
             self.scaling.backward_over(landed=not held)
         if self._meter is not None:
             self._meter.backward_over()
+        if self.probe is not None:
+            self.probe.backward_over(held=held)
 
     def _gradients(self) -> Iterator[Tensor]:
         """The memory of gradients on the device."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +24,25 @@ from zhooks.comm import DONE, REDUCE, Call, Chunk, Transport, Work
 from zhooks.grad.gradient import Gradient, Into
 from zhooks.grad.reduce_hooks import ReduceHooks
 from zhooks.layout import flat_layout
+from zhooks.unit import Flat
 
-__all__ = ["Reduction", "Sent"]
+__all__ = ["Probe", "Reduction", "Sent"]
+
+
+class Probe(Protocol):
+    """Who compares gradients before and after their reduction (``report/noise_scale.py``)."""
+
+    def adds(self) -> None:
+        """A backward adds something to gradients that become ``.grad``, which is not written yet."""
+
+    def sends(self, flat: Flat, start: int, partial: Tensor) -> None:
+        """A chunk of what this rank has added up, from ``start`` of its range on, is about to be reduced."""
+
+    def landed(self, sent: Sent, mean: Tensor) -> None:
+        """The mean of that chunk over the ranks has come back."""
+
+    def backward_over(self, *, held: bool) -> None:
+        """A backward has ended; ``held``: its gradients are not reduced yet.  Collective where they are."""
 
 
 class Reduction:
@@ -77,11 +95,13 @@ class Reduction:
         self.result = torch.empty(flat.shard_numel, dtype=flat.kind.master, device=flat.kind.device)
         return self.result
 
-    def start(self, chunk: Chunk) -> Sent:
-        """Start summing a chunk over the ranks."""
+    def start(self, chunk: Chunk, probe: Probe | None = None) -> Sent:
+        """Start summing a chunk over the ranks; ``probe`` sees what is sent."""
         gradient = self.gradient
         own = None if self._target is None else chunk.of(self._target)
         partial = gradient.sent(self._taken, chunk, own)
+        if probe is not None:
+            probe.sends(gradient.flat, chunk.local, partial)
         self._hooks.sending(gradient.flat.name, partial)
         if self._before != 1.0:
             partial.mul_(self._before)

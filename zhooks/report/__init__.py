@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from zhooks.report.calibrate import Calibrated
 from zhooks.report.description import describe
+from zhooks.report.grad_norms import GradNorms
+from zhooks.report.grad_statistics import GradStatistics
 from zhooks.report.memory import MemoryReport, memory_report
+from zhooks.report.noise_scale import NoiseEstimate, NoiseScale
 from zhooks.report.observe import Observation, state_held
 
 __all__ = [
     "Calibrated",
+    "GradNorms",
+    "GradStatistics",
     "MemoryReport",
+    "NoiseEstimate",
+    "NoiseScale",
     "Observation",
     "describe",
     "memory_report",

@@ -20,6 +20,7 @@ from zprof.ledger.curves import By, group_of
 from zprof.ledger.ledger import Ledger, Moment
 from zprof.ledger.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
 from zprof.ledger.remainder import Remainder, fullest_sample, peak_sample
+from zprof.reports.large_batch import large_batch
 from zprof.reports.next_commands import following
 from zprof.reports.residual import residual
 from zprof.rows import TIERS, TraceError
@@ -114,6 +115,7 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
         "mends": [] if covered.waits() else list(times.advice.lines),
         "rates": _rates(times, covered),
         "bench_problem": times.problem,
+        "large_batch": large_batch(ledger),
         "oom": _plain(ooms[-1]) | {"lines": explain(trace)} if ooms else None,
     }
 

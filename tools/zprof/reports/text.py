@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.text import as_size
+from zprof.reports.large_batch import advised
 from zprof.reports.ranks import ranks_lines, ranks_table
 
 __all__ = ["plain", "show", "sized"]
@@ -43,6 +44,7 @@ def show(report: Mapping[str, Any]) -> None:
     _section(console, "reconciliation", _reconciled(run))
     _section(console, "time", _times(run))
     _section(console, "bandwidth", _rates(run))
+    _section(console, "large batch", list(_growing(run)))
     if report["ranks"]:
         _section(console, "ranks", [ranks_table(report), *ranks_lines(report["ranks"])])
     if run["oom"]:
@@ -284,6 +286,22 @@ def _rates(run: Run) -> list[Any]:
             f"{share:.0%}" if share is not None else "-",
         )
     return [drawing, *([Text(plain(run["bench_problem"]))] if run["bench_problem"] else [])]
+
+
+def _growing(run: Run) -> Iterator[Any]:
+    """What a larger batch would take, where the noise scale was measured."""
+    for found in run["large_batch"]:
+        yield from (Text(plain(line)) for line in advised(found))
+        if found["growth"]:
+            headings = ("batch", "x", "lr, SGD", "lr, Adam", "steps", "samples")
+            drawing = _table(*((heading, "right") for heading in headings))
+            for each in found["growth"]:
+                drawing.add_row(
+                    f"{each['batch']:,}",
+                    str(each["times"]),
+                    *(f"x {each[key]:.3g}" for key in ("sgd_lr", "adam_lr", "steps", "samples")),
+                )
+            yield drawing
 
 
 def _doubts(run: Run) -> Iterator[str]:
