@@ -1,6 +1,7 @@
 """ZeRO training for any PyTorch model in one line: ``zhooks.attach(model)``.
 
-Users import from here; everything else is how it works (see docs/architecture.md).  Importing it patches nothing.
+Users import from here; everything else is how it works (see docs/architecture.md).  Importing it patches nothing, and
+imports no library of others but torch.
 """
 
 from offload.errors import (
@@ -19,6 +20,7 @@ from offload.errors import (
 from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
+from zhooks.integrations import from_pretrained
 from zhooks.tensor import ShardedTensor
 from zhooks.tiling import TiledLinear
 
@@ -40,4 +42,5 @@ __all__ = [
     "TiledLinear",
     "ZhooksError",
     "attach",
+    "from_pretrained",
 ]

@@ -1,5 +1,54 @@
 """zhooks where users already are: Accelerate, Lightning, and the Trainer of transformers.
 
 Each module needs its library, which an extra installs, and is imported by its name: `from zhooks.integrations import
-transformers as zh`.  Nothing of a library is patched; what it offers to subclasses is used.
+transformers as zh`.  ``from_pretrained`` is here, and at the top of zhooks, for it imports its library when it is called.
+Nothing of a library is patched; what it offers to subclasses is used.
 """
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from offload.policy import Policy
+from zhooks.attach import Attachment, attach_requested
+from zhooks.plan import Request
+
+__all__ = ["from_pretrained"]
+
+
+def from_pretrained(
+    cls: Any,
+    folder: str | os.PathLike[str],
+    *,
+    policy: Policy | str | Path | dict[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    **changes: Any,
+) -> Attachment:
+    """Load what ``save_pretrained`` wrote and attach it; ``.model`` of what is returned is the model.  Collective.
+
+    It is put on the current CUDA device, or on the CPU where there is none, in evaluation mode as transformers does.  No rank
+    holds more than its shards and one unit, and 8 MiB of a file.
+
+    Args:
+        cls: a class of transformers (``LlamaForCausalLM``) or an Auto class (``AutoModelForCausalLM``).
+        folder: config.json and safetensors files; every rank reads what is there, rank 0 the tensors. Nothing is downloaded.
+        policy, mesh: as in ``attach``.
+        changes: keys of the configuration to change, e.g. ``dtype=torch.bfloat16``.
+    Raises:
+        CheckpointError: the folder cannot be read, or has the tensors of another model.
+        CapabilityError: transformers is missing or too old, the weights are quantised, or the model keeps some modules in
+            another dtype than the rest.  All are raised on every rank.
+    Warns:
+        UserWarning: parameters that the folder does not have were initialised, e.g. a new classification head.
+    """
+
+    def request() -> Request:
+        from zhooks.integrations.pretrained import requested
+
+        return requested(cls, folder, policy, mesh, changes)
+
+    return attach_requested(request)

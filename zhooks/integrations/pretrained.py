@@ -1,7 +1,8 @@
 """A folder of transformers as an attached model: no rank ever holds more than its shards and one unit.
 
 The model is made on meta from its configuration; ``attach`` gives each unit memory just before it shards it, and rank 0 fills
-it from the safetensors files then and sends it to the others.
+it from the safetensors files then, a bounded run of rows at a time, and sends it to the others.  ``from_pretrained`` in the
+package's ``__init__`` calls it; it downloads nothing and never holds a file, or a tensor beside its unit, whole.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from offload.errors import CapabilityError, CheckpointError
 from offload.policy import Policy
 from offload.regular_files import open_regular, read_regular
 from offload.text import shown_path
-from zhooks.attach import Attachment, attach_requested
+from zhooks.integrations import from_pretrained
 from zhooks.integrations.required import require
 from zhooks.plan import Request, read
 
@@ -41,64 +42,51 @@ from transformers.core_model_loading import (  # noqa: E402
     rename_source_key,
 )
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "requested"]
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: An index names every tensor once; that of the largest published models is some MiB.
 _MAX_INDEX_NBYTES = 64 << 20
+#: Of a tensor so much is read at once, or one row.
+_RUN_NBYTES = 8 << 20
 
 
-def from_pretrained(
+def requested(
     cls: Any,
     folder: str | os.PathLike[str],
-    *,
-    policy: Policy | str | Path | dict[str, Any] | None = None,
-    mesh: DeviceMesh | None = None,
-    **changes: Any,
-) -> Attachment:
-    """Load what ``save_pretrained`` wrote and attach it; ``.model`` of what is returned is the model.  Collective.
+    policy: Policy | str | Path | dict[str, Any] | None,
+    mesh: DeviceMesh | None,
+    changes: Mapping[str, Any],
+) -> Request:
+    """What ``zhooks.integrations.from_pretrained`` was asked to attach: a model on meta, and what fills it unit by unit.
 
-    It is put on the current CUDA device, or on the CPU where there is none, in evaluation mode as transformers does.
-
-    Args:
-        cls: a class of transformers (``LlamaForCausalLM``) or an Auto class (``AutoModelForCausalLM``).
-        folder: config.json and safetensors files; every rank reads what is there, rank 0 the tensors. Nothing is downloaded.
-        policy, mesh: as in ``attach``.
-        changes: keys of the configuration to change, e.g. ``dtype=torch.bfloat16``.
     Raises:
-        CheckpointError: the folder cannot be read, or has the tensors of another model.
-        CapabilityError: its weights are quantised, or the model keeps some modules in another dtype than the rest.
-    Warns:
-        UserWarning: parameters that the folder does not have were initialised, e.g. a new classification head.
+        CheckpointError, CapabilityError: see there.
     """
-
-    def request() -> Request:
-        path = Path(folder)
-        if not path.is_dir():
-            raise CheckpointError(
-                f"from_pretrained: expected a folder with config.json and safetensors, found {shown_path(path)}. "
-                "Nothing is downloaded; give the path of one."
-            )
-        try:
-            config, unknown = AutoConfig.from_pretrained(path, local_files_only=True, return_unused_kwargs=True, **changes)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"from_pretrained: expected a config.json in {shown_path(path)}, found: {error}") from None
-        if unknown:
-            keys = _few(sorted(unknown))
-            raise CheckpointError(f"from_pretrained: expected keys of the configuration, found {keys}. Drop them.")
-        make = getattr(cls, "_from_config", None) or cls.from_config
-        with torch.device("meta"):
-            model = make(config)
-        _check_dtypes(model, config)
-        # On a mesh other ranks than the first hand values on.
-        first = mesh is not None or not dist.is_initialized() or dist.get_rank() == 0
-        fill = _Filler(model, _Weights(path), reads=first)
-        fill.check(cls.__name__)
-        if model.can_generate() and (path / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-        return read(model.eval(), None, policy, mesh, fill, True)
-
-    return attach_requested(request)
+    path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"from_pretrained: expected a folder with config.json and safetensors, found {shown_path(path)}. "
+            "Nothing is downloaded; give the path of one."
+        )
+    try:
+        config, unknown = AutoConfig.from_pretrained(path, local_files_only=True, return_unused_kwargs=True, **changes)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"from_pretrained: expected a config.json in {shown_path(path)}, found: {error}") from None
+    if unknown:
+        keys = _few(sorted(unknown))
+        raise CheckpointError(f"from_pretrained: expected keys of the configuration, found {keys}. Drop them.")
+    make = getattr(cls, "_from_config", None) or cls.from_config
+    with torch.device("meta"):
+        model = make(config)
+    _check_dtypes(model, config)
+    # On a mesh other ranks than the first hand values on.
+    first = mesh is not None or not dist.is_initialized() or dist.get_rank() == 0
+    fill = _Filler(model, _Weights(path), reads=first)
+    fill.check(cls.__name__)
+    if model.can_generate() and (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    return read(model.eval(), None, policy, mesh, fill, True)
 
 
 def _check_dtypes(model: Any, config: Any) -> None:
@@ -157,6 +145,31 @@ class _Weights:
         except (OSError, ValueError, SafetensorError) as error:
             raise self._refusal(str(error)) from None
         return value
+
+    def like(self, name: str) -> Tensor:
+        """A tensor of the same shape and dtype on meta."""
+        try:
+            stored = self._open(self.files[name]).get_slice(name)
+            shape = stored.get_shape()
+            value: Tensor = stored[:0].new_empty(shape, device="meta") if shape else self.read(name).to("meta")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise self._refusal(str(error)) from None
+        return value
+
+    def copy(self, name: str, target: Tensor) -> None:
+        """Read into ``target``, of the same shape, a run of rows at a time, cast on the way."""
+        like = self.like(name)
+        if like.dim() == 0:
+            target.copy_(self.read(name))
+            return
+        rows = max(1, _RUN_NBYTES * like.shape[0] // max(1, like.nbytes))
+        for start in range(0, like.shape[0], rows):
+            # Opened anew: what is mapped of a file counts as this process' until it is closed.
+            try:
+                run = self._open(self.files[name]).get_slice(name)[start : start + rows]
+            except (OSError, ValueError, SafetensorError) as error:
+                raise self._refusal(str(error)) from None
+            target[start : start + rows].copy_(run)
 
 
 @dataclass(slots=True)
@@ -253,6 +266,11 @@ class _Filler:
             if key not in self._found:
                 continue
             (stored, recipe), *others = self._found[key]
+            if recipe.converter is None and not others:
+                source = recipe.sources[0][0]
+                _check_value(key, self._weights.like(source), tensor)
+                self._weights.copy(source, tensor)
+                continue
             value = recipe.made(stored, self._weights, self._model)
             for other, how in others:
                 if not torch.equal(how.made(other, self._weights, self._model), value):
@@ -260,17 +278,22 @@ class _Filler:
                         f"from_pretrained: expected {stored} and {other} to be one tensor, as the configuration ties them, "
                         "found two. Pass tie_word_embeddings=False."
                     )
-            if tensor.is_floating_point() and (not value.is_floating_point() or value.element_size() < 2):
-                raise CapabilityError(
-                    f"from_pretrained: expected {key} in fp32, bf16 or fp16, found {value.dtype} in the folder, which is "
-                    "quantised. Take a folder of weights that can be trained."
-                )
-            if value.shape != tensor.shape:
-                raise CheckpointError(
-                    f"from_pretrained: expected {key} of shape {tuple(tensor.shape)} as the configuration says, found "
-                    f"{tuple(value.shape)} in the folder. Take the configuration that the weights were saved with."
-                )
+            _check_value(key, value, tensor)
             tensor.copy_(value)
+
+
+def _check_value(key: str, value: Tensor, tensor: Tensor) -> None:
+    """Refuse what the folder has for a tensor of the model; only its shape and dtype are looked at."""
+    if tensor.is_floating_point() and (not value.is_floating_point() or value.element_size() < 2):
+        raise CapabilityError(
+            f"from_pretrained: expected {key} in fp32, bf16 or fp16, found {value.dtype} in the folder, which is "
+            "quantised. Take a folder of weights that can be trained."
+        )
+    if value.shape != tensor.shape:
+        raise CheckpointError(
+            f"from_pretrained: expected {key} of shape {tuple(tensor.shape)} as the configuration says, found "
+            f"{tuple(value.shape)} in the folder. Take the configuration that the weights were saved with."
+        )
 
 
 def _own(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
