@@ -144,7 +144,8 @@ MAY_IMPORT = {"offload": {"offload"}, "zprof": {"offload", "zprof"}, "zhooks": {
 #: From the top down: what is in a package imports from its own line and from lines below.
 ORDER = {
     "zhooks": (
-        "__init__", "integrations", "attach attached_control attached_state", "build", "plan", "report", "checkpoint", "run", "optim",
+        "__init__", "integrations", "attach attached_control attached_state", "build", "plan", "report", "checkpoint", "run",
+        "optim",
         "activation", "grad", "unit", "tensor", "comm", "layout", "refusals tiling",
     ),
     "offload": (

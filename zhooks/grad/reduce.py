@@ -125,6 +125,11 @@ class Reducer:
         self.most, self._unreduced = most, unreduced
         self._divisor = self._world if mean else 1
 
+    @property
+    def to_kept(self) -> float:
+        """What a rank's own gradient is multiplied by to be an estimate of what a reduction over all ranks keeps."""
+        return self._world / self._divisor
+
     def update_early(self, updates: Updates | None) -> None:
         """From the next backward on ``updates`` is handed every whole gradient that has landed; None is nobody."""
         self.updates = updates

@@ -190,7 +190,7 @@ class RanksProbe(Probe):
         self._seen.add((flat.number, start))
         scaling = self._reducer.scaling
         scale = scaling.scale.value if scaling.on else 1.0
-        self._sent.append(square(partial, flat.group.buffer_nbytes) / scale**2)
+        self._sent.append(square(partial, flat.group.buffer_nbytes) * (self._reducer.to_kept / scale) ** 2)
 
     @torch.no_grad()
     def landed(self, sent: Sent, mean: Tensor) -> None:

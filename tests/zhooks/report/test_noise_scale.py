@@ -135,6 +135,18 @@ def test_loss_scales_long_parameters_and_replicas_change_nothing() -> None:
     attachment.detach()
 
 
+@on_ranks(2)
+def test_gradients_that_are_summed_are_measured_as_their_mean() -> None:
+    """A loss that is divided by the samples of all ranks, as ``reduce = "sum"`` wants it."""
+    attachment = zhooks.attach(model := made(), policy=UNITS | {"gradient": {"reduce": "sum"}})
+    with attachment.noise_scale(ROWS, decay=1.0) as noise:
+        for number in range(2):
+            backward(model, number, times=1 / place()[1])
+            model.zero_grad()
+        check(noise.estimate, [[0], [1]])
+    attachment.detach()
+
+
 @on_ranks(4)
 def test_shards_and_replicas_together_are_measured_once() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
