@@ -181,8 +181,11 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
 
     def _follow_freezes(self) -> None:
         """Lay parameters out anew that were frozen or unfrozen since the last step.  Collective."""
-        layouts = Layouts.of(self.model, self.policy, self._comm, self._device)
-        self._lay_out(layouts.following(self._plans()), self._optimizers.agreed("lay out"))
+        now = self._plans()
+        plans = Layouts.of(self.model, self.policy, self._comm, self._device).following(now)
+        # What was frozen may be unfrozen again.
+        if any(plan is not before for plan, before in zip(plans, now, strict=True)):
+            self._lay_out(plans, self._optimizers.agreed("lay out"))
 
     def _lay_out(self, plans: Sequence[UnitPlan], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._runtime.reducer.reduce_owed()

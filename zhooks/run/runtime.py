@@ -195,7 +195,12 @@ class Runtime:
 
     def _begin_pass(self, scope: Scope, training: bool, grad: bool, caller: FrameType) -> Pass:
         self.members.check()
-        self.finish_backward()
+        if grad:
+            self.finish_backward()
+        else:
+            # A pass for values alone, between a forward and its backward perhaps (PEFT's disable_adapter freezes for it what
+            # it unfreezes after it): that graph belongs to the layout it was made in.
+            self._finish_open(False)
         self.reducer.updates_due("forward")
         if grad:
             self.reducer.accumulation.begin(caller)
@@ -331,18 +336,20 @@ class Runtime:
 
     def finish_backward(self, *, force: bool = False) -> None:
         """Be at rest: finish an open backward, and follow freezes.  Called at every entry."""
+        if self._finish_open(force) and self.relayout_due and self._walk is None:
+            with torch.inference_mode(False), torch.no_grad(), self.laying_out():
+                self._follow_freezes()
+
+    def _finish_open(self, force: bool) -> bool:
+        """Finish a backward that is open; False inside one that runs, unless ``force``."""
         if self._pass is not None:
             self._abandon_dead()
-        if self._back is None and not self.reducer.open and not self.relayout_due:
-            return
         if not force and in_backward():
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            if self._back is not None or self.reducer.open:
+            return False
+        if self._back is not None or self.reducer.open:
+            with torch.inference_mode(False), torch.no_grad():
                 self._end_backward()
-            if self.relayout_due and self._walk is None:
-                with self.laying_out():
-                    self._follow_freezes()
+        return True
 
     @contextmanager
     def laying_out(self) -> Iterator[None]:

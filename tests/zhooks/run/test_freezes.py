@@ -1,0 +1,77 @@
+"""Parameters that are frozen for one look at the model, between a forward and its backward: PEFT's ``disable_adapter``.
+
+pytest runs it on one rank and on two. The oracle is plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zhooks
+from tests.support.on_ranks import on_ranks, place
+from tests.support.values import copies
+
+EVERY_UNIT = {"min_numel": 0}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+
+def trained(net: nn.Sequential, rank: int, world: int) -> list[Tensor]:
+    """Three steps, each of which looks at the frozen model before its backward."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    mine = batch().chunk(world)[rank]
+    for _ in range(3):
+        loss = net(mine).square().mean()
+        net[2].requires_grad_(False)
+        with torch.no_grad():
+            reference = net(mine)
+        net[2].requires_grad_(True)
+        (loss + (net(mine) * reference).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return copies(net.parameters())
+
+
+@on_ranks(1, 2, stage=(1, 3), tier=("device", "host"))
+def test_a_pass_for_values_alone_leaves_the_layout_to_the_backward_around_it(stage: int, tier: str) -> None:
+    rank, world = place()
+    attached = model()
+    zhooks.attach(attached, policy={"stage": stage, "units": EVERY_UNIT, "optimizer": {"tier": tier}})
+    for value, other in zip(trained(attached, rank, world), trained(model(), 0, 1), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(1, 2)
+def test_a_freeze_that_stays_is_followed_by_the_next_training_pass() -> None:
+    attached = model()
+    zhooks.attach(attached, policy={"stage": 3, "units": EVERY_UNIT})
+    attached(batch()).mean().backward()
+    attached.zero_grad()
+    attached[2].requires_grad_(False)
+    with torch.no_grad():
+        attached(batch())
+    attached(batch()).mean().backward()
+    grads: list[Any] = [param.grad for param in attached.parameters()]
+    assert [grad is None for grad in grads] == [False, False, True, True, False, False]
+
+
+@on_ranks(2)
+def test_a_differentiated_pass_in_between_is_refused_in_backward_not_computed_otherwise() -> None:
+    attached = model()
+    zhooks.attach(attached, policy={"stage": 3, "units": EVERY_UNIT})
+    loss = attached(batch()).mean()
+    attached[2].requires_grad_(False)
+    attached(batch())
+    with pytest.raises(zhooks.ShardedOpError, match="frozen or unfrozen"):
+        loss.backward()
