@@ -145,8 +145,7 @@ MAY_IMPORT = {"offload": {"offload"}, "zprof": {"offload", "zprof"}, "zhooks": {
 ORDER = {
     "zhooks": (
         "__init__", "integrations", "attach attached_control attached_state", "build", "plan", "report", "checkpoint", "run",
-        "optim",
-        "activation", "grad", "unit", "tensor", "comm", "layout", "refusals tiling",
+        "optim", "activation", "grad", "unit", "tensor", "comm", "layout", "refusals tiling",
     ),
     "offload": (
         "__init__", "shards", "stash", "store", "kernels", "disk", "memory", "device", "budget", "policy",
@@ -255,7 +254,10 @@ HOOK = re.compile(
     r"register_(module_)?(forward|full_backward|backward)\w*hook\w*|saved_tensors_hooks"
     r"|register_post_accumulate_grad_hook|register_(optimizer_)?step_(pre|post)_hook|register_(pre|multi_grad_)?hook"
 )
-HOOK_FILES = ("zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/step_hooks.py", "zhooks/grad/user_hooks.py")
+HOOK_FILES = (
+    "zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/step_hooks.py", "zhooks/grad/user_hooks.py",
+    "zhooks/grad/direct.py",
+)  # fmt: skip
 
 
 def hooks_only_in_their_files(sources: list[Source]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zhooks.grad.direct import watch_direct
 from zhooks.grad.gradient import Gradient
 from zhooks.grad.node import Node
 from zhooks.grad.reduce import Reducer
@@ -22,4 +23,5 @@ __all__ = [
     "full_state_asked",
     "in_backward",
     "running",
+    "watch_direct",
 ]

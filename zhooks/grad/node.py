@@ -28,6 +28,9 @@ class Receiver(Protocol):
     def ready(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
         """Autograd has all gradients of a flat's parameters; returns what their accumulation nodes shall see."""
 
+    def ready_directly(self, flat: Flat, index: int, grad: Tensor) -> None:
+        """Autograd has the gradient of parameter ``index`` of ``flat`` that came past the flat's node."""
+
 
 class Node:
     """What ``Flat.node`` is: the gathered values as a node of the graph.

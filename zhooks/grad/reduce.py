@@ -173,16 +173,32 @@ class Reducer:
 
     def ready(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
         """Autograd has all gradients of a flat's parameters; returns what their accumulation nodes shall see."""
+        self._check_first(flat)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._ready_plain(flat, grads, accumulates)
+
+    def ready_directly(self, flat: Flat, index: int, grad: Tensor) -> None:
+        """Autograd has the gradient of parameter ``index`` of ``flat`` that came past the flat's node; see ``direct.py``."""
+        self._check_first(flat)
+        if self.updates is not None:
+            raise ShardedOpError(
+                f"backward of unit {flat.name}: expected under [optimizer] overlap gradients of uses in the modules' forward, "
+                f"found one of a custom autograd Function that was given {flat.specs[index].name} itself. Drop overlap."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [grad if at == index else None for at in range(len(flat.params))]
+            self._take_over(self._open(flat), grads)
+
+    def _check_first(self, flat: Flat) -> None:
         if torch.is_grad_enabled():
             raise ShardedOpError(
                 f"backward through the parameters of unit {flat.name} with create_graph=True: expected first "
                 "derivatives, found a "
                 "request for a graph of them. Differentiate twice with respect to inputs, or detach() the model."
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._ready_plain(flat, grads, accumulates)
 
-    def _ready_plain(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
+    def _open(self, flat: Flat) -> Gradient:
+        """A gradient of ``flat`` arrives."""
         self.open = True
         self._backward.backward_open()
         if self.scaling.on:
@@ -193,13 +209,21 @@ class Reducer:
                 f"backward of unit {flat.name}: expected the layout of its forward, found that parameters were frozen or "
                 "unfrozen, or apply() was called, in between. Change requires_grad and the policy between steps."
             )
-        if not accumulates:
-            out = self._reduce_now(flat, grads)
+        return gradient
+
+    def _take_over(self, gradient: Gradient, grads: Sequence[Tensor | None]) -> None:
+        with self._streams.work(grads):
+            self._accumulate(gradient, grads, scaled=self.scaling.on)
+        self.bus.instant("ready", gradient.flat.name)
+
+    def _ready_plain(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
+        gradient = self._open(flat)
+        if accumulates:
+            out: list[Any] = [None] * len(grads)
+            self._take_over(gradient, grads)
         else:
-            out = [None] * len(grads)
-            with self._streams.work(grads):
-                self._accumulate(gradient, grads, scaled=self.scaling.on)
-        self.bus.instant("ready", flat.name)
+            out = self._reduce_now(flat, grads)
+            self.bus.instant("ready", flat.name)
         self._backward.backward_done(flat)
         return out
 

@@ -25,7 +25,7 @@ from offload.events import Bus
 from offload.policy import Policy
 from zhooks.activation import SavedParameters
 from zhooks.comm import Agreement, Comm
-from zhooks.grad import Node, Reducer, Scaling, in_backward, running
+from zhooks.grad import Node, Reducer, Scaling, in_backward, running, watch_direct
 from zhooks.layout import Ignored, Table
 from zhooks.refusals import no_accumulation
 from zhooks.run.members import Members
@@ -432,7 +432,11 @@ class Runtime:
             flat.begin_gather()
             flat.finish_gather()
             return
-        loose = self._walk is None and not in_backward()
+        backward = in_backward()
+        if not torch.is_grad_enabled() and not backward:
+            # By the forward of a custom Function, it may be: that was given the parameter, and returns its gradient.
+            watch_direct(flat, self.node)
+        loose = self._walk is None and not backward
         if loose and self._back is not None:
             self.finish_backward()
         self.use(unit)

@@ -1,0 +1,75 @@
+"""Gradients that a custom autograd ``Function`` returns for a parameter it was given as it is, outside its module's forward.
+
+``run/runtime.py`` calls it where a trainable parameter is read with grad off, as fused losses do (TRL's, Liger's).  What
+autograd would add to ``.grad`` is this rank's alone, and whole: it goes to the ``Reducer``, as the gradients of the flat's node
+do.  It never reduces, and leaves gradients alone that are shards already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ShardedOpError
+from zhooks.grad.node import Node
+from zhooks.tensor import ShardedTensor
+from zhooks.unit import Flat
+
+__all__ = ["watch_direct"]
+
+
+def watch_direct(flat: Flat, node: Node) -> None:
+    """Hear of gradients that autograd accumulates into parameters of ``flat`` itself; again changes nothing."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in flat.params:
+            # What the user registers on a sharded parameter is kept elsewhere: torch's own table is ours.
+            bare: Any = param
+            if param.requires_grad and not bare._backward_hooks:
+                watched = _Direct(param, node)
+                param.register_hook(watched.before)
+                param.register_post_accumulate_grad_hook(watched.after)
+
+
+class _Direct:
+    """One parameter: its gradient is put aside while autograd accumulates, and put back after."""
+
+    def __init__(self, param: Tensor, node: Node) -> None:
+        self._param, self._node = param, node
+        self._kept: Tensor | None = None
+        self._plain = False
+
+    def before(self, grad: Tensor | None) -> None:
+        self._plain = False
+        param: Any = self._param
+        if grad is None or isinstance(grad, ShardedTensor) or not param._bound or self._node.reducer is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            if not _accumulates(param):
+                if not param._bound.layout.world > 1:
+                    return
+                raise ShardedOpError(
+                    f"autograd.grad with respect to {param._spec.name}: expected uses of it in its module's forward, found a "
+                    "custom autograd Function that was given the parameter itself, whose gradient is this rank's alone. Call "
+                    "backward(), or have the Function called with `weight * 1`."
+                )
+            self._kept, self._plain, param.grad = param.grad, True, None
+
+    def after(self, param: Any) -> None:
+        if not self._plain:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            grad, param.grad = param.grad, self._kept
+            self._kept, self._plain = None, False
+        reducer = self._node.reducer
+        assert reducer is not None
+        reducer.ready_directly(param._bound, param._spec.index, grad)
+
+
+def _accumulates(param: Tensor) -> bool:
+    """This backward adds to ``param.grad``: it is none of autograd.grad's."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
+    except RuntimeError:
+        return False
