@@ -299,6 +299,12 @@ class Reducer:
 
     def _reduce_now(self, flat: Flat, grads: Sequence[Tensor | None]) -> list[Any]:
         """What autograd.grad or backward(inputs=...) gets: this rank's ranges of the means.  Collective, waited for at once."""
+        if flat.layout.padded == 0:
+            # No rank has an element of it: there is nothing to send.
+            return [
+                None if grad is None else hooked(ShardedTensor(grad.reshape(-1), spec))
+                for grad, spec in zip(grads, flat.specs, strict=True)
+            ]
         gradient = gradient_of(flat, self.pool, returned=True)
         gradient.add(grads)
         reduction = Reduction(gradient, self.comm.shard, self._divisor, self.hooks, what="reduce for autograd.grad")

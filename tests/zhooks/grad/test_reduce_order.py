@@ -188,3 +188,25 @@ def test_gradients_of_inputs_alone_reduce_nothing() -> None:
     assert not [event for event in recorder.events if event.what == "reduce"]
     assert all(param.grad is None for param in model.parameters())
     attachment.detach()
+
+
+class Nothing(nn.Module):
+    """All of its parameters are without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.none.sum()
+
+
+@on_ranks(1, 2)
+def test_autograd_grad_of_parameters_without_elements_is_without_elements() -> None:
+    model = Nothing()
+    attachment = zhooks.attach(model)
+    (grad,) = torch.autograd.grad(model(torch.ones(2)).sum(), list(model.parameters()))
+    assert grad.shape == (0, 4)
+    model(torch.ones(2)).sum().backward()
+    assert model.none.grad is not None and model.none.grad.shape == (0, 4)
+    attachment.detach()
