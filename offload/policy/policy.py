@@ -283,16 +283,16 @@ class Policy(Table):
         """The effective placement of each cell: "R" replicated, "S" sharded, "P" partial sums until the boundary."""
         return dict(zip(CELLS, _PLACEMENTS[self.stage], strict=True))
 
-    def tiers(self, name: str) -> Tiers:
-        """Where the cells of the parameter ``name`` are stored: the last rule that matches and says so, else the tables."""
-        return tiers_of(name, self.rule, {cell: getattr(self, cell).tier for cell in CELLS})
+    def tiers(self, *names: str) -> Tiers:
+        """Where the cells of the parameter of these names are kept: the last rule that matches and says so, else the tables."""
+        return tiers_of(names, self.rule, {cell: getattr(self, cell).tier for cell in CELLS})
 
-    def dtypes(self, name: str) -> Dtypes:
-        """What the parameter ``name`` is computed and its gradients are summed in; None is its own dtype.
+    def dtypes(self, *names: str) -> Dtypes:
+        """What the parameter of these names is computed and its gradients are summed in; None is its own dtype.
 
         The last rule that matches and says so, else [precision]; an unset ``reduce`` is fp32 where ``param`` is set.
         """
-        chosen = dtypes_of(name, self.rule, Dtypes(self.precision.param, self.precision.reduce))
+        chosen = dtypes_of(names, self.rule, Dtypes(self.precision.param, self.precision.reduce))
         return Dtypes(chosen.param, chosen.reduce or ("fp32" if chosen.param else None))
 
     @property

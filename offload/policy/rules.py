@@ -101,25 +101,25 @@ class Rule(Table):
         dtypes = {key: str(value) for key, value in self.precision if value is not None}
         return {**cells, _PRECISION: dtypes} if dtypes else cells
 
-    def matches(self, name: str) -> bool:
-        """Whether the rule is about the parameter ``name``; case counts."""
-        return fnmatchcase(name, self.match)
+    def matches(self, *names: str) -> bool:
+        """Whether the rule is about the parameter that has these names (a tied one has several); case counts."""
+        return any(fnmatchcase(name, self.match) for name in names)
 
 
-def tiers_of(name: str, rules: Sequence[Rule], otherwise: Mapping[str, TierName]) -> Tiers:
-    """The tiers of the parameter ``name``: the last rule that matches and says so, else ``otherwise``, cell by cell."""
+def tiers_of(names: Sequence[str], rules: Sequence[Rule], otherwise: Mapping[str, TierName]) -> Tiers:
+    """The tiers of the parameter of these names: the last rule that matches and says so, else ``otherwise``, cell by cell."""
     chosen = dict(otherwise)
     for rule in rules:
-        if rule.matches(name):
+        if rule.matches(*names):
             chosen.update(rule.tiers())
     return Tiers(**{cell: Tier(chosen[cell]) for cell in CELLS})
 
 
-def dtypes_of(name: str, rules: Sequence[Rule], otherwise: Dtypes) -> Dtypes:
-    """The dtypes of the parameter ``name``: the last rule that matches and says so, else ``otherwise``, key by key."""
+def dtypes_of(names: Sequence[str], rules: Sequence[Rule], otherwise: Dtypes) -> Dtypes:
+    """The dtypes of the parameter of these names: the last rule that matches and says so, else ``otherwise``, key by key."""
     param, reduce = otherwise.param, otherwise.reduce
     for rule in rules:
-        if rule.matches(name):
+        if rule.matches(*names):
             param, reduce = rule.precision.param or param, rule.precision.reduce or reduce
     return Dtypes(param, reduce)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,14 +72,14 @@ class Kind:
         )
 
 
-def kind_of(name: str, param: nn.Parameter, policy: Policy, device: torch.device, *, wide: bool = False) -> Kind:
-    """How the policy wants a parameter held; ``wide``: it stays in its own dtype."""
-    said = policy.dtypes(name)
+def kind_of(names: Sequence[str], param: nn.Parameter, policy: Policy, device: torch.device, *, wide: bool = False) -> Kind:
+    """How the policy wants a parameter of these names held; ``wide``: it stays in its own dtype."""
+    said = policy.dtypes(*names)
     chosen, reduce = said.param, said.reduce
     plain = wide or not param.is_floating_point()
     compute = param.dtype if plain or chosen is None else DTYPES[chosen]
     reduced = param.dtype if reduce is None or not param.is_floating_point() else DTYPES[reduce]
-    tiers = policy.tiers(name)
+    tiers = policy.tiers(*names)
     if not param.requires_grad:
         tiers = Tiers(tiers.parameter, tiers.gradient, tiers.parameter)
     return Kind(param.dtype, compute, reduced, device, param.requires_grad, tiers)

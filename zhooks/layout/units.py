@@ -35,6 +35,12 @@ class Group:
     name: str
     entries: list[nn.Module]
     params: dict[str, nn.Parameter] = field(default_factory=dict)
+    #: The further names of parameters that have several: tied ones, and those of modules that appear in several places.
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Every name of one of its parameters."""
+        return (name, *self.aliases.get(name, ()))
 
     @property
     def numel(self) -> int:
@@ -65,6 +71,7 @@ def find_units(model: nn.Module, policy: Policy, ignored: Ignored | None = None)
     if rest:
         groups.append(_rest(model, rest, len(taken) == len(left)))
     _enter_aliases(model, groups)
+    _name_aliases(model, groups)
     order = {id(param): place for place, param in enumerate(model.parameters())}
     return sorted(groups, key=lambda group: min(order[id(param)] for param in group.params.values()))
 
@@ -90,10 +97,13 @@ def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]
     found: list[tuple[str, nn.Module]] = []
     used: set[str] = set()
     inside: set[int] = set()
-    for name, module in model.named_modules():
+    # A module that appears in several places may be called by each of its names; its first is what its unit is called.
+    first = {id(module): name for name, module in model.named_modules()}
+    for every, module in model.named_modules(remove_duplicate=False):
         by_class = type(module).__name__ if type(module).__name__ in classes else None
-        by_name = next((pattern for pattern in names if fnmatchcase(name, pattern)), None)
-        used.update(pattern for pattern in (by_class, by_name) if pattern)
+        by_name = [pattern for pattern in names if fnmatchcase(every, pattern)]
+        used.update(by_name if by_class is None else (by_class, *by_name))
+        name = first[id(module)]
         if (by_class or by_name) and id(module) not in inside:
             found.append((name, module))
             inside.update(id(child) for child in module.modules())
@@ -185,6 +195,16 @@ def _rest(model: nn.Module, params: dict[str, nn.Parameter], everything: bool) -
 def _inside_called(model: nn.Module, name: str) -> bool:
     """The parameter is the root's own."""
     return "." not in name
+
+
+def _name_aliases(model: nn.Module, groups: Sequence[Group]) -> None:
+    """Parameters are called as ``model.named_parameters()`` calls them; a rule may call them by any of their names."""
+    every: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        every.setdefault(id(param), []).append(name)
+    for group in groups:
+        group.params = {every[id(param)][0]: param for param in group.params.values()}
+        group.aliases = {name: tuple(every[id(param)][1:]) for name, param in group.params.items() if every[id(param)][1:]}
 
 
 def _enter_aliases(model: nn.Module, groups: Sequence[Group]) -> None:

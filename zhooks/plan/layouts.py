@@ -93,7 +93,7 @@ class Layouts:
     def anew(self, plan: UnitPlan) -> UnitPlan:
         """A unit that is laid out already, as it would be now."""
         params = {name: param for _, name, param in plan.members()}
-        return self.unit(Group(plan.name, plan.group.entries, params), plan.number)
+        return self.unit(Group(plan.name, plan.group.entries, params, plan.group.aliases), plan.number)
 
     def following(self, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
         """The same plans, but for units with parameters that were frozen or unfrozen since: those are planned anew."""
@@ -106,7 +106,7 @@ class Layouts:
         """The unit of one group."""
         kinds: dict[Kind, list[Member]] = {}
         for name, param in group.params.items():
-            kind = kind_of(name, param, self.policy, self.device, wide=id(param) in self.wide)
+            kind = kind_of(group.names(name), param, self.policy, self.device, wide=id(param) in self.wide)
             kinds.setdefault(kind, []).append((name, param))
         split = list(_split(kinds, self.bound))
         if len(split) > FLATS:

@@ -86,7 +86,7 @@ def _chosen(policy: Policy) -> list[str]:
 
 def _unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy) -> list[str]:
     """Globs that match nothing here. No error: a stage of a pipeline has not every layer that a policy speaks of."""
-    names = [spec.name for unit in units for flat in unit.flats for spec in flat.specs]
+    names = [name for unit in units for first in unit.plan.group.params for name in unit.plan.group.names(first)]
     said = [f'[[rule]] match = "{rule.match}"' for rule in policy.rule if not any(map(rule.matches, names))]
     entries = {id(entry) for unit in units for entry in unit.entries}
     entered = [unit.name for unit in units] + [name for name, module in model.named_modules() if id(module) in entries]

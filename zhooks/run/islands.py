@@ -90,12 +90,13 @@ def _ruled(model: nn.Module, units: Sequence[UnitPlan], policy: Policy) -> _Rule
     exempt = {id(p) for m in model.modules() if isinstance(m, _NormBase) for p in m.parameters(recurse=False)}
     members = [member for unit in units for member in unit.members() if member[0].kind.master.is_floating_point]
     places = [(param, name, flat) for flat, name, param in members if id(param) not in exempt]
-    said = {name: policy.dtypes(name).param for _, name, _ in places}
+    every = {name: unit.group.names(name) for unit in units for _, name, _ in unit.members()}
+    said = {name: policy.dtypes(*every[name]).param for _, name, _ in places}
     rules = [rule for rule in policy.rule if rule.precision.param is not None]
     return _Ruled(
         {id(p): flat.kind.master if (word := said[name]) is None else DTYPES[word] for p, name, flat in places},
         {id(param): name for param, name, _ in places},
-        frozenset(id(param) for param, name, _ in places if any(rule.matches(name) for rule in rules)),
+        frozenset(id(param) for param, name, _ in places if any(rule.matches(*every[name]) for rule in rules)),
     )
 
 

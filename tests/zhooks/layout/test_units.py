@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import zhooks
 from offload.errors import AttachError
 from offload.policy import Policy
 from zhooks.layout import Group, find_units
@@ -293,3 +294,37 @@ def test_a_list_chosen_by_a_pattern_is_entered_through_modules_that_are_called()
 
 def test_min_numel_coalesces_what_patterns_chose() -> None:
     assert names(units(meta(Named), classes=["Block"], min_numel=3000)) == ["left.0..right.0", "right.1", "Named"]
+
+
+class Shared(nn.Module):
+    """An encoder that is the decoder, too, and a head that shares its weight with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.encoder = nn.Embedding(32, 32), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        self.decoder, self.head = self.encoder, nn.Linear(32, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("called", ["encoder", "decoder", "dec*"])
+def test_a_module_in_several_places_is_chosen_by_each_of_its_names(called: str) -> None:
+    found = units(Shared(), names=[called])
+    assert names(found) == ["Shared", "encoder"]
+    assert list(found[1].params) == [f"encoder.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")]
+
+
+def test_a_unit_knows_every_name_of_its_parameters() -> None:
+    found = {group.name: group for group in units(Shared(), names=["decoder", "head"])}
+    assert found["head"].names("embed.weight") == ("embed.weight", "head.weight")
+    assert found["encoder"].names("encoder.0.bias") == ("encoder.0.bias", "decoder.0.bias")
+
+
+@pytest.mark.parametrize(
+    ("match", "ruled"), [("head.*", 1), ("embed.*", 1), ("decoder.0.*", 2), ("encoder.0.*", 2), ("*code*.weight", 2)]
+)
+def test_a_rule_speaks_of_a_parameter_by_each_of_its_names(match: str, ruled: int) -> None:
+    attachment = zhooks.attach(Shared(), policy={"rule": [{"match": match, "parameter.tier": "host"}]})
+    said = attachment.describe()
+    assert "Matches nothing" not in said
+    assert [int(line.split()[1]) for line in said.splitlines() if " S host " in line] == [ruled]
+    attachment.detach()

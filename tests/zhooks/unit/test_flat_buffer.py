@@ -190,7 +190,7 @@ def test_a_policy_costs_what_a_flat_of_it_keeps(stage: int, param: str | None, o
         pytest.skip("parameters stay on the device at these stages")
     policy = Policy.of({"stage": stage, "precision": {"param": param}, **{cell: {"tier": "host"} for cell in off}})
     table, numel, ranks = Table.of(policy.table()), 64, 4
-    kind = kind_of("weight", torch.nn.Parameter(torch.zeros(numel)), policy, CPU)
+    kind = kind_of(("weight",), torch.nn.Parameter(torch.zeros(numel)), policy, CPU)
     shard = numel // ranks if table.shards_optimizer else numel
     kept = kind.footprint(numel, shard, resident=table.keeps_gathered(kind.tiers))
     moments = {"optimizer": 8 * shard}
