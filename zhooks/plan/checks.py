@@ -130,7 +130,7 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
             where = f"its module {name}" if name else "it"
             raise AttachError(
                 f"attach: expected a plain model, found {where} wrapped in {around}, which would reduce the same gradients. "
-                f"Attach the model without {around}."
+                f"Attach the model without {around}" + ("." if around == "fully_shard" else ": its .module, and delete it.")
             )
     params = dict(ignored.named_parameters(model))
     if not params:
@@ -140,7 +140,7 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
         )
     with loose_references(model):
         for name, param in params.items():
-            _check_parameter(name, param)
+            _check_parameter(name, param, model)
     devices = sorted({str(param.device) for param in params.values()})
     if len(devices) > 1:
         raise AttachError(
@@ -155,7 +155,7 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _check_parameter(name: str, param: nn.Parameter) -> None:
+def _check_parameter(name: str, param: nn.Parameter, model: nn.Module) -> None:
     if torch.nn.parameter.is_lazy(param):
         raise AttachError(
             f"parameter {name}: expected a shape, found a lazy parameter. Run one forward on a small batch before attach."
@@ -175,15 +175,32 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         raise AttachError(f"parameter {name}.grad: expected a dense gradient, found {param.grad.layout}. Set sparse=False.")
     # One reference is the module's object; a second may be the accumulation node of a graph that is gone.
     if param._use_count() > 2:  # type: ignore[attr-defined]
-        raise AttachError(
-            f"parameter {name}: expected nothing else to refer to its memory, found {param._use_count() - 1} references. "  # type: ignore[attr-defined]
-            "Drop graphs (loss, outputs) of earlier forwards, and a DistributedDataParallel around the model, before attach."
-        )
+        raise AttachError(f"parameter {name}: expected nothing else to refer to its memory, found {_holder(param, model)}")
     if weakref.getweakrefcount(param):
         raise AttachError(
             f"parameter {name}: expected no weak references to it, found {weakref.getweakrefcount(param)}. Delete what holds "
             "them (a WeakTensorKeyDictionary, another wrapper) before attach."
         )
+
+
+def _holder(param: nn.Parameter, model: nn.Module) -> str:
+    """Who refers to the memory of ``param`` beside the model, as far as that can be seen, and what to do."""
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Module) and (around := wrapper(found)) and any(param is p for p in found.parameters()):
+            return (
+                f"{around} around the model, which listens to its gradients. Take the model out and delete the wrapper: "
+                "model = wrapper.module; del wrapper."
+            )
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                return (
+                    f"a graph of an earlier forward, kept in {f'{name}.{key}'.lstrip('.')}. Set it to None or detach it "
+                    f"(module.{key} = module.{key}.detach()) before attach."
+                )
+    return (
+        f"{param._use_count() - 1} references. Drop graphs (loss, outputs) of earlier forwards before attach."  # type: ignore[attr-defined]
+    )
 
 
 def check_division(model: nn.Module, tp: Axis, ignored: Ignored) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from offload.errors import AttachError, ShardedOpError
 from zhooks.layout import UnitPlan, mark_of
@@ -169,9 +171,21 @@ def find_around(units: Sequence[Unit]) -> None:
         unit.around = frozenset(inner - {unit.number})
 
 
+def _drop_computed(model: nn.Module) -> None:
+    """torch's old weight_norm and spectral_norm leave the weight they computed, and its graph, in the module, where the graph
+    would forbid the swap.  The value stays; their hook computes weight and graph anew before every forward."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm | SpectralNorm):
+                weight = module.__dict__.get(hook.name)
+                if isinstance(weight, Tensor) and weight.grad_fn is not None:
+                    module.__dict__[hook.name] = weight.detach()
+
+
 @contextmanager
 def loose_references(model: nn.Module) -> Iterator[None]:
     """RNNs keep weak references to their weights, which would forbid the swap: taken away and given back."""
+    _drop_computed(model)
     held = [module for module in model.modules() if isinstance(module.__dict__.get("_flat_weight_refs"), list)]
     for module in held:
         module.__dict__["_flat_weight_refs"] = []
