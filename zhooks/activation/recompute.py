@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from offload.errors import CapabilityError
+from zhooks.activation.objects import Found
 from zhooks.activation.residual import Residual
 from zhooks.refusals import modified
 from zhooks.unit import Flat, Unit
@@ -182,25 +183,26 @@ class Recompute:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """``module`` is about to run with its parameters in place: keep its inputs, and forget what it will save."""
-        found = self._modules.get(id(module))
-        if found is None or self._again:
+        known = self._modules.get(id(module))
+        if known is None or self._again:
             return
         if self._open is not None:
             self._open.inside += self._open.module is module
             return
         if not torch.is_grad_enabled() or _in_checkpoint():
             return
-        unit, _, buffers = found
+        unit, _, buffers = known
         leaves, structure = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         given = [leaves[place] for place in places]
         # The closure below lives as long as the graph: what it held would be kept beside the inputs that are put away.
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        found = Found(rest, unit.name)
         kept = buffers.keep()
         around = _Again(kept, unit.flats, unit.name)
 
         def run(*tensors: Tensor) -> None:
-            filled = list(rest)
+            filled = found.again()
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             again_args, again_kwargs = tree_unflatten(filled, structure)
