@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.work import Work
 from zhooks.comm.lost_rank import BackendWork, naming_lost_ranks
-from zhooks.comm.transport import CONTROL, OPS, Call, TwoSteps
+from zhooks.comm.transport import CONTROL, OPS, Call, Numels, TwoSteps
 from zhooks.layout import Axis, Layout
 
 #: A tag is what torch lets through, 31 bits: the channel, the call's place in its sequence, and which call it is.
@@ -101,6 +101,18 @@ class PeerToPeer:
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
         return TwoSteps(self, call, full, layout)
+
+    def exchange(self, call: Call, sends: Tensor, receives: Tensor, numels: Numels) -> Work:
+        works, rank, tag = [], self.axis.rank, self._tag(call)
+        going, coming = sends.split(list(numels[rank])), receives.split([row[rank] for row in numels])
+        for peer in self._peers():
+            if going[peer].numel():
+                works.append(self._send(call, going[peer], peer, tag))
+        for peer in self._peers():
+            if coming[peer].numel():
+                works.append(self._receive(call, coming[peer], peer, tag))
+        coming[rank].copy_(going[rank])
+        return BackendWork(call, works, [sends, receives], self.axis, self._timeout)
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         with naming_lost_ranks(call, self.axis):

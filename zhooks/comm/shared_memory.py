@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from offload.work import Work
 from zhooks.comm.lost_rank import gone, late
 from zhooks.comm.rendezvous import Meeting
 from zhooks.comm.shared_memory_ring import SLOT, SMALL_SLOT, Message, Ring
-from zhooks.comm.transport import CHANNELS, CONTROL, Call, Transport, TwoSteps
+from zhooks.comm.transport import CHANNELS, CONTROL, Call, Numels, Transport, TwoSteps
 from zhooks.layout import Axis, Layout
 
 SPIN_S = 0.002
@@ -125,6 +126,20 @@ class SharedMemory:
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
         return TwoSteps(self, call, full, layout)
+
+    def exchange(self, call: Call, sends: Tensor, receives: Tensor, numels: Numels) -> Work:
+        rank, item = self.axis.rank, sends.element_size()
+        going, coming = list(numels[rank]), [row[rank] for row in numels]
+        target = _bytes(receives).split([numel * item for numel in coming])
+        receives.split(coming)[rank].copy_(sends.split(going)[rank])
+        ends = [item * end for end in accumulate(going)]
+        ranges = {r: [(end - going[r] * item, end)] for r, end in enumerate(ends)}
+
+        def land(writer: int, offset: int, data: Tensor) -> None:
+            target[writer][offset : offset + data.numel()].copy_(data)
+
+        sizes = [[numel * item for numel in row] for row in numels]
+        return self._launch(self._rings[call.channel], Message(call, _bytes(sends), ranges, land, 0, sizes=sizes))
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         rank, world = self.axis.rank, self.axis.world

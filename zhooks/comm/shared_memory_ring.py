@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -36,7 +36,9 @@ LABEL_BYTES = 256
 class Message:
     """One collective as this rank sees it: what it sends, and what to do with each chunk that arrives."""
 
-    __slots__ = ("arrived", "call", "land", "nbytes", "only", "own", "ranges", "received", "sent", "source", "total")
+    __slots__ = (
+        "_sizes", "arrived", "call", "land", "nbytes", "only", "own", "passed", "ranges", "received", "sent", "source", "total",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -48,14 +50,25 @@ class Message:
         own: Callable[[], None] | None = None,
         *,
         only: int | None = None,
+        sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        """``nbytes`` is what every writer has for every reader; ``sizes`` says so by writer and reader where that differs."""
         self.call, self.source, self.ranges, self.land, self.nbytes = call, source, ranges, land, nbytes
         self.own, self.only = own, only
         # What all ranks must agree on: the whole of what is sent to one reader, or divided between them.
+        self._sizes = sizes
         self.total = nbytes if ranges is None else source.numel()
+        if sizes is not None:
+            self.total = sum(map(sum, sizes))
         self.received: dict[int, int] = {}
+        #: The writers whose message has been read.
+        self.passed: set[int] = set()
         self.arrived = False
         self.sent = False
+
+    def size(self, writer: int, reader: int) -> int:
+        """Bytes that one rank has for another."""
+        return self.nbytes if self._sizes is None else self._sizes[writer][reader]
 
     @property
     def done(self) -> bool:
@@ -106,8 +119,9 @@ class Ring:
         self._sequence += 1
         self._outgoing.append(self._write(message, self._sequence))
         self._incoming.append(message)
-        silent = message.nbytes if message.only is not None else 0
-        message.received = {r: 0 if r == message.only else silent for r in self._peers}
+        message.received = dict.fromkeys(self._peers, 0)
+        if message.only is not None:
+            message.passed = set(self._peers) - {message.only}
         self._write_some()
 
     def progress(self) -> bool:
@@ -157,9 +171,9 @@ class Ring:
                 if message.own is not None and writer > self._axis.rank:
                     _once(message)
                 moved = self._read_from(writer, message) or moved
-                if message.ranges is not None and message.received[writer] < message.nbytes:
+                if message.ranges is not None and writer not in message.passed:
                     return moved
-            if any(got < message.nbytes for got in message.received.values()):
+            if len(message.passed) < len(self._peers):
                 return moved
             _once(message)
             self._incoming.popleft()
@@ -168,25 +182,26 @@ class Ring:
         return moved
 
     def _read_from(self, writer: int, message: Message) -> bool:
-        rank = self._axis.rank
-        if message.received[writer] >= message.nbytes:
+        if writer in message.passed:
             return False
+        rank = self._axis.rank
+        nbytes = message.size(writer, rank)
         head, tail = self._head[writer], self._tail[writer]
         if message.received[writer] == 0 and message.ranges is not None:
             tail[rank] = self._taken[writer] + self._skipped(message, writer, before=True)
         moved = False
-        while message.received[writer] < message.nbytes and head[0] > tail[rank]:
+        while message.received[writer] < nbytes and head[0] > tail[rank]:
             index = int(tail[rank]) % self._slots
             if message.received[writer] == 0:
                 self._check(message, writer, bytes(self._labels[writer][index]))
-            size = min(self._slot, message.nbytes - message.received[writer])
+            size = min(self._slot, nbytes - message.received[writer])
             message.land(writer, message.received[writer], self._data[writer][index][:size])
             message.received[writer] += size
             tail[rank] += 1
             moved = True
-        if message.received[writer] >= message.nbytes:
-            total = self._skipped(message, writer, before=False)
-            self._taken[writer] += total
+        if message.received[writer] >= nbytes:
+            message.passed.add(writer)
+            self._taken[writer] += self._skipped(message, writer, before=False)
             tail[rank] = self._taken[writer]
         return moved
 
@@ -195,7 +210,7 @@ class Ring:
         if message.ranges is None:
             return _count(message.nbytes, self._slot)
         readers = [r for r in range(self._axis.world) if r != writer and (not before or r < self._axis.rank)]
-        return sum(_count(sum(b - a for a, b in message.ranges[r]), self._slot) for r in readers)
+        return sum(_count(message.size(writer, r), self._slot) for r in readers)
 
     def _check(self, message: Message, writer: int, label: bytes) -> None:
         sequence = self._sequence - len(self._incoming) + 1
@@ -211,7 +226,7 @@ class Ring:
 
     def describe_absent(self, message: Message) -> str:
         """Which ranks have not delivered, and what they delivered last on this channel."""
-        late = [r for r in self._peers if message.received.get(r, 0) < message.nbytes]
+        late = [r for r in self._peers if r not in message.passed]
         said = []
         for rank in late:
             count = int(self._head[rank][0])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.work import Work
 from zhooks.comm.lost_rank import BackendWork, naming_lost_ranks
-from zhooks.comm.transport import CONTROL, OPS, Call
+from zhooks.comm.transport import CONTROL, OPS, Call, Numels
 from zhooks.layout import Axis, Layout
 
 #: A tensor of the host up to this size goes by the host's network, one of a GPU's model above it by the GPU's.
@@ -80,6 +80,13 @@ class Stock:
         with naming_lost_ranks(call, self.axis):
             work = dist.all_reduce(full, group=self._groups[call.channel], async_op=True)
         return self._track(call, full, [work])
+
+    def exchange(self, call: Call, sends: Tensor, receives: Tensor, numels: Numels) -> Work:
+        rank = self.axis.rank
+        coming, going = [row[rank] for row in numels], list(numels[rank])
+        with naming_lost_ranks(call, self.axis):
+            work = dist.all_to_all_single(receives, sends, coming, going, group=self._groups[call.channel], async_op=True)
+        return self._track(call, receives, [work])
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         moved = self._sent(tensor).contiguous()

@@ -7,6 +7,7 @@ itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +34,10 @@ class Call:
     number: int = 0
 
 
+Numels = Sequence[Sequence[int]]
+"""Elements by writer, then by reader."""
+
+
 class Transport(Protocol):
     """Collectives over the ranks of one axis.  Every tensor is 1-D and contiguous, on the mesh's device."""
 
@@ -54,6 +59,15 @@ class Transport(Protocol):
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
         """Start summing ``full`` [layout.padded] over the ranks, in place, on every rank."""
+
+    def exchange(self, call: Call, sends: Tensor, receives: Tensor, numels: Numels) -> Work:
+        """Start sending every rank its own run of ``sends``, same dtype; what others send lands in ``receives``, run by run.
+
+        Args:
+            sends: runs by reader, this rank's own among them; kept alive, like ``receives``, until the work is done.
+            receives: runs by writer; must not alias ``sends``.
+            numels: how many elements each writer has for each reader: the same on every rank.
+        """
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         """Combine a small tensor over the ranks in place: op is "sum", "max" or "min"."""
