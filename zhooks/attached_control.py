@@ -1,4 +1,4 @@
-"""What an attachment lets a loop decide for parts of the model: hooks on reductions.
+"""What an attachment lets a loop decide for parts of the model: what stays gathered, and hooks on reductions.
 
 ``Attachment`` is one of these.  It hands each verb to the package that does it; it never decides when a pass gathers or
 reduces.
@@ -6,21 +6,64 @@ reduces.
 
 from __future__ import annotations
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError
+from zhooks.comm import Comm, all_or_none
 from zhooks.grad import ReduceHook
 from zhooks.run import Runtime
+from zhooks.unit import Unit
 
 
 class Controlled:
     """The verbs of an attachment over parts of a model."""
 
+    model: nn.Module
     _runtime: Runtime
+    _comm: Comm
+    _units: list[Unit]
 
     def _check_attached(self, verb: str) -> None:
         """Raise AttachError once the model is detached."""
         raise NotImplementedError
+
+    def unshard(self, module: nn.Module | None = None) -> None:
+        """Gather the units of ``module`` (without one all), and keep them gathered until ``reshard``.  Collective.
+
+        A unit is gathered whole: where ``module`` lies inside one, all of that unit.  After an optimizer's step the next use
+        gathers it again.  No budget counts what stays.
+        Raises:
+            AttachError: ``module`` has no attached parameters; on every rank.
+        """
+        self._runtime.unshard(self._units_of("unshard", module))
+
+    def reshard(self, module: nn.Module | None = None) -> None:
+        """Release the units of ``module`` again, what the policy keeps until backward too; backward gathers it.  Collective.
+
+        Raises:
+            AttachError: ``module`` has no attached parameters; on every rank.
+        """
+        self._runtime.reshard(self._units_of("reshard", module))
+
+    def _units_of(self, verb: str, module: nn.Module | None) -> list[Unit]:
+        """The units that hold parameters of a module.  Collective."""
+        self._check_attached(verb)
+        if module is None:
+            return list(self._units)
+        with all_or_none(self._comm.stage, verb):
+            if not isinstance(module, nn.Module):
+                raise AttachError(
+                    f"{verb}: expected a module of the attached model, found {type(module).__name__}. Pass the module itself."
+                )
+            wanted = {id(param) for param in module.parameters()}
+            found = [unit for unit in self._units if any(id(param) in wanted for flat in unit.flats for param in flat.params)]
+            if not found:
+                raise AttachError(
+                    f"{verb}: expected a module with attached parameters, found {type(module).__name__} with none. Pass a "
+                    "module of the attached model that [units] ignore does not name."
+                )
+        return found
 
     def register_reduce_hook(
         self, *, before: ReduceHook | None = None, after: ReduceHook | None = None

@@ -87,6 +87,8 @@ class Runtime:
         self._out: dict[int, Unit] = {}
         self._kept: frozenset[int] = frozenset()
         self._resident = 0
+        # Numbers of units that stay gathered until resharded.
+        self._unsharded: frozenset[int] = frozenset()
         # Modules that differentiated forwards began at, and those that ran below them without.
         self._entries: set[int] = set()
         # Backwards of autograd that are to say when they end.
@@ -276,7 +278,7 @@ class Runtime:
             self._release(unit)
 
     def _release(self, unit: Unit) -> None:
-        if self._resident or not unit.releasable:
+        if self._resident or unit.number in self._unsharded or not unit.releasable:
             return
         for flat in unit.flats:
             if flat.releasable:
@@ -442,6 +444,26 @@ class Runtime:
         self.use(unit)
         if loose:
             self._release_others(frozenset((unit.number, *self._kept)))
+
+    def unshard(self, units: Sequence[Unit]) -> None:
+        """Gather these units, and release them no more."""
+        self.finish_backward()
+        self._unsharded |= {unit.number for unit in units}
+        for unit in units:
+            self._start(unit)
+        for unit in units:
+            unit.finish_gather()
+
+    def reshard(self, units: Sequence[Unit]) -> None:
+        """Release these units, those in use when their pass is over; backward gathers them again."""
+        self.finish_backward()
+        numbers = frozenset(unit.number for unit in units)
+        self._unsharded -= numbers
+        if self._pass is None:
+            self._kept -= numbers
+            for unit in units:
+                if not self._resident and unit.number in self._out:
+                    self._release(unit)
 
     @contextmanager
     def resident(self) -> Iterator[None]:
