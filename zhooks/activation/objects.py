@@ -118,7 +118,7 @@ def _tuple(cls: type, parts: list[Any]) -> Any:
 
 def _empty(value: Any) -> Any:
     """A new object of the class without its contents; None where contents may be elsewhere than in Python's own places."""
-    cls = type(value)
+    cls: Any = type(value)
     if cls in (OrderedDict, defaultdict, deque):
         made = copy.copy(value)
         made.clear()
@@ -142,5 +142,8 @@ def _slots(cls: type) -> list[str]:
     names: list[str] = []
     for base in cls.__mro__:
         slots = base.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
+        for name in [slots] if isinstance(slots, str) else slots:
+            # What Python makes of a name that only the class itself shall use.
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
     return [name for name in names if name not in ("__dict__", "__weakref__")]

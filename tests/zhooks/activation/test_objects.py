@@ -25,6 +25,19 @@ class Layer:
     keys: list[Tensor] = field(default_factory=list)
 
 
+class Count:
+    """A slot of a private name."""
+
+    __slots__ = ("__number",)
+
+    def __init__(self) -> None:
+        self.__number = 0
+
+    def more(self) -> int:
+        self.__number += 1
+        return self.__number
+
+
 class Cache:
     """As caches of keys are: objects in objects, and more of what a state may hold."""
 
@@ -37,6 +50,7 @@ class Cache:
         self.names = {"start"}
         self.pair = ([0], "constant")
         self.itself = self
+        self.count = Count()
         self.lock = threading.Lock()
 
     def update(self, place: int, keys: Tensor) -> Tensor:
@@ -51,6 +65,7 @@ class Cache:
             self.names.add(str(place))
             self.pair[0][0] += 1
             weight = self.order["first"][0] + self.counts["all"] + len(self.recent) + len(self.names) + self.pair[0][0]
+            weight += self.count.more()
             return torch.cat(layer.keys, dim=1) * weight * self.seen[str(place)]
 
 
