@@ -145,7 +145,7 @@ MAY_IMPORT = {"offload": {"offload"}, "zprof": {"offload", "zprof"}, "zhooks": {
 ORDER = {
     "zhooks": (
         "__init__", "integrations", "attach attached_control attached_state", "build", "plan", "report", "checkpoint", "run",
-        "optim", "activation", "grad", "unit", "tensor", "comm", "layout", "refusals tiling",
+        "optim", "activation", "grad", "unit", "tensor", "comm", "layout", "refusals tiling compiled",
     ),
     "offload": (
         "__init__", "shards", "stash", "store", "kernels", "disk", "memory", "device", "budget", "policy",

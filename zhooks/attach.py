@@ -26,6 +26,7 @@ from zhooks.attached_state import Stateful
 from zhooks.build import BuildContext, build_units, open_tiers, relayout_units, restore_units
 from zhooks.checkpoint import StockState
 from zhooks.comm import CONTROL, Call, Comm, all_or_none, disagreement, meet, open_comm, policy_facts, refused_by_all
+from zhooks.compiled import keep_outside_graphs
 from zhooks.layout import PP, TP, Table, UnitPlan
 from zhooks.optim import Optimizers, Rounding, watch_steps
 from zhooks.plan import (
@@ -126,6 +127,7 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
         runtime.take(self._units)
         runtime.saved.follow(self.policy, self._units, self._tiers.store, self._pool.arena)
         self._casts, registries = Casts(scaling), Registries()
+        keep_outside_graphs()
         self._device_budget = DeviceBudget(
             self._comm, self._units, self.policy, plan.headroom, self._keep_within, ignored_here(self._ignored, self._device)
         )

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from offload.policy import Precision
+from zhooks.compiled import outside_graphs
 from zhooks.grad import Scaling, in_backward
 from zhooks.layout import DTYPES
 from zhooks.run.islands import Island, Map
@@ -59,7 +60,10 @@ class Inert:
 
 
 class Hook:
-    """A hook of this package on a module; a copy of the module has an inert one."""
+    """A hook of this package on a module; a copy of the module has an inert one.  See Note [Outside compiled graphs]."""
+
+    def __init_subclass__(cls) -> None:
+        outside_graphs(cls.__call__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()

@@ -1,0 +1,205 @@
+"""torch.compile beside attach: where graphs break, how many there are, and that training is what it is without.
+
+pytest runs it, on ranks. Compiled code is compared with the same attached training uncompiled: ``aot_eager`` runs the same
+operations, so the losses agree to 1e-6; what attach itself does to a model is the parity matrix's. Code that torch generates
+(inductor) is slow to make and marked so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import zhooks
+from tests.support.inside import flats_of
+from tests.support.on_ranks import on_ranks, place
+from tests.support.zoo import GPT, draw_tokens, next_token
+
+UNITS = {"min_numel": 0}
+LAYERS = 3
+TOLERANCE = 1e-6
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(tied=False, layers=LAYERS)
+
+
+def blocks_in_place(model: GPT, backend: str) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def blocks_wrapped(model: GPT, backend: str) -> nn.Module:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend=backend, fullgraph=True)
+    return model
+
+
+def model_in_place(model: GPT, backend: str) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def model_wrapped(model: GPT, backend: str) -> nn.Module:
+    return torch.compile(model, backend=backend)  # type: ignore[return-value]
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    inputs, targets = draw_tokens(torch.Generator().manual_seed(10 * step + place()[0]), step, place()[0])
+    return next_token(model(inputs), targets)
+
+
+def train(model: nn.Module, steps: int = 3, update: Callable[[Any], Callable[[], Any]] = lambda opt: opt.step) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    change, losses = update(optimizer), []
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        change()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def uncompiled(policy: dict[str, Any]) -> list[float]:
+    model = gpt()
+    zhooks.attach(model, policy=policy)
+    return train(model)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Dynamo starts anew; what it hides from users, and what its own imports warn of, is no warning here."""
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+        yield
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def breaks() -> list[str]:
+    return [why for why, times in counters["graph_break"].items() for _ in range(times)]
+
+
+@on_ranks(1, 2, way=("in place", "wrapped"))
+@compiling()
+def test_blocks_compiled_before_or_after_attach_are_one_graph_without_a_break(way: str) -> None:
+    expected = uncompiled({"units": UNITS})
+    made = {"in place": blocks_in_place, "wrapped": blocks_wrapped}[way]
+    for early in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        model = gpt()
+        if early:
+            made(model, "aot_eager")
+        zhooks.attach(model, policy={"units": UNITS})
+        if not early:
+            made(model, "aot_eager")
+        assert train(model) == pytest.approx(expected, abs=TOLERANCE)
+        # The blocks are alike: one graph serves all of them, in every step.
+        assert (graphs(), breaks()) == (1, [])
+
+
+@on_ranks(2, way=("in place", "wrapped"))
+@compiling()
+def test_the_graph_of_a_whole_model_breaks_where_its_units_are_called_alone(way: str) -> None:
+    expected = uncompiled({"units": UNITS})
+    made = {"in place": model_in_place, "wrapped": model_wrapped}[way]
+    for early in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        model = gpt()
+        called = made(model, "aot_eager") if early else model
+        zhooks.attach(called, policy={"units": UNITS})
+        if not early:
+            called = made(model, "aot_eager")
+        assert train(called) == pytest.approx(expected, abs=TOLERANCE)
+        assert breaks()
+        assert all("zhooks gathers the unit that is called here" in why for why in breaks())
+        assert len(breaks()) <= 2 * (LAYERS + 3)
+        made_by_then = graphs()
+        train(called)
+        assert graphs() == made_by_then
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "host": {"parameter": {"tier": "host"}, "gradient": {"tier": "host"}, "optimizer": {"tier": "host"}},
+    "activations on host": {"activation": {"tier": "host", "min_bytes": 0}},
+    "recomputed": {"activation": {"checkpoint": "unit"}},
+    "recomputed from host": {"activation": {"checkpoint": "unit", "tier": "host", "min_bytes": 0}},
+    "bf16": {"precision": {"param": "bf16"}},
+}
+
+
+@on_ranks(2, named=tuple(POLICIES))
+@compiling()
+def test_compiled_blocks_train_under_every_policy_as_uncompiled_ones(named: str) -> None:
+    policy = {"units": UNITS, **POLICIES[named]}
+    expected = uncompiled(policy)
+    model = gpt()
+    zhooks.attach(model, policy=policy)
+    blocks_in_place(model, "aot_eager")
+    assert train(model) == pytest.approx(expected, abs=TOLERANCE)
+    assert (graphs(), breaks()) == (1, [])
+
+
+def holders_after_forward(compile_it: Callable[[GPT, str], nn.Module]) -> list[int]:
+    """How many hold the storage of each buffer that a forward gathered, once it is over."""
+    model = gpt()
+    attachment = zhooks.attach(model, policy={"units": UNITS, "schedule": {"reshard_after_forward": True}})
+    compile_it(model, "aot_eager")
+    train(model, steps=1)
+    gathered: dict[int, Tensor] = {}
+    for flat in [flat for flat in flats_of(attachment) if flat.name.startswith("blocks.")]:
+        entry = dict(model.named_modules())[flat.name]
+        entry.register_forward_pre_hook(lambda *_, flat=flat: gathered.update({flat.number: flat.full}))
+    loss = loss_of(model, 1)
+    assert all(flat.full is None for flat in flats_of(attachment))
+    counts = [torch._C._storage_Use_Count(full.untyped_storage()._cdata) for full in gathered.values()]  # type: ignore[attr-defined]
+    loss.backward()
+    assert len(counts) == LAYERS
+    return counts
+
+
+@on_ranks(2)
+@compiling()
+def test_a_compiled_block_keeps_no_gathered_buffer_for_backward() -> None:
+    assert holders_after_forward(blocks_in_place) == holders_after_forward(lambda model, backend: model)
+
+
+@on_ranks(2)
+@compiling()
+def test_a_compiled_step_and_a_compiled_average_of_weights_are_those_of_python() -> None:
+    expected = uncompiled({"units": UNITS})
+    model = gpt()
+    zhooks.attach(model, policy={"units": UNITS})
+    average = [torch.zeros_like(param) for param in model.parameters()]
+
+    @torch.compile(backend="aot_eager")
+    @torch.no_grad()
+    def follow() -> None:
+        for mean, param in zip(average, model.parameters(), strict=True):
+            mean.mul_(0.5).add_(param, alpha=0.5)
+
+    # A compiled step takes its powers of beta in another precision, in plain PyTorch too.
+    assert train(model, update=lambda opt: torch.compile(opt.step, backend="aot_eager")) == pytest.approx(expected, abs=1e-5)
+    follow()
+    for mean, param in zip(average, model.parameters(), strict=True):
+        assert torch.equal(mean.full_tensor(), 0.5 * param.full_tensor())  # type: ignore[attr-defined]
