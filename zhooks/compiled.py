@@ -1,6 +1,7 @@
-"""torch.compile beside zhooks: what of ours stays outside compiled graphs.
+"""torch.compile beside zhooks: what of ours stays outside compiled graphs, and models seen through the wrappers it makes.
 
-``run/hooks.py`` marks its hooks, ``attach.py`` has the packages named to Dynamo.  It compiles nothing and changes no module.
+``run/hooks.py`` marks its hooks, ``attach.py`` has the packages named to Dynamo, ``layout/``, ``plan/`` and ``checkpoint/`` ask
+for modules and names without wrappers.  It compiles nothing and changes no module.
 
 Note: [Outside compiled graphs]
     What gathers and releases is bound to the moment it runs, and to this pass: traced into a graph it would happen at the
@@ -12,10 +13,12 @@ Note: [Outside compiled graphs]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,3 +49,35 @@ def keep_outside_graphs() -> None:
 
 
 _told: set[str] = set()
+
+
+def uncompiled(module: Any) -> Any:
+    """The module inside what ``torch.compile`` returned for it; anything else is itself."""
+    known: Any = sys.modules.get("torch._dynamo.eval_frame")
+    while known is not None and isinstance(module, known.OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
+def plain_name(name: str) -> str:
+    """What a module or parameter is called where nothing is compiled."""
+    return ".".join(word for word in name.split(".") if word != "_orig_mod") if "_orig_mod" in name else name
+
+
+def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """``model.named_modules()`` without the wrappers of ``torch.compile``, under the names they have without."""
+    found = model.named_modules(remove_duplicate=remove_duplicate)
+    return ((plain_name(name), module) for name, module in found if uncompiled(module) is module)
+
+
+def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``module.named_children()``, those that are compiled without their wrappers."""
+    return ((name, uncompiled(child)) for name, child in module.named_children())
+
+
+def named_parameters(
+    module: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """``module.named_parameters(prefix)`` under the names they have where nothing is compiled."""
+    found = module.named_parameters(prefix, remove_duplicate=remove_duplicate)
+    return ((plain_name(name), param) for name, param in found)

@@ -26,6 +26,7 @@ from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.rank0_values import SAFETENSORS, flats_of, is_first, whole_values
 from zhooks.comm import AllRanks, Comm, one_stage_a_path
 from zhooks.layout import Ignored, whole_of
+from zhooks.compiled import plain_name
 from zhooks.tensor import ParamShard
 from zhooks.unit import Flat, Unit, passing
 
@@ -84,7 +85,8 @@ def save_full(
     ranks = AllRanks(comm.stage, "save_full", shown_path(target))
     path = ranks.run(lambda: _destination(target, ranks.first))
     check_alike(model, ignored, comm, "save_full")
-    named = [(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)]
+    held = model.state_dict(keep_vars=True)
+    named = [(plain_name(name), tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)]
     header, places = _header(named)
     one_stage_a_path(comm, "save_full", str(path.absolute()))
     file = _File(path, header) if is_first(comm) else None

@@ -19,6 +19,7 @@ from zhooks.checkpoint.ignored_values import check_alike, check_own, plain_of
 from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
+from zhooks.compiled import named_parameters, plain_name
 from zhooks.optim import state_keys, states_of
 from zhooks.run import Runtime
 from zhooks.unit import Unit
@@ -62,7 +63,7 @@ def full_state(
 
 def _model_state(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
     """The plain model's own state dict, order and aliases included, with full values."""
-    state = dict(model.state_dict(keep_vars=True))
+    state = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
     return {
         name: values[id(tensor)] if id(tensor) in values else tensor if isinstance(tensor, nn.Parameter) else _cpu(tensor)
         for name, tensor in state.items()
@@ -115,7 +116,8 @@ def load_full_state(
     ranks = AllRanks(comm.stage, "load_state_dict", "the state")
     ranks.run(lambda: check_own(ignored, "load_state_dict"))
     flats = list(flats_of(units))
-    whole: dict[str, Tensor] = {**dict(model.named_buffers()), **ranks.run(lambda: plain_of(ignored, "load_state_dict"))}
+    whole: dict[str, Tensor] = {plain_name(name): buffer for name, buffer in model.named_buffers()}
+    whole |= ranks.run(lambda: plain_of(ignored, "load_state_dict"))
 
     def read() -> tuple[dict[str, Any], Any]:
         """Rank 0's values; what its loss scale is and its optimizer state consists of.  Nothing has been changed yet."""
@@ -126,14 +128,14 @@ def load_full_state(
         if problem:
             raise CheckpointError(problem)
         known = None if optimizer is None else plan_of(state.get("optimizer"), optimizer, flats)
-        return dict(state["model"]), (scaled, known)
+        return {plain_name(name): value for name, value in state["model"].items()}, (scaled, known)
 
     values, about = ranks.run(read)
     scaled, plan = ranks.share(about)
     follow = scale(scaled)
     if optimizer is not None and plan is not None:
         apply_plan(plan, state.get("optimizer"), optimizer, flats, comm)
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(model)}
     for flat in flats:
         tensors = [values.get(names[id(param)]) for param in flat.params]
         spread_values(comm, flat, tensors, flat.buffer.overwritten())
@@ -160,8 +162,11 @@ def _mismatch(model: nn.Module, values: Any) -> str:
     if not isinstance(values, Mapping):
         kind = type(values).__name__
         return f"load_state_dict: expected tensors by name as the state's \"model\", found {kind}. Pass a state_dict()."
+    values = {plain_name(str(name)): value for name, value in values.items()}
     wanted = {
-        name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)
+        plain_name(name): tuple(tensor.shape)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor)
     }
     missing, unknown = sorted(set(wanted) - set(values)), sorted(map(str, set(values) - set(wanted)))
     shapes = [name for name in wanted if name in values and getattr(values[name], "shape", None) != wanted[name]]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from offload.shards import digest
 from zhooks.comm import AllRanks, Comm
+from zhooks.compiled import plain_name
 from zhooks.layout import Ignored, is_divided, part_of
 from zhooks.tensor import ShardedTensor
 
@@ -88,7 +89,7 @@ def _values(
 ) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {name: part_of(param) for name, param in plain_of(ignored, verb).items()}
     left = ignored.buffers()
-    values |= {name: part_of(buffer) for name, buffer in model.named_buffers() if id(buffer) in left}
+    values |= {plain_name(name): part_of(buffer) for name, buffer in model.named_buffers() if id(buffer) in left}
     for name, param in ignored.params.items():
         states = {} if optimizer is None else optimizer.state.get(param, {})
         values |= {f"{name} ({key})": value for key, value in states.items() if isinstance(value, Tensor)}

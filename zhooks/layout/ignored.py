@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from offload.errors import AttachError
+from zhooks.compiled import named_modules, named_parameters, plain_name
 
 __all__ = ["Ignored"]
 
@@ -51,9 +52,9 @@ class Ignored:
             matched.update(found)
             return bool(found)
 
-        roots = [module for name, module in model.named_modules(remove_duplicate=False) if named(name)]
+        roots = [module for name, module in named_modules(model, remove_duplicate=False) if named(name)]
         modules = frozenset(inner for module in roots for inner in module.modules())
-        single = [param for name, param in model.named_parameters(remove_duplicate=False) if named(name)]
+        single = [param for name, param in named_parameters(model, remove_duplicate=False) if named(name)]
         left = {id(param) for param in single} | {id(param) for module in modules for param in module._parameters.values()}
         if len(matched) < len(globs):
             missing = ", ".join(sorted(set(globs) - matched))
@@ -61,7 +62,7 @@ class Ignored:
                 f"[units] ignore: expected {missing} to match a module or a parameter, found none. Names are those of "
                 "model.named_modules() and model.named_parameters(); * matches dots too."
             )
-        return cls(modules, {name: param for name, param in model.named_parameters() if id(param) in left})
+        return cls(modules, {name: param for name, param in named_parameters(model) if id(param) in left})
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.params)
@@ -74,12 +75,12 @@ class Ignored:
 
     def named_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The modules that are attached."""
-        yield from model.named_modules(memo=set(self.modules))
+        return ((name, module) for name, module in named_modules(model) if module not in self.modules)
 
     def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are attached, each once."""
         left = self.identities()
-        return ((name, param) for name, param in model.named_parameters() if id(param) not in left)
+        return ((name, param) for name, param in named_parameters(model) if id(param) not in left)
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that are attached, in order."""
@@ -88,7 +89,7 @@ class Ignored:
     def named_buffers(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The buffers of modules that are attached, each once."""
         left = self.buffers()
-        return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in left)
+        return ((plain_name(name), buffer) for name, buffer in model.named_buffers() if id(buffer) not in left)
 
     def buffers(self) -> frozenset[int]:
         """The identities of ignored modules' buffers."""

@@ -22,6 +22,7 @@ from torch import nn
 from offload.errors import AttachError
 from offload.policy import Policy
 from zhooks.layout.ignored import Ignored
+from zhooks.compiled import named_children, named_modules, named_parameters
 from zhooks.tiling import Tile
 
 HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -60,14 +61,14 @@ def find_units(model: nn.Module, policy: Policy, ignored: Ignored | None = None)
     groups, taken = [], {*left, *(id(param) for tile in tiles for param in tile.params.values())}
     for name, module in chosen:
         group = Group(name, _callable(module))
-        for inner, param in module.named_parameters(prefix=name, remove_duplicate=True):
+        for inner, param in named_parameters(module, name):
             if id(param) not in taken:
                 taken.add(id(param))
                 group.params[inner] = param
         if group.params:
             groups.append(group)
     groups = [*_join_small(groups, policy.units.min_numel), *tiles]
-    rest = {name: param for name, param in model.named_parameters() if id(param) not in taken}
+    rest = {name: param for name, param in named_parameters(model) if id(param) not in taken}
     if rest:
         groups.append(_rest(model, rest, len(taken) == len(left)))
     _enter_aliases(model, groups)
@@ -77,19 +78,19 @@ def find_units(model: nn.Module, policy: Policy, ignored: Ignored | None = None)
 
 
 def _named(module: nn.Module, prefix: str, left: Set[int]) -> dict[str, nn.Parameter]:
-    return {name: param for name, param in module.named_parameters(prefix) if id(param) not in left}
+    return {name: param for name, param in named_parameters(module, prefix) if id(param) not in left}
 
 
 def tiles_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Blocks of weights that are too large to be gathered whole: units wherever they lie, for they are never needed at once."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
+    return [(name, module) for name, module in named_modules(model) if isinstance(module, Tile)]
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:
     """The module, or the nearest below it that are called: nobody calls a ModuleList."""
     if not isinstance(module, NEVER_CALLED):
         return [module]
-    return [inner for child in module.children() for inner in _callable(child)]
+    return [inner for _, child in named_children(module) for inner in _callable(child)]
 
 
 def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
@@ -98,8 +99,8 @@ def _by_pattern(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]
     used: set[str] = set()
     inside: set[int] = set()
     # A module that appears in several places may be called by each of its names; its first is what its unit is called.
-    first = {id(module): name for name, module in model.named_modules()}
-    for every, module in model.named_modules(remove_duplicate=False):
+    first = {id(module): name for name, module in named_modules(model)}
+    for every, module in named_modules(model, remove_duplicate=False):
         by_class = type(module).__name__ if type(module).__name__ in classes else None
         by_name = [pattern for pattern in names if fnmatchcase(every, pattern)]
         used.update(by_name if by_class is None else (by_class, *by_name))
@@ -123,7 +124,7 @@ def _by_structure(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module
     for name, module in _walk(model, ""):
         found.append((name, module))
     blocks = {id(child) for _, module in found for child in module.modules()}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         own = sum(param.numel() for param in module.parameters(recurse=False))
         leaf = next(module.children(), None) is None
         if leaf and id(module) not in blocks and own >= floor and not _is_expert(name) and name:
@@ -133,7 +134,7 @@ def _by_structure(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Outermost repeated blocks below ``module``."""
-    children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
+    children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in named_children(module)]
     counts = Counter(type(child) for _, child in children if _has_own_structure(child))
     for name, child in children:
         if _is_expert(name) or next(child.parameters(), None) is None:
@@ -150,7 +151,7 @@ def _holds_blocks(module: nn.Module) -> bool:
     """Somewhere below is a list of repeated modules that have children of their own."""
     for holder in module.modules():
         if isinstance(holder, HOLDERS):
-            counts = Counter(type(child) for child in holder.children() if _has_own_structure(child))
+            counts = Counter(type(child) for _, child in named_children(holder) if _has_own_structure(child))
             if counts and max(counts.values()) > 1:
                 return True
     return False
@@ -184,7 +185,7 @@ def _rest(model: nn.Module, params: dict[str, nn.Parameter], everything: bool) -
     if everything:
         # One unit is the whole model: hooking the root alone costs less than hooking every layer.
         return Group(type(model).__name__, [model], params)
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     for name in params:
         owner = modules[name.rpartition(".")[0]]
         if not _inside_called(model, name):
@@ -199,12 +200,13 @@ def _inside_called(model: nn.Module, name: str) -> bool:
 
 def _name_aliases(model: nn.Module, groups: Sequence[Group]) -> None:
     """Parameters are called as ``model.named_parameters()`` calls them; a rule may call them by any of their names."""
-    every: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        every.setdefault(id(param), []).append(name)
+    found: dict[int, dict[str, None]] = {}
+    for name, param in named_parameters(model, remove_duplicate=False):
+        found.setdefault(id(param), {})[name] = None
+    every = {identity: tuple(names) for identity, names in found.items()}
     for group in groups:
         group.params = {every[id(param)][0]: param for param in group.params.values()}
-        group.aliases = {name: tuple(every[id(param)][1:]) for name, param in group.params.items() if every[id(param)][1:]}
+        group.aliases = {name: every[id(param)][1:] for name, param in group.params.items() if every[id(param)][1:]}
 
 
 def _enter_aliases(model: nn.Module, groups: Sequence[Group]) -> None:

@@ -18,6 +18,7 @@ from offload.policy import Policy
 from zhooks.activation import check_axis
 from zhooks.comm import Facts
 from zhooks.layout import Ignored, Mesh, resolve
+from zhooks.compiled import uncompiled
 from zhooks.optim import optimizer_facts
 from zhooks.plan.checks import (
     check_arguments,
@@ -72,6 +73,7 @@ def read(
     chosen = Policy.of(policy)
     check_arguments(optimizer, mesh, init, sync)
     check_module(model)
+    model = uncompiled(model)
     ignored = Ignored.of(model, chosen.units.ignore)
     device = check_model(model, ignored)
     check_ignored(model, ignored, chosen)

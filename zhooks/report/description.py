@@ -15,6 +15,7 @@ from offload.policy import Policy
 from offload.text import toml_value
 from offload.tier import Tier
 from zhooks.comm import Comm
+from zhooks.compiled import named_modules
 from zhooks.grad import Scaling
 from zhooks.layout import Ignored, Placement, Table
 from zhooks.unit import Unit
@@ -89,7 +90,7 @@ def _unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy) -> list[
     names = [name for unit in units for first in unit.plan.group.params for name in unit.plan.group.names(first)]
     said = [f'[[rule]] match = "{rule.match}"' for rule in policy.rule if not any(map(rule.matches, names))]
     entries = {id(entry) for unit in units for entry in unit.entries}
-    entered = [unit.name for unit in units] + [name for name, module in model.named_modules() if id(module) in entries]
+    entered = [unit.name for unit in units] + [name for name, module in named_modules(model) if id(module) in entries]
     for glob in policy.activation.sharded_inputs:
         if not any(fnmatchcase(name, glob) for name in entered):
             said.append(f'[activation] sharded_inputs "{glob}"')

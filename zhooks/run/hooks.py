@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from offload.policy import Precision
-from zhooks.compiled import outside_graphs
+from zhooks.compiled import named_modules, outside_graphs
 from zhooks.grad import Scaling, in_backward
 from zhooks.layout import DTYPES
 from zhooks.run.islands import Island, Map
@@ -208,7 +208,7 @@ def remove(handles: list[RemovableHandle]) -> None:
 
 def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Casts) -> list[RemovableHandle]:
     """Hook every module that units are entered through; returns the handles that undo it."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in named_modules(model)}
     through: dict[int, tuple[nn.Module, list[Unit]]] = {id(model): (model, [])}
     for unit in units:
         for module in unit.entries:

@@ -7,19 +7,17 @@ operations, so the losses agree to 1e-6; what attach itself does to a model is t
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 import zhooks
+from tests.support.compiling import breaks, compiling, graphs, restart
 from tests.support.inside import flats_of
-from tests.support.on_ranks import on_ranks, place
+from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.zoo import GPT, draw_tokens, next_token
 
 UNITS = {"min_numel": 0}
@@ -76,33 +74,13 @@ def uncompiled(policy: dict[str, Any]) -> list[float]:
     return train(model)
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Dynamo starts anew; what it hides from users, and what its own imports warn of, is no warning here."""
-    torch._dynamo.reset()
-    counters.clear()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
-        yield
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
-
-
-def breaks() -> list[str]:
-    return [why for why, times in counters["graph_break"].items() for _ in range(times)]
-
-
 @on_ranks(1, 2, way=("in place", "wrapped"))
 @compiling()
 def test_blocks_compiled_before_or_after_attach_are_one_graph_without_a_break(way: str) -> None:
     expected = uncompiled({"units": UNITS})
     made = {"in place": blocks_in_place, "wrapped": blocks_wrapped}[way]
     for early in (True, False):
-        torch._dynamo.reset()
-        counters.clear()
+        restart()
         model = gpt()
         if early:
             made(model, "aot_eager")
@@ -120,8 +98,7 @@ def test_the_graph_of_a_whole_model_breaks_where_its_units_are_called_alone(way:
     expected = uncompiled({"units": UNITS})
     made = {"in place": model_in_place, "wrapped": model_wrapped}[way]
     for early in (True, False):
-        torch._dynamo.reset()
-        counters.clear()
+        restart()
         model = gpt()
         called = made(model, "aot_eager") if early else model
         zhooks.attach(called, policy={"units": UNITS})
@@ -203,3 +180,47 @@ def test_a_compiled_step_and_a_compiled_average_of_weights_are_those_of_python()
     follow()
     for mean, param in zip(average, model.parameters(), strict=True):
         assert torch.equal(mean.full_tensor(), 0.5 * param.full_tensor())  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+@compiling()
+def test_names_and_checkpoints_are_the_same_whether_the_model_is_compiled_or_not() -> None:
+    policy = {"units": UNITS, "rule": [{"match": "blocks.1.attention.*", "optimizer": {"tier": "host"}}]}
+    plain, wrapped = gpt(), blocks_wrapped(gpt(), "aot_eager")
+    attachments = [
+        zhooks.attach(plain, policy=policy),
+        zhooks.attach(torch.compile(wrapped, backend="aot_eager"), policy=policy),
+    ]
+    described = [attachment.describe() for attachment in attachments]
+    assert described[0] == described[1]
+    assert attachments[1].model is wrapped
+    expected = train(plain)
+    assert train(wrapped) == pytest.approx(expected, abs=TOLERANCE)
+    with folder() as path:
+        optimizer = torch.optim.AdamW(plain.parameters())
+        attachments[0].save(path / "shards", optimizer)
+        attachments[1].load(path / "shards", torch.optim.AdamW(wrapped.parameters()))
+        attachments[1].save_full(path / "model.safetensors")
+        states = [attachment.state_dict() for attachment in attachments]
+        assert states[0].keys() == states[1].keys()
+        if place()[0] == 0:
+            assert list(states[0]["model"]) == list(states[1]["model"])
+            assert all(torch.equal(states[0]["model"][name], value) for name, value in states[1]["model"].items())
+        attachments[1].load_state_dict(states[0])
+    attachments[1].detach()
+    assert not any(isinstance(param, zhooks.ShardedTensor) for param in wrapped.parameters())
+    loss_of(wrapped, 0).backward()
+
+
+@pytest.mark.slow
+@on_ranks(2, named=("stage 0", "recomputed", "activations on host", "bf16"), limit_s=600.0)
+@compiling()
+def test_code_that_inductor_generates_trains_as_python_does(named: str) -> None:
+    policy = {"units": UNITS, **POLICIES[named]}
+    expected = uncompiled(policy)
+    model = gpt()
+    zhooks.attach(model, policy=policy)
+    blocks_in_place(model, "inductor")
+    # Fused operations round less often: in bf16 to three digits, in fp32 to five.
+    assert train(model) == pytest.approx(expected, rel=1e-2 if named == "bf16" else 1e-5)
+    assert (graphs(), breaks()) == (1, [])
