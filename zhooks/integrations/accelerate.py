@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import CapabilityError, PolicyError
+from offload.errors import PolicyError
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
+from zhooks.compiled import uncompiled
 from zhooks.integrations.marks import NO_SYNC, mark, unmark
 from zhooks.integrations.required import require
 from zhooks.integrations.weights import whole_weights
@@ -49,7 +50,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         args, kwargs: those of ``accelerate.Accelerator``.
     Raises:
         PolicyError: the policy cannot be read, or Accelerate was asked for another precision or another way to shard.
-        CapabilityError: torch.compile was asked for.
     """
 
     _models: list[nn.Module]
@@ -86,11 +86,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "Accelerator: expected a policy alone to say how to shard, found parallelism_config beside it. Drop it; for a "
                 "mesh of several axes call zhooks.attach(model, mesh=...) in a loop of your own."
             )
-        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise CapabilityError(
-                f"Accelerator: expected no torch.compile beside zhooks, found dynamo_backend = "
-                f'"{self.state.dynamo_plugin.backend.value}". Drop it (Trainer: torch_compile=False).'
-            )
         self._divide_precision()
 
     def _divide_precision(self) -> None:
@@ -114,7 +109,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def attachment(self, model: nn.Module) -> Attachment | None:
         """The attachment of a prepared model; None where it has none."""
-        bare = self.unwrap_model(model) if isinstance(model, nn.Module) else model
+        bare = uncompiled(self.unwrap_model(model) if isinstance(model, nn.Module) else model)
         return next((each for each in self.attachments if each.model is bare), None)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -130,8 +125,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Attach ``model``; one that is only evaluated (a reference model) too: its parameters are sharded as well."""
         if (attached := self.attachment(model)) is not None:
             if NO_SYNC not in vars(attached.model):
-                super().prepare_model(attached.model, False, True)
+                self._prepare_uncompiled(attached.model, False)
                 mark(attached.model, attached)
+                self._compile(attached.model)
             if all(each is not attached.model for each in self._models):
                 self._models.append(attached.model)
             return attached.model
@@ -141,7 +137,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if any(param.device.type == "meta" for param in model.parameters()):
             device_placement = False
         # What Accelerate does to a model for evaluation is all but the wrapping.
-        prepared: nn.Module = super().prepare_model(model, device_placement, True)
+        prepared = self._prepare_uncompiled(model, device_placement)
         mine = {id(param) for param in prepared.parameters()}
         holding = [each for each in self._given if any(id(param) in mine for param in each.state)]
         if len(holding) > 1:
@@ -152,7 +148,28 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         attachment = attach(prepared, holding[0] if holding else None, policy=self.policy)
         mark(prepared, attachment)
         self.attachments.append(attachment)
+        self._compile(prepared)
         return prepared
+
+    def _prepare_uncompiled(self, model: nn.Module, device_placement: bool | None) -> nn.Module:
+        """What Accelerate does to a model for evaluation, but for torch.compile: see ``_compile``."""
+        plugin = self.state.dynamo_plugin
+        chosen, plugin.backend = plugin.backend, DynamoBackend.NO
+        try:
+            prepared: nn.Module = super().prepare_model(model, device_placement, True)
+        finally:
+            plugin.backend = chosen
+        return prepared
+
+    def _compile(self, model: nn.Module) -> None:
+        """Compile an attached model as Accelerate was asked to, in place: it stays the module that was attached.
+
+        Repeated blocks one by one: where compiled code called them, its graph would break at each (``use_regional_compilation``
+        says the same, and a model without such blocks is compiled whole).
+        """
+        plugin = self.state.dynamo_plugin
+        if plugin.backend != DynamoBackend.NO and not compiled_already(model):
+            compile_regions(model, plugin.to_kwargs())
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As in Accelerate; its states stay on the tiers they are kept on."""
@@ -170,7 +187,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:
         """As in Accelerate; an attached model among ``objects`` goes with its shards."""
-        bare = [self.unwrap_model(each) for each in objects if isinstance(each, nn.Module)]
+        bare = [uncompiled(self.unwrap_model(each)) for each in objects if isinstance(each, nn.Module)]
         self.attachments = [each for each in self.attachments if all(each.model is not model for model in bare)]
         return super().free_memory(*objects)
 
@@ -280,6 +297,28 @@ def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that Accelerate has wrapped; one that it has not is itself."""
     bare: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return bare
+
+
+def compiled_already(model: nn.Module) -> bool:
+    """Somebody has compiled ``model`` or a module in it."""
+    return any(uncompiled(module) is not module or module._compiled_call_impl is not None for module in model.modules())
+
+
+def compile_regions(module: nn.Module, how: dict[str, Any]) -> None:
+    """``module.compile(**how)`` for each of repeated blocks and for what lies beside them; the whole where there are none."""
+    if repeats(module):
+        for block in module.children():
+            block.compile(**how)
+    elif any(map(repeats, module.modules())):
+        for child in module.children():
+            compile_regions(child, how)
+    else:
+        module.compile(**how)
+
+
+def repeats(module: nn.Module) -> bool:
+    """A list of blocks of one class."""
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and len({type(block) for block in module}) == 1
 
 
 def _shards(folder: str | os.PathLike[str], number: int) -> Path:

@@ -6,6 +6,7 @@ marks are copied, as its parameters are sharded too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zhooks.attach import Attachment
+from zhooks.run import Before
 
-#: transformers lets ranks that generate, or that drop layers, wait for each other where a module says that.
-SYNCHRONISED = "_is_fsdp_managed_module"
+#: transformers lets ranks that generate, or that drop layers, wait for each other where a module says the first; Dynamo refuses
+#: to trace a module that says it without the second.
+SYNCHRONISED = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 #: Where Accelerate and Trainer look for a context in which gradients are added up.
 NO_SYNC = "no_sync"
 
@@ -39,15 +42,28 @@ class NoSync:
 def mark(model: nn.Module, attachment: Attachment) -> None:
     """Let Accelerate and transformers see that ``model`` is attached."""
     # In a world of one there is nobody to wait for, and no process group to ask.
-    for module in model.modules() if dist.is_initialized() and dist.get_world_size() > 1 else ():
-        setattr(module, SYNCHRONISED, True)
+    for module in _around_units(model) if dist.is_initialized() and dist.get_world_size() > 1 else ():
+        for name in SYNCHRONISED:
+            setattr(module, name, True)
     bare: Any = model
     bare.no_sync, bare._is_accelerate_prepared = NoSync(attachment), True
+
+
+def _around_units(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, and the modules that call units: a rank may call fewer.  What is inside a unit compiles as if unmarked."""
+    for module in model.modules():
+        if module is model or any(inner is not module and _entered(inner) for inner in module.modules()):
+            yield module
+
+
+def _entered(module: nn.Module) -> bool:
+    return any(isinstance(hook, Before) for hook in module._forward_pre_hooks.values())
 
 
 def unmark(model: nn.Module) -> None:
     """Take the marks away."""
     for module in model.modules():
-        vars(module).pop(SYNCHRONISED, None)
+        for name in SYNCHRONISED:
+            vars(module).pop(name, None)
     for name in (NO_SYNC, "_is_accelerate_prepared"):
         vars(model).pop(name, None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zhooks
+from tests.support.compiling import breaks, compiling, graphs
 from tests.support.launched import launched
 from tests.support.on_ranks import folder, hooks_left, on_ranks
 
@@ -102,6 +103,20 @@ def test_a_script_trains_what_it_trains_under_accelerate_alone(policy: dict[str,
     with launched():
         script = ours(policy)
         script.train(0, STEPS)
+        for value, other in zip(script.values(), expected, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2, limit_s=120.0, regional=(True, False))
+@compiling()
+def test_a_script_that_asks_for_compilation_trains_the_same_by_compiled_blocks(regional: bool) -> None:
+    expected = plain(STEPS)
+    plugin = accelerate.utils.TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
+    with launched():
+        script = ours({"units": {"min_numel": 0}}, dynamo_plugin=plugin)
+        script.train(0, STEPS)
+        assert graphs() > 0
+        assert breaks() == []
         for value, other in zip(script.values(), expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
@@ -249,8 +264,6 @@ def test_what_contradicts_the_policy_is_refused_and_both_are_named() -> None:
 
     with launched(), pytest.raises(zhooks.PolicyError, match=r'\[precision\] param = "fp16" .* mixed_precision = "bf16"'):
         Accelerator(cpu=True, mixed_precision="bf16", zhooks={"precision": {"param": "fp16"}})
-    with launched(), pytest.raises(zhooks.CapabilityError, match=r'torch\.compile .* dynamo_backend = "EAGER"'):
-        Accelerator(cpu=True, dynamo_backend="eager")
 
 
 def test_a_library_that_is_missing_or_too_old_is_named_with_the_command_that_installs_it() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zhooks
+from tests.support.compiling import breaks, compiling, graphs
 from tests.support.launched import launched
 from tests.support.on_ranks import folder, on_ranks, place
 
@@ -97,6 +98,24 @@ def test_a_trainer_trains_evaluates_and_saves_what_it_does_by_itself(stage: int)
             assert logged(trainer, key) == pytest.approx(logged(expected, key), rel=1e-4)
         for value, other in zip(found, values(expected.model), strict=True):
             torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+        loaded = transformers.LlamaForCausalLM.from_pretrained(path / "final")
+        assert all(torch.equal(value, other) for value, other in zip(values(loaded), found, strict=True))
+
+
+@on_ranks(2, limit_s=180.0)
+@compiling()
+def test_a_trainer_compiles_what_it_trains_and_saves_it_under_the_usual_names() -> None:
+    with folder() as path:
+        with launched() as (rank, world):
+            trainer = ours(path / "ours", {"units": {"min_numel": 0}}, torch_compile=True, torch_compile_backend="aot_eager")
+            trainer.train()
+            assert graphs() > 0
+            assert breaks() == []
+            trainer.save_model(str(path / "final"))
+            trainer.accelerator.wait_for_everyone()
+            found = values(trainer.model)
+        expected = plain(path / f"plain{rank}", world)
+        assert logged(trainer, "loss") == pytest.approx(logged(expected, "loss"), rel=1e-4)
         loaded = transformers.LlamaForCausalLM.from_pretrained(path / "final")
         assert all(torch.equal(value, other) for value, other in zip(values(loaded), found, strict=True))
 
