@@ -1,7 +1,7 @@
 """torch.compile beside zhooks: what of ours stays outside compiled graphs, and models seen through the wrappers it makes.
 
 ``run/hooks.py`` marks its hooks, ``attach.py`` has the packages named to Dynamo, ``layout/``, ``plan/`` and ``checkpoint/`` ask
-for modules and names without wrappers.  It compiles nothing and changes no module.
+for modules and names without wrappers, and ``run/runtime.py`` whether graphs broke.  It compiles nothing and changes no module.
 
 Note: [Outside compiled graphs]
     What gathers and releases is bound to the moment it runs, and to this pass: traced into a graph it would happen at the
@@ -14,6 +14,7 @@ Note: [Outside compiled graphs]
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -81,3 +82,27 @@ def named_parameters(
     """``module.named_parameters(prefix)`` under the names they have where nothing is compiled."""
     found = module.named_parameters(prefix, remove_duplicate=remove_duplicate)
     return ((plain_name(name), param) for name, param in found)
+
+
+class Breaks:
+    """Tells the user once, of one attachment, that compiled code calls its units."""
+
+    def __init__(self) -> None:
+        self._before, self._told = _breaks(), False
+
+    def look(self) -> None:
+        """A pass along a new path is over."""
+        if not self._told and _breaks() > self._before:
+            self._told = True
+            warnings.warn(
+                "torch.compile: compiled code calls units of an attached model. Their parameters are gathered there, so the "
+                "graph breaks at each call, and a function that calls units in a loop runs in Python; the units themselves "
+                "are compiled. Compile them one by one (`for block in model.blocks: block.compile()`) to have no breaks.",
+                stacklevel=2,
+            )
+
+
+def _breaks() -> int:
+    """How often a graph broke at our hooks in this process."""
+    known: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if known is None else sum(times for why, times in known.counters["graph_break"].items() if REASON in why)

@@ -27,6 +27,7 @@ from zhooks.activation import SavedParameters
 from zhooks.comm import Agreement, Comm
 from zhooks.grad import Node, Reducer, Scaling, in_backward, running, watch_direct
 from zhooks.layout import Ignored, Table
+from zhooks.compiled import Breaks
 from zhooks.refusals import no_accumulation
 from zhooks.run.members import Members
 from zhooks.run.passes import Frame, Pass
@@ -81,6 +82,7 @@ class Runtime:
         self._units: list[Unit] = []
         self._of: dict[int, Unit] = {}
         self.relayout_due, self.releases = False, False
+        self._breaks = Breaks()
         self._pass: Pass | None = None
         self._back: Walk | None = None
         # Gathered now, and of these what stays for the next backward.
@@ -213,6 +215,7 @@ class Runtime:
 
     def _end_pass(self, walk: Walk, failed: bool) -> None:
         keep: frozenset[int] = frozenset()
+        new = not walk.path.recorded
         if not failed:
             self._catch_up(walk)
             if not walk.path.recorded:
@@ -225,6 +228,8 @@ class Runtime:
         if failed:
             self._abandon_gathers()
         self._release_others(keep)
+        if new and not failed:
+            self._breaks.look()
 
     def _abandon_gathers(self) -> None:
         """After an exception nothing may wait: other ranks may be anywhere."""
