@@ -142,6 +142,13 @@ def deepspeed(model: nn.Module, setting: Setting, *, stage: int) -> Trial:
     return Trial(engine, engine.backward, engine.step)
 
 
+def compiled(model: nn.Module, setting: Setting, *, build: Callable[[nn.Module, Setting], Trial]) -> Trial:
+    """Another driver over blocks that torch.compile has compiled one by one; the steps that warm up compile."""
+    for block in _blocks(model):
+        block.compile()
+    return build(model, setting)
+
+
 def _blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, workload.Block)]
 
@@ -171,5 +178,8 @@ DRIVERS: dict[str, Driver] = {
             "recompute": {"activation": {"checkpoint": "unit"}},
         }.items()
     },
+    "plain-compiled": Driver(partial(compiled, build=plain), (), alone=True),
+    "fsdp2-compiled": Driver(partial(compiled, build=partial(fsdp2, reshard=True)), _FSDP),
+    "zhooks-3-compiled": Driver(partial(compiled, build=partial(zhooks, stage=3, transport="auto")), _ZHOOKS),
     **{f"deepspeed-{stage}": Driver(partial(deepspeed, stage=stage), ("deepspeed",)) for stage in (1, 2, 3)},
 }
