@@ -29,6 +29,7 @@ def test_there_is_one_for_each_common_case() -> None:
         "one_gpu_offload.toml",
         "precision_rules.toml",
         "teams_zero3_bf16.toml",
+        "three_tiers.toml",
     ]
 
 
