@@ -25,8 +25,8 @@ from offload.text import shown, shown_path
 from zhooks.checkpoint.ignored_values import check_alike
 from zhooks.checkpoint.rank0_values import SAFETENSORS, flats_of, is_first, whole_values
 from zhooks.comm import AllRanks, Comm, one_stage_a_path
-from zhooks.layout import Ignored, whole_of
 from zhooks.compiled import plain_name
+from zhooks.layout import Ignored, whole_of
 from zhooks.tensor import ParamShard
 from zhooks.unit import Flat, Unit, passing
 

@@ -18,8 +18,8 @@ from zhooks.checkpoint.full_optimizer_state import apply_plan, plan_of
 from zhooks.checkpoint.ignored_values import check_alike, check_own, plain_of
 from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
-from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
 from zhooks.compiled import named_parameters, plain_name
+from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
 from zhooks.optim import state_keys, states_of
 from zhooks.run import Runtime
 from zhooks.unit import Unit

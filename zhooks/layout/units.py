@@ -21,8 +21,8 @@ from torch import nn
 
 from offload.errors import AttachError
 from offload.policy import Policy
-from zhooks.layout.ignored import Ignored
 from zhooks.compiled import named_children, named_modules, named_parameters
+from zhooks.layout.ignored import Ignored
 from zhooks.tiling import Tile
 
 HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -90,7 +90,7 @@ def check_ignored(model: nn.Module, ignored: Ignored, policy: Policy) -> None:
         AttachError: it is on meta, or would get gradients that are scaled and never divided.
     """
     buffers = ignored.buffers()
-    whole = [*ignored.params.items(), *((plain_name(name), buffer) for name, buffer in model.named_buffers() if id(buffer) in buffers)]
+    whole = [*ignored.params.items(), *((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in buffers)]
     bare = [name for name, tensor in whole if tensor.device.type == "meta"]
     if bare:
         raise AttachError(

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from offload.policy import Policy
 from zhooks.activation import check_axis
 from zhooks.comm import Facts
-from zhooks.layout import Ignored, Mesh, resolve
 from zhooks.compiled import uncompiled
+from zhooks.layout import Ignored, Mesh, resolve
 from zhooks.optim import optimizer_facts
 from zhooks.plan.checks import (
     check_arguments,

@@ -25,9 +25,9 @@ from offload.events import Bus
 from offload.policy import Policy
 from zhooks.activation import SavedParameters
 from zhooks.comm import Agreement, Comm
+from zhooks.compiled import Breaks
 from zhooks.grad import Node, Reducer, Scaling, in_backward, running, watch_direct
 from zhooks.layout import Ignored, Table
-from zhooks.compiled import Breaks
 from zhooks.refusals import no_accumulation
 from zhooks.run.members import Members
 from zhooks.run.passes import Frame, Pass
