@@ -322,3 +322,19 @@ def test_one_clip_over_attached_and_ignored_gradients_is_right_where_ranks_agree
     model(batch(0, rank)).square().mean().backward()
     with pytest.raises(zhooks.ShardedOpError, match=r"expected the others to be the same on every rank"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def test_names_to_ignore_are_those_without_the_wrappers_of_compiled_modules(tmp_path: Path) -> None:
+    model, plain = net(), net()
+    model.body[1] = torch.compile(model.body[1], backend="eager")  # type: ignore[assignment]
+    attachment = zhooks.attach(torch.compile(model, backend="eager"), policy=IGNORE)
+    assert attachment.model is model
+    assert all(type(param) is nn.Parameter for param in left(model))
+    attachment.save(tmp_path / "saved", optimizer=())
+    with torch.no_grad():
+        for param in left(model):
+            param.zero_()
+    attachment.load(tmp_path / "saved", optimizer=())
+    assert {name: value.tolist() for name, value in attachment.state_dict()["model"].items()} == {
+        name: value.tolist() for name, value in plain.state_dict().items()
+    }
