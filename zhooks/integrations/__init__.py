@@ -31,7 +31,7 @@ def from_pretrained(
     """Load what ``save_pretrained`` wrote and attach it; ``.model`` of what is returned is the model.  Collective.
 
     It is put on the current CUDA device, or on the CPU where there is none, in evaluation mode as transformers does.  No rank
-    holds more than its shards and one unit, and 8 MiB of a file.
+    holds more than its shards and one unit, and 8 MiB of a file, or what one tensor is converted from (merged experts).
 
     Args:
         cls: a class of transformers (``LlamaForCausalLM``) or an Auto class (``AutoModelForCausalLM``).

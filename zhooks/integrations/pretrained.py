@@ -76,7 +76,12 @@ def requested(
     if unknown:
         keys = _few(sorted(unknown))
         raise CheckpointError(f"from_pretrained: expected keys of the configuration, found {keys}. Drop them.")
-    make = getattr(cls, "_from_config", None) or cls.from_config
+    make = getattr(cls, "_from_config", None) or getattr(cls, "from_config", None)
+    if make is None:
+        raise CheckpointError(
+            f"from_pretrained: expected a class of transformers, found {str(cls)[:100]}. Give LlamaForCausalLM or the like, or "
+            "an Auto class such as AutoModelForCausalLM."
+        )
     with torch.device("meta"):
         model = make(config)
     _check_dtypes(model, config)

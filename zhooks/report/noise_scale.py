@@ -169,6 +169,11 @@ def probing(units: Sequence[Unit], comm: Comm, reducer: Reducer, name: str, batc
     return NoiseScale(made, reducer, name, comm.world.axis.world)
 
 
+def _held_back(reducer: Reducer) -> bool:
+    """Something was added up and not reduced yet."""
+    return any(gradient.partial is not None for gradient in reducer.gradients.values())
+
+
 class RanksProbe(Probe):
     """Compares what each rank sends with the mean of all."""
 
@@ -179,7 +184,8 @@ class RanksProbe(Probe):
         self._sent: list[Tensor] = []
         self._landed: list[Tensor] = []
         self._seen: set[tuple[int, int]] = set()
-        self._twice, self._added, self._passes = False, False, 0
+        # What was added up before is of passes that were not counted.
+        self._twice, self._added, self._passes = _held_back(reducer), False, 0
 
     def adds(self) -> None:
         self._added = True
@@ -255,7 +261,7 @@ class PassesProbe(Probe):
         added, self._added = self._added, False
         if not (added and self._passes):
             return
-        if any(gradient.partial is not None for gradient in self._reducer.gradients.values()):
+        if _held_back(self._reducer):
             # Held back where this does not look: under accumulate() with a loss scale or gradients on a tier.
             self._passes = 0
             self.averages.skipped += 1
@@ -274,7 +280,9 @@ class PassesProbe(Probe):
             self._end()
 
     def _fresh(self) -> bool:
-        """No parameter has a gradient."""
+        """No parameter has a gradient, nor is one to come of earlier passes."""
+        if _held_back(self._reducer):
+            return False
         with torch._C.DisableTorchFunctionSubclass():
             flats = [flat for unit in self._units for flat in unit.flats]
             return all(param.grad is None for flat in flats for param in flat.params)

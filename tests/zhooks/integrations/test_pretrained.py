@@ -140,6 +140,8 @@ def test_a_folder_of_another_model_or_none_is_refused_on_every_rank() -> None:
         with pytest.raises(zhooks.CheckpointError, match=r"expected a folder with config\.json"):
             zhooks.from_pretrained(cls, path / "none")
         saved("LlamaForCausalLM", {**TINY, "num_key_value_heads": 1}, path / "model", {})
+        with pytest.raises(zhooks.CheckpointError, match="expected a class of transformers, found model"):
+            zhooks.from_pretrained("model", path / "model")
         saved("BertModel", TINY, path / "other", {})
         if place()[0] == 0:
             shutil.copy(path / "other" / "model.safetensors", path / "model" / "model.safetensors")

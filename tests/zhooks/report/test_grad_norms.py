@@ -19,6 +19,8 @@ from offload.errors import AttachError, ShardedOpError
 from offload.events import Recorder
 from tests.support.inside import comm_of, transports_of
 from tests.support.on_ranks import on_ranks, place
+from tests.support.tp_gpt import batch, loss_of, plain_gpt
+from tests.support.tp_runs import attached, data_place, mesh_of
 
 UNITS: dict[str, Any] = {"units": {"names": ["first", "second", "unused"], "min_numel": 0}}
 #: fp32 sums in another order; the same in bf16.
@@ -130,6 +132,22 @@ def test_replicas_and_ranks_of_one_shard_count_once() -> None:
         backward(plain, 0, mine=False)
         backward(model, 0, mine=True)
         check(attachment, plain)
+        attachment.detach()
+
+
+@on_ranks(2, 4)
+def test_over_tensor_parallel_ranks_every_element_counts_once() -> None:
+    mesh = mesh_of(2)
+    for stage in (0, 3):
+        plain, (model, attachment) = plain_gpt(), attached(mesh, stage)
+        rank, ranks = data_place(mesh)
+        whole = [batch(0, data, ranks) for data in range(ranks)]
+        (sum(loss_of(plain, *part) for part in whole) / ranks).backward()
+        loss_of(model, *whole[rank]).backward()
+        found = attachment.grad_norms()
+        expected = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+        assert found.total == pytest.approx(expected, rel=1e-4)
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), math.inf)) == pytest.approx(found.total, rel=1e-5)
         attachment.detach()
 
 

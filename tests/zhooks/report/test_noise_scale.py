@@ -245,6 +245,41 @@ def test_reductions_of_unequal_ranks_or_of_values_that_are_not_finite_are_left_o
 
 
 @on_ranks(2)
+def test_updates_in_backward_and_recomputation_are_measured_alike() -> None:
+    for policy in ({"optimizer": {"overlap": True}}, {"activation": {"checkpoint": "unit"}}):
+        model = made()
+        attachment = zhooks.attach(model, policy=UNITS | policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with attachment.noise_scale(ROWS, decay=1.0) as noise:
+            for number in range(3):
+                backward(model, number)
+                optimizer.step()
+                optimizer.zero_grad()
+            check(noise.estimate, [[0], [1], [2]])
+        attachment.detach()
+
+
+@on_ranks(1, 2)
+def test_passes_that_ended_before_it_began_are_not_taken_for_none() -> None:
+    model = made()
+    attachment = zhooks.attach(model, policy=UNITS | {"stage": 1})
+    with attachment.accumulate():
+        backward(model, 0)
+        noise = attachment.noise_scale(ROWS, decay=1.0)
+        backward(model, 1)
+    assert noise.estimate is None
+    model.zero_grad()
+    with attachment.accumulate():
+        backward(model, 2, times=0.5)
+        backward(model, 3, times=0.5)
+    if place()[1] == 2:
+        found = noise.estimate
+        assert found is not None and found.measured == 1
+        assert found.trace == pytest.approx(expected([[2, 3]], 2)[1], rel=1e-4)
+    noise.close()
+
+
+@on_ranks(2)
 def test_a_failed_backward_counts_with_the_gradients_it_left_and_spoils_no_later_estimate() -> None:
     model = made()
     attachment = zhooks.attach(model, policy=UNITS)
