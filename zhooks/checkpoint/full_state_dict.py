@@ -22,6 +22,7 @@ from zhooks.compiled import named_parameters, plain_name
 from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
 from zhooks.optim import state_keys, states_of
 from zhooks.run import Runtime
+from zhooks.tensor import ShardedTensor
 from zhooks.unit import Unit
 
 _CPU = torch.device("cpu")
@@ -32,6 +33,7 @@ def full_state(
     model: nn.Module, units: Sequence[Unit], comm: Comm, optimizer: torch.optim.Optimizer | None, ignored: Ignored
 ) -> dict[str, Any]:
     """See ``Attachment.state_dict``."""
+    AllRanks(comm.stage, "state_dict", "the optimizer").run(lambda: _check_optimizer(optimizer, units))
     check_alike(model, ignored, comm, "state_dict", optimizer)
     wanted = is_first(comm)
     values: dict[int, Tensor] = {}
@@ -59,6 +61,21 @@ def full_state(
     if optimizer is not None:
         out["optimizer"] = _optimizer_state(optimizer, states)
     return out
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, units: Sequence[Unit]) -> None:
+    """Its states are here, or plain: none is a range that another attachment alone can make whole.
+
+    Raises:
+        CheckpointError: it holds parameters of another attachment, too.
+    """
+    ours = {id(param) for flat in flats_of(units) for param in flat.params}
+    groups = () if optimizer is None else optimizer.param_groups
+    if any(isinstance(param, ShardedTensor) and id(param) not in ours for group in groups for param in group["params"]):
+        raise CheckpointError(
+            f"state_dict: expected an optimizer of this attachment's parameters, found {type(optimizer).__name__} with those "
+            "of another, too. Build one for each attachment, or use save() of both."
+        )
 
 
 def _model_state(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def _finish_optimizer(states: OptimizerStates, run: RunState) -> None:
     """Parameters of other models, states without a parameter, and the groups' options as they were saved."""
     optimizer = states.optimizer
     own = {id(param) for flat in run.flats for param in flat.params}
-    for key in [key for key in optimizer.state if id(key) not in own]:
+    for key in [key for key in optimizer.state if id(key) not in own and not isinstance(key, ShardedTensor)]:
         del optimizer.state[key]
     optimizer.state.update({param: state for param, state in states.entries.items() if id(param) not in own})
     optimizer.state.update(states.loose)

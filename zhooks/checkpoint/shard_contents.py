@@ -315,13 +315,15 @@ def group_names(run: RunState, optimizer: torch.optim.Optimizer) -> list[list[st
 
 
 def _optimizer(run: RunState, optimizer: torch.optim.Optimizer, packer: Packer, where: str) -> dict[str, Any]:
+    # Of another attachment's parameters that one saves the states.
+    ours = {id(param) for flat in run.flats for param in flat.params}
     groups, entries = [], []
     for number, (group, names) in enumerate(zip(optimizer.param_groups, group_names(run, optimizer), strict=True)):
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append({"params": names, "options": packer.pack(options, where)})
         for index, param in enumerate(group["params"]):
             state = optimizer.state.get(param)
-            if state is not None:
+            if state is not None and not (isinstance(param, ShardedTensor) and id(param) not in ours):
                 packed = [[packer.pack(key, where), _state(value, packer, f"{where} {key}")] for key, value in state.items()]
                 entries.append([number, index, packed])
     loose = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}

@@ -44,6 +44,7 @@ class Comm:
         pp: the ranks that hold other stages, for the few numbers that are the whole model's.
         stage: all ranks of the attached model: world and tp together.
         names: the axes that the mesh has.
+        averaged: the ranks whose losses reach the parameters.
     """
 
     shard: Transport
@@ -53,6 +54,12 @@ class Comm:
     pp: Transport
     stage: Transport
     names: tuple[str, ...] = ()
+    averaged: int = 1
+
+    @property
+    def pipelined(self) -> bool:
+        """Ranks of the pp axis are stages of a pipeline, and no experts."""
+        return self.pp.axis.world > 1 and self.averaged == self.world.axis.world
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +130,7 @@ def open_comm(
         return Alone(axis) if axis.world == 1 else opened[axis.ranks]
 
     shard, replicate, world = over(mesh.shard), over(mesh.replicate), over(mesh.data)
-    return Comm(shard, replicate, world, over(mesh.tp), over(mesh.pp), over(mesh.stage), mesh.names)
+    return Comm(shard, replicate, world, over(mesh.tp), over(mesh.pp), over(mesh.stage), mesh.names, mesh.averaged)
 
 
 def _versions() -> Facts:

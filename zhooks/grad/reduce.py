@@ -103,7 +103,7 @@ class Reducer:
         self._world = comm.shard.axis.world * comm.replicate.axis.world
         self._alone = self._world == 1
         #: What sums over the ranks are divided by.
-        self._divisor = self._world if mean else 1
+        self._divisor = self.comm.averaged if mean else 1
         self.hooks = ReduceHooks()
         self.gradients: dict[int, Gradient] = {}
         #: What all of a backward's gradients are added up, reduced and landed under.
@@ -123,7 +123,7 @@ class Reducer:
     def change(self, *, most: int, unreduced: bool, mean: bool) -> None:
         """Another policy, between steps."""
         self.most, self._unreduced = most, unreduced
-        self._divisor = self._world if mean else 1
+        self._divisor = self.comm.averaged if mean else 1
 
     @property
     def to_kept(self) -> float:
@@ -231,7 +231,8 @@ class Reducer:
         flat = gradient.flat
         if self.probe is not None:
             self.probe.adds()
-        written = self._alone and gradient.shard.direct and self.updates is None and not (scaled or self.hooks)
+        changed = scaled or self._divisor != 1 or self.hooks
+        written = self._alone and gradient.shard.direct and self.updates is None and not changed
         if flat.layout.padded == 0 or written:
             gradient.add_alone(grads)
             self._update_early(gradient, None)

@@ -8,6 +8,11 @@ Note: [Slices]
     Ranks with the same places on ``tp`` and ``pp`` hold the same part of the model: they are the *data* ranks of one slice.
     Plans, gathers and reductions are agreed among those alone.  Slices side by side on ``tp`` are parts of one model;
     those on ``pp`` are different models here, each attached by its own ranks.
+
+Note: [Experts]
+    Experts of one layer that lie on different ranks are different models, too, and what is attached over an ``ep`` axis is
+    treated as over ``pp``.  But their tokens come from all ranks of both axes, each of which has a loss of its own: the mean
+    is over all of those, where a stage's is over its data ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from offload.errors import AttachError
 
 SHARD, REPLICATE, TP, PP = "shard", "replicate", "tp", "pp"
+EP = "ep"
 DATA, STAGE = "data", "stage"
-#: Other people's names for the shard axis.
-_ALIASES = {"dp": SHARD, "fsdp": SHARD, "dp_shard": SHARD, "dp_replicate": REPLICATE}
+#: Other people's names; for ``ep`` see Note [Experts].
+_ALIASES = {"dp": SHARD, "fsdp": SHARD, "dp_shard": SHARD, "dp_replicate": REPLICATE, EP: PP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Mesh:
         stage: data and tp together: the ranks of one attached model.
         names: the axes that were given, by the names used here.
         arrangement: the whole mesh as text, the same on every rank that was given the same.
+        averaged: the ranks whose losses reach the parameters: the mean of gradients is over so many.
     """
 
     shard: Axis
@@ -65,6 +72,7 @@ class Mesh:
     stage: Axis
     names: tuple[str, ...] = (SHARD,)
     arrangement: str = ""
+    averaged: int = 1
 
 
 def resolve(mesh: DeviceMesh | None) -> Mesh:
@@ -80,13 +88,14 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
         every, alone = tuple(range(world)), (rank,)
         replicate, tp, pp = (Axis(name, alone, 0) for name in (REPLICATE, TP, PP))
         shard, data, stage = (Axis(name, every, rank, (every,)) for name in (SHARD, DATA, STAGE))
-        return Mesh(shard, replicate, tp, pp, data, stage, arrangement=_arranged((SHARD,), torch.arange(world)))
+        return Mesh(shard, replicate, tp, pp, data, stage, arrangement=_arranged((SHARD,), torch.arange(world)), averaged=world)
     whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     given = whole.mesh_dim_names or ((SHARD,) if whole.ndim == 1 else ())
     names = tuple(_ALIASES.get(name, name) for name in given)
     if not names or len(set(names)) != len(names) or not set(names) <= {SHARD, REPLICATE, TP, PP}:
         raise AttachError(
-            f"mesh: expected axes named 'shard' (or 'dp'), 'replicate', 'tp' or 'pp', each once, found {given or 'no names'}. "
+            f"mesh: expected axes named 'shard' (or 'dp'), 'replicate', 'tp' and 'pp' or 'ep', each once, found "
+            f"{given or 'no names'}. "
             'Build it with mesh_dim_names=("replicate", "shard") or ("pp", "dp", "tp").'
         )
     members = sorted(whole.mesh.flatten().tolist())
@@ -105,7 +114,8 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
 
     shard, replicate, tp, pp = (axis(name, name) for name in (SHARD, REPLICATE, TP, PP))
     data, stage = axis(DATA, SHARD, REPLICATE), axis(STAGE, SHARD, REPLICATE, TP)
-    return Mesh(shard, replicate, tp, pp, data, stage, names, _arranged(names, whole.mesh))
+    averaged = data.world * (pp.world if EP in given else 1)
+    return Mesh(shard, replicate, tp, pp, data, stage, names, _arranged(given, whole.mesh), averaged)
 
 
 def _arranged(names: tuple[str, ...], ranks: Tensor) -> str:

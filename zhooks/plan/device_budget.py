@@ -197,7 +197,7 @@ def _headroom(
     """What is left beside the states of these optimizers; ``after`` ends the refusal.  Collective."""
     rounded, rank = policy.optimizer.rounding == "stochastic", comm.shard.axis.rank
     found = {optimizer: state_nbytes(optimizer, units, rank, wide=rounded, ignored=ignored) for optimizer in optimizers}
-    floor = device_floor(policy, units, whole_sums=comm.pp.axis.world > 1) + beside(policy, units)
+    floor = device_floor(policy, units, whole_sums=comm.pipelined) + beside(policy, units)
     floor += sum(param.nbytes * (2 if param.requires_grad else 1) for param in ignored)
     spare = least(comm.stage, limit - floor - sum(nbytes for nbytes, _ in found.values()))
     assert spare is not None

@@ -110,7 +110,7 @@ def test_a_mesh_that_does_not_cover_the_group_is_refused() -> None:
 def test_a_mesh_of_unknown_axes_is_refused() -> None:
     model = net()
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
-    words = "mesh ... expected axes named 'shard' (or 'dp'), 'replicate', 'tp' or 'pp', each once, found ('cp',)"
+    words = "mesh ... expected axes named 'shard' (or 'dp'), 'replicate', 'tp' and 'pp' or 'ep', each once, found ('cp',)"
     refused(zhooks.AttachError, words, lambda: zhooks.attach(model, mesh=mesh), model)
 
 
