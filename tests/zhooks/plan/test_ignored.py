@@ -338,3 +338,45 @@ def test_names_to_ignore_are_those_without_the_wrappers_of_compiled_modules(tmp_
     assert {name: value.tolist() for name, value in attachment.state_dict()["model"].items()} == {
         name: value.tolist() for name, value in plain.state_dict().items()
     }
+
+
+@on_ranks(2)
+def test_an_overflow_in_an_ignored_gradient_of_one_rank_skips_the_step_of_all() -> None:
+    rank, _ = place()
+    model = net()
+    zhooks.attach(model, policy=IGNORE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = [whole(param) for param in model.parameters()]
+    scaler.scale(model(batch(0)).square().mean()).backward()
+    if rank:
+        model.scale.grad = torch.full((6,), float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert same([whole(param) for param in model.parameters()], before)
+    assert scaler.get_scale() == 1.0
+
+
+@on_ranks(2, how=("host", "disk", "overlap", "activations", "apply", "freeze"))
+def test_tiers_early_updates_stashed_activations_other_policies_and_freezes_leave_it_right(how: str) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "host": {"parameter": {"tier": "host"}, "optimizer": {"tier": "host"}, "gradient": {"tier": "host"}},
+        "disk": {"optimizer": {"tier": "disk"}},
+        "overlap": {"optimizer": {"overlap": True}},
+        "activations": {"activation": {"tier": "host", "min_bytes": 0}},
+    }
+    model, plain = net(), net()
+    attachment = zhooks.attach(model, policy={**IGNORE, **changes.get(how, {})})
+    ours, theirs = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain))
+    for step in range(4):
+        if step == 2 and how == "apply":
+            attachment.apply({**IGNORE, "stage": 1})
+        for one, optimizer in ((model, ours), (plain, theirs)):
+            if step == 2 and how == "freeze":
+                one.body[0].weight.requires_grad_(False)
+                one.body[1][0].weight.requires_grad_(False)
+            optimizer.zero_grad()
+            one(batch(step)).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close([whole(param) for param in model.parameters()], [whole(param) for param in plain.parameters()])
+    assert torch.equal(model.body[1][1].running_mean, plain.body[1][1].running_mean)
