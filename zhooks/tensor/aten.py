@@ -71,7 +71,9 @@ def _rule(func: Any) -> Handler:
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    return type(tensor)(tensor._at, tensor._spec, bound=tensor._bound, device=tensor._on)
+    # As in plain torch, an alias of a normal tensor is one under inference_mode too: it shares the version counter.
+    with torch.inference_mode(tensor.is_inference()):
+        return type(tensor)(tensor._at, tensor._spec, bound=tensor._bound, device=tensor._on)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
