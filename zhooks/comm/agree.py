@@ -22,6 +22,11 @@ class Agreement:
     def __init__(self, world: Transport) -> None:
         self._world = world
 
+    @property
+    def alone(self) -> bool:
+        """There is nobody to agree with."""
+        return self._world.axis.world == 1
+
     def sequence(self, name: str, numbers: Sequence[int]) -> list[int]:
         """Rank 0's sequence.  Collective."""
         size = torch.tensor([len(numbers)], dtype=torch.int64)

@@ -112,22 +112,32 @@ class _Sizes:
         return sum(rounded(flat.footprint()[1].on(Tier.DEVICE), self._to) for flat in self._flats)
 
     def gathered(self, measure: Callable[[Sequence[Move]], int]) -> int:
-        """Full buffers that stay, and those that come and go in a forward and its backward."""
+        """Full buffers that stay, and those that come and go: in a forward and its backward, or in forwards alone."""
         stay = sum(rounded(flat.resident_nbytes, self._to) for flat in self._flats)
         every = {
             unit.number: [rounded(flat.transient_nbytes, self._to) for flat in unit.flats if flat.transient_nbytes]
             for unit in self._units
         }
         ranges = {number: sizes for number, sizes in every.items() if sizes}
-        nbytes = {number: sum(sizes) for number, sizes in ranges.items()}
-        trained = [unit.number for unit in self._units if unit.number in ranges and unit.trainable]
-        kept = keep_gathered(trained, nbytes, reshard=self._schedule.reshard_after_forward, budget=self._spare)
         order = list(ranges)
+        trained = [unit.number for unit in self._units if unit.number in ranges and unit.trainable]
+        kept, passed_on = self._kept(trained, ranges, self._spare), self._kept(order, ranges, self._spare or 0)
+        training = self._moves(ranges, ((order, kept), (order[::-1], frozenset())))
+        return stay + max(measure(training), measure(self._moves(ranges, ((order, passed_on), (order, passed_on)))))
+
+    def _kept(self, order: Sequence[int], ranges: Mapping[int, Sequence[int]], budget: int | None) -> frozenset[int]:
+        nbytes = {number: sum(sizes) for number, sizes in ranges.items()}
+        return keep_gathered(order, nbytes, reshard=self._schedule.reshard_after_forward, budget=budget)
+
+    def _moves(
+        self, ranges: Mapping[int, Sequence[int]], passes: Sequence[tuple[Sequence[int], frozenset[int]]]
+    ) -> list[Move]:
+        """What passes take and give back: each the order of its units, and those that are still gathered after it."""
         moves: list[Move] = []
-        for sequence, staying in ((order, kept), (order[::-1], frozenset())):
-            here = set(kept) if sequence is not order else set()
+        here: set[int] = set()
+        for number_of_pass, (sequence, staying) in enumerate(passes):
             # In backward what was kept stays until its use.
-            until = {number: place for place, number in enumerate(sequence)} if sequence is not order else {}
+            until = {number: place for place, number in enumerate(sequence)} if number_of_pass else {}
             for place in range(len(sequence) + 1):
                 window = sequence[place : place + 1 + self._schedule.prefetch]
                 gone = [n for n in sorted(here) if n not in window and n not in staying and until.get(n, -1) < place]
@@ -135,7 +145,7 @@ class _Sizes:
                 fresh = [number for number in window if number not in here]
                 moves += [(("unit", n, index), size) for n in fresh for index, size in enumerate(ranges[n])]
                 here = here.difference(gone) | set(fresh)
-        return stay + measure(moves)
+        return moves
 
     def sums(self, measure: Callable[[Sequence[Move]], int]) -> int:
         """Partial sums under way and one that fills, and what reductions leave where they cannot write the shard at once."""

@@ -33,7 +33,8 @@ def buffers(flats: Sequence[Flat], reducer: Reducer, comm: Comm) -> dict[str, Bu
     former: as long as their sum is held back, it is as large as the model.
     """
     pool, world = reducer.pool, comm.shard.axis.world
-    largest = largest_buffer(flats, pool.bound)
+    # What is frozen has no gradient.
+    largest = largest_buffer([flat for flat in flats if flat.kind.trainable], pool.bound)
     landing, sending = reducer.under_way()
     filling, bound = _filling(flats, reducer), (1 + reducer.most) * largest
     held = {

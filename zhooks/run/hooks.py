@@ -217,7 +217,8 @@ def install(model: nn.Module, units: Sequence[Unit], runtime: Runtime, casts: Ca
     with _removed_if_it_fails(handles):
         for module, entered in through.values():
             below = {unit.number for inner in module.modules() if id(inner) in through for unit in through[id(inner)][1]}
-            scope = Scope(names.get(id(module), "") or type(module).__name__, tuple(sorted(below)))
+            own = [unit.number for unit in entered]
+            scope = Scope(names.get(id(module), "") or type(module).__name__, (*own, *sorted(below.difference(own))))
             before = Before(runtime, entered, scope, casts)
             after = After(runtime, casts, before)
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))

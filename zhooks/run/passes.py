@@ -29,13 +29,16 @@ class Pass:
 
     Attributes:
         caller: the outermost module's own call.
-        walk: along the path of the pass; None for a recomputation, which goes the way of its backward.
+        label: what observers know it by; "" for a recomputation.
+        walk: along the path of the pass; None for a recomputation, which goes the way of its backward, and for a local pass
+            (``Runtime._is_local``), which goes nowhere.
         keep: units that stay gathered for the backward that is to follow.
         saving: what autograd saves passes through ours of its hooks.
         frames: from the outermost module inwards.
     """
 
     caller: FrameType
+    label: str = ""
     walk: Walk | None = None
     keep: frozenset[int] = frozenset()
     saving: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zhooks.comm import Agreement
-from zhooks.run.schedule import Choices, Path, Scope, Walk, arrange, backward_guess, keep_gathered
+from zhooks.run.schedule import Choices, LoneWalk, Path, Scope, Walk, arrange, backward_guess, keep_gathered
 from zhooks.unit import Unit
 
 __all__ = ["Paths"]
@@ -20,9 +20,12 @@ class Paths:
 
     def __init__(self, choices: Choices, agree: Agreement) -> None:
         self.choices, self._agree = choices, agree
+        self._walk = LoneWalk if agree.alone else Walk
         self._paths: dict[str, Path] = {}
         self._units: list[Unit] = []
         self._last = "loose"
+        # What recorded paths keep gathered, with the choices and the order it was found for: asked twice a pass.
+        self._kept: dict[str, tuple[Choices, list[int], frozenset[int]]] = {}
         #: Some unit is gathered for its uses only.
         self.releases = False
 
@@ -30,20 +33,25 @@ class Paths:
         """Paths lead through these units from now on; those known are forgotten."""
         self._units = list(units)
         self._paths.clear()
+        self._kept.clear()
         self.releases = any(unit.releasable for unit in units)
 
-    def forward(self, scope: Scope, training: bool, grad: bool) -> Walk:
-        """A forward begins at ``scope``."""
-        label = f"{scope.name} {'train' if training else 'eval'}{'' if grad else ' no_grad'}"
+    @staticmethod
+    def label(scope: Scope, training: bool, grad: bool) -> str:
+        """What a forward that begins at ``scope`` is called."""
+        return f"{scope.name} {'train' if training else 'eval'}{'' if grad else ' no_grad'}"
+
+    def forward(self, label: str, scope: Scope, grad: bool) -> Walk:
+        """A forward of that label begins at ``scope``."""
         if grad:
             self._last = label
-        return Walk(self._of(label, scope.numbers), self.choices.prefetch)
+        return self._walk(self._of(label, scope.numbers), self.choices.prefetch)
 
     def backward(self) -> Walk:
         """The backward of the last forward begins."""
         label = f"backward of {self._last}"
         path = self._paths.get(label)
-        return Walk(self._of(label, self._guess_backward()) if path is None else path, self.choices.prefetch)
+        return self._walk(self._of(label, self._guess_backward()) if path is None else path, self.choices.prefetch)
 
     def _of(self, label: str, guess: Sequence[int]) -> Path:
         if label not in self._paths:
@@ -68,13 +76,23 @@ class Paths:
         used = forward.used if forward is not None else frozenset()
         self.record(walk, [number for number in walk.path.order if number not in used])
 
-    def keep(self, path: Path) -> frozenset[int]:
-        """The units that path keeps gathered for backward."""
+    def keep(self, path: Path, *, grad: bool) -> frozenset[int]:
+        """The units that path keeps gathered: for its backward, and where it has none for the next pass.
+
+        See Note [Kept from pass to pass] in ``schedule.py``.
+        """
         if not self.releases or not path.recorded:
             return frozenset(range(len(self._units))) if self.choices.reshard is False else frozenset()
-        order = [number for number in path.order if self._units[number].releasable and self._units[number].trainable]
-        nbytes = {number: self._units[number].full_nbytes for number in order}
-        return keep_gathered(order, nbytes, reshard=self.choices.reshard, budget=self.choices.budget)
+        known = self._kept.get(path.name)
+        if known is None or known[0] is not self.choices or known[1] != path.order:
+            known = self._kept[path.name] = self.choices, list(path.order), self._keep(path, grad)
+        return known[2]
+
+    def _keep(self, path: Path, grad: bool) -> frozenset[int]:
+        units = (self._units[number] for number in path.order)
+        nbytes = {unit.number: unit.full_nbytes for unit in units if unit.releasable and (unit.trainable or not grad)}
+        order, budget = [number for number in path.order if number in nbytes], self.choices.budget
+        return keep_gathered(order, nbytes, reshard=self.choices.reshard, budget=budget if grad else budget or 0)
 
     def gathers(self) -> list[int] | None:
         """The units one training step gathers, in order, by the plan; None before a first step."""
@@ -84,5 +102,5 @@ class Paths:
             return None
         if not self.releases:
             return [unit.number for unit in self._units]
-        kept = self.keep(forward)
+        kept = self.keep(forward, grad=True)
         return [*forward.order, *(number for number in (backward.order if backward else ()) if number not in kept)]

@@ -133,6 +133,11 @@ class Runtime:
     def _walk(self) -> Walk | None:
         return None if self._pass is None else self._pass.walk
 
+    @property
+    def _forward_runs(self) -> bool:
+        """A forward pass is under way; a recomputation is part of its backward."""
+        return self._pass is not None and self._pass.label != ""
+
     def enter(self, module: object, units: tuple[Unit, ...], scope: Scope, training: bool) -> None:
         """A module that ``units`` are entered through is about to run; the outermost one begins a pass."""
         if self._pass is not None and self._pass.frames[0].module is module:
@@ -171,8 +176,8 @@ class Runtime:
         if self._pass is None:
             if current.saving:
                 self.saved.exit(failed)
-            if current.walk is not None:
-                self._end_pass(current.walk, failed)
+            if current.label:
+                self._end_pass(current, failed)
         for unit in left:
             unit.end_show(failed=failed)
 
@@ -209,21 +214,29 @@ class Runtime:
         if grad:
             self.reducer.accumulation.begin(caller)
             self.check_overlap()
-        walk = self.paths.forward(scope, training, grad)
-        self.bus.begin("forward", walk.path.name)
-        return Pass(caller, walk, self.paths.keep(walk.path) if grad else frozenset())
+        label = self.paths.label(scope, training, grad)
+        walk = None if not grad and self._is_local() else self.paths.forward(label, scope, grad)
+        self.bus.begin("forward", label)
+        return Pass(caller, label, walk, frozenset() if walk is None else self.paths.keep(walk.path, grad=grad))
 
-    def _end_pass(self, walk: Walk, failed: bool) -> None:
+    def _is_local(self) -> bool:
+        """Everything is gathered, as in ``resident``: a forward without gradients waits for nobody, and nobody for it."""
+        return all(flat.current() or not flat.layout.padded for unit in self._units for flat in unit.flats)
+
+    def _end_pass(self, current: Pass, failed: bool) -> None:
+        walk, grad = current.walk, torch.is_grad_enabled()
         keep: frozenset[int] = frozenset()
-        new = not walk.path.recorded
-        if not failed:
+        new = walk is not None and not walk.path.recorded
+        if walk is not None and not failed:
             self._catch_up(walk)
             if not walk.path.recorded:
                 self.paths.record(walk, walk.path.order)
                 self.members.changed = True
                 self.reducer.expect(walk.path.order)
-            keep = self.paths.keep(walk.path) if torch.is_grad_enabled() else keep
-        self.bus.end("forward", walk.path.name)
+            keep = self.paths.keep(walk.path, grad=grad)
+        self.bus.end("forward", current.label)
+        if walk is None:
+            return
         self._kept = keep
         if failed:
             self._abandon_gathers()
@@ -241,9 +254,17 @@ class Runtime:
 
     def _catch_up(self, walk: Walk) -> None:
         for number in walk.finish():
-            self._start(self._units[number])
+            self._gather_for_others(self._units[number])
         for unit in self._units:
             unit.finish_gather()
+
+    def _gather_for_others(self, unit: Unit) -> None:
+        """This rank skips the unit, which others may use: take part in its gather, and hold what it is no longer than that."""
+        if not all(flat.current() for flat in unit.flats):
+            self._start(unit)
+            unit.finish_gather()
+            if not unit.depth:
+                self._release(unit)
 
     def use(self, unit: Unit) -> None:
         """Have ``unit`` gathered now, and what the plan wants next on its way."""
@@ -257,7 +278,9 @@ class Runtime:
                 self._release_idle(step, backward)
             # Kept units are there on every rank when backward begins; a rank may be done with them already.
             for number in step.launch:
-                if not (backward and number in self._kept):
+                if not backward and number not in step.window:
+                    self._gather_for_others(self._units[number])
+                elif not (backward and number in self._kept):
                     self._start(self._units[number])
             for number in step.fetch:
                 self._units[number].prepare()
@@ -301,7 +324,7 @@ class Runtime:
 
     def backward_open(self) -> None:
         """Something of this attachment runs inside a backward: be told when it ends."""
-        if self._back is None and self._walk is None:
+        if self._back is None and not self._forward_runs:
             self._back = self.paths.backward()
             self.bus.begin("backward", self._back.path.name)
         task = torch._C._current_graph_task_id()
@@ -343,7 +366,7 @@ class Runtime:
 
     def finish_backward(self, *, force: bool = False) -> None:
         """Be at rest: finish an open backward, and follow freezes.  Called at every entry."""
-        if self._finish_open(force) and self.relayout_due and self._walk is None:
+        if self._finish_open(force) and self.relayout_due and not self._forward_runs:
             with torch.inference_mode(False), torch.no_grad(), self.laying_out():
                 self._follow_freezes()
 
@@ -443,7 +466,7 @@ class Runtime:
         if not torch.is_grad_enabled() and not backward:
             # By the forward of a custom Function, it may be: that was given the parameter, and returns its gradient.
             watch_direct(flat, self.node)
-        loose = self._walk is None and not backward
+        loose = not self._forward_runs and not backward
         if loose and self._back is not None:
             self.finish_backward()
         self.use(unit)
@@ -484,4 +507,5 @@ class Runtime:
         finally:
             self._resident -= 1
             if not self._resident:
-                self._release_others(frozenset())
+                self._kept = frozenset()
+                self._release_others(self._kept)

@@ -7,18 +7,27 @@ Note: [One order on every rank]
     Gathers are launched in the order of the path.  A rank that skips a unit still launches its gather when it comes past,
     and what is left when the pass ends.  A path starts as a guess (the order of registration, or the forward's reversed);
     after its first pass all ranks take over what rank 0 saw, completed by units whose use is still open: ranks may use
-    different ones later.  A use the path does not hold is answered with that unit alone and joins the path.
+    different ones later.  A use the path does not hold is answered with that unit alone and joins the path.  One rank alone
+    goes the way it went the last time.
+
+Note: [Kept from pass to pass]
+    What a budget leaves keeps units gathered from a forward to its backward, which needs the last ones first.  A forward
+    without gradients keeps as many for the next one: generation goes the same way once a token, and gathers, or reads from a
+    tier, only what does not fit.  Which units these are does not matter to it, so it keeps the last ones too; but frozen
+    units as well, of which backward may need no parameter.  Without a budget it keeps none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A module a pass can begin at: its name, and the units that can be entered below it, in order of registration."""
+    """A module a pass can begin at: its name, and the units that can be entered from it on: its own, then those below it in
+    order of registration."""
 
     name: str
     numbers: tuple[int, ...]
@@ -104,6 +113,29 @@ class Walk:
 
     def _ahead(self) -> list[int]:
         return self.path.order[self._cursor : min(self._launched, self._cursor + self._depth)]
+
+
+class LoneWalk(Walk):
+    """A pass of one rank, which waits for nobody: it goes the way of the last such pass, and launches nothing it skips."""
+
+    __slots__ = ()
+
+    def use(self, number: int) -> Step:
+        order = self.path.order
+        if number != self._last:
+            self._last = number
+            self.used.append(number)
+            with suppress(ValueError):
+                self._cursor = order.index(number, self._cursor) + 1
+        window = (number, *order[self._cursor : self._cursor + self._depth])
+        return Step(window, frozenset(window))
+
+    def finish(self) -> tuple[int, ...]:
+        self.path.order = self.used
+        return ()
+
+    def launched(self, number: int) -> bool:
+        return True
 
 
 def arrange(guess: Sequence[int], used: Sequence[int], open_: Set[int]) -> list[int]:
