@@ -242,14 +242,15 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
             self._casts.open(chosen.precision, charted)
             self._runtime.scaling.change(chosen.precision)
             self._runtime.reducer.change(
-                most=chosen.schedule.max_reductions,
+                most=chosen.schedule.most_reductions,
                 unreduced=self._table.accumulates_unreduced,
                 mean=chosen.gradient.reduce == "mean",
             )
             self._runtime.saved.follow(chosen, self._units, self._tiers.store, self._pool.arena)
             self._size_pool(0)
             # Nothing is kept between forward and backward until the budget is known to allow it.
-            self._runtime.paths.choices = Choices(chosen.schedule.prefetch, chosen.schedule.reshard_after_forward, 0)
+            schedule = chosen.schedule
+            self._runtime.paths.choices = Choices(schedule.prefetch, schedule.reshard_after_forward, 0, schedule.uneven)
 
     def detach(self) -> nn.Module:
         """Restore the plain model: full parameters, gradients and optimizer states, no hook left.  Collective.

@@ -6,6 +6,7 @@ compares one table with another and never reads a file.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import typing
 from collections.abc import Callable
@@ -280,6 +281,17 @@ class Schedule(Table):
         ge=1,
         le=64,
     )
+    uneven: bool = words(
+        False,
+        expected=_BOOL,
+        does="Ranks may use different units in a pass (layerdrop, an early exit): what is gathered stays until the pass ends.",
+        why="Only ranks that differ need it: it costs memory for all gathered parameters in a pass and all sums in backward.",
+    )
+
+    @property
+    def most_reductions(self) -> int:
+        """Reductions under way at once: where ranks differ none is waited for in backward, for another may stand before it."""
+        return sys.maxsize if self.uneven else self.max_reductions
 
 
 class DeviceMemory(Table):

@@ -220,8 +220,8 @@ class Ring:
             raise DivergenceError(
                 f"rank {self._axis.ranks[self._axis.rank]} is in {expected[:-1].decode(errors='replace')}, "
                 f"rank {self._axis.ranks[writer]} in {found.decode(errors='replace')}: expected every rank to make the same "
-                "calls in the same order. Let every rank run the same model code; put modules that only some ranks enter "
-                "into their parent's unit with [units] names."
+                "calls in the same order. Let every rank run the same model code; where ranks drop layers, set [schedule] "
+                "uneven = true."
             )
 
     def describe_absent(self, message: Message) -> str:

@@ -141,6 +141,7 @@ class _Sizes:
             for place in range(len(sequence) + 1):
                 window = sequence[place : place + 1 + self._schedule.prefetch]
                 gone = [n for n in sorted(here) if n not in window and n not in staying and until.get(n, -1) < place]
+                gone = [] if self._schedule.uneven else gone
                 moves += [(("unit", number, index), 0) for number in gone for index in range(len(ranges[number]))]
                 fresh = [number for number in window if number not in here]
                 moves += [(("unit", n, index), size) for n in fresh for index, size in enumerate(ranges[n])]
@@ -150,7 +151,7 @@ class _Sizes:
     def sums(self, measure: Callable[[Sequence[Move]], int]) -> int:
         """Partial sums under way and one that fills, and what reductions leave where they cannot write the shard at once."""
         flats = [flat for flat in self._flats if flat.kind.trainable]
-        most = reductions(self._units, self._schedule.max_reductions)
+        most = reductions(self._units, self._schedule.most_reductions)
         under_way: list[int] = []
         moves: list[Move] = []
         for index, flat in reversed(list(enumerate(flats))):

@@ -225,12 +225,14 @@ def device_floor(policy: Policy, units: Sequence[UnitPlan], *, whole_sums: bool 
     flats = [flat for unit in units for flat in unit.flats]
     gathered = sorted((unit.full_nbytes for unit in units if unit.releasable), reverse=True)
     sums = sorted((flat.sum_nbytes for flat in flats if flat.kind.trainable), reverse=True)
-    flying = reductions(units, policy.schedule.max_reductions)
+    flying = reductions(units, policy.schedule.most_reductions)
     # What is never sent goes where gradients are kept, unless it is cast, or looked at before.
     direct = not flying and policy.precision.loss_scale is None and all(flat.kind.reduces_in_place for flat in flats)
     under_way = 0 if direct else sum(sums if whole_sums else sums[: 1 + flying])
     kept = sum(cell.on(Tier.DEVICE) for flat in flats for cell in flat.footprint())
-    return kept + sum(gathered[: 1 + policy.schedule.prefetch]) + under_way
+    # Ranks that differ hold all of them until a pass ends.
+    most = len(gathered) if policy.schedule.uneven else 1 + policy.schedule.prefetch
+    return kept + sum(gathered[:most]) + under_way
 
 
 # What an optimizer keeps.

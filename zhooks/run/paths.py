@@ -55,7 +55,7 @@ class Paths:
 
     def _of(self, label: str, guess: Sequence[int]) -> Path:
         if label not in self._paths:
-            self._paths[label] = Path(label, list(guess))
+            self._paths[label] = Path(label, list(guess), uneven=self.choices.uneven)
         return self._paths[label]
 
     def _guess_backward(self) -> list[int]:
@@ -67,7 +67,10 @@ class Paths:
         """After a path's first pass all ranks take over one order.  Collective."""
         path, count = walk.path, len(self._units)
         path.used = self._agree.anywhere(path.name, walk.used, count)
-        path.order = arrange(path.order, self._agree.sequence(path.name, walk.used), path.used | set(open_))
+        order = self._agree.sequence(path.name, walk.used)
+        if path.uneven:
+            order, open_ = list(dict.fromkeys(order)), path.order
+        path.order = arrange(path.order, order, path.used | set(open_))
         path.recorded = True
 
     def record_backward(self, walk: Walk) -> None:
@@ -81,7 +84,8 @@ class Paths:
 
         See Note [Kept from pass to pass] in ``schedule.py``.
         """
-        if not self.releases or not path.recorded:
+        if not self.releases or not path.recorded or (path.uneven and self.choices.reshard is not True):
+            # Ranks that differ may not be at one unit when a pass ends: they keep all, or none.
             return frozenset(range(len(self._units))) if self.choices.reshard is False else frozenset()
         known = self._kept.get(path.name)
         if known is None or known[0] is not self.choices or known[1] != path.order:

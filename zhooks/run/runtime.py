@@ -74,10 +74,11 @@ class Runtime:
         self.scaling = Scaling(comm, bus, policy.precision, self)
         self.reducer = Reducer(
             comm, pool, bus, self.scaling, self,
-            most=schedule.max_reductions, unreduced=unreduced, mean=policy.gradient.reduce == "mean",
+            most=schedule.most_reductions, unreduced=unreduced, mean=policy.gradient.reduce == "mean",
         )
         self.node = Node(self.reducer)
-        self.paths = Paths(Choices(schedule.prefetch, schedule.reshard_after_forward, spare), Agreement(comm.world))
+        choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare, schedule.uneven)
+        self.paths = Paths(choices, Agreement(comm.world))
         self.saved = SavedParameters(self.backward_use, model, comm, bus, ignored)
         self._units: list[Unit] = []
         self._of: dict[int, Unit] = {}
@@ -306,7 +307,8 @@ class Runtime:
             self._release(unit)
 
     def _release(self, unit: Unit) -> None:
-        if self._resident or unit.number in self._unsharded or not unit.releasable:
+        walk = self._back if self._back is not None else self._walk
+        if self._resident or unit.number in self._unsharded or not unit.releasable or (walk is not None and walk.path.uneven):
             return
         for flat in unit.flats:
             if flat.releasable:

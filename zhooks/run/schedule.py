@@ -15,6 +15,11 @@ Note: [Kept from pass to pass]
     without gradients keeps as many for the next one: generation goes the same way once a token, and gathers, or reads from a
     tier, only what does not fit.  Which units these are does not matter to it, so it keeps the last ones too; but frozen
     units as well, of which backward may need no parameter.  Without a budget it keeps none.
+
+Note: [Ranks that differ]
+    What a rank skips changes when it releases a unit that is used again, and so whether it gathers it again: alone.  Under
+    ``[schedule] uneven`` a path has every unit once, and what was gathered stays until the pass ends: whatever a rank uses,
+    and how often, its gathers are the path's, in the path's order.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ class Choices:
     prefetch: int
     reshard: bool | str
     budget: int | None
+    uneven: bool = False
 
 
 @dataclass(slots=True)
@@ -50,6 +56,8 @@ class Path:
     order: list[int]
     recorded: bool = False
     used: frozenset[int] = field(default_factory=frozenset)
+    #: Ranks may use other units, in other orders; see Note [Ranks that differ].
+    uneven: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,8 @@ class Walk:
         self._last = number
         if not self.path.recorded:
             self.used.append(number)
+        if self.path.uneven and number in order[: self._launched]:
+            return Step((), frozenset((number, *self._ahead())))
         try:
             found = order.index(number, self._cursor)
         except ValueError:

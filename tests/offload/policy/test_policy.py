@@ -79,7 +79,7 @@ def test_every_key_of_a_file_arrives(write: Write) -> None:
     assert policy.units.classes == ("Block", "Stage")
     assert policy.units.names == ("layers.*", "head")
     assert (policy.units.min_numel, policy.units.max_numel) == (0, 1_000_000)
-    assert policy.schedule.model_dump() == {"reshard_after_forward": False, "prefetch": 3, "max_reductions": 4}
+    assert policy.schedule.model_dump() == {"reshard_after_forward": False, "prefetch": 3, "max_reductions": 4, "uneven": False}
     assert policy.optimizer.model_dump() == {
         "partition": "shard", "tier": "disk", "kernel": "numba", "compute": "host", "overlap": True,
         "rounding": "stochastic", "seed": 11,
