@@ -213,11 +213,22 @@ def _set_item(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return _plain(func, (tensor, index, value.full_tensor() if isinstance(value, RangeTensor) else value), kwargs)
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    if _over_range(tensor, index, value):
+        tensor._local[index._local] = value
+        tensor._written()
+        return None
     whole = tensor.full_tensor()
     whole[index] = value.full_tensor() if isinstance(value, RangeTensor) else value
     with torch.no_grad():
         tensor.copy_(whole)
     return None
+
+
+def _over_range(tensor: RangeTensor, index: Any, value: Any) -> bool:
+    """A number is put where a mask over the same range says so (Rprop does): no other rank is needed."""
+    number = isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
+    masked = isinstance(index, RangeTensor) and index.dtype is torch.bool and index._spec is tensor._spec
+    return masked and number and tensor._on.type == "cpu"
 
 
 def _refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
