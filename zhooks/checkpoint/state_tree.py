@@ -60,8 +60,10 @@ class Packer:
         )
 
     def _tensor(self, value: Tensor, where: str) -> Any:
-        if isinstance(value, ShardedTensor) or value.layout is not torch.strided or value.dtype not in CODES:
+        made_of = hasattr(value, "__tensor_flatten__") and not isinstance(value, ShardedTensor)
+        if isinstance(value, ShardedTensor) or made_of or value.layout is not torch.strided or value.dtype not in CODES:
             what = "a sharded tensor" if isinstance(value, ShardedTensor) else f"a {value.layout} tensor of {value.dtype}"
+            what = f"a {type(value).__name__}" if made_of else what
             raise CheckpointError(
                 f"save: expected plain dense tensors in {where}, found {what}. Save its full_tensor(), or leave it out."
             )
@@ -69,8 +71,14 @@ class Packer:
         if value.dim() == 0 and not value.is_complex():
             return {"scalar": value.item(), "dtype": CODES[value.dtype], "device": device}
         name = f"tree/{len(self.tensors)}"
-        self.tensors[name] = value
-        return {"tensor": name, "device": device}
+        strides = value.stride()
+        order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
+        if value.is_contiguous() or not value.permute(order).is_contiguous():
+            self.tensors[name] = value
+            return {"tensor": name, "device": device}
+        # As it lies in memory (a result of eigh, by columns): products would round otherwise once it is read back.
+        self.tensors[name] = value.permute(order)
+        return {"tensor": name, "device": device, "order": order}
 
 
 class Unpacker:
@@ -90,7 +98,7 @@ class Unpacker:
         if isinstance(packed, list):
             return [self.unpack(item) for item in packed]
         if isinstance(packed, dict) and "tensor" in packed:
-            return self._placed(self._read(str(packed["tensor"])), packed)
+            return self._placed(_ordered(self._read(str(packed["tensor"])), packed.get("order")), packed)
         if isinstance(packed, dict) and "scalar" in packed:
             return self._placed(torch.tensor(packed["scalar"], dtype=DTYPES[packed["dtype"]]), packed)
         if isinstance(packed, dict) and len(packed) == 1:
@@ -103,3 +111,13 @@ class Unpacker:
 
     def _placed(self, tensor: Tensor, packed: dict[str, Any]) -> Tensor:
         return tensor if packed["device"] == "cpu" else tensor.to(self._device)
+
+
+def _ordered(tensor: Tensor, order: Any) -> Tensor:
+    """A tensor that was written in this order of its dims, in its own."""
+    if order is None:
+        return tensor
+    if not isinstance(order, list) or sorted(order) != list(range(tensor.dim())):
+        found = str(order)[:80]
+        raise CheckpointError(f"load: expected an order of {tensor.dim()} dims, found {found}. The checkpoint is damaged.")
+    return tensor.permute(sorted(range(tensor.dim()), key=order.index))
