@@ -24,11 +24,11 @@ from zhooks.activation import check_axis
 from zhooks.attached_control import Controlled
 from zhooks.attached_state import Stateful
 from zhooks.build import BuildContext, build_units, open_tiers, relayout_units, restore_units
-from zhooks.checkpoint import StockState
+from zhooks.checkpoint import StockState, own_anew
 from zhooks.comm import CONTROL, Call, Comm, all_or_none, disagreement, meet, open_comm, policy_facts, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.layout import PP, TP, Table, UnitPlan
-from zhooks.optim import Optimizers, Rounding, watch_steps
+from zhooks.optim import Optimizers, Owners, Rounding, watch_steps
 from zhooks.plan import (
     DeviceBudget,
     Layouts,
@@ -132,7 +132,8 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
             self._comm, self._units, self.policy, plan.headroom, self._keep_within, ignored_here(self._ignored, self._device)
         )
         stock = StockState(self.model, self._units, self._comm, runtime.finish_backward, self._ignored)
-        self._optimizers = Optimizers(partial(self._ignored.parameters, self.model), self._comm.stage, stock)
+        owners = Owners(lambda: (flat for unit in self._units for flat in unit.flats), self._comm.shard)
+        self._optimizers = Optimizers(partial(self._ignored.parameters, self.model), self._comm.stage, stock, owners)
 
         def begin(listener: Any, *given: Any) -> None:
             undo.callback(listener.close)
@@ -228,16 +229,19 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
         optimizers = self._optimizers.with_ranges("apply")
         layouts = Layouts.of(self.model, chosen, self._comm, self._device)
         plans = [layouts.anew(plan) for plan in self._plans()]
-        self._tiers = self._tiers.change(chosen, self._device, plans, self._comm, self._bus)
+        before = self._tiers
+        self._tiers = before.change(chosen, self._device, plans, self._comm, self._bus)
         self.policy, self._table = chosen, Table.of(chosen.table())
         self._rounding.seed = chosen.optimizer.seed
-        self._tiers.end_steps()
+        before.end_steps()
         self._pool.clear()
         try:
             with all_or_none(self._comm.stage, "apply"):
                 self._tiers.step(chosen, self._bus, self._units, self._runtime, self._rounding, self._optimizers)
                 self._pool.keep(shards_reserve(chosen, self._device, plans), self._device)
             self._lay_out(plans, optimizers)
+            for optimizer in optimizers:
+                own_anew(optimizer, self._optimizers.owners, self._comm.shard)
         finally:
             self._casts.open(chosen.precision, charted)
             self._runtime.scaling.change(chosen.precision)

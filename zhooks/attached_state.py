@@ -99,6 +99,8 @@ class Stateful:
         self._runtime.finish_backward()
         self._check_optimizers(optimizer, "load_state_dict")
         chosen = optimizer or next(iter(self._known), None)
+        if chosen is not None:
+            self._optimizers.settle(chosen, "load_state_dict")
         checkpoint.load_full_state(
             self.model, self._units, self._comm, state, chosen, self._runtime.scaling.checked, self._ignored
         )

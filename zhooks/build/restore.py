@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from zhooks.checkpoint import plain_states
 from zhooks.optim import state_keys
 from zhooks.run import rehook
 from zhooks.tensor import ParamShard, ShardedTensor
@@ -38,6 +39,7 @@ def _restore_unit(unit: Unit, optimizers: Sequence[torch.optim.Optimizer], narro
             continue  # plain already, or attach raised before this one held anything
         for optimizer in optimizers:
             _plain_states(flat, optimizer, narrow)
+            plain_states(optimizer, flat.params, flat.transport)
         grads = [param.grad for param in flat.params]
         held = [isinstance(grad, ShardedTensor) for grad in grads]
         full_grads = _as_before(flat, grads) if any(held) else []

@@ -23,7 +23,7 @@ from offload.store import Store
 from offload.tier import Tier
 from zhooks.comm import Comm, all_or_none
 from zhooks.layout import UnitPlan
-from zhooks.optim import Optimizers, Overlap, Rounding, Stepper, Updater, Worker, kernels_of
+from zhooks.optim import Optimizers, Overlap, Rounding, Stepper, Updater, WholeUpdater, Worker, kernels_of
 from zhooks.plan import Admission, Need, admit, admit_any
 from zhooks.run import Runtime
 from zhooks.unit import Flat, Unit
@@ -32,11 +32,11 @@ __all__ = ["Tiers", "open_tiers"]
 
 
 class Tiers:
-    """Of an attachment that keeps everything on the device: nothing to open, to step over or to put back.
+    """Of an attachment that keeps everything on the device: nothing to open, to fetch or to put back.
 
     Attributes:
         store: what is kept elsewhere.
-        stepper: what steps optimizers over it.
+        stepper: what steps optimizers, over it where there is one.
         fixed: tables of the policy that cannot change any more.
     """
 
@@ -56,10 +56,14 @@ class Tiers:
     def step(
         self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding, optimizers: Optimizers
     ) -> None:
-        """Step ``optimizers`` over the tiers from now on, as ``policy`` says; ``units`` may change under it."""
+        """Step ``optimizers`` from now on, as ``policy`` says; ``units`` may change under it."""
+        self.stepper = Stepper(open_whole(policy, bus, runtime, optimizers), None, runtime.due)
+        self.stepper.open()
 
     def end_steps(self) -> None:
         """Leave optimizers to torch again."""
+        if self.stepper is not None:
+            self.stepper.close()
 
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
         """States of a flat that were moved or loaded on the device go to their tier."""
@@ -91,12 +95,8 @@ class StoredTiers(Tiers):
     ) -> None:
         self.stepper = open_stepper(policy, self.store, bus, units, runtime, rounding, optimizers)
 
-    def end_steps(self) -> None:
-        if self.stepper is not None:
-            self.stepper.close()
-
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
-        assert self.stepper is not None
+        assert self.stepper is not None and self.stepper.updater is not None
         for optimizer in optimizers:
             self.stepper.updater.adopt(optimizer, flat)
 
@@ -199,6 +199,11 @@ def open_stepper(
         worker = Worker() if place is Tier.HOST else None
         overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
     reducer.update_early(overlap)
-    stepper = Stepper(updater, runtime.due, overlap)
+    stepper = Stepper(open_whole(policy, bus, runtime, optimizers), updater, runtime.due, overlap)
     stepper.open()
     return stepper
+
+
+def open_whole(policy: Policy, bus: Bus, runtime: Runtime, optimizers: Optimizers) -> WholeUpdater:
+    """What updates the parameters that optimizers see whole."""
+    return WholeUpdater(optimizers.owners, runtime.reducer.comm.shard, bus, policy.comm.buffer)

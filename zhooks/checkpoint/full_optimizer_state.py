@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError
+from zhooks.checkpoint.owned_states import from_first_rank
 from zhooks.checkpoint.rank0_values import SAFETENSORS, spread_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
+from zhooks.optim import OwnedStates, with_owners
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -22,7 +24,8 @@ __all__ = ["apply_plan", "plan_of"]
 
 
 def plan_of(packed: Any, optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> Any:
-    """What the first rank's state consists of, as JSON: ``values`` by parameter and key, and ``groups``; None without one.
+    """What the first rank's state consists of, as JSON: ``values`` by parameter and key, ``groups``, and which
+    parameters are ``owned``; None without one.
 
     Args:
         packed: ``optimizer.state_dict()`` with full tensors.
@@ -40,16 +43,19 @@ def plan_of(packed: Any, optimizer: torch.optim.Optimizer, flats: Sequence[Flat]
         raise _expected(f"groups of {saved} parameters where it has {here}")
     order = [param for group in optimizer.param_groups for param in group["params"]]
     shapes = {id(param): spec.shape for flat in flats for param, spec in flat.members()}
-    values = []
+    values, owned = [], []
     for index, entry in packed["state"].items():
         if not isinstance(index, int) or not 0 <= index < len(order) or not isinstance(entry, dict):
             raise _expected(f"the state of parameter {index!r} of {len(order)}")
+        if isinstance(optimizer.state.get(order[index]), OwnedStates):
+            owned.append(index)
+            continue
         values += [[index, key, _about(value, shapes.get(id(order[index])))] for key, value in entry.items()]
     plain = [
         {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in groups
     ]
-    return {"values": values, "groups": plain}
+    return {"values": values, "groups": plain, "owned": owned}
 
 
 def _is_list(value: Any) -> bool:
@@ -89,23 +95,38 @@ def apply_plan(
     for index, key, how in plan["values"]:
         if not how.get("sharded"):
             state.setdefault(index, {})[key] = _whole(comm, how, source.get(index, {}).get(key))
+    # Who owns a parameter goes on to, whatever is loaded.
+    before_owned = {id(param): states for param, states in with_owners(optimizer, order)}
+    owned = {
+        id(order[index]): from_first_rank(comm, source.get(index), before_owned[id(order[index])], order[index].device)
+        for index in plan["owned"]
+    }
+    for index in plan["owned"]:
+        state[index] = dict(owned[id(order[index])])
     groups = [
         {**saved, "params": group["params"]}
         for saved, group in zip(plan["groups"], optimizer.state_dict()["param_groups"], strict=True)
     ]
+
+    # Loading may add some that no group has (torch's own does).
+    needed = set(optimizer.defaults)
 
     def load() -> None:
         try:
             optimizer.load_state_dict({"state": state, "param_groups": groups})
         except Exception as error:
             raise _expected(f"what it cannot read: {type(error).__name__}: {error}") from error
-        missing = sorted(key for group in optimizer.param_groups for key in optimizer.defaults if key not in group)
+        missing = sorted(key for group in optimizer.param_groups for key in needed if key not in group)
         if missing:
             raise _expected(f"groups without {missing[0]}")
+        for param in order:
+            if (old := before_owned.get(id(param))) is not None:
+                optimizer.state[param] = owned.get(id(param), OwnedStates(old.name, old.owner, here=old.here))
         for index, entry in state.items():
             # torch has cast them to the parameter's dtype: of a bf16 one that is rounded stochastically they are fp32.
             wide = {key: value for key, value in entry.items() if isinstance(value, ShardedTensor)}
-            optimizer.state[order[index]].update(wide)
+            if wide:
+                optimizer.state[order[index]].update(wide)
 
     before = optimizer.state, optimizer.param_groups
     try:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from zhooks.checkpoint.full_optimizer_state import apply_plan, plan_of
 from zhooks.checkpoint.ignored_values import check_alike, check_own, plain_of
+from zhooks.checkpoint.owned_states import states_of_owners
 from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.compiled import named_parameters, plain_name
@@ -53,13 +54,17 @@ def full_state(
     for tensor in [*model.buffers(), *ignored.params.values()]:
         if is_divided(tensor):
             values[id(tensor)] = whole_of(tensor).to("cpu", copy=True)
+    owned: dict[int, dict[Any, Any]] = {}
+    if optimizer is not None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        owned = states_of_owners(optimizer, params, comm.shard, (0,))
     if wanted:
         values |= {id(param): _cpu(param) for param in ignored.params.values() if id(param) not in values}
     if not wanted:
         return {}
     out: dict[str, Any] = {"model": _model_state(model, values)}
     if optimizer is not None:
-        out["optimizer"] = _optimizer_state(optimizer, states)
+        out["optimizer"] = _optimizer_state(optimizer, states, owned)
     return out
 
 
@@ -91,12 +96,25 @@ def _cpu(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, states: dict[int, dict[str, Tensor]]) -> dict[str, Any]:
+def _all_cpu(value: Any) -> Any:
+    """A state with what it holds, however deep, on the CPU."""
+    if isinstance(value, dict):
+        return {key: _all_cpu(item) for key, item in value.items()}
+    return type(value)(map(_all_cpu, value)) if isinstance(value, (list, tuple)) else _cpu(value)
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, states: dict[int, dict[str, Tensor]], owned: dict[int, dict[Any, Any]]
+) -> dict[str, Any]:
     packed = optimizer.state_dict()
     order = [param for group in optimizer.param_groups for param in group["params"]]
     full: dict[Any, Any] = {}
     for index, entry in packed["state"].items():
         known = states.get(id(order[index]), {}) if isinstance(index, int) else {}
+        if isinstance(index, int) and id(order[index]) in owned:
+            # Of a parameter that no step has updated there are none.
+            full |= {index: _all_cpu(some)} if (some := owned[id(order[index])]) else {}
+            continue
         full[index] = {key: known.get(key, _cpu(value)) for key, value in entry.items()}
     return {"state": full, "param_groups": packed["param_groups"]}
 

@@ -31,11 +31,13 @@ from zhooks.checkpoint.shard_contents import (
     gradient_name,
     group_names,
     kept_whole,
+    param_names,
     state_name,
     tensor_name,
 )
 from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.layout import part_of
+from zhooks.optim import OwnedStates
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -362,7 +364,7 @@ def _check_optimizers(run: RunState, saved: Sequence[Mapping[str, Any]], unpacke
             f"load: expected the optimizers of the checkpoint ({', '.join(str(one['type']) for one in saved) or 'none'}), "
             f"found {', '.join(kinds)}. Pass the same ones in the same order, or optimizer=() to load the model alone."
         )
-    states = []
+    states, spec_names = [], param_names(run)
     for optimizer, one in zip(run.optimizers, saved, strict=True):
         named = group_names(run, optimizer)
         for number, names in enumerate(named):
@@ -376,7 +378,13 @@ def _check_optimizers(run: RunState, saved: Sequence[Mapping[str, Any]], unpacke
             _check_options(optimizer, group, option)
         loose = unpacker.unpack(one["loose"])
         _require(isinstance(loose, dict), "states without a parameter as a dict")
-        states.append(OptimizerStates(optimizer, options, _check_entries(optimizer, one["entries"], unpacker), loose))
+        owners = _check_owners(run, optimizer, one.get("owners", []))
+        entries = _check_entries(optimizer, one["entries"], unpacker, owners)
+        for param, owner in owners.items():
+            here = owner is None or owner == run.comm.shard.axis.rank
+            name = spec_names.get(id(param), "")
+            entries[param] = OwnedStates(name, owner, entries.get(param, {}), here=here)
+        states.append(OptimizerStates(optimizer, options, entries, loose))
     return states
 
 
@@ -390,6 +398,8 @@ def _check_options(optimizer: torch.optim.Optimizer, here: Mapping[str, Any], sa
     kind = type(optimizer).__name__
     _require(isinstance(saved, dict) and all(type(key) is str for key in saved) and "params" not in saved, f"options of {kind}")
     for key, usual in optimizer.defaults.items():
+        if key not in here and key not in saved:
+            continue  # torch adds defaults that no group has when it loads
         free = usual is None and key not in _FLAGS
         if key not in saved or not (free or _kind(saved[key], number=True) == _kind(usual, number=True)):
             raise CheckpointError(
@@ -411,7 +421,19 @@ def _kind(value: Any, *, number: bool = False) -> Any:
     return type(value).__name__
 
 
-def _check_entries(optimizer: torch.optim.Optimizer, saved: Any, unpacker: Unpacker) -> dict[nn.Parameter, dict[Any, Any]]:
+def _check_owners(run: RunState, optimizer: torch.optim.Optimizer, saved: Any) -> dict[nn.Parameter, int | None]:
+    """Who owns the parameters that the optimizer updates whole."""
+    owners: dict[nn.Parameter, int | None] = {}
+    for group, index, owner in saved:
+        _require(type(group) is int and type(index) is int and min(group, index) >= 0, "places of parameters")
+        _require(owner is None or (type(owner) is int and 0 <= owner < run.comm.shard.axis.world), "a rank")
+        owners[optimizer.param_groups[group]["params"][index]] = owner
+    return owners
+
+
+def _check_entries(
+    optimizer: torch.optim.Optimizer, saved: Any, unpacker: Unpacker, owners: Mapping[nn.Parameter, int | None]
+) -> dict[nn.Parameter, dict[Any, Any]]:
     """The states of each parameter: of the kinds that they have here, or where there are none yet, all of one kind."""
     entries: dict[nn.Parameter, dict[Any, Any]] = {}
     kinds: dict[Any, Any] = {}
@@ -428,6 +450,8 @@ def _check_entries(optimizer: torch.optim.Optimizer, saved: Any, unpacker: Unpac
                 continue
             value = entries[param][key] = unpacker.unpack(packed_value)
             held = optimizer.state.get(param, {}).get(key)
+            if param in owners:
+                continue  # as the parameter's shape will have it
             kind = kinds.setdefault(key, _kind(value)) if held is None or isinstance(held, ShardedTensor) else _kind(held)
             count = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
             counts = key != "step" or (isinstance(count, (int, float)) and 0 <= count < float("inf"))

@@ -30,7 +30,7 @@ from zhooks.comm import Comm
 from zhooks.compiled import named_modules
 from zhooks.grad import Reducer, Scaling
 from zhooks.layout import Ignored, part_of
-from zhooks.optim import Rounding, sharded_states, states_of
+from zhooks.optim import OwnedStates, Rounding, sharded_states, states_of
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit
 
@@ -317,20 +317,24 @@ def group_names(run: RunState, optimizer: torch.optim.Optimizer) -> list[list[st
 def _optimizer(run: RunState, optimizer: torch.optim.Optimizer, packer: Packer, where: str) -> dict[str, Any]:
     # Of another attachment's parameters that one saves the states.
     ours = {id(param) for flat in run.flats for param in flat.params}
-    groups, entries = [], []
+    groups, entries, owners = [], [], []
     for number, (group, names) in enumerate(zip(optimizer.param_groups, group_names(run, optimizer), strict=True)):
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append({"params": names, "options": packer.pack(options, where)})
         for index, param in enumerate(group["params"]):
             state = optimizer.state.get(param)
-            if state is not None and not (isinstance(param, ShardedTensor) and id(param) not in ours):
-                packed = [[packer.pack(key, where), _state(value, packer, f"{where} {key}")] for key, value in state.items()]
-                entries.append([number, index, packed])
+            if state is None or (isinstance(param, ShardedTensor) and id(param) not in ours):
+                continue
+            packed = [[packer.pack(key, where), _state(value, packer, f"{where} {key}")] for key, value in state.items()]
+            entries.append([number, index, packed])
+            if isinstance(state, OwnedStates):
+                owners.append([number, index, state.owner])
     loose = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     return {
         "type": type(optimizer).__name__,
         "groups": groups,
         "entries": entries,
+        "owners": owners,
         "loose": packer.pack(loose, where),
     }
 

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CapabilityError, CheckpointError
 from zhooks.checkpoint.ignored_values import check_alike
+from zhooks.checkpoint.owned_states import states_of_owners
 from zhooks.checkpoint.rank0_values import flats_of, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.grad import Asked, full_state_asked
@@ -193,6 +194,14 @@ class StockState:
                     if value is not None and shard is not None:
                         at = index[id(param)]
                         state[at] = {**state[at], key: value}
+        every = range(self._comm.shard.axis.world)
+        ours = {id(param) for flat in flats_of(self._units) for param in flat.params}
+        held = [param for param in order if id(param) in ours]
+        for param_id, states in states_of_owners(optimizer, held, self._comm.shard, every).items():
+            if asked.here and states:
+                state[index[param_id]] = states
+            else:
+                state.pop(index[param_id], None)
 
 
 class _Hook:

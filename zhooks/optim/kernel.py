@@ -7,7 +7,8 @@ It never moves a value between tiers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -17,7 +18,10 @@ from torch.optim import Optimizer
 
 from zhooks.unit import Flat
 
-__all__ = ["NO_ARGUMENTS", "Arguments", "FlatUpdate", "Kernel", "TorchKernel", "grad_of"]
+__all__ = [
+    "BY_RANGES", "NO_ARGUMENTS", "Arguments", "FlatUpdate", "Kernel", "TorchKernel", "grad_of", "narrowed",
+    "options_kept", "step_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Kernel(Protocol):
 
 
 #: torch's optimizers whose step goes over ranges alone: no rank is asked, nothing is gathered, no attribute is kept.
-_BY_RANGES = frozenset(
+BY_RANGES = frozenset(
     getattr(torch.optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 )
@@ -80,27 +84,68 @@ class TorchKernel:
         return False
 
     def apart(self, optimizer: Optimizer) -> bool:
-        if type(optimizer) not in _BY_RANGES:
+        if type(optimizer) not in BY_RANGES:
             return False
         groups = optimizer.param_groups
         on_device = any(isinstance(value, Tensor) and value.is_cuda for group in groups for value in group.values())
         return not on_device and not any(group.get(option) for group in groups for option in _ON_DEVICE)
 
     def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
-        step: Any = type(optimizer).step
-        plain = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-        held, own = [group["params"] for group in optimizer.param_groups], cast(Any, optimizer)
-        hooks = own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks
-        for group, params in zip(optimizer.param_groups, update.groups, strict=True):
-            group["params"] = list(params)
-        # A step that calls its base class's would run them once a flat.
-        own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        try:
-            plain(optimizer, *arguments.args, **arguments.kwargs)
-        finally:
-            own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = hooks
-            for group, params in zip(optimizer.param_groups, held, strict=True):
-                group["params"] = params
+        with narrowed(optimizer, update.groups):
+            step_of(optimizer)(optimizer, *arguments.args, **arguments.kwargs)
+
+
+def step_of(optimizer: Optimizer) -> Callable[..., Any]:
+    """The step of its class, without what torch and others have put around it."""
+    step: Any = type(optimizer).step
+    plain: Callable[..., Any] = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    return plain
+
+
+@contextmanager
+def narrowed(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[None]:
+    """Inside it has these parameters alone, group by group, and no hooks."""
+    held, own = [group["params"] for group in optimizer.param_groups], cast(Any, optimizer)
+    hooks = own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = list(params)
+    # A step that calls its base class's would run them once a call.
+    own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = hooks
+        for group, params in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = params
+
+
+@contextmanager
+def options_kept(optimizer: Optimizer) -> Iterator[None]:
+    """What a call inside counts, in its groups or beside them, is undone: a step of many calls counts once."""
+    groups = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    own, known = {key: value for key, value in vars(optimizer).items() if _is_number(value)}, set(vars(optimizer))
+    try:
+        yield
+    finally:
+        for key in [key for key, value in vars(optimizer).items() if key not in known and _is_number(value)]:
+            del vars(optimizer)[key]
+        vars(optimizer).update(own)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            for key in group.keys() - before.keys() - {"params"}:
+                del group[key]
+            for key, value in before.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def grad_of(param: nn.Parameter) -> Tensor | None:

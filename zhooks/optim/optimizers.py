@@ -33,6 +33,8 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CheckpointError, DivergenceError, ShardedOpError
 from zhooks.comm import CONTROL, AllRanks, Call, Facts, Transport, disagreement, text_digest
+from zhooks.optim.owned_states import OwnedStates
+from zhooks.optim.owners import Owners
 from zhooks.optim.step_hooks import watch_steps
 from zhooks.tensor import ParamShard, ShardedTensor
 
@@ -77,10 +79,12 @@ class Optimizers:
         params: says which parameters are attached.
         stage: the ranks of the model.
         stock: makes full states ranges.
+    Attributes:
+        owners: the parameters that they update whole.
     """
 
-    def __init__(self, params: Callable[[], list[nn.Parameter]], stage: Transport, stock: States) -> None:
-        self._params, self._stage, self._stock = params, stage, stock
+    def __init__(self, params: Callable[[], list[nn.Parameter]], stage: Transport, stock: States, owners: Owners) -> None:
+        self._params, self._stage, self._stock, self.owners = params, stage, stock, owners
         self._order: list[weakref.ref[Optimizer]] = []
         #: Those first seen in a backward, with a number that stands for what they hold.
         self._unordered: list[tuple[int, weakref.ref[Optimizer]]] = []
@@ -130,10 +134,12 @@ class Optimizers:
             self._note(optimizer)
             return
         self._stock.check_autocast()
-        met, held = self._met.get(optimizer), self._stock.held(optimizer)
+        found = self.owners.facts(optimizer)
+        whole = {id(one.param) for one in self.owners.whole(optimizer)}
+        met, held = self._met.get(optimizer), [one for one in self._stock.held(optimizer) if id(one[0]) not in whole]
         # Ranks need not come to a step in backward (an optimizer a parameter) in one order.
         fresh = (met is None or met.groups != len(optimizer.param_groups)) and not _in_backward()
-        facts = optimizer_facts(optimizer, params) if fresh else {}
+        facts = {**optimizer_facts(optimizer, params), "updates": found} if fresh else {}
         states = "\n".join(f"{spec.name} {key} {about_state(value)}" for _, spec, key, value in held)
         problem = disagreement(self._stage, {"optimizer": {**facts, "states": f"{text_digest(states):x}"}})
         if problem and not AllRanks(self._stage, verb, "the optimizer's state").same(states):
@@ -144,12 +150,30 @@ class Optimizers:
             )
         if problem:
             raise DivergenceError(problem)
-        problem = partitions(optimizer)
+        problem = partitions(optimizer) or self.owners.refusal(optimizer)
         if problem:
             raise ShardedOpError(f"{verb}: {problem}")
+        if whole and _in_backward():
+            raise ShardedOpError(
+                f"{type(optimizer).__name__}.{verb}: expected a first step after backward, for it updates parameters whole and "
+                "ranks choose who owns them, found one inside backward. Step it after backward."
+            )
+        self.owners.settle(optimizer, verb)
         self._stock.make_ranges(optimizer, held)
         self.admit(optimizer)
         self._note(optimizer)
+
+    def settle(self, optimizer: Optimizer, verb: str) -> None:
+        """States that are about to be loaded into it find out who keeps them.  Collective.
+
+        Raises:
+            DivergenceError: ranks have other optimizers.
+            CheckpointError: as ``before``.
+        """
+        problem = disagreement(self._stage, {"optimizer": {"updates": self.owners.facts(optimizer)}})
+        if problem:
+            raise DivergenceError(problem)
+        self.owners.settle(optimizer, verb)
 
     def _note(self, optimizer: Optimizer) -> None:
         """It has been met, as it is now."""
@@ -351,7 +375,8 @@ def _places(optimizer: Optimizer, params: Sequence[Tensor]) -> list[int]:
 
 
 def _has_ranges(optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
-    return any(isinstance(value, ShardedTensor) for param in params for value in optimizer.state.get(param, {}).values())
+    states = [optimizer.state.get(param, {}) for param in params]
+    return any(isinstance(of, OwnedStates) or any(isinstance(one, ShardedTensor) for one in of.values()) for of in states)
 
 
 def _once(optimizers: Iterable[Optimizer]) -> list[Optimizer]:

@@ -1,7 +1,8 @@
-"""Any torch optimizer over tiers: entered through torch's own step hooks.
+"""Any torch optimizer, whole or over tiers: entered through torch's own step hooks.
 
-torch calls ``before`` and ``after`` around every optimizer's step; for those that hold our parameters ``before`` has
-``tiered_update.py`` do the work and leaves nothing of ours for the outer call.  It never computes an update and moves nothing.
+torch calls ``before`` and ``after`` around every optimizer's step; ``before`` has ``whole_update.py`` and, where there are
+tiers, ``tiered_update.py`` do what is theirs, and leaves the rest for the outer call.  It never computes an update and moves
+nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import inspect
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, cast
@@ -22,9 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ShardedOpError
 from zhooks.grad import running
-from zhooks.optim.kernel import Arguments
+from zhooks.optim.kernel import Arguments, FlatUpdate
 from zhooks.optim.overlap import Overlap
+from zhooks.optim.owners import Whole
 from zhooks.optim.tiered_update import Updater
+from zhooks.optim.whole_update import WholeUpdater
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["Stepper", "watch_steps"]
@@ -34,12 +37,16 @@ class Stepper:
     """The optimizer steps of one attachment.
 
     Args:
+        whole: updates parameters whole.
+        updater: updates the others over tiers; None where there are none, and torch updates them.
         due: finishes a backward that is still open, and reduces what is owed.
         overlap: what has been updated in backward; None where nothing is.
     """
 
-    def __init__(self, updater: Updater, due: Callable[[], None], overlap: Overlap | None) -> None:
-        self.updater, self.overlap, self._due = updater, overlap, due
+    def __init__(
+        self, whole: WholeUpdater, updater: Updater | None, due: Callable[[], None], overlap: Overlap | None = None
+    ) -> None:
+        self.whole, self.updater, self.overlap, self._due = whole, updater, overlap, due
         self._inside = False
         self._undo: Callable[[], None] | None = None
         #: The outer step, as torch calls it: what is left of it is the optimizer's own.
@@ -72,14 +79,14 @@ class Stepper:
             TypeError: ``step`` does not take these arguments.
             TierError, BudgetError: a tier failed; the message says how far the step had come.
         """
-        if self._inside or self.updater.present is not None:
+        if self._inside or self._present() is not None:
             self._check_nested(optimizer)
             return
         if self._outer is not None and running(self._outer):
             # A step that calls another (its base class's, a wrapped optimizer's): what is ours has been done.
             return
         self.restore()
-        if not self.updater.updates(optimizer):
+        if not any(self._updates(optimizer)):
             return
         arguments = _arguments(optimizer, args[1:], kwargs)
         self._inside = True
@@ -87,12 +94,15 @@ class Stepper:
             with _own_hooks_first(optimizer, args, kwargs) as hooks:
                 self._due()
                 # Not before: parameters frozen since backward have been laid out anew just now.
-                updates = self.updater.updates(optimizer)
+                whole, updates = self._updates(optimizer)
                 self._outer, after = sys._getframe(2), dict(cast(Any, optimizer)._optimizer_step_post_hooks)
-                self._undo = _leave_others(optimizer, {id(param) for update in updates for param in update.params()}, hooks)
+                self._undo = _leave_others(optimizer, _ids(whole) | _ids(updates), hooks)
+                if whole:
+                    self.whole.step(optimizer, whole, arguments)
                 if self.overlap is not None:
                     self.overlap.step_begins(optimizer, updates, arguments)
-                self.updater.step(optimizer, updates, arguments)
+                if self.updater is not None and updates:
+                    self.updater.step(optimizer, updates, arguments)
                 self._restore_first(optimizer, after)
         except BaseException:
             self.restore()
@@ -116,15 +126,28 @@ class Stepper:
 
         optimizer._optimizer_step_post_hooks = OrderedDict([(object(), restore)])
 
+    def _updates(self, optimizer: Optimizer) -> tuple[list[Whole], list[FlatUpdate]]:
+        """What a step of it has to do here: parameters that are updated whole, and flats."""
+        whole = self.whole.updates(optimizer)
+        return whole, [] if self.updater is None else self.updater.updates(optimizer, _ids(whole))
+
+    def _present(self) -> FlatUpdate | None:
+        return None if self.updater is None else self.updater.present
+
     def _check_nested(self, optimizer: Optimizer) -> None:
         """A step within one flat's update may go over that flat alone."""
-        present = self.updater.present
-        now = set() if present is None else {id(param) for param in present.params()}
-        if any(id(param) not in now for update in self.updater.updates(optimizer) for param in update.params()):
+        present = self._present()
+        now = set() if present is None else _ids([present])
+        whole, updates = self._updates(optimizer)
+        if (_ids(whole) | _ids(updates)) - now:
             raise ShardedOpError(
                 f"{type(optimizer).__name__}: expected an optimizer that is stepped by itself, or shares the groups of the one "
-                "that steps it, for the policy places states on tiers; found groups of its own. Step it directly."
+                "that steps it, for states are placed on tiers or with owners; found groups of its own. Step it directly."
             )
+
+
+def _ids(updates: Iterable[Whole | FlatUpdate]) -> set[int]:
+    return {id(param) for update in updates for param in update.params()}
 
 
 class Around(Protocol):
@@ -166,7 +189,7 @@ def _arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
     """What a step was called with, where that can hold for each of many calls."""
     bound = inspect.signature(type(optimizer).step).bind(optimizer, *args, **kwargs).arguments
     named = {name: value for name, value in list(bound.items())[1:] if name != "closure" or value is not None}
-    where = "expected a step without {0}, for the policy places its states on tiers; found one. {1}"
+    where = "expected a step without {0}, for it is made of many: its states are on tiers or with owners; found one. {1}"
     if "closure" in named:
         what = where.format("closure", "Call the closure yourself, then step().")
         raise ShardedOpError(f"{type(optimizer).__name__}.step(closure): {what}")

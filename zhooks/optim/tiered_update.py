@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -99,9 +99,9 @@ class Updater:
         """What the calling thread is updating."""
         return self._present.update
 
-    def updates(self, optimizer: Optimizer) -> list[FlatUpdate]:
-        """What a step of the optimizer has to do here, flat by flat."""
-        place: dict[int, Flat] = {id(param): flat for flat in self.flats() for param in flat.params}
+    def updates(self, optimizer: Optimizer, without: Set[int] = frozenset()) -> list[FlatUpdate]:
+        """What a step of the optimizer has to do here, flat by flat; ``without`` parameters of these identities."""
+        place: dict[int, Flat] = {id(param): flat for flat in self.flats() for param in flat.params if id(param) not in without}
         if not place:
             return []
         by_flat: dict[int, tuple[Flat, list[list[nn.Parameter]]]] = {}

@@ -31,7 +31,7 @@ from offload.text import as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.layout import Ignored, UnitPlan
-from zhooks.optim import watch_steps
+from zhooks.optim import OwnedStates, nbytes_of, tensors_in, watch_steps
 from zhooks.plan.arena import beside, reductions
 from zhooks.plan.tiers import limit_of
 from zhooks.tensor import ShardedTensor
@@ -261,10 +261,15 @@ def state_nbytes(
         for param in group["params"]:
             numel = numels.get(id(param), 0)
             states = optimizer.state.get(param) if numel else None
-            if states:
+            dtype = torch.float32 if wide and param.dtype is torch.bfloat16 else param.dtype
+            if isinstance(states, OwnedStates):
+                # Its owner will keep them whole, the others nothing.
+                held += sum(map(nbytes_of, tensors_in(states)))
+                if states.here and next(tensors_in(states), None) is None:
+                    coming.append(((number, dtype, param.dim()), param.numel()))
+            elif states:
                 held += numel * _itemsize(states, param.shape)
             elif numel:
-                dtype = torch.float32 if wide and param.dtype is torch.bfloat16 else param.dtype
                 coming.append(((number, dtype, param.dim()), numel))
     made = _made(optimizer, {place for place, _ in coming})
     return held + sum(made[place] * numel for place, numel in coming if made is not None), made is not None
@@ -307,9 +312,15 @@ def _made(optimizer: Optimizer, places: set[_Place]) -> dict[_Place, int] | None
                 param.grad = torch.ones_like(param)
             step = kind.step
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(stand_in)
+            if any(one.dim() and one.shape != param.shape for param in params.values() for one in _held(stand_in, param)):
+                return None  # how large those are for another shape, nobody knows
             return {place: _itemsize(stand_in.state.get(param), param.shape) for place, param in params.items()}
     except Exception:
         return None
+
+
+def _held(optimizer: Any, param: nn.Parameter) -> Iterator[Tensor]:
+    return tensors_in(optimizer.state.get(param, {}))
 
 
 def _on_cpu(value: Any) -> Any:

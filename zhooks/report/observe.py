@@ -18,6 +18,7 @@ from offload.store import Store
 from offload.tier import Tier
 from zhooks.checkpoint import RunState
 from zhooks.grad import Reducer
+from zhooks.optim import tensors_in
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -67,7 +68,7 @@ def state_held(live: RunState, policy: Policy, store: Store | None, optimizers: 
             for param in flat.params:
                 for optimizer in optimizers:
                     # A copy: who begins to listen on another thread meets a step under way.
-                    for value in tuple(optimizer.state.get(param, {}).values()):
+                    for value in tuple(tensors_in(optimizer.state.get(param, {}))):
                         _hold(bus, "optimizer", flat, value)
     bus.counter("communication on host", "message rings", live.comm.nbytes)
     if store is not None:

@@ -422,12 +422,12 @@ def test_rows_and_matrices_of_a_gradient_are_refused_by_name() -> None:
         assert "full_tensor()" in str(raised.value), name
 
 
-@on_ranks(1, 2, name=("Adafactor", "Muon", "LBFGS"))
-def test_optimizers_that_need_whole_matrices_are_refused_by_name_and_change_nothing(name: str) -> None:
+@on_ranks(1, 2)
+def test_an_optimizer_that_needs_all_parameters_in_one_vector_is_refused_by_name_and_changes_nothing() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8, bias=False)
     zhooks.attach(model)
-    optimizer = getattr(torch.optim, name)(model.parameters())
+    optimizer = torch.optim.LBFGS(model.parameters())
     before = model.weight.full_tensor()
 
     def closure() -> Tensor:
@@ -437,7 +437,7 @@ def test_optimizers_that_need_whole_matrices_are_refused_by_name_and_change_noth
         return loss
 
     closure()
-    with pytest.raises(zhooks.ShardedOpError, match=name):
+    with pytest.raises(zhooks.ShardedOpError, match="LBFGS"):
         optimizer.step(closure)
     assert torch.equal(model.weight.full_tensor(), before)
 

@@ -1,0 +1,279 @@
+"""Optimizers that need whole matrices train as plain ones do, each matrix on the one rank that owns it.
+
+pytest runs it, on one, two and four ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zhooks
+from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, Shampoo, batch, net, train
+from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.values import full
+from zhooks.optim import OwnedStates, tensors_in
+
+POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}}
+
+
+def attached(kind: str, **policy: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    model = net()
+    attachment = zhooks.attach(model, policy={**POLICY, **policy})
+    return model, attachment, MATRIX_OPTIMIZERS[kind](model.parameters())
+
+
+def plain(kind: str, steps: range) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net()
+    optimizer = MATRIX_OPTIMIZERS[kind](model.parameters())
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def check_equal(model: nn.Module, expected: nn.Module) -> None:
+    values = full(model) if isinstance(next(model.parameters()), zhooks.ShardedTensor) else model.parameters()
+    for value, other in zip(values, expected.parameters(), strict=True):
+        torch.testing.assert_close(value.detach(), other.detach(), rtol=0, atol=0)
+
+
+def check_states(found: dict[str, Any], expected: torch.optim.Optimizer) -> None:
+    """A full state is what the plain optimizer has, tensor by tensor."""
+    wanted = expected.state_dict()
+    assert found["state"].keys() == wanted["state"].keys()
+    for index, states in wanted["state"].items():
+        assert found["state"][index].keys() == states.keys()
+        for one, other in zip(tensors_in(found["state"][index]), tensors_in(states), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@on_ranks(1, 2, 4, stage=(0, 1, 2, 3), kind=tuple(MATRIX_OPTIMIZERS))
+def test_training_equals_plain_training_bit_for_bit(stage: int, kind: str) -> None:
+    model, attachment, optimizer = attached(kind, stage=stage)
+    train(model, optimizer, range(6))
+    expected, other = plain(kind, range(6))
+    check_equal(model, expected)
+    for group, wanted in zip(optimizer.param_groups, other.param_groups, strict=True):
+        assert group.get("count") == wanted.get("count")
+    assert getattr(optimizer, "steps", None) == getattr(other, "steps", None)
+    state = attachment.state_dict(optimizer)
+    if place()[0] == 0:
+        check_states(state["optimizer"], other)
+
+
+@on_ranks(2, 4, kind=("muon", "shampoo"))
+def test_states_are_whole_on_one_rank_and_nowhere_else(kind: str) -> None:
+    rank, world = place()
+    model, _, optimizer = attached(kind)
+    train(model, optimizer, range(2))
+    _, expected = plain(kind, range(2))
+    owners = []
+    for param in optimizer.param_groups[0]["params"]:
+        states: Any = optimizer.state[param]
+        assert isinstance(states, OwnedStates) and states.here == (states.owner == rank)
+        assert bool(states) == states.here and f"rank {states.owner}" in repr(states)
+        owners.append(states.owner)
+        if not states.here:
+            with pytest.raises(zhooks.ShardedOpError, match=f"on its owner, which is rank {states.owner}"):
+                states["momentum_buffer"]
+    assert set(owners) == set(range(world))
+    held = torch.tensor(sum(value.nbytes for states in optimizer.state.values() for value in tensors_in(states)))
+    dist.all_reduce(held)
+    assert held.item() == sum(value.nbytes for states in expected.state.values() for value in tensors_in(states))
+
+
+@on_ranks(2)
+def test_the_largest_share_of_equal_matrices_is_one_rank_of_many() -> None:
+    _, world = place()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)])
+    attachment = zhooks.attach(model, policy=POLICY)
+    optimizer = torch.optim.Muon(model.parameters())
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    held = sum(value.nbytes for states in optimizer.state.values() for value in tensors_in(states))
+    assert held == 8 * 16 * 16 * 4 // world
+    assert sum(row.nbytes for row in attachment.memory().rows if row.what == "optimizer") == held
+
+
+@on_ranks(2, kind=("muon", "soap"), stage=(0, 3))
+def test_a_saved_run_goes_on_bit_for_bit(kind: str, stage: int) -> None:
+    with folder() as path:
+        model, attachment, optimizer = attached(kind, stage=stage)
+        train(model, optimizer, range(3))
+        attachment.save(path / "run", optimizer)
+        again, other, fresh = attached(kind, stage=stage)
+        other.load(path / "run", fresh)
+        train(again, fresh, range(3, 6))
+    check_equal(again, plain(kind, range(6))[0])
+
+
+@on_ranks(2, 4)
+def test_a_full_state_is_loaded_by_the_attachment_and_by_the_optimizer_itself() -> None:
+    rank, _ = place()
+    expected, other = plain("adafactor", range(3))
+    for loads in ("attachment", "optimizer"):
+        model, attachment, optimizer = attached("adafactor")
+        state = {"model": expected.state_dict(), "optimizer": other.state_dict()}
+        if loads == "attachment":
+            attachment.load_state_dict(copy.deepcopy(state) if rank == 0 else {}, optimizer)
+        else:
+            attachment.load_state_dict({"model": state["model"]} if rank == 0 else {})
+            optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        train(model, optimizer, range(3, 5))
+        check_equal(model, plain("adafactor", range(5))[0])
+
+
+@on_ranks(2)
+def test_a_state_dict_kept_in_memory_is_loaded_again_and_no_file_is_made_of_it() -> None:
+    model, attachment, optimizer = attached("muon")
+    train(model, optimizer, range(2))
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(2, 4))
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    train(model, optimizer, range(2, 5))
+    check_equal(model, plain("muon", range(5))[0])
+    with pytest.raises(zhooks.ShardedOpError, match=r"attachment\.save"):
+        torch.save(optimizer.state_dict(), io.BytesIO())
+    attachment.detach()
+
+
+@on_ranks(2)
+def test_detach_leaves_the_plain_optimizer_with_all_its_states() -> None:
+    model, attachment, optimizer = attached("shampoo")
+    train(model, optimizer, range(3))
+    attachment.detach()
+    _, other = plain("shampoo", range(3))
+    check_states(optimizer.state_dict(), other)
+    train(model, optimizer, range(3, 5))
+    check_equal(model, plain("shampoo", range(5))[0])
+    attachment = zhooks.attach(model, optimizer, policy=POLICY)
+    train(model, optimizer, range(5, 7))
+    check_equal(model, plain("shampoo", range(7))[0])
+
+
+@on_ranks(2)
+def test_another_stage_and_frozen_parameters_keep_states_and_values() -> None:
+    model, attachment, optimizer = attached("muon")
+    expected = net()
+    other = MATRIX_OPTIMIZERS["muon"](expected.parameters())
+    steps = iter(range(100))
+
+    def both() -> None:
+        now = [next(steps), next(steps)]
+        train(model, optimizer, now)
+        train(expected, other, now)
+        check_equal(model, expected)
+
+    both()
+    for stage in (0, 3):
+        attachment.apply({**POLICY, "stage": stage})
+        both()
+    for trained in (False, True):
+        for one in (model, expected):
+            one[2].weight.requires_grad_(trained)  # type: ignore[index, union-attr]
+        both()
+
+
+@on_ranks(2)
+def test_muon_for_matrices_and_adamw_for_the_rest_step_side_by_side() -> None:
+    def pair(model: nn.Module) -> list[torch.optim.Optimizer]:
+        rest = [param for param in model.parameters() if param.dim() != 2]
+        return [MATRIX_OPTIMIZERS["muon"](model.parameters()), torch.optim.AdamW(rest, lr=0.01)]
+
+    results = []
+    for model in (net(), net()):
+        if results:
+            zhooks.attach(model, policy=POLICY)
+        optimizers = pair(model)
+        schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(one, T_max=5) for one in optimizers]
+        for step in range(5):
+            model(batch(step)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+            for one in (*optimizers, *schedules):
+                one.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        results.append(model)
+    check_equal(results[1], results[0])
+
+
+class FailsOnOne(Shampoo):
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if len(self.state) and group.get("fails") and param.shape == (20, 20):
+            raise ValueError("this matrix cannot be inverted")
+        super()._update(param, grad, group)
+
+
+@on_ranks(2)
+def test_a_step_that_raises_on_one_owner_raises_on_every_rank_and_says_how_far_it_had_come() -> None:
+    model = net()
+    zhooks.attach(model, policy=POLICY)
+    optimizer = FailsOnOne(model.parameters())
+    train(model, optimizer, range(1))
+    before = [value.clone() for value in full(model)]
+    optimizer.param_groups[0]["fails"] = True
+    model(batch(1)).square().mean().backward()
+    with pytest.raises(Exception, match="cannot be inverted") as raised:
+        optimizer.step()
+    assert "0 of 1 rounds" in "".join(raised.value.__notes__)
+    for value, other in zip(full(model), before, strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=0)
+    optimizer.param_groups[0]["fails"] = False
+    optimizer.step()
+
+
+class Coupled(torch.optim.Optimizer):
+    """Divides every update by the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        updates = [param.grad @ param.grad.T @ param.grad if param.dim() == 2 else param.grad for param in params]
+        total = torch.stack([update.norm() for update in updates]).sum()
+        for param, update in zip(params, updates, strict=True):
+            param.sub_(update / total)
+
+
+class Communicates(torch.optim.Optimizer):
+    """Divides matrices among ranks itself, as Muon's first versions did."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                update = param.grad @ param.grad.T @ param.grad
+                dist.all_reduce(update)
+                param.sub_(update)
+
+
+@on_ranks(2, made=(Coupled, Communicates))
+def test_an_optimizer_whose_matrices_cannot_have_owners_is_refused_by_name_before_anything_changed(made: Any) -> None:
+    model = net()
+    zhooks.attach(model, policy=POLICY)
+    optimizer = made([param for param in model.parameters() if param.dim() == 2], {})
+    before = [value.clone() for value in full(model)]
+    model(batch(0)).square().mean().backward()
+    reason = {"Coupled": "depends on the gradients of others", "Communicates": "communicates between ranks"}[made.__name__]
+    with pytest.raises(zhooks.ShardedOpError, match=rf"(?s){made.__name__}.*{reason}"):
+        optimizer.step()
+    for value, other in zip(full(model), before, strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_a_gradient_that_some_ranks_alone_have_is_named() -> None:
+    rank, _ = place()
+    model, _, optimizer = attached("muon")
+    model(batch(0)).square().mean().backward()
+    if rank == 1:
+        model[2].weight.grad = None  # type: ignore[index, union-attr]
+    with pytest.raises(zhooks.DivergenceError, match=r"gradient of 2.weight on every rank or on none"):
+        optimizer.step()
+    dist.barrier()

@@ -1,0 +1,123 @@
+"""States of parameters that are updated whole, on their way: from their owner to other ranks, and from the first rank to it.
+
+``full_state_dict.py``, ``full_optimizer_state.py``, ``torch_state_dict.py`` and ``build/`` call it.  The states of one
+parameter travel at once, as JSON and the bytes of its tensors; nothing is pickled.  It never decides who owns what.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offload.shards import CODES, DTYPES
+from zhooks.checkpoint.state_tree import Packer, Unpacker
+from zhooks.comm import CONTROL, GATHER, Call, Comm, Transport, all_or_none
+from zhooks.optim import OwnedStates, Owners, flags_of, with_owners
+
+__all__ = ["from_first_rank", "from_owner", "own_anew", "plain_states", "states_of_owners"]
+
+
+def states_of_owners(
+    optimizer: Optimizer, params: Iterable[nn.Parameter], shard: Transport, ranks: Collection[int]
+) -> dict[int, dict[Any, Any]]:
+    """All states of those of ``params`` that have owners, by identity; on these ``ranks`` of the shard axis.  Collective."""
+    found: dict[int, dict[Any, Any]] = {}
+    for param, states in with_owners(optimizer, params):
+        got = from_owner(states, shard, ranks, param.device)
+        if got is not None:
+            found[id(param)] = got
+    return found
+
+
+def from_owner(states: OwnedStates, shard: Transport, ranks: Collection[int], device: torch.device) -> dict[Any, Any] | None:
+    """What the owner has, on ``ranks``; None elsewhere.  Collective.
+
+    Raises:
+        CheckpointError: the owner has states that are no plain data and tensors; on every rank.
+    """
+    if states.owner is None:
+        return dict(states) if shard.axis.rank in ranks else None
+    rank, world, owner = shard.axis.rank, shard.axis.world, states.owner
+    call = Call(CONTROL, "send states of", states.name)
+    blob = _packed(states, shard, states.name)
+    length = torch.tensor([blob.numel()], dtype=torch.int64)
+    shard.all_reduce(call, length, "max")
+    nbytes = int(length.item())
+    numels = [[nbytes if writer == owner and reader in ranks else 0 for reader in range(world)] for writer in range(world)]
+    sends = torch.cat([blob] * len(set(ranks))) if rank == owner else blob[:0]
+    receives = torch.empty(nbytes if rank in ranks else 0, dtype=torch.uint8)
+    sends, receives = sends.to(device), receives.to(device)
+    shard.exchange(Call(GATHER, "send states of", states.name), sends, receives, numels).wait()
+    return _unpacked(receives.cpu(), device) if rank in ranks else None
+
+
+def from_first_rank(comm: Comm, given: Any, states: OwnedStates, device: torch.device) -> OwnedStates:
+    """What the first rank was given, as this rank keeps it: all of it where it owns the parameter.  Collective."""
+    first = comm.stage.axis.rank == 0
+    blob = _bytes_of(given if first else {}, states.name)
+    length = torch.tensor([blob.numel()], dtype=torch.int64)
+    comm.stage.broadcast(Call(CONTROL, "load states of", states.name), length)
+    blob = blob if first else torch.empty(int(length.item()), dtype=torch.uint8)
+    comm.stage.broadcast(Call(CONTROL, "load states of", states.name), blob)
+    got = _unpacked(blob, device)
+    return OwnedStates(states.name, states.owner, got if states.here else flags_of(got), here=states.here)
+
+
+def plain_states(optimizer: Optimizer, params: Iterable[nn.Parameter], shard: Transport) -> None:
+    """Every rank has all states of those of ``params`` that have owners, as a plain optimizer has them.  Collective."""
+    for param, states in list(with_owners(optimizer, params)):
+        got = from_owner(states, shard, range(shard.axis.world), param.device)
+        assert got is not None
+        if got:
+            optimizer.state[param] = got
+        else:
+            del optimizer.state[param]
+
+
+def own_anew(optimizer: Optimizer, owners: Owners, shard: Transport) -> None:
+    """Parameters that were sharded, or are no more: owners take their states, or every rank does.  Collective."""
+    for one in owners.whole(optimizer):
+        states = optimizer.state.get(one.param)
+        if isinstance(states, OwnedStates) and states.owner is not None and not one.flat.sharded:
+            got = from_owner(states, shard, range(shard.axis.world), one.param.device)
+            assert got is not None
+            optimizer.state[one.param] = OwnedStates(states.name, None, got, here=True)
+    owners.settle(optimizer, "apply")
+
+
+def _packed(states: OwnedStates, shard: Transport, name: str) -> Tensor:
+    """The owner's states as bytes; nothing elsewhere.  Collective: what they cannot be, is said on every rank."""
+    found: list[Tensor] = []
+    with all_or_none(shard, "send states"):
+        found.append(_bytes_of(states, name) if states.here else torch.empty(0, dtype=torch.uint8))
+    return found[0]
+
+
+def _bytes_of(states: Any, name: str) -> Tensor:
+    """The length of a description, the description, and the tensors in its order."""
+    packer = Packer()
+    tree = packer.pack(dict(states), f"the optimizer state of {name}")
+    about = [[key, CODES[value.dtype], list(value.shape)] for key, value in packer.tensors.items()]
+    raw = json.dumps({"tree": tree, "tensors": about}, separators=(",", ":")).encode()
+    head = torch.frombuffer(bytearray(len(raw).to_bytes(8, "little") + raw), dtype=torch.uint8)
+    tensors = [value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for value in packer.tensors.values()]
+    return torch.cat([head, *tensors])
+
+
+def _unpacked(blob: Tensor, device: torch.device) -> dict[Any, Any]:
+    length = int.from_bytes(blob[:8].numpy().tobytes(), "little")
+    said = json.loads(blob[8 : 8 + length].numpy().tobytes())
+    at, tensors = 8 + length, dict[str, Tensor]()
+    for key, code, shape in said["tensors"]:
+        dtype = DTYPES[code]
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        # In memory of its own, where every dtype is aligned.
+        tensors[key] = blob[at : at + nbytes].clone().view(dtype).reshape(shape)
+        at += nbytes
+    unpacked: dict[Any, Any] = Unpacker(tensors.__getitem__, device).unpack(said["tree"])
+    return unpacked

@@ -1,0 +1,104 @@
+"""The states of a parameter that an optimizer updates whole: on the one rank that owns it, and nowhere else.
+
+``owners.py`` makes them; ``checkpoint/``, ``build/`` and ``report/`` read them through here.  It never moves one between ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offload.errors import ShardedOpError
+
+__all__ = ["OwnedStates", "flags_of", "holds_tensors", "nbytes_of", "tensors_in", "with_owners"]
+
+
+class OwnedStates(dict[Any, Any]):
+    """What ``optimizer.state`` has for such a parameter: on the owner all of its states, plain and whole, else flags alone.
+
+    Attributes:
+        name: of the parameter.
+        owner: the owner's place among the ranks that shard it; None where every rank has all of it and updates it itself.
+        here: the states are this rank's.
+    """
+
+    __slots__ = ("here", "name", "owner")
+
+    def __init__(self, name: str, owner: int | None, states: Any = (), *, here: bool) -> None:
+        super().__init__(states)
+        self.name, self.owner, self.here = name, owner, here
+
+    def __missing__(self, key: Any) -> Any:
+        if self.here:
+            raise KeyError(key)
+        raise ShardedOpError(
+            f"state {key!r} of {self.name}: expected on this rank, found that the optimizer updates the parameter whole, on "
+            f"its owner, which is rank {self.owner} of those that shard it. Read it there, or in attachment.state_dict()."
+        )
+
+    def __repr__(self) -> str:
+        where = "of every rank" if self.owner is None else f"on rank {self.owner} of the shard axis"
+        return f"OwnedStates({self.name}, {where}, {dict(self)!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnedStates:
+        return OwnedStates(self.name, self.owner, copy.deepcopy(dict(self), memo), here=self.here)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a plain dict where this rank has all states; else refused, for no file says where the rest is.
+
+        Raises:
+            ShardedOpError: other ranks have states that this one has not.
+        """
+        if self.owner is not None:
+            raise ShardedOpError(
+                f"pickling the optimizer state of {self.name} (torch.save, or a checkpoint of Lightning or Accelerate):"
+                f" expected all of it, found a parameter whose states are on rank {self.owner} of the shard axis alone. Call,"
+                " on every rank, attachment.save(folder) to resume, or attachment.state_dict(optimizer), whole on rank 0."
+            )
+        return dict, (dict(self),)
+
+
+def with_owners(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, OwnedStates]]:
+    """Those of ``params`` that have such states, in their order."""
+    for param in params:
+        states = optimizer.state.get(param)
+        if isinstance(states, OwnedStates):
+            yield param, states
+
+
+def flags_of(states: Any) -> dict[Any, Any]:
+    """What an optimizer notes of a parameter and never changes (``use_muon``): every rank keeps it."""
+    if not isinstance(states, dict):
+        return {}
+    return {key: value for key, value in states.items() if value is None or isinstance(value, (bool, str))}
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a state, however deep in lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def holds_tensors(states: Any) -> bool:
+    """A step has made states of a parameter, or they were loaded."""
+    return next(tensors_in(states), None) is not None
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Memory of a tensor; of one made of others (a quantised state), theirs."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if type(tensor) in (Tensor, nn.Parameter) or flatten is None:
+        return tensor.numel() * tensor.element_size()
+    names: list[str] = flatten()[0]
+    return sum(nbytes_of(getattr(tensor, name)) for name in names if isinstance(getattr(tensor, name), torch.Tensor))

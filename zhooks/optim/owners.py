@@ -1,0 +1,225 @@
+"""Which parameters an attachment's optimizers update whole, and which rank owns each of them.
+
+``optimizers.py`` has an optimizer settled here when it meets it, ``whole_update.py`` and ``tiered_update.py`` ask what is whole
+before every step, and ``checkpoint/`` and ``build/`` when states move.  It never computes an update.
+
+Note: [Owner]
+    What cannot be updated range by range (``probe.py`` finds out) is updated whole, by one rank of those that shard it.  The
+    owner is chosen once, by cost, and is in the states: every rank has an ``OwnedStates`` for the parameter, which says whose
+    they are, and holds them on the owner alone.  So owners stay who they are whatever units are laid out anew; where the
+    parameter is not sharded (stage 0, a world of one) every rank has all of it, and owns it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offload.errors import CheckpointError
+from offload.tier import Tier
+from zhooks.comm import CONTROL, AllRanks, Call, Transport
+from zhooks.optim.assign_owners import assign, cost_of
+from zhooks.optim.owned_states import OwnedStates, flags_of, holds_tensors, tensors_in
+from zhooks.optim.probe import Place, Verdict, probe
+from zhooks.tensor import ParamShard, ShardedTensor
+from zhooks.unit import Flat
+
+__all__ = ["Owners", "Whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A parameter that an optimizer updates whole: where it is, in which of the optimizer's groups, and its owner."""
+
+    param: nn.Parameter
+    flat: Flat
+    index: int
+    group: int
+    owner: int | None
+
+    @property
+    def spec(self) -> ParamShard:
+        return self.flat.specs[self.index]
+
+    def params(self) -> tuple[nn.Parameter, ...]:
+        return (self.param,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What was found of an optimizer with so many groups."""
+
+    groups: int
+    verdict: Verdict
+
+
+class Owners:
+    """The parameters of one attachment that are updated whole.
+
+    Args:
+        flats: the attachment's flats, now.
+        shard: the ranks that share a sharded parameter.
+    """
+
+    def __init__(self, flats: Callable[[], Iterable[Flat]], shard: Transport) -> None:
+        self._flats, self._shard = flats, shard
+        self._judged: weakref.WeakKeyDictionary[Optimizer, _Judged] = weakref.WeakKeyDictionary()
+
+    @property
+    def rank(self) -> int:
+        return self._shard.axis.rank
+
+    # What is whole.
+
+    def judge(self, optimizer: Optimizer) -> Verdict:
+        """How it updates parameters, tried once; nothing is changed, and nobody is asked."""
+        known = self._judged.get(optimizer)
+        if known is not None and known.groups == len(optimizer.param_groups):
+            return known.verdict
+        samples: dict[Place, nn.Parameter] = {}
+        for place, _, (_, _), param in self._places(optimizer):
+            samples.setdefault(place, param)
+        # Parameters of no unit are plain, but what is done to ours may depend on them.
+        verdict = probe(optimizer, samples) if samples else Verdict()
+        self._judged[optimizer] = _Judged(len(optimizer.param_groups), verdict)
+        return verdict
+
+    def is_whole(self, optimizer: Optimizer) -> bool:
+        """Some of its parameters are updated whole; of one that nobody has met, not as far as is known."""
+        known = self._judged.get(optimizer)
+        return known is not None and bool(known.verdict.whole)
+
+    def whole(self, optimizer: Optimizer) -> list[Whole]:
+        """Those of its parameters that are, in the order of its groups; of an optimizer that was settled."""
+        if not self.is_whole(optimizer):
+            return []
+        verdict = self._judged[optimizer].verdict
+        out = []
+        for place, group, (flat, index), param in self._places(optimizer):
+            if place in verdict.whole:
+                states = optimizer.state.get(param)
+                owner = states.owner if isinstance(states, OwnedStates) else None
+                out.append(Whole(param, flat, index, group, owner))
+        return out
+
+    def _places(self, optimizer: Optimizer) -> Iterable[tuple[Place, int, tuple[Flat, int], nn.Parameter]]:
+        where = {id(param): (flat, index) for flat in self._flats() for index, param in enumerate(flat.params)}
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) in where:
+                    flags = flags_of(optimizer.state.get(param))
+                    said = tuple((key, value) for key, value in flags.items() if isinstance(key, Hashable))
+                    yield Place(number, param.dtype, param.dim(), said), number, where[id(param)], param
+
+    def facts(self, optimizer: Optimizer) -> str:
+        """What must be the same on every rank."""
+        verdict = self.judge(optimizer)
+        if not verdict.whole:
+            return "by ranges"
+        places = sorted(f"group {place.group} of {place.dims} dims in {place.dtype} {place.flags}" for place in verdict.whole)
+        return f"whole in {', '.join(places)} {verdict.problem}"
+
+    def refusal(self, optimizer: Optimizer) -> str:
+        """Why it cannot be stepped here; "" where it can.  The same on every rank."""
+        if not self.is_whole(optimizer):
+            return ""
+        kind, problem = type(optimizer).__name__, self._judged[optimizer].verdict.problem
+        if problem:
+            return (
+                f"{kind}: expected an optimizer that works element by element, or updates each parameter by itself, for "
+                f"ranks hold ranges of them; found that {problem}. Use another optimizer, or train the plain model."
+            )
+        for one in self.whole(optimizer):
+            found = _elsewhere(one)
+            if found:
+                return (
+                    f"{kind}: expected parameters that one rank can have whole on the device, for it updates {one.spec.name} "
+                    f"as a whole; found {found}. Use an optimizer that works element by element for it (AdamW)."
+                )
+        return ""
+
+    # Who owns it.
+
+    def settle(self, optimizer: Optimizer, verb: str) -> None:
+        """Give each of them an owner, who keeps what states there are.  Collective; alike on every rank.
+
+        Raises:
+            CheckpointError: states were loaded on some ranks alone; nothing has been changed.
+        """
+        mine = self.whole(optimizer)
+        if not mine:
+            return
+        rank, world = self._shard.axis.rank, self._shard.axis.world
+        has = [holds_tensors(optimizer.state.get(one.param)) for one in mine]
+        seen = torch.tensor([has, [rank * one for one in has]], dtype=torch.int64)
+        self._shard.all_reduce(Call(CONTROL, f"{verb}: compare owners", "all matrices"), seen, "sum")
+        counts, holders = seen.tolist()
+        for one, count in zip(mine, counts, strict=True):
+            sharded = one.flat.sharded
+            if count not in ((0, 1, world) if sharded else (0, world)):
+                raise _on_some(optimizer, verb, f"{one.spec.name} has them on {count} of {world} ranks")
+        every = [one for one, count in zip(mine, counts, strict=True) if count == world > 1]
+        about = "\n".join(f"{one.spec.name} {_about(optimizer.state[one.param])}" for one in every)
+        if every and not AllRanks(self._shard, verb, "the optimizer's state").same(about):
+            raise _on_some(optimizer, verb, "other ones on some ranks")
+        known = [
+            holder if count == 1 and world > 1 else one.owner
+            for one, count, holder in zip(mine, counts, holders, strict=True)
+        ]
+        for one, owner in zip(mine, self._chosen(mine, known), strict=True):
+            self._take(optimizer, one, owner)
+
+    def _chosen(self, mine: Sequence[Whole], known: Sequence[int | None]) -> list[int | None]:
+        """The owner of each: whoever has the states, else by cost; nobody in particular where it is not sharded."""
+        fresh = [number for number, one in enumerate(mine) if one.flat.sharded and known[number] is None]
+        taken = [
+            (owner, cost_of(one.spec.shape))
+            for one, owner in zip(mine, known, strict=True)
+            if one.flat.sharded and owner is not None
+        ]
+        owners = assign([mine[number].spec.shape for number in fresh], self._shard.axis.world, taken)
+        chosen = dict(zip(fresh, owners, strict=True))
+        return [chosen.get(number, known[number]) if one.flat.sharded else None for number, one in enumerate(mine)]
+
+    def _take(self, optimizer: Optimizer, one: Whole, owner: int | None) -> None:
+        states = optimizer.state.get(one.param, {})
+        here = owner is None or owner == self.rank
+        if isinstance(states, OwnedStates) and states.owner == owner:
+            return
+        kept: dict[Any, Any] = flags_of(states)
+        for key, value in states.items():
+            # Ranges were made of states that were there before attach.
+            found = value.full_tensor() if isinstance(value, ShardedTensor) else value
+            if here:
+                kept[key] = found
+        optimizer.state[one.param] = OwnedStates(one.spec.name, owner, kept, here=here)
+
+
+def _elsewhere(one: Whole) -> str:
+    """Why no rank can have the parameter whole, beside its gradient and states."""
+    tiers = one.flat.kind.tiers
+    if one.spec.place is not None:
+        return "it divided over the tp axis of the mesh"
+    for what, tier in (("parameter", tiers.parameter), ("gradient", tiers.gradient), ("optimizer", tiers.optimizer)):
+        if tier is not Tier.DEVICE:
+            return f'its {what} on [{what}] tier = "{tier.value}"'
+    return ""
+
+
+def _about(states: Any) -> str:
+    return ", ".join(f"{value.dtype} {list(value.shape)}" for value in tensors_in(states) if isinstance(value, Tensor))
+
+
+def _on_some(optimizer: Optimizer, verb: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{type(optimizer).__name__}.{verb}: expected the same optimizer states on every rank, or those of a parameter that is "
+        f"updated whole on its owner, found {found}: load_state_dict was called on some ranks alone, or with other files. Load "
+        "the same state on all ranks, or rank 0's by attachment.load_state_dict."
+    )
+

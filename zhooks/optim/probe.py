@@ -1,0 +1,344 @@
+"""How an optimizer updates parameters: by ranges, or only whole; found out by letting a twin of it step on small stand-ins.
+
+``owners.py`` asks once an optimizer.  The user's optimizer, its states, the random generators and the ranks are left as they
+were; no class is known by its name, but torch's own that go by ranges are not tried.
+
+Note: [What is tried]
+    The twin shares the optimizer's class and has copies of its options and attributes.  It first steps on stand-ins that are
+    sharded as parameters are: what passes there passes on ranges, with the arithmetic it has there.  What asks for more than
+    a range is tried again on plain stand-ins, all together, then with one of them alone, and with the gradients of one of
+    them changed: its owner may only update a parameter by itself if that comes to the same.  Sharded stand-ins have a few
+    thousand elements, for some optimizers treat small parameters in another way; plain ones are small, for what is done to
+    a matrix may take long.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.errors import ShardedOpError
+from zhooks.comm import DONE, Alone, Call, Work
+from zhooks.layout import SHARD, Axis, Layout, flat_layout
+from zhooks.optim.kernel import BY_RANGES, step_of
+from zhooks.optim.owned_states import tensors_in
+from zhooks.tensor import ParamShard, ShardedTensor, ShardGroup
+
+__all__ = ["Place", "Verdict", "numbers_of", "probe"]
+
+#: Two steps: many optimizers make states in the first and use them in the second.
+_STEPS = 2
+#: What becomes of the gradients of one stand-in, to see whether others follow.
+_FACTORS = (float("nan"), 1e4, 0.0)
+#: Updates that differ by less than this part of the largest are the same: products of several matrices round otherwise.
+_SAME = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter as far as its update depends on it: its group, dtype, dimensions, and what the optimizer has noted of it."""
+
+    group: int
+    dtype: torch.dtype
+    dims: int
+    flags: tuple[tuple[Hashable, Hashable], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a probe found.
+
+    Attributes:
+        whole: the places whose parameters must be updated whole.
+        problem: why that cannot be left to owners; "" where it can.
+    """
+
+    whole: frozenset[Place] = frozenset()
+    problem: str = ""
+
+
+class _Asks(Enum):
+    """What a step asked of a sharded stand-in."""
+
+    ELEMENTS = "elements"
+    TOTALS = "totals"
+    WHOLE = "whole"
+
+
+class _CannotTry(Exception):
+    """There is no twin, or it will not step: nothing is known of the optimizer."""
+
+
+class _Communicates(Exception):
+    """The step called a collective."""
+
+
+def probe(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter]) -> Verdict:
+    """How ``optimizer`` updates parameters of these places, each with one of its parameters.
+
+    What cannot be tried is taken for an optimizer by ranges: there each operation is right, or refused by name.
+    """
+    if type(optimizer) in BY_RANGES:
+        return Verdict()
+    with _nothing_changed():
+        try:
+            asked = {place: _asked(optimizer, place, sample) for place, sample in samples.items()}
+            if all(asks is not _Asks.WHOLE for asks, _ in asked.values()):
+                return Verdict()
+            # Totals are sums in another order on ranges; beside an owner there is no need for that.
+            whole = frozenset(place for place, (asks, _) in asked.items() if asks is not _Asks.ELEMENTS)
+        except _CannotTry:
+            return Verdict()
+        why = next(why for asks, why in asked.values() if asks is _Asks.WHOLE)
+        try:
+            return Verdict(whole, _problem(optimizer, samples, whole))
+        except _CannotTry as error:
+            # Not even plain stand-ins will do: where ranges were refused, the refusal stands.
+            return Verdict(whole, f"{why}; a trial of its step on plain parameters raised {error}") if why else Verdict()
+
+
+# One trial.
+
+
+class _Pretended(Alone):
+    """The first of two ranks, whose other says nothing: what is combined stays what it is."""
+
+    def __init__(self) -> None:
+        super().__init__(Axis(SHARD, (0, 1), 0))
+        self.totals = 0
+
+    def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
+        self.totals += 1
+
+    def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
+        full[: shard.numel()].copy_(shard)
+        full[shard.numel() :].copy_(shard)
+        return DONE
+
+
+class _Silent(TorchDispatchMode):
+    """No collective starts inside."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            raise _Communicates(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def _asked(optimizer: Optimizer, place: Place, sample: nn.Parameter) -> tuple[_Asks, str]:
+    """What a step on sharded stand-ins of this place asks for, and the refusal of what it may not have."""
+    transport = _Pretended()
+    values = [_drawn(place, 100 + copy, _LARGE) for copy in range(2)]
+    layout = flat_layout([value.numel() for value in values], world=2, itemsize=place.dtype.itemsize)
+    group = ShardGroup("probe", 0, torch.device("cpu"), layout, transport, replicated=False, buffer_nbytes=1 << 30)
+    params: list[nn.Parameter] = []
+    for index, value in enumerate(values):
+        spec = ParamShard(f"stand-in {index}", value, group, index, layout.pieces(index, 0), torch.device("cpu"))
+        params.append(_marked(nn.Parameter(ShardedTensor(spec.pick(value).clone(), spec)), sample))
+    twin = _twin(optimizer, {place: params})
+    try:
+        for step in range(_STEPS):
+            for index, param in enumerate(params):
+                spec = param._spec  # type: ignore[attr-defined]
+                param.grad = ShardedTensor(spec.pick(_drawn(place, 10 * index + step, _LARGE)).clone(), spec)
+            _step(twin)
+    except ShardedOpError as error:
+        return _Asks.WHOLE, str(error)
+    except _Communicates as error:
+        raise _CannotTry(str(error)) from error
+    except Exception as error:
+        return _Asks.WHOLE, "" if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+    if any(_is_own(state) for param in params for state in tensors_in(twin.state.get(param, {}))):
+        return _Asks.WHOLE, "states that are no ranges"
+    return (_Asks.TOTALS if transport.totals else _Asks.ELEMENTS), ""
+
+
+def _is_own(state: Tensor) -> bool:
+    """A state of the whole parameter beside ranges: every rank would keep all of it."""
+    return state.dim() > 0 and not isinstance(state, ShardedTensor)
+
+
+Trial = dict[tuple[Place, int], Tensor]
+"""The updates that stand-ins got, by place and number."""
+
+
+def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole: frozenset[Place]) -> str:
+    """Why the parameters of ``whole`` cannot be updated one by one, by whoever owns them."""
+    every = [(place, number) for place in samples for number in range(2)]
+    try:
+        together, counted = _updates(optimizer, samples, every)
+    except _Communicates:
+        return "its step communicates between ranks by itself; use the variant of it for one process"
+    if not any(float(update.abs().max()) > 0 for update in together.values()):
+        return "its step leaves the parameters of its groups as they are: it updates others that it keeps elsewhere"
+    for place in samples:
+        for factor in _FACTORS:
+            try:
+                changed, _ = _updates(optimizer, samples, every, {(place, 1): factor})
+            except Exception:
+                continue  # no update at all, where a gradient is not finite
+            for one, update in together.items():
+                if one != (place, 1) and (place in whole or one[0] in whole) and not _same(changed[one], update):
+                    return "the update of a parameter depends on the gradients of others"
+    for one in [(place, 0) for place in samples if place in whole]:
+        only, _ = _updates(optimizer, samples, [one])
+        if not _same(only[one], together[one]):
+            return "the update of a parameter depends on which others are in the step"
+    try:
+        _, alone = _updates(optimizer, samples, [])
+    except _CannotTry as error:
+        return f"a step without parameters, which a rank may have to make, raises {error}"
+    if counted != alone:
+        return "its options change with the parameters of a step, so that ranks with other parameters would differ"
+    return ""
+
+
+def _updates(
+    optimizer: Optimizer,
+    samples: Mapping[Place, nn.Parameter],
+    which: Sequence[tuple[Place, int]],
+    factors: Mapping[tuple[Place, int], float] | None = None,
+) -> tuple[Trial, Any]:
+    """What steps of a twin on plain stand-ins change in them, and in its numbers.
+
+    Raises:
+        _CannotTry: it raises.
+    """
+    params = {one: _marked(nn.Parameter(_value(*one)), samples[one[0]]) for one in which}
+    before = {one: param.detach().clone() for one, param in params.items()}
+    by_place: dict[Place, list[nn.Parameter]] = {}
+    for (place, _), param in params.items():
+        by_place.setdefault(place, []).append(param)
+    twin = _twin(optimizer, by_place)
+    try:
+        for step in range(_STEPS):
+            for one, param in params.items():
+                param.grad = _gradient(*one, step) * (factors or {}).get(one, 1.0)
+            _step(twin)
+    except _Communicates:
+        raise
+    except Exception as error:
+        raise _CannotTry(f"{type(error).__name__}: {error}") from error
+    return {one: param.detach() - before[one] for one, param in params.items()}, repr(numbers_of(twin))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    bound = _SAME * float(other.abs().max())
+    return bool(torch.isfinite(one).all()) and float((one - other).abs().max()) <= bound
+
+
+def _step(twin: Any) -> None:
+    # A compiled step is tried as it is written: what it computes is the same, and nobody waits for compilers.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), _Silent():  # type: ignore[no-untyped-call]
+        step_of(twin)(twin)
+
+
+def numbers_of(optimizer: Any) -> tuple[Any, ...]:
+    """The counters and options it keeps, in its groups and beside them."""
+    plain = (bool, int, float, str, type(None))
+
+    def of(table: Mapping[str, Any]) -> dict[str, Any]:
+        out = {key: value for key, value in table.items() if isinstance(value, plain)}
+        return out | {key: float(value) for key, value in table.items() if isinstance(value, Tensor) and value.dim() == 0}
+
+    return of(vars(optimizer)), *(of(group) for group in optimizer.param_groups)
+
+
+def _twin(optimizer: Optimizer, params: Mapping[Place, Sequence[nn.Parameter]]) -> Any:
+    """Another optimizer of its class, options and attributes, of stand-ins; what it keeps of parameters elsewhere is of others.
+
+    Raises:
+        _CannotTry: something it keeps cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            # So small that a trial of a large model costs nothing, and never a stand-in.
+            memo[id(param)] = nn.Parameter(torch.zeros((1,) * param.dim(), dtype=param.dtype))
+    twin: Any = object.__new__(type(optimizer))
+    memo[id(optimizer)] = twin
+    state: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+    memo[id(optimizer.state)] = state
+    for place, mine in params.items():
+        for param in mine:
+            if place.flags:
+                state[param] = dict(place.flags)
+    groups = []
+    try:
+        for number, group in enumerate(optimizer.param_groups):
+            mine = [param for place, some in params.items() if place.group == number for param in some]
+            options = {key: _on_host(copy.deepcopy(value, memo)) for key, value in group.items() if key not in _OF_PARAMS}
+            groups.append({**options, **({"capturable": False} if "capturable" in options else {}), "params": mine})
+        memo[id(optimizer.param_groups)] = groups
+        for key, value in vars(optimizer).items():
+            if isinstance(value, OrderedDict) and key.endswith("_hooks"):
+                twin.__dict__[key] = OrderedDict()
+            elif key not in ("state", "param_groups"):
+                twin.__dict__[key] = copy.deepcopy(value, memo)
+    except Exception as error:
+        raise _CannotTry(f"{type(error).__name__}: {error}") from error
+    twin.__dict__.update(state=state, param_groups=groups)
+    return twin
+
+
+_OF_PARAMS = ("params", "param_names")
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _marked(param: nn.Parameter, sample: nn.Parameter) -> nn.Parameter:
+    """The stand-in has what the user noted on the parameter it stands for."""
+    for key, value in vars(sample).items():
+        if key not in ("_at", "_on", "_spec", "_bound"):
+            setattr(param, key, value)
+    return param
+
+
+#: By dimensions.
+_LARGE: dict[int, tuple[int, ...]] = {0: (), 1: (4096,), 2: (160, 128), 3: (4, 40, 128), 4: (16, 16, 4, 4)}
+_SMALL: dict[int, tuple[int, ...]] = {0: (), 1: (24,), 2: (24, 16), 3: (4, 6, 8), 4: (4, 4, 3, 3)}
+
+
+def _value(place: Place, number: int) -> Tensor:
+    return _drawn(place, 100 + number, _SMALL)
+
+
+def _gradient(place: Place, number: int, step: int) -> Tensor:
+    return _drawn(place, 10 * number + step, _SMALL)
+
+
+def _drawn(place: Place, seed: int, shapes: Mapping[int, tuple[int, ...]]) -> Tensor:
+    shape = shapes.get(place.dims, shapes[4] + (1,) * (place.dims - 4))
+    generator = torch.Generator().manual_seed(seed)
+    dtype = place.dtype if place.dtype.is_floating_point else torch.float32
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+
+
+@contextmanager
+def _nothing_changed() -> Iterator[None]:
+    """Random generators are what they were, and no warning is for the user."""
+    numpy: Any = sys.modules.get("numpy")
+    python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.inference_mode(False):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(python)
+        if arrays is not None:
+            numpy.random.set_state(arrays)
