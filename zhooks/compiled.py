@@ -23,15 +23,16 @@ from torch import nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: What torch says of a graph that breaks at our hooks.
+#: What torch says of a graph that breaks at our hooks: at a unit, and at a module that a [[rule]] gives another dtype.
 REASON = "zhooks gathers the unit that is called here; compile units one by one, and fullgraph=True for these alone"
+CASTS = "zhooks casts here to the dtype that a [[rule]] gives this module alone; let the rule match whole units"
 
 
-def outside_graphs(function: Function) -> Function:
+def outside_graphs(function: Function, why: str = REASON) -> Function:
     """Have Dynamo leave ``function``, and what it calls, to Python.  As ``torch.compiler.disable``, without a frame more: the
     runtime looks at who called it."""
     marked: Any = function
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, REASON
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, why
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))

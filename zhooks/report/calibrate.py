@@ -206,7 +206,8 @@ def calibrating(subject: Subject, prefer: Base, loss_scale: float | None) -> Ite
     meter, calibration, reducer, ranks = Meter(subject.units), Calibration(), subject.reducer, subject.comm.stage
     handles = watch(subject.model, subject.units, meter)
     try:
-        with reducer.measuring(meter):
+        # Compiled code was made without the hooks inside units, and does not look for new ones.
+        with torch.compiler.set_stance("force_eager"), reducer.measuring(meter):
             yield calibration
     finally:
         while handles:

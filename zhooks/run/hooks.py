@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from offload.policy import Precision
-from zhooks.compiled import named_modules, outside_graphs
+from zhooks.compiled import CASTS, REASON, named_modules, outside_graphs
 from zhooks.grad import Scaling, in_backward
 from zhooks.layout import DTYPES
 from zhooks.run.islands import Island, Map
@@ -62,8 +62,8 @@ class Inert:
 class Hook:
     """A hook of this package on a module; a copy of the module has an inert one.  See Note [Outside compiled graphs]."""
 
-    def __init_subclass__(cls) -> None:
-        outside_graphs(cls.__call__)
+    def __init_subclass__(cls, why: str = REASON) -> None:
+        outside_graphs(cls.__call__, why)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()
@@ -164,7 +164,7 @@ def watch(model: nn.Module, units: Sequence[Unit], meter: Watcher) -> list[Remov
     return handles
 
 
-class Into(Hook):
+class Into(Hook, why=CASTS):
     """Forward pre-hook of an island: floating inputs in its dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -174,7 +174,7 @@ class Into(Hook):
         return _floats(args, self._dtype), _floats(kwargs, self._dtype)
 
 
-class OutOf(Into):
+class OutOf(Into, why=CASTS):
     """Forward hook of an island: floating outputs in the dtype around it."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -214,6 +214,43 @@ def test_names_and_checkpoints_are_the_same_whether_the_model_is_compiled_or_not
     loss_of(wrapped, 0).backward()
 
 
+@on_ranks(2)
+@compiling()
+def test_calibrate_sees_inside_blocks_that_are_compiled_already() -> None:
+    said = []
+    for made in (lambda model, backend: model, blocks_in_place):
+        model = gpt()
+        attachment = zhooks.attach(model, policy={"units": UNITS})
+        made(model, "aot_eager")
+        train(model, steps=1)
+        with attachment.calibrate() as calibration:
+            train(model, steps=1)
+        said.append(str(calibration))
+    assert said[0] == said[1]
+
+
+@pytest.mark.slow
+@on_ranks(2, named=("recomputed", "activations on host"))
+@compiling()
+def test_forwards_of_other_lengths_share_a_backward(named: str) -> None:
+    found = []
+    for made in (lambda model, backend: model, blocks_in_place):
+        model = gpt()
+        zhooks.attach(model, policy={"units": UNITS, **POLICIES[named]})
+        made(model, "aot_eager")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(4):
+            inputs, targets = draw_tokens(torch.Generator().manual_seed(step), step, place()[0])
+            loss = sum(next_token(model(inputs[:, :length]), targets[:, :length]) for length in (6, 6 - step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.item())
+    assert found[1] == pytest.approx(found[0], abs=TOLERANCE)
+    # One for the first length, one for any other.
+    assert graphs() <= 2
+
+
 @pytest.mark.slow
 @on_ranks(2, named=("stage 0", "recomputed", "activations on host", "bf16"), limit_s=600.0)
 @compiling()
