@@ -21,13 +21,16 @@ from torch_geometric.utils import barabasi_albert_graph, degree, erdos_renyi_gra
 import zhooks
 from ranks import launched
 
+#: Degrees that are told apart, the last one standing for all above it.
+DEGREES = 16
+
 
 def graphs(count: int, nodes: int) -> Batch:
     """As many graphs of either kind, of about as many edges; a node knows its number of neighbours."""
     made = []
     for label in torch.randint(2, (count,)).tolist():
         edges = barabasi_albert_graph(nodes, 3) if label else erdos_renyi_graph(nodes, 6 / nodes)
-        features = degree(edges[0], nodes)[:, None] / 6
+        features = F.one_hot(degree(edges[0], nodes, dtype=torch.long).clamp(max=DEGREES - 1), DEGREES).float()
         made.append(Data(x=features, edge_index=edges, y=torch.tensor([label])))
     return Batch.from_data_list(made)
 
@@ -37,7 +40,7 @@ class Network(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([GCNConv(1, width), GCNConv(width, width), GCNConv(width, width)])
+        self.layers = nn.ModuleList([GCNConv(DEGREES, width), GCNConv(width, width), GCNConv(width, width)])
         self.head = nn.Linear(width, 2)
 
     def forward(self, batch: Batch) -> Tensor:

@@ -27,7 +27,7 @@ SMALL: dict[str, tuple[str, list[str], str]] = {
     "bert": ("bert", ["--steps", "12", "--batch", "4", "--hidden", "32", "--layers", "1", *TEXT], "transformers"),
     "vit": ("vision", ["--steps", "12", "--batch", "16", "--size", "16", "--width", "16"], "transformers"),
     "resnet": ("vision", ["--model", "resnet", "--steps", "12", "--size", "16", "--width", "16"], "transformers"),
-    "graph": ("graph", ["--steps", "12", "--batch", "8", "--nodes", "20", "--width", "16"], "torch_geometric"),
+    "graph": ("graph", ["--steps", "20", "--batch", "8", "--width", "32"], "torch_geometric"),
     "diffusion": ("diffusion", ["--steps", "8", "--batch", "4", "--size", "8", "--width", "8"], "diffusers"),
 }
 
