@@ -263,7 +263,8 @@ class Schedule(Table):
         "auto",
         expected=_AUTO,
         does="Releases units between forward and backward, keeps all, or keeps the last ones that fit the budget.",
-        why="auto keeps what fits in [budget] device; with no budget the very last one.",
+        why="auto keeps what fits in [budget] device, also from one forward without gradients to the next; with no budget the "
+        "last one until backward.",
     )
     prefetch: int = words(
         1,

@@ -26,6 +26,7 @@ def from_pretrained(
     *,
     policy: Policy | str | Path | dict[str, Any] | None = None,
     mesh: DeviceMesh | None = None,
+    trainable: bool = True,
     **changes: Any,
 ) -> Attachment:
     """Load what ``save_pretrained`` wrote and attach it; ``.model`` of what is returned is the model.  Collective.
@@ -37,6 +38,7 @@ def from_pretrained(
         cls: a class of transformers (``LlamaForCausalLM``) or an Auto class (``AutoModelForCausalLM``).
         folder: config.json and safetensors files; every rank reads what is there, rank 0 the tensors. Nothing is downloaded.
         policy, mesh: as in ``attach``.
+        trainable: False freezes all parameters before anything is planned: for inference, without gradients and states.
         changes: keys of the configuration to change, e.g. ``dtype=torch.bfloat16``.
     Raises:
         CheckpointError: the folder cannot be read, or has the tensors of another model.
@@ -49,6 +51,6 @@ def from_pretrained(
     def request() -> Request:
         from zhooks.integrations.pretrained import requested
 
-        return requested(cls, folder, policy, mesh, changes)
+        return requested(cls, folder, policy, mesh, trainable, changes)
 
     return attach_requested(request)

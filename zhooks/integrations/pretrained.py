@@ -56,6 +56,7 @@ def requested(
     folder: str | os.PathLike[str],
     policy: Policy | str | Path | dict[str, Any] | None,
     mesh: DeviceMesh | None,
+    trainable: bool,
     changes: Mapping[str, Any],
 ) -> Request:
     """What ``zhooks.integrations.from_pretrained`` was asked to attach: a model on meta, and what fills it unit by unit.
@@ -91,7 +92,7 @@ def requested(
     fill.check(cls.__name__)
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    return read(model.eval(), None, policy, mesh, fill, True)
+    return read(model.eval().requires_grad_(trainable), None, policy, mesh, fill, True)
 
 
 def _check_dtypes(model: Any, config: Any) -> None:
