@@ -5,9 +5,11 @@ It formats messages and decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from offload.errors import AttachError, PolicyError, ShardedOpError
 
-__all__ = ["modified", "no_accumulation", "not_stepped", "too_late", "too_old"]
+__all__ = ["modified", "no_accumulation", "not_stepped", "too_late", "too_old", "transformed"]
 
 
 def too_late(what: str, found: str) -> ShardedOpError:
@@ -40,6 +42,15 @@ def too_old(what: str) -> AttachError:
     return AttachError(
         f"{what}: expected backward before detach, found a graph of the attached model afterwards. Run backward() first, or "
         "the forward again."
+    )
+
+
+def transformed(what: str, found: Iterable[str]) -> ShardedOpError:
+    """A transform of torch.func is to go through gathers and reductions, which it cannot."""
+    return ShardedOpError(
+        f"forward of {what}: expected a call that autograd alone follows, found one inside torch.func "
+        f"({', '.join(sorted(found))}). Use backward() or torch.autograd.grad, vmap under torch.no_grad(), or the plain model: "
+        "detach() first."
     )
 
 

@@ -9,7 +9,7 @@ from zhooks.grad.reduce import Reducer
 from zhooks.grad.reduce_hooks import ReduceHook
 from zhooks.grad.reduction import Probe, Sent
 from zhooks.grad.scaling import Scaling
-from zhooks.grad.stacks import Asked, full_state_asked, in_backward, running
+from zhooks.grad.stacks import Asked, full_state_asked, in_backward, running, transforms
 
 __all__ = [
     "Asked",
@@ -23,5 +23,6 @@ __all__ = [
     "full_state_asked",
     "in_backward",
     "running",
+    "transforms",
     "watch_direct",
 ]

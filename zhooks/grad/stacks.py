@@ -16,12 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Asked", "Microbatch", "accumulates", "full_state_asked", "in_backward", "microbatch", "running"]
+__all__ = ["Asked", "Microbatch", "accumulates", "full_state_asked", "in_backward", "microbatch", "running", "transforms"]
 
 
 def in_backward() -> bool:
     """This thread is inside autograd's engine."""
     return bool(torch._C._current_graph_task_id() >= 0)
+
+
+def transforms() -> set[str]:
+    """The transforms of torch.func that are running: "vmap", "grad" (jacrev, vjp, hessian too), "jvp" (jacfwd too)."""
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is None:
+        return set()
+    return {interpreter.key().name.lower() for interpreter in functorch.get_interpreter_stack() or ()}
 
 
 def running(frame: FrameType | None) -> bool:

@@ -26,9 +26,9 @@ from offload.policy import Policy
 from zhooks.activation import SavedParameters
 from zhooks.comm import Agreement, Comm
 from zhooks.compiled import Breaks
-from zhooks.grad import Node, Reducer, Scaling, in_backward, running, watch_direct
+from zhooks.grad import Node, Reducer, Scaling, in_backward, running, transforms, watch_direct
 from zhooks.layout import Ignored, Table
-from zhooks.refusals import no_accumulation
+from zhooks.refusals import no_accumulation, transformed
 from zhooks.run.members import Members
 from zhooks.run.passes import Frame, Pass
 from zhooks.run.paths import Paths
@@ -204,6 +204,9 @@ class Runtime:
         return begun
 
     def _begin_pass(self, scope: Scope, training: bool, grad: bool, caller: FrameType) -> Pass:
+        found = transforms()
+        if found and (grad or found != {"vmap"}):
+            raise transformed(scope.name, found)
         self.members.check()
         if grad:
             self.finish_backward()

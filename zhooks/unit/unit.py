@@ -98,18 +98,16 @@ class Unit:
         values = [flat.values() for flat in self.flats]
         for slot in self.slots:
             flat = self.flats[slot.flat]
-            if slot.table.get(slot.key) is not flat.params[slot.index]:
+            found = slot.table.get(slot.key)
+            if found is not flat.params[slot.index]:
                 if self.lent:
                     raise AttachError(
                         f"unit {self.name}: expected no forward inside gathered(), found one. Use `with "
                         "attachment.resident():`."
                     )
                 self.hide()
-                raise AttachError(
-                    f"parameter {flat.specs[slot.index].name}: expected the parameter that was attached, found "
-                    "another or none in its place "
-                    "(model.to(), half(), an assignment or a deletion; undone now). Call detach(), change it, attach again."
-                )
+                name = flat.specs[slot.index].name
+                raise AttachError(f"parameter {name}: expected the parameter that was attached, found {_in_place(found)}")
             slot.table[slot.key] = values[slot.flat][slot.index]
         self._shown = [(view, mark_of(view)) for group in values for view in group]
 
@@ -138,6 +136,20 @@ class Unit:
             slot.table[slot.key] = self.flats[slot.flat].params[slot.index]
         for module in self.recurrent:
             module.hide()
+
+
+def _in_place(found: Tensor | None) -> str:
+    """What is in the place of an attached parameter, and what to do; the parameter has been put back."""
+    if found is not None and not isinstance(found, nn.Parameter):
+        return (
+            "a tensor that torch.func.functional_call lends to the model, which no rank has partitioned. Call it on the plain "
+            "model: detach() first, or copy the model before attach."
+        )
+    what = "none (a deletion" if found is None else "another in its place (an assignment, model.to(), half()"
+    return (
+        f"{what}; undone now). To change its value write into it under torch.no_grad() (parameter.copy_(value)); to exchange "
+        "it call detach(), change it, attach again."
+    )
 
 
 def find_slots(model: nn.Module, units: Sequence[Unit]) -> None:

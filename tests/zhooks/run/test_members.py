@@ -79,7 +79,7 @@ def test_a_model_that_is_wrapped_is_refused_by_the_wrappers_name() -> None:
         with pytest.raises(zhooks.AttachError, match=f"wrapped in {name}, which would reduce the same gradients"):
             zhooks.attach(wrapped)
         if name == "DistributedDataParallel":
-            with pytest.raises(zhooks.AttachError, match="a DistributedDataParallel around the model"):
+            with pytest.raises(zhooks.AttachError, match="found DistributedDataParallel around the model"):
                 zhooks.attach(model)
 
 
@@ -182,7 +182,7 @@ def test_a_parameter_that_was_taken_away_is_missed_by_name() -> None:
     model = net()
     zhooks.attach(model)
     del model[0].weight
-    with pytest.raises(zhooks.AttachError, match=r"parameter 0\.weight: .*found another or none in its place"):
+    with pytest.raises(zhooks.AttachError, match=r"parameter 0\.weight: .*found none .a deletion; undone now"):
         model(torch.ones(4, 6))
 
 
