@@ -6,12 +6,12 @@ together and taken apart.  It never works during a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -44,9 +44,11 @@ from zhooks.plan import (
     shards_reserve,
 )
 from zhooks.report import Calibrated, GradStatistics, MemoryReport, Observation, describe, memory_report, state_held
-from zhooks.run import Casts, Choices, Map, Runtime, chart, install, remove
+from zhooks.run import Casts, Choices, Map, Runtime, batches, chart, install, remove
 from zhooks.tensor import Overflow, Registries
 from zhooks.unit import Links, Pool, Unit
+
+Batch = TypeVar("Batch")
 
 
 def attach(
@@ -314,6 +316,26 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
         self._check_attached("accumulate")
         with self._runtime.accumulating():
             yield
+
+    def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of ``loader`` for ranks that have different numbers of them: ``for batch in attachment.join(loader)``.
+
+        A rank at its end gets its last batch again until all ranks are: the loop's body stays the same on all, clipping, steps
+        and schedulers included.  Its gradients count as zero, and means are over all ranks, as under DDP's ``Join``; what it
+        computes beside gradients (a logged loss, running statistics) is its own: ask ``idle``.  Collective at every batch.
+        """
+        self._check_attached("join")
+
+        def idle(now: bool) -> None:
+            self._runtime.finish_backward()
+            self._runtime.reducer.idle = now
+
+        return batches(loader, self._comm.world, idle)
+
+    @property
+    def idle(self) -> bool:
+        """Inside ``join``: this rank has run out of batches and repeats its last one for the others."""
+        return self._runtime.reducer.idle
 
     def memory(self, *, heads: int | None = None) -> MemoryReport:
         """Bytes this rank holds, what x tier, from the storages that exist, beside the formula.

@@ -94,6 +94,8 @@ class Reducer:
         self.comm, self.pool, self.bus, self.scaling = comm, pool, bus, scaling
         self._backward = backward
         self.sync = True
+        #: This rank has run out of batches: its gradients count as zero.
+        self.idle = False
         self.accumulation = Accumulation(comm.world.axis.ranks)
         self.open = False
         self.updates: Updates | None = None
@@ -212,6 +214,9 @@ class Reducer:
         return gradient
 
     def _take_over(self, gradient: Gradient, grads: Sequence[Tensor | None]) -> None:
+        if self.idle:
+            # Whatever a repeated batch came to.
+            grads = [None] * len(grads)
         with self._streams.work(grads):
             self._accumulate(gradient, grads, scaled=self.scaling.on)
         self.bus.instant("ready", gradient.flat.name)
@@ -222,6 +227,9 @@ class Reducer:
             out: list[Any] = [None] * len(grads)
             self._take_over(gradient, grads)
         else:
+            if self.idle:
+                # autograd.grad returns a gradient for what has one.
+                grads = [None if grad is None else torch.zeros_like(grad) for grad in grads]
             out = self._reduce_now(flat, grads)
             self.bus.instant("ready", flat.name)
         self._backward.backward_done(flat)
@@ -229,7 +237,7 @@ class Reducer:
 
     def _accumulate(self, gradient: Gradient, grads: Sequence[Tensor | None], *, scaled: bool) -> None:
         flat = gradient.flat
-        if self.probe is not None:
+        if self.probe is not None and not self.idle:
             self.probe.adds()
         changed = scaled or self._divisor != 1 or self.hooks
         written = self._alone and gradient.shard.direct and self.updates is None and not changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zhooks.run.hooks import Before, Casts, Inert, install, rehook, remove, watch
 from zhooks.run.islands import Map, chart
+from zhooks.run.join import batches
 from zhooks.run.members import Members, wrapper
 from zhooks.run.paths import Paths
 from zhooks.run.runtime import Runtime, forget_idle_graphs
@@ -18,6 +19,7 @@ __all__ = [
     "Members",
     "Paths",
     "Runtime",
+    "batches",
     "chart",
     "forget_idle_graphs",
     "install",
