@@ -5,7 +5,7 @@ from __future__ import annotations
 from zhooks.layout.flat_kind import DTYPES, FLATS, Kind, kind_of
 from zhooks.layout.flat_ranges import ALIGN_BYTES, Layout, Piece, Segment, flat_layout
 from zhooks.layout.ignored import Ignored
-from zhooks.layout.mesh import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, resolve
+from zhooks.layout.mesh import DATA, EP, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, resolve
 from zhooks.layout.placement import Placement, Table
 from zhooks.layout.tp_division import Division, hollow, is_divided, mark_of, part_of, rewrap, whole_of
 from zhooks.layout.unit_plan import FlatPlan, Keeps, UnitPlan
@@ -15,6 +15,7 @@ __all__ = [
     "ALIGN_BYTES",
     "DATA",
     "DTYPES",
+    "EP",
     "FLATS",
     "PP",
     "REPLICATE",

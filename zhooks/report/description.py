@@ -17,7 +17,7 @@ from offload.tier import Tier
 from zhooks.comm import Comm
 from zhooks.compiled import named_modules
 from zhooks.grad import Scaling
-from zhooks.layout import Ignored, Placement, Table
+from zhooks.layout import EP, PP, TP, Ignored, Placement, Table
 from zhooks.unit import Unit
 
 
@@ -69,9 +69,11 @@ def describe(
 
 def _axes(comm: Comm) -> str:
     """How many ranks each axis has, and on tp and pp, which this rank is."""
-    divided = [axis for axis in (comm.tp.axis, comm.pp.axis) if axis.world > 1]
-    sizes = [f"{axis.name} x {axis.world}" for axis in (comm.shard.axis, comm.replicate.axis, *divided)]
-    here = [f"{axis.rank} of {axis.name}" for axis in divided]
+    others = ((comm.tp.axis, TP), (comm.pp.axis, PP if comm.pipelined else EP))
+    divided = [(axis, name) for axis, name in others if axis.world > 1]
+    data = [(axis, axis.name) for axis in (comm.shard.axis, comm.replicate.axis)]
+    sizes = [f"{name} x {axis.world}" for axis, name in (*data, *divided)]
+    here = [f"{axis.rank} of {name}" for axis, name in divided]
     return ", ".join(sizes) + (f" (this is {', '.join(here)})" if here else "")
 
 

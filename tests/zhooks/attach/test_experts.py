@@ -124,6 +124,14 @@ def test_each_attachment_saves_its_part_and_one_optimizer_of_both_goes_on_bit_fo
 
 
 @on_ranks(2)
+def test_experts_of_several_places_are_not_saved_to_one_path_and_describe_says_which_they_are() -> None:
+    _, _, experts, mine = attached(False, {"stage": 3})
+    assert f"ep x 2 (this is {mine} of ep)" in experts.describe()
+    with folder() as path, pytest.raises(zhooks.CheckpointError, match="path of its own for each of the 2 places on ep"):
+        experts.save(path / "experts", ())
+
+
+@on_ranks(2)
 def test_a_full_state_that_would_hold_a_part_is_refused() -> None:
     model, main, experts, _ = attached(False, {"stage": 3})
     optimizer = torch.optim.Adam(model.parameters())
