@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, Shampoo, batch, net, train
@@ -202,6 +203,68 @@ def test_muon_for_matrices_and_adamw_for_the_rest_step_side_by_side() -> None:
                 optimizer.zero_grad()
         results.append(model)
     check_equal(results[1], results[0])
+
+
+@on_ranks(2, 4, transport=("p2p", "stock"), buffer=("256MiB", "2KiB"))
+def test_any_transport_and_rounds_of_any_size_come_to_the_same(transport: str, buffer: str) -> None:
+    comm = {**POLICY["comm"], "transport": transport, "buffer": buffer}
+    model, _, optimizer = attached("soap", comm=comm)
+    train(model, optimizer, range(4))
+    check_equal(model, plain("soap", range(4))[0])
+
+
+@on_ranks(4)
+def test_replicas_of_a_hybrid_mesh_have_an_owner_each() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = net()
+    attachment = zhooks.attach(model, policy=POLICY, mesh=mesh)
+    optimizer = MATRIX_OPTIMIZERS["adafactor"](model.parameters())
+    train(model, optimizer, range(3))
+    expected, other = plain("adafactor", range(3))
+    check_equal(model, expected)
+    state = attachment.state_dict(optimizer)
+    if place()[0] == 0:
+        check_states(state["optimizer"], other)
+    attachment.load_state_dict(state, optimizer)
+    train(model, optimizer, range(3, 5))
+    check_equal(model, plain("adafactor", range(5))[0])
+
+
+@on_ranks(2)
+def test_accumulated_scaled_gradients_in_16_bits_give_what_plain_training_in_them_gives() -> None:
+    results = []
+    for world_of_one in (True, False):
+        model = net()
+        if not world_of_one:
+            zhooks.attach(model, policy={**POLICY, "precision": {"param": "bf16", "reduce": "fp32", "output": "fp32"}})
+        optimizer = MATRIX_OPTIMIZERS["muon"](model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step in range(3):
+            for micro in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=world_of_one):
+                    out = model(batch(2 * step + micro))
+                scaler.scale(out.float().square().mean() / 2).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append(model)
+    for value, other in zip(full(results[1]), results[0].parameters(), strict=True):
+        torch.testing.assert_close(value, other.detach(), rtol=0.05, atol=0.02)
+
+
+@on_ranks(2)
+def test_parameters_on_another_tier_are_refused_by_name_and_those_by_ranges_are_not() -> None:
+    model, attachment, optimizer = attached("muon", optimizer={"tier": "host"})
+    before = [value.clone() for value in full(model)]
+    model(batch(0)).square().mean().backward()
+    with pytest.raises(zhooks.ShardedOpError, match=r'(?s)Muon: .*0\.weight as a whole; found its optimizer on .* "host"'):
+        optimizer.step()
+    for value, other in zip(full(model), before, strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=0)
+    torch.optim.AdamW(model.parameters()).step()
+    attachment.apply(POLICY)
+    optimizer.step()
 
 
 class FailsOnOne(Shampoo):
