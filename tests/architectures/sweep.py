@@ -99,7 +99,7 @@ def read(kept: Path) -> list[Result]:
 def table(results: Iterable[Result]) -> str:
     """How many ended how, by world and mode; then each that is not equal, with the reason."""
     results = sorted(results, key=lambda one: (one.world, one.mode, one.name))
-    ends = ("equal", "differs", "raised", "not reproducible", "skipped")
+    ends = ("equal", "rounded", "differs", "raised", "not reproducible", "skipped")
     lines = [f"{'world':>5}  {'mode':<16}" + "".join(f"{end:>18}" for end in ends)]
     for world, mode in sorted({(one.world, one.mode) for one in results}):
         counts = Counter(one.ended for one in results if (one.world, one.mode) == (world, mode))
