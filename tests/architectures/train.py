@@ -5,8 +5,8 @@
 Note: [Equal]
 Every rank has a batch of its own.  Plain training has one model for each, which share parameters and nothing else: one may keep
 more from its first forward on than buffers.  Their gradients are added up in the order of ranks and divided by how many there
-are, as ranks do it.  So losses and parameters are equal bit for bit, but where one rank's gradient is itself a sum of three or
-more that is taken in another order: those are "rounded", and looked at by ``close``.
+are, as ranks do it.  So losses and parameters should be equal bit for bit; what is off by the rounding of a sum alone is called
+"rounded", and never passes for equal.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def differences(found: Trained, expected: Trained, rank: int | None) -> str:
 
 
 def close(found: Trained, expected: Trained, rank: int) -> bool:
-    """As close as sums in another order: gradients of a parameter that is used three times, and gathered for each."""
+    """As close as sums taken in another order come."""
     if set(found.state) != set(expected.state):
         return False
     wanted = [row[rank] for row in expected.losses]
