@@ -8,6 +8,7 @@ from zhooks.grad.node import Node
 from zhooks.grad.reduce import Reducer
 from zhooks.grad.reduce_hooks import ReduceHook
 from zhooks.grad.reduction import Probe, Sent
+from zhooks.grad.scaled_graph import each
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import Asked, full_state_asked, in_backward, running, transforms
 
@@ -20,6 +21,7 @@ __all__ = [
     "Reducer",
     "Scaling",
     "Sent",
+    "each",
     "full_state_asked",
     "in_backward",
     "running",

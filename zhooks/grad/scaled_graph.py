@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from offload.errors import ScaleError, ShardedOpError
@@ -70,7 +70,7 @@ def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         nonlocal changed
         new = found
         if isinstance(found, Tensor):
-            new = change(found) if found.is_floating_point() and not isinstance(found, nn.Parameter) else found
+            new = change(found) if found.is_floating_point() else found
         elif dataclasses.is_dataclass(found) and not isinstance(found, type):
             new = _fields(found, change)
         changed = changed or new is not found

@@ -20,7 +20,7 @@ from itertools import count
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
@@ -135,6 +135,8 @@ class Scaling:
         return self._cross(view, inward=True, dtype=None)
 
     def _cross(self, tensor: Tensor, *, inward: bool, dtype: torch.dtype | None) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor if dtype is None else tensor.to(dtype)
         crossed: Tensor = Boundary.apply(self, inward, dtype, tensor)  # type: ignore[no-untyped-call]

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from offload.policy import Precision
 from zhooks.compiled import CASTS, REASON, named_modules, outside_graphs
-from zhooks.grad import Scaling, in_backward
+from zhooks.grad import Scaling, each, in_backward
 from zhooks.layout import DTYPES
 from zhooks.run.islands import Island, Map
 from zhooks.run.runtime import Runtime
@@ -49,7 +49,7 @@ class Casts:
 
 
 def _floats(value: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value)
+    return each(value, lambda tensor: tensor.to(dtype))
 
 
 class Inert:
