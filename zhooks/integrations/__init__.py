@@ -1,4 +1,4 @@
-"""zhooks where users already are: Accelerate, Lightning, and the Trainer of transformers.
+"""zhooks where users already are: Accelerate, Lightning, the Trainer of transformers, and TRL.
 
 Each module needs its library, which an extra installs, and is imported by its name: `from zhooks.integrations import
 transformers as zh`.  ``from_pretrained`` is here, and at the top of zhooks, for it imports its library when it is called.
