@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -101,7 +103,7 @@ def _packed(states: OwnedStates, shard: Transport, name: str) -> Tensor:
 def _bytes_of(states: Any, name: str) -> Tensor:
     """The length of a description, the description, and the tensors in its order."""
     packer = Packer()
-    tree = packer.pack(dict(states), f"the optimizer state of {name}")
+    tree = packer.pack(_taken_apart(dict(states)), f"the optimizer state of {name}")
     about = [[key, CODES[value.dtype], list(value.shape)] for key, value in packer.tensors.items()]
     raw = json.dumps({"tree": tree, "tensors": about}, separators=(",", ":")).encode()
     head = torch.frombuffer(bytearray(len(raw).to_bytes(8, "little") + raw), dtype=torch.uint8)
@@ -119,5 +121,36 @@ def _unpacked(blob: Tensor, device: torch.device) -> dict[Any, Any]:
         # In memory of its own, where every dtype is aligned.
         tensors[key] = blob[at : at + nbytes].clone().view(dtype).reshape(shape)
         at += nbytes
-    unpacked: dict[Any, Any] = Unpacker(tensors.__getitem__, device).unpack(said["tree"])
+    unpacked: dict[Any, Any] = _put_together(Unpacker(tensors.__getitem__, device).unpack(said["tree"]))
     return unpacked
+
+
+#: Stands for a tensor that is made of others (a quantised state): between ranks of one run, whose classes are the same.
+_MADE = "zhooks: a tensor made of others"
+
+
+def _taken_apart(value: Any) -> Any:
+    if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter) and hasattr(value, "__tensor_flatten__"):
+        made: Any = value
+        names, about = made.__tensor_flatten__()
+        kind = [type(value).__module__, type(value).__qualname__, _taken_apart(about), tuple(value.shape)]
+        kind.append(tuple(value.stride()))
+        return {_MADE: kind, "inner": {name: _taken_apart(getattr(value, name)) for name in names}}
+    if isinstance(value, torch.dtype):
+        return {_MADE: str(value).removeprefix("torch.")}
+    if isinstance(value, dict):
+        return {key: _taken_apart(item) for key, item in value.items()}
+    return type(value)(map(_taken_apart, value)) if type(value) in (list, tuple) else value
+
+
+def _put_together(value: Any) -> Any:
+    if isinstance(value, dict) and _MADE in value:
+        if isinstance(value[_MADE], str):
+            return getattr(torch, value[_MADE])
+        module, name, about, shape, stride = value[_MADE]
+        kind: Any = attrgetter(name)(import_module(module))
+        inner = {key: _put_together(item) for key, item in value["inner"].items()}
+        return kind.__tensor_unflatten__(inner, _put_together(about), torch.Size(shape), stride)
+    if isinstance(value, dict):
+        return {key: _put_together(item) for key, item in value.items()}
+    return type(value)(map(_put_together, value)) if type(value) in (list, tuple) else value
