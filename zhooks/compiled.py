@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -66,9 +66,12 @@ def plain_name(name: str) -> str:
     return ".".join(word for word in name.split(".") if word != "_orig_mod") if "_orig_mod" in name else name
 
 
-def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """``model.named_modules()`` without the wrappers of ``torch.compile``, under the names they have without."""
-    found = model.named_modules(remove_duplicate=remove_duplicate)
+def named_modules(
+    model: nn.Module, *, but: Collection[nn.Module] = (), remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """``model.named_modules()`` without the wrappers of ``torch.compile``, under the names they have without, and without what
+    is in or below ``but``."""
+    found = model.named_modules(memo=set(but), remove_duplicate=remove_duplicate)
     return ((plain_name(name), module) for name, module in found if uncompiled(module) is module)
 
 

@@ -322,7 +322,10 @@ def _check_buffers(
     run: RunState, saved: Mapping[str, bool], reader: ShardReader, first: ShardReader
 ) -> dict[str, ShardReader]:
     buffers = kept_whole(run, "load")
-    _same_names("buffers and ignored parameters", saved, buffers, "Build the same model, with the same [units] ignore.")
+    if run.ignored:
+        _same_names("buffers and ignored parameters", saved, buffers, "Build the same model, with the same [units] ignore.")
+    else:
+        _same_names("buffers", saved, buffers, "Build the same model.")
     found = {name: reader if own else first for name, own in saved.items()}
     for name, buffer in buffers.items():
         _expect(found[name], buffer_name(name), buffer.dtype, tuple(buffer.shape))

@@ -75,7 +75,7 @@ class Ignored:
 
     def named_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The modules that are attached."""
-        return ((name, module) for name, module in named_modules(model) if module not in self.modules)
+        return named_modules(model, but=self.modules)
 
     def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that are attached, each once."""
