@@ -246,13 +246,12 @@ def check_sparse(model: nn.Module, ignored: Ignored) -> None:
     """Embeddings with ``sparse=True`` would hand us sparse gradients."""
     left = ignored.identities()
     for name, module in ignored.named_modules(model):
-        if id(getattr(module, "weight", None)) in left:
-            continue
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        # By its table: a parametrized weight that is read is computed, which may change buffers.
+        held = module._parameters.get("weight")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(held) not in left:
             raise AttachError(
-                f"module {name}: expected dense gradients, found sparse=True. Build it with sparse=False: its "
-                "gradient is reduced "
-                "as part of a flat buffer."
+                f"module {name}: expected dense gradients, found sparse=True. Build it with sparse=False: its gradient is "
+                "reduced as part of a flat buffer."
             )
 
 
