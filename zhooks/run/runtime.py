@@ -224,20 +224,23 @@ class Runtime:
         return Pass(caller, label, walk, frozenset() if walk is None else self.paths.keep(walk.path, grad=grad))
 
     def _is_local(self) -> bool:
-        """Everything is gathered, as in ``resident``: a forward without gradients waits for nobody, and nobody for it."""
-        return all(flat.current() or not flat.layout.padded for unit in self._units for flat in unit.flats)
+        """Everything is gathered and stays so on every rank, as in ``resident``: a forward without gradients waits for nobody,
+        and nobody for it."""
+        stays = self._resident > 0 or not self.releases
+        return stays and all(flat.current() or not flat.layout.padded for unit in self._units for flat in unit.flats)
 
     def _end_pass(self, current: Pass, failed: bool) -> None:
         walk, grad = current.walk, torch.is_grad_enabled()
         keep: frozenset[int] = frozenset()
         new = walk is not None and not walk.path.recorded
         if walk is not None and not failed:
-            self._catch_up(walk)
+            self._catch_up(walk, current.keep)
             if not walk.path.recorded:
                 self.paths.record(walk, walk.path.order)
                 self.members.changed = True
                 self.reducer.expect(walk.path.order)
-            keep = self.paths.keep(walk.path, grad=grad)
+            # After a first pass ranks that used different units have gathered different ones: they keep what all began with.
+            keep = current.keep if new else self.paths.keep(walk.path, grad=grad)
         self.bus.end("forward", current.label)
         if walk is None:
             return
@@ -256,18 +259,18 @@ class Runtime:
                 flat.abandon()
         self._out.clear()
 
-    def _catch_up(self, walk: Walk) -> None:
+    def _catch_up(self, walk: Walk, keep: frozenset[int]) -> None:
         for number in walk.finish():
-            self._gather_for_others(self._units[number])
+            self._gather_for_others(self._units[number], keep)
         for unit in self._units:
             unit.finish_gather()
 
-    def _gather_for_others(self, unit: Unit) -> None:
-        """This rank skips the unit, which others may use: take part in its gather, and hold what it is no longer than that."""
+    def _gather_for_others(self, unit: Unit, keep: frozenset[int]) -> None:
+        """This rank skips the unit, which others may use: take part in its gather, and hold what it is no longer than they do."""
         if not all(flat.current() for flat in unit.flats):
             self._start(unit)
             unit.finish_gather()
-            if not unit.depth:
+            if not unit.depth and unit.number not in keep:
                 self._release(unit)
 
     def use(self, unit: Unit) -> None:
@@ -283,7 +286,7 @@ class Runtime:
             # Kept units are there on every rank when backward begins; a rank may be done with them already.
             for number in step.launch:
                 if not backward and number not in step.window:
-                    self._gather_for_others(self._units[number])
+                    self._gather_for_others(self._units[number], frozenset() if self._pass is None else self._pass.keep)
                 elif not (backward and number in self._kept):
                     self._start(self._units[number])
             for number in step.fetch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,3 +92,41 @@ def test_asking_for_the_storage_of_a_parameter_names_the_way_to_save() -> None:
     zhooks.attach(model)
     with pytest.raises(zhooks.ShardedOpError, match="save_full"):
         model.weight.untyped_storage()
+
+
+class Skipping(nn.Module):
+    """Blocks of which a rank may skip some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor, skip: tuple[int, ...]) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number not in skip:
+                x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+@on_ranks(2, keeps=({"budget": {"device": "1GiB"}}, {"schedule": {"reshard_after_forward": False}}), skip=((5,), (2, 3, 4)))
+def test_ranks_that_skip_units_keep_the_same_ones_gathered(keeps: dict[str, Any], skip: tuple[int, ...]) -> None:
+    rank, world = place()
+    torch.manual_seed(1)
+    model, plain = Skipping(), Skipping()
+    plain.load_state_dict(model.state_dict())
+    attachment = zhooks.attach(model, policy={"stage": 3, "units": {"min_numel": 1}, **keeps})
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        for _ in range(2):
+            with torch.no_grad():
+                value = model(x, skip if rank else ())
+            # A rank that kept more than the other would be a pass ahead of it by now, and gather alone.
+            torch.testing.assert_close(value, plain(x, skip if rank else ()).detach())
+        model(x, skip if rank else ()).backward()
+        (sum(plain(x, skip if each else ()) for each in range(world)) / world).backward()
+        for one in (ours, theirs):
+            one.step()
+            one.zero_grad()
+    attachment.detach()
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
