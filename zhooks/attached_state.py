@@ -73,7 +73,7 @@ class Stateful:
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """Full state on rank 0's CPU, {} elsewhere: {"model": {name: tensor}}, "optimizer" when one is known, and "loss_scale"
-        under a policy that has one.
+        under a policy that has one.  What is `left_out` of "model" is there by name and checksum, as "left_out".
 
         Streamed unit by unit.  The plain model loads it.  Collective.
         """
@@ -106,6 +106,11 @@ class Stateful:
         )
         if chosen is not None:
             self._optimizers.admit(chosen)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of frozen parameters of tensor subclasses (a quantised base): whole on every rank, by checksum in states."""
+        return tuple(self._ignored.frozen)
 
     def save_full(self, path: str | Path) -> None:
         """Write full parameters and buffers as safetensors from rank 0, one parameter in memory at a time.  Collective."""

@@ -79,7 +79,8 @@ class SavedParameters:
 
     def __init__(self, gather: Callable[[Flat], None], model: nn.Module, comm: Comm, bus: Bus, ignored: Ignored) -> None:
         """``gather`` brings a flat's values back for a backward; parameters that are ``ignored`` stay where they are."""
-        self._ignored = tuple(param for param in ignored.params.values() if type(param) is nn.Parameter)
+        frozen = [tensor for one in ignored.frozen.values() for tensor in one.tensors()]
+        self._ignored = (*(param for param in ignored.params.values() if type(param) is nn.Parameter), *frozen)
         self._gather, self.residual = gather, Residual(bus)
         self._model: nn.Module | None = model
         self._comm, self._bus = comm, bus

@@ -84,6 +84,7 @@ def save_full(
     """See ``Attachment.save_full``.  Tied parameters are written under each name: a strict load succeeds."""
     ranks = AllRanks(comm.stage, "save_full", shown_path(target))
     path = ranks.run(lambda: _destination(target, ranks.first))
+    ranks.run(lambda: _check_plain(ignored))
     check_alike(model, ignored, comm, "save_full")
     held = model.state_dict(keep_vars=True)
     named = [(plain_name(name), tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)]
@@ -104,6 +105,20 @@ def save_full(
     if file is not None:
         file.commit()
     ranks.run(lambda: _problem(file))
+
+
+def _check_plain(ignored: Ignored) -> None:
+    """A file that a plain model loads has all of it.
+
+    Raises:
+        CheckpointError: the model has frozen tensor subclasses, whose values their library alone can write.
+    """
+    for name, one in ignored.frozen.items():
+        raise CheckpointError(
+            f"save_full: expected plain parameters, found {name} and {len(ignored.frozen) - 1} more that are frozen and of "
+            f"tensor subclasses ({one.kind}), which safetensors cannot hold. Use save(), state_dict(), which leaves them out "
+            "and says so, or save the adapters alone."
+        )
 
 
 def _problem(file: _File | None) -> None:

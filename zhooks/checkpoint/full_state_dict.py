@@ -6,7 +6,7 @@ than its shards and one unit.  It never decides what a checkpoint on tiers looks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from zhooks.checkpoint.full_optimizer_state import apply_plan, plan_of
-from zhooks.checkpoint.ignored_values import check_alike, check_own, plain_of
+from zhooks.checkpoint.ignored_values import (
+    check_alike,
+    check_left_out,
+    check_own,
+    checksums_of,
+    left_out_names,
+    plain_of,
+)
 from zhooks.checkpoint.owned_states import states_of_owners
 from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, spread_values, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
@@ -59,10 +66,12 @@ def full_state(
         params = [param for group in optimizer.param_groups for param in group["params"]]
         owned = states_of_owners(optimizer, params, comm.shard, (0,))
     if wanted:
-        values |= {id(param): _cpu(param) for param in ignored.params.values() if id(param) not in values}
+        values |= {id(param): _cpu(param) for param in plain_of(ignored, "state_dict").values() if id(param) not in values}
     if not wanted:
         return {}
-    out: dict[str, Any] = {"model": _model_state(model, values)}
+    out: dict[str, Any] = {"model": _model_state(model, values, left_out_names(model, ignored))}
+    if ignored.frozen:
+        out["left_out"] = checksums_of(ignored)
     if optimizer is not None:
         out["optimizer"] = _optimizer_state(optimizer, states, owned)
     return out
@@ -83,9 +92,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, units: Sequence[Un
         )
 
 
-def _model_state(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
+def _model_state(model: nn.Module, values: dict[int, Tensor], left_out: Collection[str]) -> dict[str, Any]:
     """The plain model's own state dict, order and aliases included, with full values."""
     state = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    state = {name: value for name, value in state.items() if name not in left_out}
     return {
         name: values[id(tensor)] if id(tensor) in values else tensor if isinstance(tensor, nn.Parameter) else _cpu(tensor)
         for name, tensor in state.items()
@@ -159,14 +169,18 @@ def load_full_state(
         scaled = _loss_scale_of(state)
         if not is_first(comm):
             return {}, None
-        problem = _mismatch(model, state["model"]) if "model" in state else _unwrapped(state)
+        problem = _mismatch(model, state["model"], left_out_names(model, ignored)) if "model" in state else _unwrapped(state)
         if problem:
             raise CheckpointError(problem)
         known = None if optimizer is None else plan_of(state.get("optimizer"), optimizer, flats)
-        return {plain_name(name): value for name, value in state["model"].items()}, (scaled, known)
+        left_out = state.get("left_out", {})
+        check_left_out(ignored, left_out, "load_state_dict")
+        return {plain_name(name): value for name, value in state["model"].items()}, (scaled, known, left_out)
 
     values, about = ranks.run(read)
-    scaled, plan = ranks.share(about)
+    scaled, plan, left_out = ranks.share(about)
+    if ignored.frozen:
+        ranks.run(lambda: check_left_out(ignored, left_out, "load_state_dict"))
     follow = scale(scaled)
     if optimizer is not None and plan is not None:
         apply_plan(plan, state.get("optimizer"), optimizer, flats, comm)
@@ -193,7 +207,7 @@ def _unwrapped(state: dict[str, Any]) -> str:
     )
 
 
-def _mismatch(model: nn.Module, values: Any) -> str:
+def _mismatch(model: nn.Module, values: Any, left_out: Collection[str]) -> str:
     if not isinstance(values, Mapping):
         kind = type(values).__name__
         return f"load_state_dict: expected tensors by name as the state's \"model\", found {kind}. Pass a state_dict()."
@@ -201,7 +215,7 @@ def _mismatch(model: nn.Module, values: Any) -> str:
     wanted = {
         plain_name(name): tuple(tensor.shape)
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor)
+        if isinstance(tensor, Tensor) and plain_name(name) not in left_out
     }
     missing, unknown = sorted(set(wanted) - set(values)), sorted(map(str, set(values) - set(wanted)))
     shapes = [name for name in wanted if name in values and getattr(values[name], "shape", None) != wanted[name]]
@@ -240,6 +254,8 @@ def gathered(
             "on every rank. Name the parameters to be written; write that one itself, on every rank."
         )
     values |= {id(param): param.detach() for param in plain_of(ignored, "gathered").values() if id(param) in wanted}
+    # What detach() leaves of a subclass is its library's affair.
+    values |= {id(one.param): one.param for one in ignored.frozen.values() if id(one.param) in wanted}
     missing = [param for param in parameters if id(param) not in values]
     if missing:
         raise CheckpointError(

@@ -1,7 +1,11 @@
-"""What ``[units] ignore`` left plain, where an attachment writes or reads its whole state.
+"""What an attachment leaves as it is, where it writes or reads its whole state.
 
 The other modules of this package ask it.  A checkpoint of shards holds every rank's own values; a full state has room for one
 value a name, so ranks that differ are refused.  It never touches what another attachment has sharded.
+
+Note: [Checksums in place of values]
+    Frozen parameters of tensor subclasses (a quantised base) are in no file: only their library can write and read
+    them.  What is saved names each with a checksum, and is loaded beside the same values alone.
 """
 
 from __future__ import annotations
@@ -14,28 +18,69 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from offload.shards import digest
 from zhooks.comm import AllRanks, Comm
-from zhooks.compiled import plain_name
+from zhooks.compiled import named_modules, named_parameters, plain_name
 from zhooks.layout import Ignored, is_divided, part_of
 from zhooks.tensor import ShardedTensor
 
-__all__ = ["check_alike", "check_own", "plain_of"]
+__all__ = ["check_alike", "check_left_out", "check_own", "checksums_of", "left_out_names", "plain_of"]
 
 
 def plain_of(ignored: Ignored, verb: str) -> dict[str, nn.Parameter]:
     """The ignored parameters whose values are here, by name; those that another attachment has sharded are its own.
 
+    Of frozen ones of tensor subclasses there are checksums (`checksums_of`).
+
     Raises:
-        CheckpointError: one is of a class that keeps more than its values.
+        CheckpointError: one is of a class that keeps more than its values, and not frozen.
     """
-    found = {name: param for name, param in ignored.params.items() if not isinstance(param, ShardedTensor)}
+    found = {
+        name: param
+        for name, param in ignored.params.items()
+        if not isinstance(param, ShardedTensor) and (name not in ignored.frozen or param.requires_grad)
+    }
     for name, param in found.items():
         if type(param) is not nn.Parameter and not is_divided(param):
             raise CheckpointError(
-                f"{verb}: expected {name}, which [units] ignore leaves as it is, to be a plain parameter, found "
+                f"{verb}: expected {name}, which is left as it is, to be a plain parameter or frozen from attach on, found "
                 f"{type(param).__module__}.{type(param).__qualname__}, which may keep more than its values. Save and load it "
                 "yourself, or detach() first."
             )
     return found
+
+
+def checksums_of(ignored: Ignored) -> dict[str, str]:
+    """What stands for the values of frozen tensor subclasses; see Note [Checksums in place of values]."""
+    return {name: one.checksum() for name, one in ignored.frozen.items()}
+
+
+def left_out_names(model: nn.Module, ignored: Ignored) -> frozenset[str]:
+    """What of the model's state dict a full state leaves out: frozen tensor subclasses, and what their modules say of them."""
+    ids = {id(one.param) for one in ignored.frozen.values()}
+    modules = {id(one.module): one for one in ignored.frozen.values()}
+    names = {name for name, param in named_parameters(model, remove_duplicate=False) if id(param) in ids}
+    for prefix, module in named_modules(model, remove_duplicate=False):
+        if id(module) in modules:
+            names.update(f"{prefix}.{key}".lstrip(".") for key in modules[id(module)].beside())
+    return frozenset(names)
+
+
+def check_left_out(ignored: Ignored, saved: object, verb: str) -> None:
+    """What was saved was saved beside the frozen tensor subclasses that are here.
+
+    Raises:
+        CheckpointError: others, or others' values.
+    """
+    here = checksums_of(ignored)
+    if saved == here:
+        return
+    theirs = saved if isinstance(saved, Mapping) else {}
+    name = next(name for name in sorted({*here, *theirs}) if here.get(name) != theirs.get(name))
+    found = "other values" if name in here and name in theirs else f"it only {'here' if name in here else 'there'}"
+    raise CheckpointError(
+        f"{verb}: expected the frozen parameters of tensor subclasses (the quantised base) beside which this was saved, by "
+        f"checksum, for their values are not in it; found {found} in {name}. Build the same base, quantised alike, and load "
+        "again."
+    )
 
 
 def check_own(ignored: Ignored, verb: str) -> None:
@@ -66,7 +111,8 @@ def check_alike(
 
     def digests() -> dict[str, str]:
         check_own(ignored, verb)
-        return {name: digest([value]) for name, value in _values(model, ignored, verb, optimizer).items()}
+        values = _values(model, ignored, verb, optimizer)
+        return {name: digest([value]) for name, value in values.items()} | checksums_of(ignored)
 
     mine = ranks.run(digests)
     first: Mapping[str, str] = ranks.share(mine)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from offload.shards import ShardReader
 from offload.store import Mode
-from zhooks.checkpoint.ignored_values import plain_of
+from zhooks.checkpoint.ignored_values import check_left_out, plain_of
 from zhooks.checkpoint.rng import check as check_generators
 from zhooks.checkpoint.rng import restore
 from zhooks.checkpoint.shard_contents import (
@@ -259,6 +259,7 @@ def check(run: RunState, reader: ShardReader, first: ShardReader) -> Loading:
     document = json.loads(bytes(reader.tensor(DOCUMENT).numpy()))
     unpacker = Unpacker(reader.tensor, run.devices[0])
     _check_flats(run, document, reader)
+    check_left_out(run.ignored, document.get("left out", {}), "load")
     states = _check_optimizers(run, document["optimizers"], unpacker)
     rng = unpacker.unpack(document["rng"])
     check_generators(rng, run.devices)

@@ -22,7 +22,7 @@ from offload.errors import CheckpointError
 from offload.events import Bus
 from offload.shards import Entry, digest
 from offload.text import shown
-from zhooks.checkpoint.ignored_values import plain_of
+from zhooks.checkpoint.ignored_values import checksums_of, plain_of
 from zhooks.checkpoint.rank0_values import flats_of
 from zhooks.checkpoint.rng import generators
 from zhooks.checkpoint.state_tree import Packer
@@ -176,6 +176,7 @@ def contents(run: RunState, extra: Mapping[str, Any], first: Mapping[str, str]) 
         name: part_of(param.grad) for name, param in plain_of(run.ignored, "save").items() if param.grad is not None
     }
     document["ignored gradients"] = list(ignored)
+    document["left out"] = checksums_of(run.ignored)
     document["modules"] = {
         name: packer.pack(module.get_extra_state(), f"extra state of {name}")
         for name, module in extra_states(run.model).items()

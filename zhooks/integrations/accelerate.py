@@ -195,10 +195,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole model on rank 0's CPU, {} on the others.  Collective."""
-        if self.attachment(model) is None:
+        attachment = self.attachment(model)
+        if attachment is None:
             state: dict[str, Any] = super().get_state_dict(model, unwrap)
             return state
-        return whole_weights(self.unwrap_model(model))
+        return whole_weights(self.unwrap_model(model), attachment)
 
     def save_model(
         self,

@@ -138,7 +138,7 @@ class ZhooksStrategy(DDPStrategy):
         """The whole model on rank 0's CPU, {} on the others.  Collective."""
         if self.attachment is None:
             return super().lightning_module_state_dict()
-        return whole_weights(self.attachment.model)
+        return whole_weights(self.attachment.model, self.attachment)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole states on rank 0's CPU, {} on the others.  Collective."""

@@ -20,6 +20,7 @@ from zhooks.attach import Attachment
 from zhooks.integrations.accelerate import SHARDS, Accelerator, bare_optimizer
 from zhooks.integrations.automatic import filled
 from zhooks.integrations.required import require
+from zhooks.integrations.weights import adapter_weights
 
 require("transformers", "transformers", (4, 50))
 
@@ -122,13 +123,14 @@ class ZeroMixin:
     # A folder that from_pretrained reads.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model, from rank 0, one that ``from_pretrained`` reads.  Collective."""
+        """Write the whole model, or adapters of PEFT alone, from rank 0, as ``from_pretrained`` reads it.  Collective."""
         trainer: Any = self
         if self.attachment is None:
             base: Any = super()
             base.save_model(output_dir, _internal_call)
             return
-        state = self.accelerator.get_state_dict(self.model)
+        quantised = bool(self.attachment.left_out)
+        state = adapter_weights(self.attachment) if quantised else self.accelerator.get_state_dict(self.model)
         if self.args.should_save:
             trainer._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:

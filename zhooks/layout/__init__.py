@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zhooks.layout.flat_kind import DTYPES, FLATS, Kind, kind_of
 from zhooks.layout.flat_ranges import ALIGN_BYTES, Layout, Piece, Segment, flat_layout
+from zhooks.layout.frozen_subclass import FrozenSubclass
 from zhooks.layout.ignored import Ignored
 from zhooks.layout.mesh import DATA, EP, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, resolve
 from zhooks.layout.placement import Placement, Table
@@ -25,6 +26,7 @@ __all__ = [
     "Axis",
     "Division",
     "FlatPlan",
+    "FrozenSubclass",
     "Group",
     "Ignored",
     "Keeps",

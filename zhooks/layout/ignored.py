@@ -1,4 +1,4 @@
-"""What of a model an attachment leaves as it is: modules and single parameters that ``[units] ignore`` names.
+"""What of a model an attachment leaves as it is: what ``[units] ignore`` names, and frozen parameters of tensor subclasses.
 
 ``plan/request.py`` finds it once, before anything is changed; whoever walks over the model afterwards asks here what is
 attached.  It never changes a module and knows no values.
@@ -8,6 +8,11 @@ Note: [Ignored]
     where it appears, and modules below an ignored one are ignored with it.  What it may be is therefore open: a sparse
     embedding, a module under DistributedDataParallel, one that is attached by itself over other ranks.  Where the
     attachment writes or reads values as a whole it counts: checkpoints hold it, and memory and budgets count it.
+
+Note: [Frozen tensor subclasses]
+    A quantised weight cannot lie in a flat buffer, and need not: it is never updated.  It stays whole on every rank; ranks are
+    compared as they attach, and a checkpoint has its checksum in place of its values.  One that ``[units] ignore`` names is
+    every rank's own.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from torch import Tensor, nn
 
 from offload.errors import AttachError
 from zhooks.compiled import named_modules, named_parameters, plain_name
+from zhooks.layout.frozen_subclass import FrozenSubclass, is_subclass
 
 __all__ = ["Ignored"]
 
@@ -31,20 +37,24 @@ class Ignored:
     Attributes:
         modules: each with everything below it.
         params: in order of registration, by the first of their names.
+        frozen: those of them that are frozen and of a tensor subclass.
+        unnamed: the names of those of ``frozen`` that no glob names.
     """
 
     modules: frozenset[nn.Module] = frozenset()
     params: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    frozen: Mapping[str, FrozenSubclass] = field(default_factory=dict)
+    unnamed: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: nn.Module, globs: Sequence[str]) -> Ignored:
+    def of(cls, model: nn.Module, globs: Sequence[str], sharded: type[Tensor]) -> Ignored:
         """What these globs over names of modules and parameters mean; any of a shared one's names will do.
 
+        Args:
+            sharded: the class of parameters that an attachment has.
         Raises:
             AttachError: one matches nothing.
         """
-        if not globs:
-            return cls()
         matched: set[str] = set()
 
         def named(name: str) -> bool:
@@ -62,7 +72,28 @@ class Ignored:
                 f"[units] ignore: expected {missing} to match a module or a parameter, found none. Names are those of "
                 "model.named_modules() and model.named_parameters(); * matches dots too."
             )
-        return cls(modules, {name: param for name, param in named_parameters(model) if id(param) in left})
+        frozen = {
+            f"{prefix}.{key}".lstrip("."): FrozenSubclass(param, module, key)
+            for prefix, module in named_modules(model)
+            for key, param in module._parameters.items()
+            if param is not None and not isinstance(param, sharded) and is_subclass(param)
+        }
+        named_params = list(named_parameters(model))
+        # Each once, by the first of its names.
+        frozen = {name: frozen[name] for name, _ in named_params if name in frozen}
+        ids = left | {id(one.param) for one in frozen.values()}
+        params = {name: param for name, param in named_params if id(param) in ids}
+        return cls(modules, params, frozen, frozenset(name for name in frozen if id(params[name]) not in left))
+
+    @property
+    def named(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that ``[units] ignore`` names."""
+        return {name: param for name, param in self.params.items() if name not in self.unnamed}
+
+    def nbytes(self, name: str) -> int:
+        """Memory of one of the parameters on this rank; of one made of other tensors, theirs."""
+        one = self.frozen.get(name)
+        return self.params[name].nbytes if one is None else one.nbytes()
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.params)

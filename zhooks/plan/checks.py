@@ -93,9 +93,10 @@ def check_ignored(model: nn.Module, ignored: Ignored, policy: Policy) -> None:
     whole = [*ignored.params.items(), *((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in buffers)]
     bare = [name for name, tensor in whole if tensor.device.type == "meta"]
     if bare:
+        subject, other = ("attach", "") if bare[0] in ignored.unnamed else ("[units] ignore", ", or take it out of ignore")
         raise AttachError(
-            f"[units] ignore: expected {bare[0]} to have memory, found it on meta: nobody would fill what is left as it "
-            "is. Give it memory and values before attach, or take it out of ignore."
+            f"{subject}: expected {bare[0]} to have memory, found it on meta: nobody would fill what is left as it "
+            f"is. Give it memory and values before attach{other}."
         )
     left = ignored.identities()
     for name, module in ignored.named_modules(model):
@@ -135,6 +136,7 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
     params = dict(ignored.named_parameters(model))
     if not params:
         found = "that [units] ignore names all of them" if ignored.params else "none"
+        found = "frozen ones of tensor subclasses alone, which stay as they are" if ignored.unnamed else found
         raise AttachError(
             f"attach: expected {type(model).__name__} to have parameters, found {found}. There is nothing to partition."
         )
@@ -165,7 +167,8 @@ def _check_parameter(name: str, param: nn.Parameter, model: nn.Module) -> None:
     if type(param) is not nn.Parameter and not is_divided(param):
         raise AttachError(
             f"parameter {name}: expected torch.nn.Parameter, found {type(param).__module__}.{type(param).__qualname__}. "
-            "Convert tensor subclasses to plain parameters before attach."
+            "Convert tensor subclasses to plain parameters before attach; a quantised one stays as it is where it is frozen "
+            "(requires_grad_(False)) and has __tensor_flatten__ or memory of its own."
         )
     if param.layout is not torch.strided:
         raise AttachError(f"parameter {name}: expected a dense tensor, found layout {param.layout}. Call .to_dense().")
@@ -286,17 +289,20 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, i
         )
 
 
-def check_same_model(groups: Sequence[Group], world: Transport) -> None:
-    """Every rank attaches the same parameters in the same units.  Collective.
+def check_same_model(groups: Sequence[Group], ignored: Ignored, world: Transport) -> None:
+    """Every rank attaches the same parameters in the same units, beside the same frozen tensor subclasses.  Collective.
 
     Raises:
-        AttachError: names, shapes, dtypes, requires_grad or units differ between ranks.
+        AttachError: names, shapes, dtypes, requires_grad or units differ between ranks, or what a frozen subclass holds.
     """
     facts = [
         (name, f"{number} {name} {tuple(param.shape)} {param.dtype} {param.requires_grad} {getattr(param, 'placements', '')}")
         for number, group in enumerate(groups)
         for name, param in group.params.items()
     ]
+    if world.axis.world > 1:
+        frozen = {name: one for name, one in ignored.frozen.items() if name in ignored.unnamed}
+        facts += [(name, f"{name} {one.kind}, which is frozen, checksum {one.checksum()}") for name, one in frozen.items()]
     numbers = torch.tensor([len(facts), text_digest("\n".join(fact for _, fact in facts))], dtype=torch.int64)
     low, high = numbers.clone(), numbers.clone()
     world.all_reduce(Call(CONTROL, "compare models", "all parameters"), low, "min")

@@ -58,13 +58,17 @@ class Headroom:
     foreseen: tuple[Optimizer, ...] = ()
 
 
+Whole = tuple[nn.Parameter, int]
+"""A parameter that stays whole on the device, and the bytes that it takes."""
+
+
 def device_headroom(
     policy: Policy,
     device: torch.device,
     units: Sequence[UnitPlan],
     optimizers: Iterable[Optimizer],
     comm: Comm,
-    ignored: Sequence[nn.Parameter] = (),
+    ignored: Sequence[Whole] = (),
 ) -> Headroom:
     """What the bound leaves beside these units, what is ``ignored`` there, and the states of these optimizers.  Collective.
 
@@ -75,9 +79,13 @@ def device_headroom(
     return Headroom(None, None) if limit is None else _headroom(limit, policy, units, optimizers, comm, ignored, "")
 
 
-def ignored_here(ignored: Ignored, device: torch.device) -> list[nn.Parameter]:
-    """What ``[units] ignore`` leaves whole on the device; what another attachment has sharded is counted there."""
-    return [param for param in ignored.params.values() if param.device == device and not isinstance(param, ShardedTensor)]
+def ignored_here(ignored: Ignored, device: torch.device) -> list[Whole]:
+    """What is left whole on the device; what another attachment has sharded is counted there."""
+    return [
+        (param, ignored.nbytes(name))
+        for name, param in ignored.params.items()
+        if param.device == device and not isinstance(param, ShardedTensor)
+    ]
 
 
 def _limit(policy: Policy, device: torch.device, comm: Comm) -> int | None:
@@ -105,7 +113,7 @@ class DeviceBudget:
         policy: Policy,
         headroom: Headroom,
         keep_within: Callable[[int | None], None],
-        ignored: Sequence[nn.Parameter] = (),
+        ignored: Sequence[Whole] = (),
     ) -> None:
         self._ignored = ignored
         self._comm, self._units, self._keep_within = comm, units, keep_within
@@ -191,14 +199,14 @@ def _headroom(
     units: Sequence[UnitPlan],
     optimizers: Iterable[Optimizer],
     comm: Comm,
-    ignored: Sequence[nn.Parameter],
+    ignored: Sequence[Whole],
     after: str,
 ) -> Headroom:
     """What is left beside the states of these optimizers; ``after`` ends the refusal.  Collective."""
     rounded, rank = policy.optimizer.rounding == "stochastic", comm.shard.axis.rank
     found = {optimizer: state_nbytes(optimizer, units, rank, wide=rounded, ignored=ignored) for optimizer in optimizers}
     floor = device_floor(policy, units, whole_sums=comm.pipelined) + beside(policy, units)
-    floor += sum(param.nbytes * (2 if param.requires_grad else 1) for param in ignored)
+    floor += sum(nbytes * (2 if param.requires_grad else 1) for param, nbytes in ignored)
     spare = least(comm.stage, limit - floor - sum(nbytes for nbytes, _ in found.values()))
     assert spare is not None
     if spare >= 0:
@@ -244,7 +252,7 @@ def state_nbytes(
     rank: int,
     *,
     wide: bool = False,
-    ignored: Sequence[nn.Parameter] = (),
+    ignored: Sequence[Whole] = (),
 ) -> tuple[int, bool]:
     """Bytes of states on the device, those it has and those it will make, and whether the latter could be foreseen; see
     Note [States ahead].
@@ -255,7 +263,7 @@ def state_nbytes(
         ignored: parameters that this rank updates whole.
     """
     numels = {id(param): numel for unit in units for param, numel in _on_device(unit, rank)}
-    numels.update((id(param), param.numel()) for param in ignored if param.requires_grad)
+    numels.update((id(param), param.numel()) for param, _ in ignored if param.requires_grad)
     held, coming = 0, list[tuple[_Place, int]]()
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

@@ -54,7 +54,7 @@ def look(request: Request, comm: Comm) -> Plan:
     if not request.sync:
         check_ranks_equal(model, comm, request.ignored)
     groups = find_units(model, policy, request.ignored)
-    check_same_model(groups, comm.stage)
+    check_same_model(groups, request.ignored, comm.stage)
     units = Layouts.of(model, policy, comm, device).units(groups)
     tiers = admit_any(policy, device, units, comm)
     headroom = device_headroom(policy, device, units, request.known, comm, ignored_here(request.ignored, device))

@@ -30,6 +30,7 @@ from zhooks.plan.checks import (
     check_scaled,
 )
 from zhooks.plan.initialisers import check_initialisers
+from zhooks.tensor import ShardedTensor
 
 __all__ = ["Request", "read"]
 
@@ -74,7 +75,7 @@ def read(
     check_arguments(optimizer, mesh, init, sync)
     check_module(model)
     model = uncompiled(model)
-    ignored = Ignored.of(model, chosen.units.ignore)
+    ignored = Ignored.of(model, chosen.units.ignore, ShardedTensor)
     device = check_model(model, ignored)
     check_ignored(model, ignored, chosen)
     check_optimizer(model, optimizer, ignored)

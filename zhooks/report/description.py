@@ -58,9 +58,16 @@ def describe(
     if payload is not None:
         lines.append(f"By the plan a training step moves {payload / 2**20:,.2f} MiB of payload.")
     lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for unit in units for flat in unit.flats)))
-    if ignored.params:
-        count, few = sum(param.numel() for param in ignored.params.values()), ", ".join(list(ignored.params)[:3])
-        lines.append(f"Ignored, and not reduced: {len(ignored.params)} parameters, {count:,} elements ({few}).")
+    if named := ignored.named:
+        count, few = sum(param.numel() for param in named.values()), ", ".join(list(named)[:3])
+        lines.append(f"Ignored, and not reduced: {len(named)} parameters, {count:,} elements ({few}).")
+    if ignored.unnamed:
+        names = [name for name in ignored.frozen if name in ignored.unnamed]
+        kinds = ", ".join(sorted({ignored.frozen[name].kind for name in names}))
+        lines.append(
+            f"Frozen and of tensor subclasses (quantised), left as they are on every rank: {len(names)} parameters, "
+            f"{sum(map(ignored.nbytes, names)) / 2**20:,.2f} MiB ({', '.join(names[:3])}: {kinds})."
+        )
     lines.extend(_chosen(policy))
     lines.extend(_unmatched(model, units, policy))
     lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")

@@ -136,11 +136,13 @@ def memory_report(
 
 
 def _ignored(ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
-    """What ``[units] ignore`` leaves whole on this rank, and what optimizers that are known keep for it."""
-    params = [param for param in ignored.params.values() if not isinstance(param, ShardedTensor)]
+    """What is left whole on this rank, and what optimizers that are known keep for it."""
+    named = {name: param for name, param in ignored.params.items() if not isinstance(param, ShardedTensor)}
+    params = list(named.values())
     states = [state for param in params for one in optimizers for state in one.state.get(param, {}).values()]
     held = {
-        "ignored parameters": sum(param.nbytes for param in params),
+        "frozen subclasses": sum(ignored.nbytes(name) for name in ignored.unnamed),
+        "ignored parameters": sum(ignored.nbytes(name) for name in named if name not in ignored.unnamed),
         "ignored gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
         "ignored states": sum(state.nbytes for state in states if isinstance(state, Tensor)),
     }

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError
-from zhooks.layout import Ignored
+from zhooks.layout import FrozenSubclass, Ignored
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["Members", "wrapper"]
@@ -41,6 +41,8 @@ class Members:
         self._modules: dict[int, nn.Module] = {}
         self._attached: list[nn.Module] = []
         self._places: frozenset[tuple[int, str]] = frozenset()
+        #: Of tensor subclasses: what attach left as it is because it was frozen.
+        self._left = {name: one for name, one in ignored.frozen.items() if name in ignored.unnamed}
         self._frozen: list[tuple[str, nn.Parameter]] = []
         #: Something may have come since the last look.
         self.changed = True
@@ -74,6 +76,8 @@ class Members:
         """
         if self.barred is not None:
             raise AttachError(self.barred)
+        if any(one.param.requires_grad for one in self._left.values()):
+            raise _unfrozen(self._left)
         if not self.changed:
             if any(param.requires_grad for _, param in self._frozen):
                 raise _stranger([(name, param) for name, param in self._frozen if param.requires_grad])
@@ -142,6 +146,15 @@ def wrapper(module: nn.Module) -> str | None:
         if isinstance(kind, type) and isinstance(module, kind):
             return said
     return None
+
+
+def _unfrozen(left: Mapping[str, FrozenSubclass]) -> AttachError:
+    name, one = next((name, one) for name, one in left.items() if one.param.requires_grad)
+    return AttachError(
+        f"parameter {name}: expected it to stay frozen, found requires_grad = True: attach left it as it is ({one.kind} cannot "
+        "be sharded), and every rank would train it apart. Call requires_grad_(False); or detach(), make it a plain parameter, "
+        "and attach again."
+    )
 
 
 def _stranger(found: list[tuple[str, nn.Parameter]]) -> AttachError:

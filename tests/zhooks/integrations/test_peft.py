@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import zhooks
+from tests.support.launched import launched
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.values import copies
 
@@ -156,3 +158,68 @@ def test_a_detached_model_is_merged_as_without_zhooks(kind: str) -> None:
     merged, other = attachment.detach().merge_and_unload(), plain.merge_and_unload()
     assert isinstance(merged, transformers.LlamaForCausalLM)
     close(dict(merged.named_parameters()), dict(other.named_parameters()))
+
+
+class Int8(Tensor):
+    """A weight of whole numbers and a scale; whatever reads it reads their product."""
+
+    numbers: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: Tensor) -> Int8:
+        made: Int8 = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made.numbers, made.scale = numbers, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].numbers, args[0].scale)
+
+        def read(value: Any) -> Any:
+            return value.numbers * value.scale if isinstance(value, cls) else value
+
+        return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+
+
+def quantised_base() -> Any:
+    model = base().requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight.detach()
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            module.weight = nn.Parameter(Int8((weight / scale).round().to(torch.int8), scale), requires_grad=False)
+    return model
+
+
+@on_ranks(1, 2, limit_s=180.0)
+def test_the_trainer_saves_adapters_over_a_quantised_base_alone_and_no_quantised_model() -> None:
+    from zhooks.integrations.transformers import Trainer, TrainingArguments
+
+    with launched() as (rank, _), folder() as path, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(quantised_base(), adapters("lora"))
+        arguments = TrainingArguments(
+            output_dir=str(path), use_cpu=True, max_steps=2, learning_rate=0.1, report_to=[], disable_tqdm=True,
+            save_strategy="no",
+        )  # fmt: skip
+        data = [{"input_ids": row, "labels": row} for row in tokens(0)]
+        trainer = Trainer(model, arguments, train_dataset=data, zhooks=POLICY)
+        trainer.train()
+        assert trainer.attachment is not None and len(trainer.attachment.left_out) == 15
+        trainer.save_model(str(path / "adapter"))
+        trainer.accelerator.wait_for_everyone()
+        state = dict(zip(dict(model.named_parameters()), copies(model.parameters()), strict=True))
+        if rank == 0:
+            names = {file.name for file in (path / "adapter").iterdir()}
+            assert "adapter_model.safetensors" in names and "model.safetensors" not in names
+            loaded = peft.PeftModel.from_pretrained(quantised_base(), path / "adapter")
+            low_rank = {name: param for name, param in loaded.named_parameters() if "lora_" in name}
+            assert len(low_rank) == 8 and all(torch.equal(param, state[name]) for name, param in low_rank.items())
+            assert any(param.any() for name, param in low_rank.items() if "lora_B" in name)
+        with pytest.raises(zhooks.CheckpointError, match=r"found base_model.*q_proj.base_layer.weight and 14 more"):
+            trainer.accelerator.get_state_dict(trainer.model)
