@@ -28,7 +28,7 @@ from zhooks.checkpoint import StockState, own_anew
 from zhooks.comm import CONTROL, Call, Comm, all_or_none, disagreement, meet, open_comm, policy_facts, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.layout import PP, TP, Table, UnitPlan
-from zhooks.optim import Optimizers, Owners, Rounding, watch_steps
+from zhooks.optim import Closures, Optimizers, Owners, Rounding, watch_steps
 from zhooks.plan import (
     DeviceBudget,
     Layouts,
@@ -152,6 +152,12 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
         begin(scaling, watch_steps)
         undo.callback(lambda: self._tiers.end_steps())
         self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding, self._optimizers)
+        begin(
+            Closures(
+                partial(self._ignored.parameters, self.model), self._comm.world,
+                lambda: self.policy.gradient.reduce == "mean", lambda: runtime.reducer.idle,
+            )
+        )
         self._bus.stated_by(self._state_held)
 
     def _context(self) -> BuildContext:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zhooks.build.shard import BuildContext, flat_of
 from zhooks.comm import all_or_none
 from zhooks.layout import UnitPlan
-from zhooks.optim import state_keys
+from zhooks.optim import shard_vectors, state_keys, whole_vectors
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat, Unit, all_copies, find_slots
 
@@ -37,6 +37,8 @@ def relayout_units(
     Raises:
         BudgetError, TierError: there is no room for a unit on some rank; that one and those after it are laid out as they were.
     """
+    # Another layout divides them otherwise.
+    vectors = [optimizer for optimizer in optimizers if whole_vectors(optimizer)]
     try:
         for unit, plan in zip(units, plans, strict=True):
             if plan is not unit.plan:
@@ -44,6 +46,8 @@ def relayout_units(
                 for flat in unit.flats:
                     laid(flat)
     finally:
+        for optimizer in vectors:
+            shard_vectors(optimizer)
         find_slots(model, units)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zhooks.checkpoint import plain_states
-from zhooks.optim import state_keys
+from zhooks.optim import state_keys, whole_vectors
 from zhooks.run import rehook
 from zhooks.tensor import ParamShard, ShardedTensor
 from zhooks.unit import Flat, Ranges, Unit, all_copies, loose_references
@@ -27,6 +27,8 @@ def restore_units(
 
     ``narrow``: states were kept wider than the parameters, which a plain optimizer could not use; they take their dtype.
     """
+    for optimizer in optimizers:
+        whole_vectors(optimizer)
     with loose_references(model):
         for unit in units:
             _restore_unit(unit, optimizers, narrow)

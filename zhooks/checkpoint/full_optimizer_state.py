@@ -16,7 +16,7 @@ from offload.errors import CheckpointError
 from zhooks.checkpoint.owned_states import from_first_rank
 from zhooks.checkpoint.rank0_values import SAFETENSORS, spread_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
-from zhooks.optim import OwnedStates, with_owners
+from zhooks.optim import OwnedStates, shard_vectors, with_owners
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -64,6 +64,8 @@ def _is_list(value: Any) -> bool:
 
 def _about(value: Any, shape: Any) -> dict[str, Any]:
     """How a value travels: sharded, whole, or, one number, here and now."""
+    if _is_list(value) and any(isinstance(item, Tensor) for item in value):
+        return {"items": [_about(item, shape) for item in value], "dtype": None}
     if not isinstance(value, Tensor):
         return {"dtype": None, "value": value}
     if value.dtype not in SAFETENSORS:
@@ -127,6 +129,7 @@ def apply_plan(
             wide = {key: value for key, value in entry.items() if isinstance(value, ShardedTensor)}
             if wide:
                 optimizer.state[order[index]].update(wide)
+        shard_vectors(optimizer)
 
     before = optimizer.state, optimizer.param_groups
     try:
@@ -158,6 +161,9 @@ def _shard(
 
 def _whole(comm: Comm, how: dict[str, Any], value: Any) -> Any:
     """A number, or a tensor that is not sharded, of the first rank on every rank."""
+    if "items" in how:
+        given = value if _is_list(value) else [None] * len(how["items"])
+        return [_whole(comm, each, item) for each, item in zip(how["items"], given, strict=True)]
     if how["dtype"] is None:
         return how["value"]
     dtype = getattr(torch, how["dtype"])

@@ -28,7 +28,7 @@ from zhooks.checkpoint.rank0_values import flats_of, from_first, is_first, sprea
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.compiled import named_parameters, plain_name
 from zhooks.layout import Division, Ignored, is_divided, part_of, whole_of
-from zhooks.optim import state_keys, states_of
+from zhooks.optim import mapped, state_keys, states_of, whole_copies
 from zhooks.run import Runtime
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Unit
@@ -62,7 +62,9 @@ def full_state(
         if is_divided(tensor):
             values[id(tensor)] = whole_of(tensor).to("cpu", copy=True)
     owned: dict[int, dict[Any, Any]] = {}
+    copies: dict[int, Tensor] = {}
     if optimizer is not None:
+        copies = whole_copies(dict(optimizer.state), _CPU, here=wanted)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         owned = states_of_owners(optimizer, params, comm.shard, (0,))
     if wanted:
@@ -73,7 +75,7 @@ def full_state(
     if ignored.frozen:
         out["left_out"] = checksums_of(ignored)
     if optimizer is not None:
-        out["optimizer"] = _optimizer_state(optimizer, states, owned)
+        out["optimizer"] = _optimizer_state(optimizer, states, owned, copies)
     return out
 
 
@@ -114,7 +116,10 @@ def _all_cpu(value: Any) -> Any:
 
 
 def _optimizer_state(
-    optimizer: torch.optim.Optimizer, states: dict[int, dict[str, Tensor]], owned: dict[int, dict[Any, Any]]
+    optimizer: torch.optim.Optimizer,
+    states: dict[int, dict[str, Tensor]],
+    owned: dict[int, dict[Any, Any]],
+    copies: dict[int, Tensor],
 ) -> dict[str, Any]:
     packed = optimizer.state_dict()
     order = [param for group in optimizer.param_groups for param in group["params"]]
@@ -125,7 +130,8 @@ def _optimizer_state(
             # Of a parameter that no step has updated there are none.
             full |= {index: _all_cpu(some)} if (some := owned[id(order[index])]) else {}
             continue
-        full[index] = {key: known.get(key, _cpu(value)) for key, value in entry.items()}
+        found = {key: known.get(key, value) for key, value in entry.items()}
+        full[index] = mapped(found, lambda value: copies[id(value)] if id(value) in copies else _cpu(value))
     return {"state": full, "param_groups": packed["param_groups"]}
 
 

@@ -37,7 +37,7 @@ from zhooks.checkpoint.shard_contents import (
 )
 from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.layout import part_of
-from zhooks.optim import OwnedStates
+from zhooks.optim import OwnedStates, vectors_in
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
@@ -257,7 +257,8 @@ def check(run: RunState, reader: ShardReader, first: ShardReader) -> Loading:
     """
     reader.verify()
     document = json.loads(bytes(reader.tensor(DOCUMENT).numpy()))
-    unpacker = Unpacker(reader.tensor, run.devices[0])
+    specs = {spec.name: spec for flat in run.flats for spec in flat.specs}
+    unpacker = Unpacker(reader.tensor, run.devices[0], specs)
     _check_flats(run, document, reader)
     check_left_out(run.ignored, document.get("left out", {}), "load")
     states = _check_optimizers(run, document["optimizers"], unpacker)
@@ -446,15 +447,17 @@ def _check_entries(
         param = optimizer.param_groups[group]["params"][index]
         _require(param not in entries, "one state a parameter")
         entries[param] = {}
-        for packed_key, packed_value in packed:
-            key = unpacker.unpack(packed_key)
+        values = [(unpacker.unpack(key), value, unpacker.unpack(value) if value != SHARDED else None) for key, value in packed]
+        # How long lists of vectors are depends on how many steps there were.
+        free = param in owners or bool(vectors_in([value for _, _, value in values]))
+        for key, packed_value, value in values:
             _require(key not in entries[param], "one state of a name")
             if packed_value == SHARDED:
                 entries[param][key] = _IN_FILE
                 continue
-            value = entries[param][key] = unpacker.unpack(packed_value)
+            entries[param][key] = value
             held = optimizer.state.get(param, {}).get(key)
-            if param in owners:
+            if free:
                 continue  # as the parameter's shape will have it
             kind = kinds.setdefault(key, _kind(value)) if held is None or isinstance(held, ShardedTensor) else _kind(held)
             count = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value

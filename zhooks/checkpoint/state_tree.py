@@ -7,7 +7,7 @@ shard file beside the JSON.  It never builds anything but plain containers, numb
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.errors import CheckpointError
 from offload.shards import CODES, DTYPES
-from zhooks.tensor import ShardedTensor
+from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector, VectorShard
 
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "deque": deque}
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
@@ -60,6 +60,10 @@ class Packer:
         )
 
     def _tensor(self, value: Tensor, where: str) -> Any:
+        if isinstance(value, ShardedVector):
+            name = f"tree/{len(self.tensors)}"
+            self.tensors[name] = value.to_local()
+            return {"vector": name, "device": value.to_local().device.type, "parts": [part.name for part in value.parts]}
         made_of = hasattr(value, "__tensor_flatten__") and not isinstance(value, ShardedTensor)
         if isinstance(value, ShardedTensor) or made_of or value.layout is not torch.strided or value.dtype not in CODES:
             what = "a sharded tensor" if isinstance(value, ShardedTensor) else f"a {value.layout} tensor of {value.dtype}"
@@ -82,10 +86,15 @@ class Packer:
 
 
 class Unpacker:
-    """Turns the JSON back; ``read`` gives a tensor by name, and what was not on the CPU goes to ``device``."""
+    """Turns the JSON back; ``read`` gives a tensor by name, and what was not on the CPU goes to ``device``.
 
-    def __init__(self, read: Callable[[str], Tensor], device: torch.device) -> None:
-        self._read, self._device = read, device
+    ``specs``: the parameters that vectors of their ranges may have, by name.
+    """
+
+    def __init__(
+        self, read: Callable[[str], Tensor], device: torch.device, specs: Mapping[str, ParamShard] | None = None
+    ) -> None:
+        self._read, self._device, self._specs = read, device, specs or {}
 
     def unpack(self, packed: Any) -> Any:
         """The value.
@@ -99,6 +108,8 @@ class Unpacker:
             return [self.unpack(item) for item in packed]
         if isinstance(packed, dict) and "tensor" in packed:
             return self._placed(_ordered(self._read(str(packed["tensor"])), packed.get("order")), packed)
+        if isinstance(packed, dict) and "vector" in packed:
+            return self._vector(self._placed(self._read(str(packed["vector"])), packed), packed["parts"])
         if isinstance(packed, dict) and "scalar" in packed:
             return self._placed(torch.tensor(packed["scalar"], dtype=DTYPES[packed["dtype"]]), packed)
         if isinstance(packed, dict) and len(packed) == 1:
@@ -108,6 +119,16 @@ class Unpacker:
             if tag in _MAPPINGS:
                 return _MAPPINGS[tag]([(self.unpack(key), self.unpack(item)) for key, item in items])
         raise CheckpointError(f"load: expected a packed state, found {str(packed)[:80]}. The checkpoint is damaged.")
+
+    def _vector(self, local: Tensor, names: Any) -> ShardedVector:
+        known = isinstance(names, list) and bool(names) and all(name in self._specs for name in names)
+        spec = VectorShard([self._specs[name] for name in names]) if known else None
+        if spec is None or tuple(local.shape) != (sum(piece.numel for piece in spec.pieces),):
+            raise CheckpointError(
+                f"load: expected ranges of this model's parameters as one vector, found {local.numel()} elements of "
+                f"{str(names)[:80]}. Build the same model and optimizer, or load another checkpoint."
+            )
+        return ShardedVector(local, spec)
 
     def _placed(self, tensor: Tensor, packed: dict[str, Any]) -> Tensor:
         return tensor if packed["device"] == "cpu" else tensor.to(self._device)

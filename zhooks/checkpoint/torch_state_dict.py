@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from zhooks.checkpoint.rank0_values import flats_of, whole_values
 from zhooks.comm import CONTROL, AllRanks, Call, Comm
 from zhooks.grad import Asked, full_state_asked
 from zhooks.layout import Ignored
-from zhooks.optim import about_state, state_keys, states_of
+from zhooks.optim import about_state, mapped, shard_vectors, state_keys, states_of, vectors_in, whole_copies
 from zhooks.run import Inert
-from zhooks.tensor import ParamShard, ShardedTensor
+from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
 from zhooks.unit import Unit
 
 __all__ = ["StockState"]
@@ -117,7 +118,7 @@ class StockState:
             for param in group["params"]
             if id(param) in specs
             for key, value in optimizer.state.get(param, {}).items()
-            if isinstance(value, Tensor) and value.dim()
+            if isinstance(value, Tensor) and value.dim() and not isinstance(value, ShardedVector)
         ]
 
     def make_ranges(self, optimizer: Optimizer, held: Sequence[Held]) -> None:
@@ -128,6 +129,7 @@ class StockState:
         for param, spec, key, value in held:
             if not isinstance(value, ShardedTensor) and value.shape == spec.shape:
                 optimizer.state[param][key] = ShardedTensor(spec.take(value).clone(), spec)
+        shard_vectors(optimizer)
 
     def check_autocast(self) -> None:
         """Accelerate wraps autocast around a model it prepares, and around none that is marked as prepared already."""
@@ -194,6 +196,10 @@ class StockState:
                     if value is not None and shard is not None:
                         at = index[id(param)]
                         state[at] = {**state[at], key: value}
+        for at, states in list(state.items()):
+            if vectors_in(states):
+                copies = whole_copies(states, asked.device, here=asked.here)
+                state[at] = mapped(states, partial(_copied, copies))
         every = range(self._comm.shard.axis.world)
         ours = {id(param) for flat in flats_of(self._units) for param in flat.params}
         held = [param for param in order if id(param) in ours]
@@ -239,6 +245,10 @@ class Saving(_Hook):
         asked = None if stock is None else full_state_asked(sys._getframe())
         if stock is not None and asked is not None:
             stock.whole_model(state, asked)
+
+
+def _copied(copies: Mapping[int, Tensor], value: Tensor) -> Tensor:
+    return copies.get(id(value), value)
 
 
 def _both_sharded(one: Any, other: Any) -> bool:

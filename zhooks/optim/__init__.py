@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zhooks.optim.choose_kernel import kernels_of
+from zhooks.optim.closures import Closures
 from zhooks.optim.optimizers import Optimizers, about_state, holders, optimizer_facts, partitions
 from zhooks.optim.overlap import Overlap, Worker
 from zhooks.optim.owned_states import OwnedStates, flags_of, nbytes_of, tensors_in, with_owners
@@ -11,9 +12,11 @@ from zhooks.optim.rounding import Rounding, check_rounding
 from zhooks.optim.states import sharded_states, state_keys, states_of
 from zhooks.optim.step_hooks import Stepper, watch_steps
 from zhooks.optim.tiered_update import Updater
+from zhooks.optim.vector_states import mapped, shard_vectors, vectors_in, whole_copies, whole_vectors
 from zhooks.optim.whole_update import WholeUpdater
 
 __all__ = [
+    "Closures",
     "Optimizers",
     "Overlap",
     "OwnedStates",
@@ -29,13 +32,18 @@ __all__ = [
     "flags_of",
     "holders",
     "kernels_of",
+    "mapped",
     "nbytes_of",
     "optimizer_facts",
     "partitions",
+    "shard_vectors",
     "sharded_states",
     "state_keys",
     "states_of",
     "tensors_in",
+    "vectors_in",
     "watch_steps",
+    "whole_copies",
+    "whole_vectors",
     "with_owners",
 ]

@@ -33,10 +33,10 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import CheckpointError, DivergenceError, ShardedOpError
 from zhooks.comm import CONTROL, AllRanks, Call, Facts, Transport, disagreement, text_digest
-from zhooks.optim.owned_states import OwnedStates
+from zhooks.optim.owned_states import OwnedStates, tensors_in
 from zhooks.optim.owners import Owners
 from zhooks.optim.step_hooks import watch_steps
-from zhooks.tensor import ParamShard, ShardedTensor
+from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector
 
 __all__ = ["Optimizers", "about_state", "holders", "optimizer_facts", "partitions"]
 
@@ -376,7 +376,10 @@ def _places(optimizer: Optimizer, params: Sequence[Tensor]) -> list[int]:
 
 def _has_ranges(optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
     states = [optimizer.state.get(param, {}) for param in params]
-    return any(isinstance(of, OwnedStates) or any(isinstance(one, ShardedTensor) for one in of.values()) for of in states)
+    return any(
+        isinstance(of, OwnedStates) or any(isinstance(one, (ShardedTensor, ShardedVector)) for one in tensors_in(of))
+        for of in states
+    )
 
 
 def _once(optimizers: Iterable[Optimizer]) -> list[Optimizer]:

@@ -153,7 +153,8 @@ def _ids(updates: Iterable[Whole | FlatUpdate]) -> set[int]:
 class Around(Protocol):
     """Who is called around every optimizer's step."""
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """None, or what the step shall be called with."""
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
 
@@ -170,10 +171,9 @@ def watch_steps(stepper: Around) -> list[RemovableHandle]:
             handle.remove()
     me = weakref.ref(stepper)
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         alive = me()
-        if alive is not None:
-            alive.before(optimizer, args, kwargs)
+        return None if alive is None else alive.before(optimizer, args, kwargs)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         alive = me()

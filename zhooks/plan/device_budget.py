@@ -31,7 +31,7 @@ from offload.text import as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
 from zhooks.layout import Ignored, UnitPlan
-from zhooks.optim import OwnedStates, nbytes_of, tensors_in, watch_steps
+from zhooks.optim import OwnedStates, nbytes_of, tensors_in, vectors_in, watch_steps
 from zhooks.plan.arena import beside, reductions
 from zhooks.plan.tiers import limit_of
 from zhooks.tensor import ShardedTensor
@@ -276,6 +276,7 @@ def state_nbytes(
                 if states.here and next(tensors_in(states), None) is None:
                     coming.append(((number, dtype, param.dim()), param.numel()))
             elif states:
+                held += sum(one.to_local().nbytes for one in vectors_in(states))
                 held += numel * _itemsize(states, param.shape)
             elif numel:
                 coming.append(((number, dtype, param.dim()), numel))

@@ -19,7 +19,7 @@ from zhooks.activation import Residual
 from zhooks.comm import Comm
 from zhooks.grad import Reducer
 from zhooks.layout import Ignored, Placement, Table
-from zhooks.optim import nbytes_of, sharded_states, tensors_in, with_owners
+from zhooks.optim import nbytes_of, sharded_states, tensors_in, vectors_in, with_owners
 from zhooks.report.memory_buffers import buffers
 from zhooks.report.memory_residual import Residue, activations, advice, mib, notes, unaccounted
 from zhooks.tensor import ShardedTensor
@@ -227,6 +227,8 @@ def _states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
                 held += state._local.nbytes
                 formula += flat.span(index)[1] * state.dtype.itemsize
         # Of parameters that are updated whole, all on the rank that owns them.
+        vectors = sum(one.to_local().nbytes for param in flat.params for one in vectors_in(optimizer.state.get(param)))
+        held, formula = held + vectors, formula + vectors
         whole = sum(nbytes_of(one) for _, states in with_owners(optimizer, flat.params) for one in tensors_in(states))
         held, formula = held + whole, formula + whole
     stored = sum(block.nbytes for block in blocks)

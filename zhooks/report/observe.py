@@ -19,7 +19,7 @@ from offload.tier import Tier
 from zhooks.checkpoint import RunState
 from zhooks.grad import Reducer
 from zhooks.optim import tensors_in
-from zhooks.tensor import ShardedTensor
+from zhooks.tensor import ShardedTensor, ShardedVector
 from zhooks.unit import Flat
 
 __all__ = ["Observation", "state_held"]
@@ -100,7 +100,7 @@ def _state_flat(bus: Bus, flat: Flat, reducer: Reducer) -> None:
 
 def _hold(bus: Bus, category: str, flat: Flat, value: object) -> None:
     """A gradient or a state of a parameter; one that is in a block is the store's to state."""
-    if isinstance(value, ShardedTensor):
+    if isinstance(value, (ShardedTensor, ShardedVector)):
         value = value._at
     elif isinstance(value, Tensor) and value.dim() == 0:
         # Counters of steps: they belong to nobody's unit alone, and to name them would cost more than they hold.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from zhooks.tensor.group import ShardGroup
 from zhooks.tensor.overflow import Name, Overflow, Overflows, Watch, overflowed
 from zhooks.tensor.range_tensor import ParamShard, part_numel
-from zhooks.tensor.sharded import Registries, ShardedOverTp, ShardedTensor
+from zhooks.tensor.sharded import Registries, ShardedOverTp, ShardedTensor, ShardedVector, vector_of
+from zhooks.tensor.vectors import VectorShard
 
 __all__ = [
     "Name",
@@ -16,7 +17,10 @@ __all__ = [
     "ShardGroup",
     "ShardedOverTp",
     "ShardedTensor",
+    "ShardedVector",
+    "VectorShard",
     "Watch",
     "overflowed",
     "part_numel",
+    "vector_of",
 ]

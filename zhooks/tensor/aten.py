@@ -59,7 +59,7 @@ def _rule(func: Any) -> Handler:
     if name == "_foreach_norm":
         return foreach_norm
     if name in ("equal", "_local_scalar_dense", "is_same_size", "_has_compatible_shallow_copy_type", "view", "_unsafe_view"):
-        return {"equal": equal, "is_same_size": _same_size, "view": _view}.get(name, whole)
+        return {"equal": equal, "is_same_size": _same_size, "view": view}.get(name, whole)
     if name.startswith("_foreach_") and name not in _NOT_POINTWISE_FOREACH:
         return lists_in_place if name.endswith("_") else local
     if name.startswith("_fused_") and name.endswith("_"):
@@ -76,7 +76,8 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return type(tensor)(tensor._at, tensor._spec, bound=tensor._bound, device=tensor._on)
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The shape it has already; any other needs the whole."""
     tensor, shape = args[0], args[1]
     if tuple(shape) == tuple(tensor.shape):
         return _alias(func, args, kwargs)

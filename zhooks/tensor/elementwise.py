@@ -340,7 +340,7 @@ def refuse(func: Any, tensor: RangeTensor) -> Any:
     raise ShardedOpError(
         f"{func._schema.name.split('::')[1]} on the sharded tensor of {tensor._spec.name} {tuple(tensor.shape)}: "
         "expected an element-wise "
-        "operation or a total, found one that needs whole rows or matrices (LBFGS does). Use another "
+        "operation or a total, found one that needs whole rows or matrices. Use another "
         "optimizer, or full_tensor(); to write, use `with attachment.gathered(parameter, write=True):`."
     )
 

@@ -13,7 +13,7 @@ Note: [The way of a call]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from zhooks.tensor.aten import ATEN
 from zhooks.tensor.functions import FUNCTIONS, with_values
-from zhooks.tensor.range_tensor import Handler, RangeTensor
+from zhooks.tensor.range_tensor import Handler, ParamShard, RangeTensor
+from zhooks.tensor.vectors import Vectors, VectorShard
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -65,6 +66,53 @@ class ShardedTensor(RangeTensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return ATEN[func](func, args, kwargs or {})
+
+
+class ShardedVector(RangeTensor):
+    """Ranges of many parameters as one vector, see Note [Vectors]: no parameter's gradient or state, and no `ShardedTensor`."""
+
+    is_sparse = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler: Handler = FUNCTIONS.get(func, with_values)
+        return handler(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return ATEN[func](func, args, kwargs or {})
+
+    @property
+    def parts(self) -> tuple[ParamShard, ...]:
+        """The parameters, in the vector's order."""
+        assert isinstance(self._spec, VectorShard)
+        return self._spec.parts
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole vector as a new plain tensor on every rank.  Collective; not differentiable."""
+        counts = [sum(piece.numel for piece in part.pieces) for part in self.parts]
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            pairs = zip(self._local.split(counts), self.parts, strict=True)
+            return torch.cat([ShardedTensor(own, part).full_tensor().reshape(-1) for own, part in pairs])
+
+
+_VECTORS = Vectors(ShardedTensor, ShardedVector)
+ATEN.update(_VECTORS.aten())
+FUNCTIONS.update(_VECTORS.functions())
+
+
+def vector_of(value: torch.Tensor, parts: Sequence[ParamShard]) -> RangeTensor:
+    """This rank's elements of a whole vector of these parameters.
+
+    Raises:
+        ShardedOpError: as ``VectorShard``.
+    """
+    spec = VectorShard(parts)
+    return ShardedVector(spec.take(value).clone(), spec)
 
 
 class _SlotsOfDTensor(torch.Tensor):
