@@ -78,9 +78,10 @@ class Owners:
     # What is whole.
 
     def judge(self, optimizer: Optimizer) -> Verdict:
-        """How it updates parameters, tried once; nothing is changed, and nobody is asked."""
+        """How it updates parameters, tried until it can be stepped; nothing is changed, and nobody is asked."""
         known = self._judged.get(optimizer)
-        if known is not None and known.groups == len(optimizer.param_groups):
+        # What was refused is tried again: its options may have been changed since.
+        if known is not None and known.groups == len(optimizer.param_groups) and not known.verdict.problem:
             return known.verdict
         samples: dict[Place, nn.Parameter] = {}
         for place, _, (_, _), param in self._places(optimizer):

@@ -281,7 +281,9 @@ def _twin(optimizer: Optimizer, params: Mapping[Place, Sequence[nn.Parameter]]) 
         for number, group in enumerate(optimizer.param_groups):
             mine = [param for place, some in params.items() if place.group == number for param in some]
             options = {key: _on_host(copy.deepcopy(value, memo)) for key, value in group.items() if key not in _OF_PARAMS}
-            groups.append({**options, **({"capturable": False} if "capturable" in options else {}), "params": mine})
+            rates = {key: _trial_rate(value) for key, value in options.items() if key == "lr" or key.endswith("_lr")}
+            capturable = {"capturable": False} if "capturable" in options else {}
+            groups.append({**options, **rates, **capturable, "params": mine})
         memo[id(optimizer.param_groups)] = groups
         for key, value in vars(optimizer).items():
             if isinstance(value, OrderedDict) and key.endswith("_hooks"):
@@ -295,6 +297,20 @@ def _twin(optimizer: Optimizer, params: Mapping[Place, Sequence[nn.Parameter]]) 
 
 
 _OF_PARAMS = ("params", "param_names")
+
+
+#: Updates by a smaller rate are lost in the rounding of the values, and warm-up begins at 0.
+_LEAST_RATE = 1e-3
+_TRIAL_RATE = 1e-2
+
+
+def _trial_rate(rate: Any) -> Any:
+    """A learning rate whose updates can be seen."""
+    if isinstance(rate, Tensor):
+        return torch.where(rate.abs() < _LEAST_RATE, torch.full_like(rate, _TRIAL_RATE), rate)
+    if isinstance(rate, (int, float)) and not isinstance(rate, bool) and abs(rate) < _LEAST_RATE:
+        return _TRIAL_RATE
+    return rate
 
 
 def _on_host(value: Any) -> Any:

@@ -1,0 +1,73 @@
+"""What the trial of an optimizer's step finds out, where its options hide it: warm-up from 0, options that change.
+
+pytest runs it, on one and two ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zhooks
+from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, batch, net, train
+from tests.support.on_ranks import on_ranks
+from tests.support.values import full
+
+POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}}
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.dim() == 2]
+
+
+def check_equal(model: nn.Module, expected: nn.Module) -> None:
+    for value, other in zip(full(model), expected.parameters(), strict=True):
+        torch.testing.assert_close(value.detach(), other.detach(), rtol=0, atol=0)
+
+
+def orthogonal(grad: torch.Tensor) -> torch.Tensor:
+    left, _, right = torch.linalg.svd(grad, full_matrices=False)
+    return left @ right
+
+
+@on_ranks(1, 2, kind=("muon", "adafactor"), tensor=(False, True))
+def test_warm_up_from_a_learning_rate_of_zero_trains_as_plain_training_does(kind: str, tensor: bool) -> None:
+    models = [net(), net()]
+    zhooks.attach(models[1], policy=POLICY)
+    for model in models:
+        optimizer = MATRIX_OPTIMIZERS[kind](model.parameters())
+        if tensor:
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+        for step in range(5):
+            train(model, optimizer, [step])
+            schedule.step()
+    check_equal(models[1], models[0])
+
+
+class Switched(torch.optim.Optimizer):
+    """Couples the updates of matrices while its option says so."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            total = sum(float(param.grad.norm()) for param in params) if group["coupled"] else 1.0
+            for param in params:
+                param.add_(orthogonal(param.grad), alpha=-0.01 * total)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_was_refused_is_tried_again_at_the_next_step() -> None:
+    models = [net(), net()]
+    zhooks.attach(models[1], policy=POLICY)
+    optimizers = [Switched(matrices(model), {"coupled": attached}) for attached, model in enumerate(models)]
+    with pytest.raises(zhooks.ShardedOpError, match="depends on the gradients of others"):
+        train(models[1], optimizers[1], [0])
+    optimizers[1].param_groups[0]["coupled"] = False
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(3))
+    check_equal(models[1], models[0])
