@@ -266,7 +266,7 @@ class Runtime:
             unit.finish_gather()
 
     def _gather_for_others(self, unit: Unit, keep: frozenset[int]) -> None:
-        """This rank skips the unit, which others may use: take part in its gather, and hold what it is no longer than they do."""
+        """This rank skips the unit, which others may use: it takes part in the gather, and holds it no longer than they do."""
         if not all(flat.current() for flat in unit.flats):
             self._start(unit)
             unit.finish_gather()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zhooks
-from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, batch, net, train
+from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, net, train
 from tests.support.on_ranks import on_ranks
 from tests.support.values import full
 
