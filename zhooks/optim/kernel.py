@@ -20,7 +20,7 @@ from zhooks.unit import Flat
 
 __all__ = [
     "BY_RANGES", "NO_ARGUMENTS", "Arguments", "FlatUpdate", "Kernel", "TorchKernel", "grad_of", "narrowed",
-    "options_kept", "step_of",
+    "step_of",
 ]  # fmt: skip
 
 
@@ -117,35 +117,6 @@ def narrowed(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> 
         own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = hooks
         for group, params in zip(optimizer.param_groups, held, strict=True):
             group["params"] = params
-
-
-@contextmanager
-def options_kept(optimizer: Optimizer) -> Iterator[None]:
-    """What a call inside counts, in its groups or beside them, is undone: a step of many calls counts once."""
-    groups = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    own, known = {key: value for key, value in vars(optimizer).items() if _is_number(value)}, set(vars(optimizer))
-    try:
-        yield
-    finally:
-        for key in [key for key, value in vars(optimizer).items() if key not in known and _is_number(value)]:
-            del vars(optimizer)[key]
-        vars(optimizer).update(own)
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
-            for key in group.keys() - before.keys() - {"params"}:
-                del group[key]
-            for key, value in before.items():
-                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def grad_of(param: nn.Parameter) -> Tensor | None:

@@ -33,11 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.errors import ShardedOpError
 from zhooks.comm import DONE, Alone, Call, Work
 from zhooks.layout import SHARD, Axis, Layout, flat_layout
+from zhooks.optim.counters import OF_PARAMS, numbers_of
 from zhooks.optim.kernel import BY_RANGES, step_of
 from zhooks.optim.owned_states import tensors_in
 from zhooks.tensor import ParamShard, ShardedTensor, ShardGroup
 
-__all__ = ["Place", "Verdict", "numbers_of", "probe"]
+__all__ = ["Place", "Verdict", "probe"]
 
 #: Two steps: many optimizers make states in the first and use them in the second.
 _STEPS = 2
@@ -193,7 +194,8 @@ def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole:
             for one, update in together.items():
                 if one != (place, 1) and (place in whole or one[0] in whole) and not _same(changed[one], update):
                     return "the update of a parameter depends on the gradients of others"
-    for one in [(place, 0) for place in samples if place in whole]:
+    # The first alone is the first still, the second is not: some go by the place in the list.
+    for one in [(place, number) for place in samples if place in whole for number in range(2)]:
         only, _ = _updates(optimizer, samples, [one])
         if not _same(only[one], together[one]):
             return "the update of a parameter depends on which others are in the step"
@@ -202,7 +204,10 @@ def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole:
     except _CannotTry as error:
         return f"a step without parameters, which a rank may have to make, raises {error}"
     if counted != alone:
-        return "its options change with the parameters of a step, so that ranks with other parameters would differ"
+        return (
+            "its options, or what else it keeps that is no state of a parameter, change with the parameters of a step, so that "
+            "ranks with other parameters would differ"
+        )
     return ""
 
 
@@ -232,7 +237,7 @@ def _updates(
         raise
     except Exception as error:
         raise _CannotTry(f"{type(error).__name__}: {error}") from error
-    return {one: param.detach() - before[one] for one, param in params.items()}, repr(numbers_of(twin))
+    return {one: param.detach() - before[one] for one, param in params.items()}, numbers_of(twin)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -244,17 +249,6 @@ def _step(twin: Any) -> None:
     # A compiled step is tried as it is written: what it computes is the same, and nobody waits for compilers.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), _Silent():  # type: ignore[no-untyped-call]
         step_of(twin)(twin)
-
-
-def numbers_of(optimizer: Any) -> tuple[Any, ...]:
-    """The counters and options it keeps, in its groups and beside them."""
-    plain = (bool, int, float, str, type(None))
-
-    def of(table: Mapping[str, Any]) -> dict[str, Any]:
-        out = {key: value for key, value in table.items() if isinstance(value, plain)}
-        return out | {key: float(value) for key, value in table.items() if isinstance(value, Tensor) and value.dim() == 0}
-
-    return of(vars(optimizer)), *(of(group) for group in optimizer.param_groups)
 
 
 def _twin(optimizer: Optimizer, params: Mapping[Place, Sequence[nn.Parameter]]) -> Any:
@@ -280,7 +274,7 @@ def _twin(optimizer: Optimizer, params: Mapping[Place, Sequence[nn.Parameter]]) 
     try:
         for number, group in enumerate(optimizer.param_groups):
             mine = [param for place, some in params.items() if place.group == number for param in some]
-            options = {key: _on_host(copy.deepcopy(value, memo)) for key, value in group.items() if key not in _OF_PARAMS}
+            options = {key: _on_host(copy.deepcopy(value, memo)) for key, value in group.items() if key not in OF_PARAMS}
             rates = {key: _trial_rate(value) for key, value in options.items() if key == "lr" or key.endswith("_lr")}
             capturable = {"capturable": False} if "capturable" in options else {}
             groups.append({**options, **rates, **capturable, "params": mine})
@@ -294,9 +288,6 @@ def _twin(optimizer: Optimizer, params: Mapping[Place, Sequence[nn.Parameter]]) 
         raise _CannotTry(f"{type(error).__name__}: {error}") from error
     twin.__dict__.update(state=state, param_groups=groups)
     return twin
-
-
-_OF_PARAMS = ("params", "param_names")
 
 
 #: Updates by a smaller rate are lost in the rounding of the values, and warm-up begins at 0.

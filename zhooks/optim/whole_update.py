@@ -26,7 +26,8 @@ from offload.errors import DivergenceError, ShardedOpError
 from offload.events import Bus
 from zhooks.comm import CONTROL, GATHER, Call, Numels, Transport, Work, all_or_none
 from zhooks.optim.assign_owners import Matrix, rounds
-from zhooks.optim.kernel import Arguments, grad_of, narrowed, options_kept, step_of
+from zhooks.optim.counters import options_kept
+from zhooks.optim.kernel import Arguments, grad_of, narrowed, step_of
 from zhooks.optim.owned_states import OwnedStates
 from zhooks.optim.owners import Owners, Whole
 from zhooks.tensor import ShardedTensor
