@@ -126,7 +126,8 @@ def numbers_of(optimizer: Any) -> str:
 def _text(value: Any, above: set[int]) -> str:
     if isinstance(value, _ATOMIC):
         # The text of a function has its address.
-        return type(value).__name__ if callable(value) else repr(value)
+        kind: type = type(value)
+        return kind.__name__ if callable(value) else repr(value)
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)} {value.detach().double().sum().item() if value.numel() else 0}"
     if id(value) in above or isinstance(value, Optimizer):

@@ -25,8 +25,10 @@ from offload.errors import CheckpointError
 from offload.tier import Tier
 from zhooks.comm import CONTROL, AllRanks, Call, Transport
 from zhooks.optim.assign_owners import assign, cost_of
+from zhooks.optim.kernel import names_of
 from zhooks.optim.owned_states import OwnedStates, flags_of, holds_tensors, tensors_in
 from zhooks.optim.probe import Place, Verdict, probe
+from zhooks.optim.references import beside_params, kept_elsewhere
 from zhooks.tensor import ParamShard, ShardedTensor
 from zhooks.unit import Flat
 
@@ -35,13 +37,14 @@ __all__ = ["Owners", "Whole"]
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A parameter that an optimizer updates whole: where it is, in which of the optimizer's groups, and its owner."""
+    """A parameter that an optimizer updates whole: where it is, its group and its name there, if any, and its owner."""
 
     param: nn.Parameter
     flat: Flat
     index: int
     group: int
     owner: int | None
+    label: str = ""
 
     @property
     def spec(self) -> ParamShard:
@@ -101,12 +104,13 @@ class Owners:
         if not self.is_whole(optimizer):
             return []
         verdict = self._judged[optimizer].verdict
+        labels = [names_of(group) for group in optimizer.param_groups]
         out = []
         for place, group, (flat, index), param in self._places(optimizer):
             if place in verdict.whole:
                 states = optimizer.state.get(param)
                 owner = states.owner if isinstance(states, OwnedStates) else None
-                out.append(Whole(param, flat, index, group, owner))
+                out.append(Whole(param, flat, index, group, owner, labels[group].get(id(param), "")))
         return out
 
     def _places(self, optimizer: Optimizer) -> Iterable[tuple[Place, int, tuple[Flat, int], nn.Parameter]]:
@@ -131,6 +135,19 @@ class Owners:
         if not self.is_whole(optimizer):
             return ""
         kind, problem = type(optimizer).__name__, self._judged[optimizer].verdict.problem
+        kept, beside = kept_elsewhere(optimizer, [one.param for one in self.whole(optimizer)]), beside_params(optimizer)
+        if kept:
+            return (
+                f"{kind}: expected an optimizer that knows parameters by its groups and state alone, for owners step on "
+                f"parameters of their own; found parameters in {kind}{kept}. Mark them in their group, or in state[param] "
+                '(state[param]["use_adam"] = True), or step a wrapped optimizer directly.'
+            )
+        if beside:
+            return (
+                f"{kind}: expected options that hold for all parameters of a group, for it updates them whole, a few at a "
+                f"time; found {beside}, a list as long as params. Make it a tuple if it is one option of all, else give each "
+                "parameter a group, or write it into state[param]."
+            )
         if problem:
             return (
                 f"{kind}: expected an optimizer that works element by element, or updates each parameter by itself, for "

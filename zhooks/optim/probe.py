@@ -34,8 +34,9 @@ from offload.errors import ShardedOpError
 from zhooks.comm import DONE, Alone, Call, Work
 from zhooks.layout import SHARD, Axis, Layout, flat_layout
 from zhooks.optim.counters import OF_PARAMS, numbers_of
-from zhooks.optim.kernel import BY_RANGES, step_of
+from zhooks.optim.kernel import BY_RANGES, names_of, step_of
 from zhooks.optim.owned_states import tensors_in
+from zhooks.optim.references import kept_elsewhere
 from zhooks.tensor import ParamShard, ShardedTensor, ShardGroup
 
 __all__ = ["Place", "Verdict", "probe"]
@@ -81,6 +82,10 @@ class _Asks(Enum):
 
 class _CannotTry(Exception):
     """There is no twin, or it will not step: nothing is known of the optimizer."""
+
+
+class _Keeps(Exception):
+    """The step put a parameter where it does not belong."""
 
 
 class _Communicates(Exception):
@@ -149,7 +154,7 @@ def _asked(optimizer: Optimizer, place: Place, sample: nn.Parameter) -> tuple[_A
     for index, value in enumerate(values):
         spec = ParamShard(f"stand-in {index}", value, group, index, layout.pieces(index, 0), torch.device("cpu"))
         params.append(_marked(nn.Parameter(ShardedTensor(spec.pick(value).clone(), spec)), sample))
-    twin = _twin(optimizer, {place: params})
+    twin = _twin(optimizer, {place: params}, {place: sample})
     try:
         for step in range(_STEPS):
             for index, param in enumerate(params):
@@ -183,6 +188,8 @@ def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole:
         together, counted = _updates(optimizer, samples, every)
     except _Communicates:
         return "its step communicates between ranks by itself; use the variant of it for one process"
+    except _Keeps as error:
+        return f"its step keeps parameters in {error}, where they are others in each round: keep that in state[param]"
     if not any(float(update.abs().max()) > 0 for update in together.values()):
         return "its step leaves the parameters of its groups as they are: it updates others that it keeps elsewhere"
     for place in samples:
@@ -221,13 +228,14 @@ def _updates(
 
     Raises:
         _CannotTry: it raises.
+        _Keeps: it has kept a stand-in.
     """
     params = {one: _marked(nn.Parameter(_value(*one)), samples[one[0]]) for one in which}
     before = {one: param.detach().clone() for one, param in params.items()}
     by_place: dict[Place, list[nn.Parameter]] = {}
     for (place, _), param in params.items():
         by_place.setdefault(place, []).append(param)
-    twin = _twin(optimizer, by_place)
+    twin = _twin(optimizer, by_place, samples)
     try:
         for step in range(_STEPS):
             for one, param in params.items():
@@ -237,6 +245,9 @@ def _updates(
         raise
     except Exception as error:
         raise _CannotTry(f"{type(error).__name__}: {error}") from error
+    kept = kept_elsewhere(twin, params.values())
+    if kept:
+        raise _Keeps(kept)
     return {one: param.detach() - before[one] for one, param in params.items()}, numbers_of(twin)
 
 
@@ -251,7 +262,9 @@ def _step(twin: Any) -> None:
         step_of(twin)(twin)
 
 
-def _twin(optimizer: Optimizer, params: Mapping[Place, Sequence[nn.Parameter]]) -> Any:
+def _twin(
+    optimizer: Optimizer, params: Mapping[Place, Sequence[nn.Parameter]], samples: Mapping[Place, nn.Parameter]
+) -> Any:
     """Another optimizer of its class, options and attributes, of stand-ins; what it keeps of parameters elsewhere is of others.
 
     Raises:
@@ -278,6 +291,9 @@ def _twin(optimizer: Optimizer, params: Mapping[Place, Sequence[nn.Parameter]]) 
             rates = {key: _trial_rate(value) for key, value in options.items() if key == "lr" or key.endswith("_lr")}
             capturable = {"capturable": False} if "capturable" in options else {}
             groups.append({**options, **rates, **capturable, "params": mine})
+            if "param_names" in group:
+                names, of = names_of(group), [place for place, some in params.items() if place.group == number for _ in some]
+                groups[-1]["param_names"] = [names.get(id(samples[place]), "") for place in of]
         memo[id(optimizer.param_groups)] = groups
         for key, value in vars(optimizer).items():
             if isinstance(value, OrderedDict) and key.endswith("_hooks"):

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ShardedOpError
 from zhooks.grad import running
-from zhooks.optim.kernel import Arguments, FlatUpdate
+from zhooks.optim.kernel import Arguments, FlatUpdate, leave
 from zhooks.optim.overlap import Overlap
 from zhooks.optim.owners import Whole
 from zhooks.optim.tiered_update import Updater
@@ -228,17 +228,16 @@ def _own_hooks_first(optimizer: Any, args: Any, kwargs: Any) -> Iterator[dict[in
 
 def _leave_others(optimizer: Any, ours: set[int], hooks: dict[int, Any]) -> Callable[[], None]:
     """Leave the outer call only parameters that are not ours, and no hooks; returns what puts everything back."""
-    held = [(group, group["params"]) for group in optimizer.param_groups]
-    others = [[param for param in params if id(param) not in ours] for _, params in held]
+    left = [
+        leave(group, [param for param in group["params"] if id(param) not in ours]) for group in optimizer.param_groups
+    ]
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
     def undo() -> None:
-        for group, params in held:
-            group["params"] = params
+        for back in left:
+            back()
         before.update(hooks)
         optimizer._optimizer_step_post_hooks = after
 
     optimizer._optimizer_step_post_hooks = OrderedDict()
-    for (group, _), params in zip(held, others, strict=True):
-        group["params"] = params
     return undo

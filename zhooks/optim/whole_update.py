@@ -30,6 +30,7 @@ from zhooks.optim.counters import options_kept
 from zhooks.optim.kernel import Arguments, grad_of, narrowed, step_of
 from zhooks.optim.owned_states import OwnedStates
 from zhooks.optim.owners import Owners, Whole
+from zhooks.optim.references import kept_elsewhere
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["WholeUpdater"]
@@ -233,6 +234,7 @@ class WholeUpdater:
     ) -> list[tuple[Whole, Tensor]]:
         """The new values that its step makes of (parameter, value, gradient); states of stand-ins are those of the owner."""
         groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        names: list[list[str]] = [[] for _ in optimizer.param_groups]
         stand_ins: list[tuple[Whole, nn.Parameter]] = []
         for one, value, grad in whole:
             stand_in = nn.Parameter(value, one.param.requires_grad)
@@ -241,6 +243,7 @@ class WholeUpdater:
                     setattr(stand_in, key, noted)
             stand_in.grad = grad
             groups[one.group].append(stand_in)
+            names[one.group].append(one.label)
             stand_ins.append((one, stand_in))
         for one, stand_in in stand_ins:
             optimizer.state[stand_in] = optimizer.state[one.param]
@@ -250,8 +253,9 @@ class WholeUpdater:
         self._stepping.now = True
         try:
             if whole:
-                with narrowed(optimizer, groups), options_kept(optimizer):
+                with narrowed(optimizer, groups, names), options_kept(optimizer):
                     step_of(optimizer)(optimizer, *arguments.args, **arguments.kwargs)
+                    self._check_kept(optimizer, [stand_in for _, stand_in in stand_ins])
         finally:
             self._stepping.now = False
             for one, stand_in in stand_ins:
@@ -259,6 +263,16 @@ class WholeUpdater:
             if whole and self._bus.active:
                 self._bus.end("update", name, nbytes)
         return [(one, stand_in.detach()) for one, stand_in in stand_ins]
+
+
+    def _check_kept(self, optimizer: Optimizer, stand_ins: Sequence[nn.Parameter]) -> None:
+        kept = kept_elsewhere(optimizer, stand_ins)
+        if kept:
+            kind = type(optimizer).__name__
+            raise ShardedOpError(
+                f"{kind}.step: expected a step that keeps what it notes of a parameter in state[param], for it updates them "
+                f"whole, on parameters of the owner's; found them in {kind}{kept}. Keep that in state[param]."
+            )
 
 
 _OURS = ("_at", "_on", "_spec", "_bound")
