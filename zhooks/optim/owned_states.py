@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from offload.errors import ShardedOpError
 
-__all__ = ["OwnedStates", "flags_of", "holds_tensors", "nbytes_of", "tensors_in", "with_owners"]
+__all__ = ["OwnedStates", "flags_of", "holds_states", "nbytes_of", "tensors_in", "with_owners"]
 
 
 class OwnedStates(dict[Any, Any]):
@@ -90,9 +90,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def holds_tensors(states: Any) -> bool:
-    """A step has made states of a parameter, or they were loaded."""
-    return next(tensors_in(states), None) is not None
+def holds_states(states: Any) -> bool:
+    """A step has made states of a parameter, or they were loaded: anything but flags."""
+    return isinstance(states, dict) and len(states) > len(flags_of(states))
 
 
 def nbytes_of(tensor: Tensor) -> int:

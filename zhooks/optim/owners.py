@@ -26,9 +26,10 @@ from offload.tier import Tier
 from zhooks.comm import CONTROL, AllRanks, Call, Transport
 from zhooks.optim.assign_owners import assign, cost_of
 from zhooks.optim.kernel import names_of
-from zhooks.optim.owned_states import OwnedStates, flags_of, holds_tensors, tensors_in
-from zhooks.optim.probe import Place, Verdict, probe
+from zhooks.optim.owned_states import OwnedStates, flags_of, holds_states, tensors_in
+from zhooks.optim.probe import Verdict, probe
 from zhooks.optim.references import beside_params, kept_elsewhere
+from zhooks.optim.stand_ins import Place, marks_of
 from zhooks.tensor import ParamShard, ShardedTensor
 from zhooks.unit import Flat
 
@@ -56,10 +57,12 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """What was found of an optimizer with so many groups."""
+    """What was found of an optimizer with so many groups, and of what its parameters were then."""
 
     groups: int
     verdict: Verdict
+    #: By identity: torch swaps no tensor that is weakly referred to.
+    places: dict[int, Place]
 
 
 class Owners:
@@ -87,11 +90,14 @@ class Owners:
         if known is not None and known.groups == len(optimizer.param_groups) and not known.verdict.problem:
             return known.verdict
         samples: dict[Place, nn.Parameter] = {}
+        # A step that notes something itself makes no other parameter of it, on its owner alone.
+        places: dict[int, Place] = {}
         for place, _, (_, _), param in self._places(optimizer):
             samples.setdefault(place, param)
+            places[id(param)] = place
         # Parameters of no unit are plain, but what is done to ours may depend on them.
         verdict = probe(optimizer, samples) if samples else Verdict()
-        self._judged[optimizer] = _Judged(len(optimizer.param_groups), verdict)
+        self._judged[optimizer] = _Judged(len(optimizer.param_groups), verdict, places)
         return verdict
 
     def is_whole(self, optimizer: Optimizer) -> bool:
@@ -115,19 +121,29 @@ class Owners:
 
     def _places(self, optimizer: Optimizer) -> Iterable[tuple[Place, int, tuple[Flat, int], nn.Parameter]]:
         where = {id(param): (flat, index) for flat in self._flats() for index, param in enumerate(flat.params)}
-        for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) in where:
-                    flags = flags_of(optimizer.state.get(param))
-                    said = tuple((key, value) for key, value in flags.items() if isinstance(key, Hashable))
-                    yield Place(number, param.dtype, param.dim(), said), number, where[id(param)], param
+        every = ((number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"])
+        ours = [(number, param) for number, param in every if id(param) in where]
+        known = self._judged.get(optimizer)
+        places = {} if known is None else known.places
+        fresh = {id(param) for _, param in ours if id(param) not in places}
+        marks = marks_of([param for _, param in ours]) if fresh else [()] * len(ours)
+        for (number, param), noted in zip(ours, marks, strict=True):
+            if id(param) in fresh:
+                flags = flags_of(optimizer.state.get(param))
+                said = tuple((key, value) for key, value in flags.items() if isinstance(key, Hashable))
+                place = Place(number, param.dtype, param.dim(), said, noted)
+            else:
+                place = places[id(param)]
+            yield place, number, where[id(param)], param
 
     def facts(self, optimizer: Optimizer) -> str:
         """What must be the same on every rank."""
         verdict = self.judge(optimizer)
         if not verdict.whole:
             return "by ranges"
-        places = sorted(f"group {place.group} of {place.dims} dims in {place.dtype} {place.flags}" for place in verdict.whole)
+        places = sorted(
+            f"group {place.group} of {place.dims} dims in {place.dtype} {place.flags} {place.marks}" for place in verdict.whole
+        )
         return f"whole in {', '.join(places)} {verdict.problem}"
 
     def refusal(self, optimizer: Optimizer) -> str:
@@ -174,7 +190,7 @@ class Owners:
         if not mine:
             return
         rank, world = self._shard.axis.rank, self._shard.axis.world
-        has = [holds_tensors(optimizer.state.get(one.param)) for one in mine]
+        has = [holds_states(optimizer.state.get(one.param)) for one in mine]
         seen = torch.tensor([has, [rank * one for one in has]], dtype=torch.int64)
         self._shard.all_reduce(Call(CONTROL, f"{verb}: compare owners", "all matrices"), seen, "sum")
         counts, holders = seen.tolist()
@@ -231,7 +247,8 @@ def _elsewhere(one: Whole) -> str:
 
 
 def _about(states: Any) -> str:
-    return ", ".join(f"{value.dtype} {list(value.shape)}" for value in tensors_in(states) if isinstance(value, Tensor))
+    tensors = [f"{value.dtype} {list(value.shape)}" for value in tensors_in(states) if isinstance(value, Tensor)]
+    return ", ".join([*tensors, *(f"{key} {value}" for key, value in states.items() if isinstance(value, (int, float)))])
 
 
 def _on_some(optimizer: Optimizer, verb: str, found: str) -> CheckpointError:

@@ -14,14 +14,13 @@ Note: [What is tried]
 
 from __future__ import annotations
 
-import copy
+import math
 import random
 import sys
 import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -33,13 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.errors import ShardedOpError
 from zhooks.comm import DONE, Alone, Call, Work
 from zhooks.layout import SHARD, Axis, Layout, flat_layout
-from zhooks.optim.counters import OF_PARAMS, numbers_of
-from zhooks.optim.kernel import BY_RANGES, names_of, step_of
+from zhooks.optim.counters import numbers_of
+from zhooks.optim.kernel import BY_RANGES, step_of
 from zhooks.optim.owned_states import tensors_in
 from zhooks.optim.references import kept_elsewhere
+from zhooks.optim.stand_ins import LARGE, CannotTry, Place, drawn, gradient_of, marked, twin_of, value_of
 from zhooks.tensor import ParamShard, ShardedTensor, ShardGroup
 
-__all__ = ["Place", "Verdict", "probe"]
+__all__ = ["Verdict", "probe"]
 
 #: Two steps: many optimizers make states in the first and use them in the second.
 _STEPS = 2
@@ -47,16 +47,6 @@ _STEPS = 2
 _FACTORS = (float("nan"), 1e4, 0.0)
 #: Updates that differ by less than this part of the largest are the same: products of several matrices round otherwise.
 _SAME = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A parameter as far as its update depends on it: its group, dtype, dimensions, and what the optimizer has noted of it."""
-
-    group: int
-    dtype: torch.dtype
-    dims: int
-    flags: tuple[tuple[Hashable, Hashable], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +70,6 @@ class _Asks(Enum):
     WHOLE = "whole"
 
 
-class _CannotTry(Exception):
-    """There is no twin, or it will not step: nothing is known of the optimizer."""
-
-
 class _Keeps(Exception):
     """The step put a parameter where it does not belong."""
 
@@ -100,20 +86,37 @@ def probe(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter]) -> Verdic
     if type(optimizer) in BY_RANGES:
         return Verdict()
     with _nothing_changed():
-        try:
-            asked = {place: _asked(optimizer, place, sample) for place, sample in samples.items()}
-            if all(asks is not _Asks.WHOLE for asks, _ in asked.values()):
-                return Verdict()
-            # Totals are sums in another order on ranges; beside an owner there is no need for that.
-            whole = frozenset(place for place, (asks, _) in asked.items() if asks is not _Asks.ELEMENTS)
-        except _CannotTry:
+        found = _tried(optimizer, samples)
+        if not found.problem or not any(place.flags for place in samples):
+            return found
+        # A step may note flags itself, beside states that a stand-in has not: of those that had none, it must do.
+        bare = {replace(place, flags=()): sample for place, sample in reversed(list(samples.items()))}
+        again = _tried(optimizer, bare)
+        if again.problem or not again.whole:
+            return found
+        return Verdict(frozenset(place for place in samples if replace(place, flags=()) in again.whole))
+
+
+def _tried(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter]) -> Verdict:
+    try:
+        asked = {place: _asked(optimizer, place, sample) for place, sample in samples.items()}
+        if all(asks is not _Asks.WHOLE for asks, _ in asked.values()):
             return Verdict()
-        why = next(why for asks, why in asked.values() if asks is _Asks.WHOLE)
-        try:
-            return Verdict(whole, _problem(optimizer, samples, whole))
-        except _CannotTry as error:
-            # Not even plain stand-ins will do: where ranges were refused, the refusal stands.
-            return Verdict(whole, f"{why}; a trial of its step on plain parameters raised {error}") if why else Verdict()
+        # Totals are sums in another order on ranges; beside an owner there is no need for that.
+        whole = frozenset(place for place, (asks, _) in asked.items() if asks is not _Asks.ELEMENTS)
+    except CannotTry:
+        return Verdict()
+    why = next(why for asks, why in asked.values() if asks is _Asks.WHOLE)
+    try:
+        return Verdict(whole, _problem(optimizer, samples, whole))
+    except _Communicates:
+        return Verdict(whole, "its step communicates between ranks by itself; use the variant of it for one process")
+    except _Keeps as error:
+        kept = f"its step keeps parameters in {error}, where they are others in each round: keep that in state[param]"
+        return Verdict(whole, kept)
+    except CannotTry as error:
+        # Not even plain stand-ins will do: where ranges were refused, the refusal stands.
+        return Verdict(whole, f"{why}; a trial of its step on plain parameters raised {error}") if why else Verdict()
 
 
 # One trial.
@@ -147,24 +150,24 @@ class _Silent(TorchDispatchMode):
 def _asked(optimizer: Optimizer, place: Place, sample: nn.Parameter) -> tuple[_Asks, str]:
     """What a step on sharded stand-ins of this place asks for, and the refusal of what it may not have."""
     transport = _Pretended()
-    values = [_drawn(place, 100 + copy, _LARGE) for copy in range(2)]
+    values = [drawn(place, 100 + copy, LARGE) for copy in range(2)]
     layout = flat_layout([value.numel() for value in values], world=2, itemsize=place.dtype.itemsize)
     group = ShardGroup("probe", 0, torch.device("cpu"), layout, transport, replicated=False, buffer_nbytes=1 << 30)
     params: list[nn.Parameter] = []
     for index, value in enumerate(values):
         spec = ParamShard(f"stand-in {index}", value, group, index, layout.pieces(index, 0), torch.device("cpu"))
-        params.append(_marked(nn.Parameter(ShardedTensor(spec.pick(value).clone(), spec)), sample))
-    twin = _twin(optimizer, {place: params}, {place: sample})
+        params.append(marked(nn.Parameter(ShardedTensor(spec.pick(value).clone(), spec)), sample))
+    twin = twin_of(optimizer, {place: params}, {place: sample})
     try:
         for step in range(_STEPS):
             for index, param in enumerate(params):
                 spec = param._spec  # type: ignore[attr-defined]
-                param.grad = ShardedTensor(spec.pick(_drawn(place, 10 * index + step, _LARGE)).clone(), spec)
+                param.grad = ShardedTensor(spec.pick(drawn(place, 10 * index + step, LARGE)).clone(), spec)
             _step(twin)
     except ShardedOpError as error:
         return _Asks.WHOLE, str(error)
     except _Communicates as error:
-        raise _CannotTry(str(error)) from error
+        raise CannotTry(str(error)) from error
     except Exception as error:
         return _Asks.WHOLE, "" if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
     if any(_is_own(state) for param in params for state in tensors_in(twin.state.get(param, {}))):
@@ -184,20 +187,18 @@ Trial = dict[tuple[Place, int], Tensor]
 def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole: frozenset[Place]) -> str:
     """Why the parameters of ``whole`` cannot be updated one by one, by whoever owns them."""
     every = [(place, number) for place in samples for number in range(2)]
-    try:
-        together, counted = _updates(optimizer, samples, every)
-    except _Communicates:
-        return "its step communicates between ranks by itself; use the variant of it for one process"
-    except _Keeps as error:
-        return f"its step keeps parameters in {error}, where they are others in each round: keep that in state[param]"
+    together, counted = _updates(optimizer, samples, every)
     if not any(float(update.abs().max()) > 0 for update in together.values()):
         return "its step leaves the parameters of its groups as they are: it updates others that it keeps elsewhere"
     for place in samples:
         for factor in _FACTORS:
             try:
                 changed, _ = _updates(optimizer, samples, every, {(place, 1): factor})
-            except Exception:
-                continue  # no update at all, where a gradient is not finite
+            except CannotTry as error:
+                # A gradient that is not finite, or 0, may be an error; then it is that of the one parameter.
+                if _raises_alone(optimizer, samples, (place, 1), factor):
+                    continue
+                return f"a trial of its step with other gradients of one of the parameters raised {error}"
             for one, update in together.items():
                 if one != (place, 1) and (place in whole or one[0] in whole) and not _same(changed[one], update):
                     return "the update of a parameter depends on the gradients of others"
@@ -208,7 +209,7 @@ def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole:
             return "the update of a parameter depends on which others are in the step"
     try:
         _, alone = _updates(optimizer, samples, [])
-    except _CannotTry as error:
+    except CannotTry as error:
         return f"a step without parameters, which a rank may have to make, raises {error}"
     if counted != alone:
         return (
@@ -216,6 +217,14 @@ def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole:
             "ranks with other parameters would differ"
         )
     return ""
+
+
+def _raises_alone(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], one: tuple[Place, int], factor: float) -> bool:
+    try:
+        _updates(optimizer, samples, [one], {one: factor})
+    except CannotTry:
+        return not math.isfinite(factor) or factor == 0
+    return False
 
 
 def _updates(
@@ -227,24 +236,24 @@ def _updates(
     """What steps of a twin on plain stand-ins change in them, and in its numbers.
 
     Raises:
-        _CannotTry: it raises.
+        CannotTry: it raises.
         _Keeps: it has kept a stand-in.
     """
-    params = {one: _marked(nn.Parameter(_value(*one)), samples[one[0]]) for one in which}
+    params = {one: marked(nn.Parameter(value_of(*one)), samples[one[0]]) for one in which}
     before = {one: param.detach().clone() for one, param in params.items()}
     by_place: dict[Place, list[nn.Parameter]] = {}
     for (place, _), param in params.items():
         by_place.setdefault(place, []).append(param)
-    twin = _twin(optimizer, by_place, samples)
+    twin = twin_of(optimizer, by_place, samples)
     try:
         for step in range(_STEPS):
             for one, param in params.items():
-                param.grad = _gradient(*one, step) * (factors or {}).get(one, 1.0)
+                param.grad = gradient_of(*one, step) * (factors or {}).get(one, 1.0)
             _step(twin)
     except _Communicates:
         raise
     except Exception as error:
-        raise _CannotTry(f"{type(error).__name__}: {error}") from error
+        raise CannotTry(f"{type(error).__name__}: {error}") from error
     kept = kept_elsewhere(twin, params.values())
     if kept:
         raise _Keeps(kept)
@@ -260,96 +269,6 @@ def _step(twin: Any) -> None:
     # A compiled step is tried as it is written: what it computes is the same, and nobody waits for compilers.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), _Silent():  # type: ignore[no-untyped-call]
         step_of(twin)(twin)
-
-
-def _twin(
-    optimizer: Optimizer, params: Mapping[Place, Sequence[nn.Parameter]], samples: Mapping[Place, nn.Parameter]
-) -> Any:
-    """Another optimizer of its class, options and attributes, of stand-ins; what it keeps of parameters elsewhere is of others.
-
-    Raises:
-        _CannotTry: something it keeps cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            # So small that a trial of a large model costs nothing, and never a stand-in.
-            memo[id(param)] = nn.Parameter(torch.zeros((1,) * param.dim(), dtype=param.dtype))
-    twin: Any = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
-    state: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
-    memo[id(optimizer.state)] = state
-    for place, mine in params.items():
-        for param in mine:
-            if place.flags:
-                state[param] = dict(place.flags)
-    groups = []
-    try:
-        for number, group in enumerate(optimizer.param_groups):
-            mine = [param for place, some in params.items() if place.group == number for param in some]
-            options = {key: _on_host(copy.deepcopy(value, memo)) for key, value in group.items() if key not in OF_PARAMS}
-            rates = {key: _trial_rate(value) for key, value in options.items() if key == "lr" or key.endswith("_lr")}
-            capturable = {"capturable": False} if "capturable" in options else {}
-            groups.append({**options, **rates, **capturable, "params": mine})
-            if "param_names" in group:
-                names, of = names_of(group), [place for place, some in params.items() if place.group == number for _ in some]
-                groups[-1]["param_names"] = [names.get(id(samples[place]), "") for place in of]
-        memo[id(optimizer.param_groups)] = groups
-        for key, value in vars(optimizer).items():
-            if isinstance(value, OrderedDict) and key.endswith("_hooks"):
-                twin.__dict__[key] = OrderedDict()
-            elif key not in ("state", "param_groups"):
-                twin.__dict__[key] = copy.deepcopy(value, memo)
-    except Exception as error:
-        raise _CannotTry(f"{type(error).__name__}: {error}") from error
-    twin.__dict__.update(state=state, param_groups=groups)
-    return twin
-
-
-#: Updates by a smaller rate are lost in the rounding of the values, and warm-up begins at 0.
-_LEAST_RATE = 1e-3
-_TRIAL_RATE = 1e-2
-
-
-def _trial_rate(rate: Any) -> Any:
-    """A learning rate whose updates can be seen."""
-    if isinstance(rate, Tensor):
-        return torch.where(rate.abs() < _LEAST_RATE, torch.full_like(rate, _TRIAL_RATE), rate)
-    if isinstance(rate, (int, float)) and not isinstance(rate, bool) and abs(rate) < _LEAST_RATE:
-        return _TRIAL_RATE
-    return rate
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
-def _marked(param: nn.Parameter, sample: nn.Parameter) -> nn.Parameter:
-    """The stand-in has what the user noted on the parameter it stands for."""
-    for key, value in vars(sample).items():
-        if key not in ("_at", "_on", "_spec", "_bound"):
-            setattr(param, key, value)
-    return param
-
-
-#: By dimensions.
-_LARGE: dict[int, tuple[int, ...]] = {0: (), 1: (4096,), 2: (160, 128), 3: (4, 40, 128), 4: (16, 16, 4, 4)}
-_SMALL: dict[int, tuple[int, ...]] = {0: (), 1: (24,), 2: (24, 16), 3: (4, 6, 8), 4: (4, 4, 3, 3)}
-
-
-def _value(place: Place, number: int) -> Tensor:
-    return _drawn(place, 100 + number, _SMALL)
-
-
-def _gradient(place: Place, number: int, step: int) -> Tensor:
-    return _drawn(place, 10 * number + step, _SMALL)
-
-
-def _drawn(place: Place, seed: int, shapes: Mapping[int, tuple[int, ...]]) -> Tensor:
-    shape = shapes.get(place.dims, shapes[4] + (1,) * (place.dims - 4))
-    generator = torch.Generator().manual_seed(seed)
-    dtype = place.dtype if place.dtype.is_floating_point else torch.float32
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from zhooks.optim.kernel import Arguments, grad_of, narrowed, step_of
 from zhooks.optim.owned_states import OwnedStates
 from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.references import kept_elsewhere
+from zhooks.optim.stand_ins import OURS
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["WholeUpdater"]
@@ -239,7 +240,7 @@ class WholeUpdater:
         for one, value, grad in whole:
             stand_in = nn.Parameter(value, one.param.requires_grad)
             for key, noted in vars(one.param).items():
-                if key not in _OURS:
+                if key not in OURS:
                     setattr(stand_in, key, noted)
             stand_in.grad = grad
             groups[one.group].append(stand_in)
@@ -273,9 +274,6 @@ class WholeUpdater:
                 f"{kind}.step: expected a step that keeps what it notes of a parameter in state[param], for it updates them "
                 f"whole, on parameters of the owner's; found them in {kind}{kept}. Keep that in state[param]."
             )
-
-
-_OURS = ("_at", "_on", "_spec", "_bound")
 
 
 def _keep(own: Any, found: Any) -> None:
