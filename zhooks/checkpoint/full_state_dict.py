@@ -123,6 +123,10 @@ def _optimizer_state(
 ) -> dict[str, Any]:
     packed = optimizer.state_dict()
     order = [param for group in optimizer.param_groups for param in group["params"]]
+
+    def here(value: Tensor) -> Any:
+        return copies[id(value)] if id(value) in copies else _cpu(value)
+
     full: dict[Any, Any] = {}
     for index, entry in packed["state"].items():
         known = states.get(id(order[index]), {}) if isinstance(index, int) else {}
@@ -130,8 +134,7 @@ def _optimizer_state(
             # Of a parameter that no step has updated there are none.
             full |= {index: _all_cpu(some)} if (some := owned[id(order[index])]) else {}
             continue
-        found = {key: known.get(key, value) for key, value in entry.items()}
-        full[index] = mapped(found, lambda value: copies[id(value)] if id(value) in copies else _cpu(value))
+        full[index] = {key: known[key] if key in known else mapped(value, here) for key, value in entry.items()}
     return {"state": full, "param_groups": packed["param_groups"]}
 
 
