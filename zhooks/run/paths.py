@@ -63,15 +63,17 @@ class Paths:
         order = backward_guess(forward.order if forward is not None else [], {unit.number: unit.around for unit in self._units})
         return [number for number in order if self._units[number].releasable]
 
-    def record(self, walk: Walk, open_: Sequence[int]) -> None:
-        """After a path's first pass all ranks take over one order.  Collective."""
+    def record(self, walk: Walk, open_: Sequence[int], released: Sequence[int] = ()) -> frozenset[int]:
+        """All ranks take over one order after a first pass; the units that none of them has ``released``.  Collective."""
         path, count = walk.path, len(self._units)
-        path.used = self._agree.anywhere(path.name, walk.used, count)
+        flags = self._agree.anywhere(path.name, [*walk.used, *(count + number for number in released)], 2 * count)
+        path.used = frozenset(number for number in flags if number < count)
         order = self._agree.sequence(path.name, walk.used)
         if path.uneven:
             order, open_ = list(dict.fromkeys(order)), path.order
         path.order = arrange(path.order, order, path.used | set(open_))
         path.recorded = True
+        return frozenset(number for number in range(count) if count + number not in flags)
 
     def record_backward(self, walk: Walk) -> None:
         """Backward reads no parameters of some units (an embedding): what forward used and backward did not is left out."""

@@ -235,12 +235,14 @@ class Runtime:
         new = walk is not None and not walk.path.recorded
         if walk is not None and not failed:
             self._catch_up(walk, current.keep)
+            gathered = frozenset(range(len(self._units)))
             if not walk.path.recorded:
-                self.paths.record(walk, walk.path.order)
+                # Ranks that used different units in a first pass may have others gathered: what is on all of them may stay.
+                released = [unit.number for unit in self._units if not all(flat.current() for flat in unit.flats)]
+                gathered = self.paths.record(walk, walk.path.order, released)
                 self.members.changed = True
                 self.reducer.expect(walk.path.order)
-            # After a first pass ranks that used different units have gathered different ones: they keep what all began with.
-            keep = current.keep if new else self.paths.keep(walk.path, grad=grad)
+            keep = self.paths.keep(walk.path, grad=grad) & gathered
         self.bus.end("forward", current.label)
         if walk is None:
             return
