@@ -44,7 +44,26 @@ def _set_grad(tensor: RangeTensor, value: torch.Tensor | None) -> None:
         _GRAD.__set__(tensor, value)
 
 
-class ShardedTensor(RangeTensor):
+class _ByTables(RangeTensor):
+    """A range whose calls are looked up in the two tables."""
+
+    is_sparse = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler: Handler = FUNCTIONS.get(func, with_values)
+        return handler(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return ATEN[func](func, args, kwargs or {})
+
+
+class ShardedTensor(_ByTables):
     """One rank's range of a tensor whose shape, dtype and device are the global ones.
 
     ``to_local()`` is the 1-D range in storage order; ``full_tensor()`` gathers the whole (every rank must call it).
@@ -52,39 +71,9 @@ class ShardedTensor(RangeTensor):
 
     # Asked of every parameter in every step (zero_grad, clipping, the optimizer): answered without torch's dispatch.
     grad = property(_get_grad, _set_grad, lambda tensor: _set_grad(tensor, None))
-    is_sparse = False
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        handler: Handler = FUNCTIONS.get(func, with_values)
-        return handler(func, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return ATEN[func](func, args, kwargs or {})
-
-
-class ShardedVector(RangeTensor):
+class ShardedVector(_ByTables):
     """Ranges of many parameters as one vector, see Note [Vectors]: no parameter's gradient or state, and no `ShardedTensor`."""
-
-    is_sparse = False
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        handler: Handler = FUNCTIONS.get(func, with_values)
-        return handler(func, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return ATEN[func](func, args, kwargs or {})
 
     @property
     def parts(self) -> tuple[ParamShard, ...]:
