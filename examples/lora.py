@@ -15,10 +15,10 @@ from pathlib import Path
 import click
 import peft
 import torch
-import torch.distributed as dist
 
 import zhooks
 from finetune import language_model
+from ranks import launched
 from text import held_out_batch, read_corpus, share, standard_library, train_batch
 
 
@@ -33,38 +33,36 @@ from text import held_out_batch, read_corpus, share, standard_library, train_bat
 @click.option("--out", default="adapter", help="Folder for the adapters.")
 def main(steps: int, batch: int, layers: int, width: int, lora_rank: int, context: int, source: Path, out: str) -> None:
     """Train, and save the adapters alone."""
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if batch % world:
-        raise click.UsageError(f"--batch: expected a multiple of the {world} ranks, found {batch}")
-    corpus = read_corpus(source, max_nbytes=16 << 20, min_nbytes=batch + context)
-    adapters = peft.LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(language_model(layers, width).to(device, torch.bfloat16), adapters)
-    attachment = zhooks.attach(model, policy={"stage": 3})
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=5e-3)
-    for step in range(steps):
-        mine = share(train_batch(corpus.train, seed=0, step=step, rows=batch, context=context), rank=rank, world=world)
-        tokens = mine[0].to(device)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if rank == 0 and (step + 1) % max(1, steps // 10) == 0:
-            click.echo(f"step {step + 1}: loss {loss.item():.3f}")
-    tokens = held_out_batch(corpus.held_out, rows=batch, context=context)[0].to(device)
-    with torch.no_grad(), model.disable_adapter():
-        before = model(input_ids=tokens, labels=tokens).loss.item()
-    with torch.no_grad():
-        after = model(input_ids=tokens, labels=tokens).loss.item()
-    # The adapters alone are gathered, and rank 0 writes them; every rank takes part.
-    state = {name: param.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
-    model.save_pretrained(out, state_dict=state, is_main_process=rank == 0)
-    if rank == 0:
-        click.echo(f"{attachment.memory()}\nheld-out loss {before:.3f} without the adapters in {out}/, {after:.3f} with them")
-    dist.destroy_process_group()
+    with launched() as place:
+        rank, world, device = place.rank, place.world, place.device
+        if batch % world:
+            raise click.UsageError(f"--batch: expected a multiple of the {world} ranks, found {batch}")
+        corpus = read_corpus(source, max_nbytes=16 << 20, min_nbytes=batch + context)
+        adapters = peft.LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(language_model(layers, width).to(device, torch.bfloat16), adapters)
+        attachment = zhooks.attach(model, policy={"stage": 3})
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=5e-3)
+        for step in range(steps):
+            mine = share(train_batch(corpus.train, seed=0, step=step, rows=batch, context=context), rank=rank, world=world)
+            tokens = mine[0].to(device)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0 and (step + 1) % max(1, steps // 10) == 0:
+                click.echo(f"step {step + 1}: loss {loss.item():.3f}")
+        tokens = held_out_batch(corpus.held_out, rows=batch, context=context)[0].to(device)
+        with torch.no_grad(), model.disable_adapter():
+            before = model(input_ids=tokens, labels=tokens).loss.item()
+        with torch.no_grad():
+            after = model(input_ids=tokens, labels=tokens).loss.item()
+        # The adapters alone are gathered, and rank 0 writes them; every rank takes part.
+        state = {name: param.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
+        model.save_pretrained(out, state_dict=state, is_main_process=rank == 0)
+        if rank == 0:
+            click.echo(attachment.memory())
+            click.echo(f"held-out loss {before:.3f} without the adapters in {out}/, {after:.3f} with them")
 
 
 if __name__ == "__main__":
