@@ -18,23 +18,9 @@ from offload.errors import PolicyError
 from offload.events import Recorder
 from tests.support.inside import runtime_of
 from tests.support.on_ranks import on_ranks, place
+from tests.support.unused_layer import made
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}}
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.unused = nn.Linear(5, 9), nn.Linear(9, 3), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(x)))
-        return out
-
-
-def made() -> Net:
-    torch.manual_seed(3)
-    return Net()
 
 
 def rows(number: int) -> Tensor:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import zhooks
+from tests.support.int8 import Int8
 from tests.support.launched import launched
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.values import copies
@@ -158,32 +158,6 @@ def test_a_detached_model_is_merged_as_without_zhooks(kind: str) -> None:
     merged, other = attachment.detach().merge_and_unload(), plain.merge_and_unload()
     assert isinstance(merged, transformers.LlamaForCausalLM)
     close(dict(merged.named_parameters()), dict(other.named_parameters()))
-
-
-class Int8(Tensor):
-    """A weight of whole numbers and a scale; whatever reads it reads their product."""
-
-    numbers: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls, numbers: Tensor, scale: Tensor) -> Int8:
-        made: Int8 = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
-        made.numbers, made.scale = numbers, scale
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["numbers", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls(args[0].numbers, args[0].scale)
-
-        def read(value: Any) -> Any:
-            return value.numbers * value.scale if isinstance(value, cls) else value
-
-        return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
 
 
 def quantised_base() -> Any:

@@ -13,40 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 import zhooks
+from tests.support.int8 import Int8
 from tests.support.on_ranks import folder, hooks_left, on_ranks, place
 from tests.support.values import same, whole
 
 KINDS = ("flattened", "packed")
 POLICY: dict[str, Any] = {"stage": 3, "units": {"min_numel": 0}}
-
-
-class Int8(Tensor):
-    """Whole numbers and a scale a row; whatever reads it reads their product."""
-
-    numbers: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls, numbers: Tensor, scale: Tensor) -> Int8:
-        made: Int8 = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
-        made.numbers, made.scale = numbers, scale
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["numbers", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls(args[0].numbers, args[0].scale)
-
-        def read(value: Any) -> Any:
-            return value.numbers * value.scale if isinstance(value, cls) else value
-
-        return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
 
 
 class Packed(nn.Parameter):

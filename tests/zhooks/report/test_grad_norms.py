@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
@@ -21,25 +21,11 @@ from tests.support.inside import comm_of, transports_of
 from tests.support.on_ranks import on_ranks, place
 from tests.support.tp_gpt import batch, loss_of, plain_gpt
 from tests.support.tp_runs import attached, data_place, mesh_of
+from tests.support.unused_layer import made
 
 UNITS: dict[str, Any] = {"units": {"names": ["first", "second", "unused"], "min_numel": 0}}
 #: fp32 sums in another order; the same in bf16.
 NEAR, NEAR_16 = 1e-5, 2e-2
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.unused = nn.Linear(5, 9), nn.Linear(9, 3), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(x)))
-        return out
-
-
-def made() -> Net:
-    torch.manual_seed(3)
-    return Net()
 
 
 def backward(model: nn.Module, number: int, *, mine: bool, times: float = 1.0) -> None:

@@ -17,25 +17,11 @@ import zhooks
 from offload.errors import CapabilityError, ShardedOpError
 from offload.events import Recorder
 from tests.support.on_ranks import on_ranks, place
+from tests.support.unused_layer import made
 from zhooks.report.noise_scale import Averages, NoiseEstimate, Pair
 
 UNITS: dict[str, Any] = {"units": {"names": ["first", "second"], "min_numel": 0}}
 ROWS = 3
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.unused = nn.Linear(5, 9), nn.Linear(9, 3), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(x)))
-        return out
-
-
-def made() -> Net:
-    torch.manual_seed(3)
-    return Net()
 
 
 def rows(number: int, rank: int) -> Tensor:
