@@ -9,7 +9,7 @@ from zhooks.layout.ignored import Ignored
 from zhooks.layout.mesh import DATA, EP, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh, resolve
 from zhooks.layout.placement import Placement, Table
 from zhooks.layout.tp_division import Division, hollow, is_divided, mark_of, part_of, rewrap, whole_of
-from zhooks.layout.unit_plan import FlatPlan, Keeps, UnitPlan
+from zhooks.layout.unit_plan import FlatPlan, Keeps, UnitPlan, inner_units
 from zhooks.layout.units import Group, find_units
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "find_units",
     "flat_layout",
     "hollow",
+    "inner_units",
     "is_divided",
     "kind_of",
     "mark_of",

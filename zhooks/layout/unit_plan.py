@@ -6,7 +6,7 @@ adds it up.  Pure: it never touches a tensor, and it is the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -18,7 +18,7 @@ from zhooks.layout.flat_kind import Kind
 from zhooks.layout.flat_ranges import Layout
 from zhooks.layout.units import Group
 
-__all__ = ["FlatPlan", "Keeps", "UnitPlan"]
+__all__ = ["FlatPlan", "Keeps", "UnitPlan", "inner_units"]
 
 
 class Keeps(Enum):
@@ -151,3 +151,16 @@ class UnitPlan:
         for flat in self.flats:
             for name in flat.names:
                 yield flat, name, self.group.params[name]
+
+
+def inner_units(units: Sequence[UnitPlan]) -> dict[int, frozenset[int]]:
+    """Of each unit, the others that run inside its modules; all by their numbers."""
+    at: dict[int, set[int]] = {}
+    for unit in units:
+        for entry in unit.group.entries:
+            at.setdefault(id(entry), set()).add(unit.number)
+    below = {
+        unit.number: {number for entry in unit.group.entries for module in entry.modules() for number in at.get(id(module), ())}
+        for unit in units
+    }
+    return {number: frozenset(found - {number}) for number, found in below.items()}

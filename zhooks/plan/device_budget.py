@@ -30,14 +30,14 @@ from offload.policy import Policy
 from offload.text import as_size
 from offload.tier import Tier
 from zhooks.comm import Comm, least
-from zhooks.layout import Ignored, UnitPlan
+from zhooks.layout import Ignored, UnitPlan, inner_units
 from zhooks.optim import OwnedStates, nbytes_of, tensors_in, vectors_in, watch_steps
 from zhooks.plan.arena import beside, reductions
 from zhooks.plan.tiers import limit_of
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Unit
 
-__all__ = ["DeviceBudget", "Headroom", "device_floor", "device_headroom", "ignored_here", "state_nbytes"]
+__all__ = ["DeviceBudget", "Headroom", "device_floor", "device_headroom", "gathered_nbytes", "ignored_here", "state_nbytes"]
 
 _Place = tuple[int, torch.dtype, int]
 """A parameter as far as states depend on it: its group, the dtype that is updated, its dimensions."""
@@ -231,16 +231,32 @@ def device_floor(policy: Policy, units: Sequence[UnitPlan], *, whole_sums: bool 
         whole_sums: microbatches of a pipeline add up unreduced: every sum is held until the last.
     """
     flats = [flat for unit in units for flat in unit.flats]
-    gathered = sorted((unit.full_nbytes for unit in units if unit.releasable), reverse=True)
     sums = sorted((flat.sum_nbytes for flat in flats if flat.kind.trainable), reverse=True)
     flying = reductions(units, policy.schedule.most_reductions)
     # What is never sent goes where gradients are kept, unless it is cast, or looked at before.
     direct = not flying and policy.precision.loss_scale is None and all(flat.kind.reduces_in_place for flat in flats)
     under_way = 0 if direct else sum(sums if whole_sums else sums[: 1 + flying])
     kept = sum(cell.on(Tier.DEVICE) for flat in flats for cell in flat.footprint())
-    # Ranks that differ hold all of them until a pass ends.
-    most = len(gathered) if policy.schedule.uneven else 1 + policy.schedule.prefetch
-    return kept + sum(gathered[:most]) + under_way
+    return kept + gathered_nbytes(policy, units) + under_way
+
+
+def gathered_nbytes(policy: Policy, units: Sequence[UnitPlan]) -> int:
+    """The most bytes of full buffers at once: of the unit in use and those fetched ahead, and of those that stay meanwhile."""
+    gathered = {unit.number: unit.full_nbytes for unit in units if unit.releasable}
+    if policy.schedule.uneven:
+        # Ranks that differ hold all of them until a pass ends.
+        return sum(gathered.values())
+    # Backward needs a tied parameter from its last use to its first.
+    tied = {unit.number for unit in units if unit.trainable and unit.group.aliases}
+    inner = inner_units(units)
+    # A unit is held while units inside its modules run: the root's own parameters for as long as the pass.
+    chains = {frozenset(outer for outer in gathered if number in inner[outer]) for number in gathered}
+    most = 0
+    for chain in chains:
+        held = gathered.keys() & (chain | tied)
+        others = sorted((nbytes for number, nbytes in gathered.items() if number not in held), reverse=True)
+        most = max(most, sum(gathered[number] for number in held) + sum(others[: 1 + policy.schedule.prefetch]))
+    return most
 
 
 # What an optimizer keeps.

@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from offload.errors import AttachError, ShardedOpError
-from zhooks.layout import UnitPlan, mark_of
+from zhooks.layout import UnitPlan, inner_units, mark_of
 from zhooks.unit.flat import Flat
 
 
@@ -174,13 +174,9 @@ def find_slots(model: nn.Module, units: Sequence[Unit]) -> None:
 
 def find_around(units: Sequence[Unit]) -> None:
     """Let every unit know which others run inside its modules."""
-    at: dict[int, set[int]] = {}
+    inner = inner_units([unit.plan for unit in units])
     for unit in units:
-        for entry in unit.entries:
-            at.setdefault(id(entry), set()).add(unit.number)
-    for unit in units:
-        inner = {number for entry in unit.entries for module in entry.modules() for number in at.get(id(module), ())}
-        unit.around = frozenset(inner - {unit.number})
+        unit.around = inner[unit.number]
 
 
 def _drop_computed(model: nn.Module) -> None:

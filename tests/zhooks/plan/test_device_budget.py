@@ -1,6 +1,6 @@
 """``[budget] device`` refuses what does not fit, an optimizer's states included, before anything is allocated or updated.
 
-pytest runs it, on one and two ranks. Gathered units and sums in flight are test_order.py's and test_pipeline.py's.
+pytest runs it, on one and two ranks. Sums in flight are test_order.py's and test_pipeline.py's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import zhooks
+from offload.events import Event
 from tests.support.inside import plans_of, runtime_of
 from tests.support.on_ranks import hooks_left, on_ranks, place
-from zhooks.plan.device_budget import device_floor, state_nbytes
+from zhooks.plan.device_budget import device_floor, gathered_nbytes, state_nbytes
 
 WIDTH = 64
 
@@ -230,4 +231,57 @@ def test_states_take_their_room_from_units_that_stay_gathered() -> None:
     other = torch.optim.Adam(model.parameters(), amsgrad=True)
     with pytest.raises(zhooks.BudgetError, match="states of Adam, AdamW"):
         other.step()
+    attachment.detach()
+
+
+# ---- units that stay gathered while others run
+
+
+class Embedded(nn.Module):
+    """Blocks between two uses of the root's own scale, and of an embedding that the head may be tied to."""
+
+    def __init__(self, *, tied: bool, own: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, WIDTH)
+        self.scale = nn.Parameter(torch.ones(own, WIDTH))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.scale.mean(0)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale.mean(0))
+
+
+class Gathered:
+    """The most bytes of full buffers at once, by the events of an attachment."""
+
+    def __init__(self, nbytes: dict[str, int]) -> None:
+        self.nbytes, self.here, self.most = nbytes, set[str](), 0
+
+    def on_event(self, event: Event) -> None:
+        if (event.kind, event.what) == ("begin", "gather"):
+            self.here.add(event.key)
+            self.most = max(self.most, sum(self.nbytes[name] for name in self.here))
+        elif event.what == "release":
+            self.here.discard(event.key)
+
+
+@on_ranks(2, prefetch=(0, 1), tied=(False, True), own=(1, 300))
+def test_units_that_stay_while_others_run_are_counted_beside_those_under_way(prefetch: int, tied: bool, own: int) -> None:
+    torch.manual_seed(0)
+    model = Embedded(tied=tied, own=own)
+    attachment = zhooks.attach(model, policy=policy_of(3, schedule={"prefetch": prefetch, "reshard_after_forward": True}))
+    plans = plans_of(attachment)
+    seen = Gathered({plan.name: plan.full_nbytes for plan in plans})
+    for _ in range(3):
+        attachment.observe(seen)
+        model(torch.arange(40)).sum().backward()
+    counted = gathered_nbytes(attachment.policy, plans)
+    assert 0 < seen.most <= counted, (seen.most, counted)
+    if not tied:
+        assert counted - seen.most <= max(seen.nbytes.values()) * prefetch
     attachment.detach()
