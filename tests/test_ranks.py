@@ -7,13 +7,18 @@ It never needs zhooks.
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from tests.support.ranks import End, Pool, RanksFailed
+from tests.support.waiting import soon
 
 
 @pytest.fixture
@@ -67,6 +72,48 @@ def test_a_job_that_passes_its_limit_is_killed(pair: Pool) -> None:
 def test_a_warning_on_a_rank_is_an_error(pair: Pool) -> None:
     with pytest.raises(RanksFailed, match="UserWarning: careful"):
         pair.run("tests.test_ranks:warn")
+
+
+#: Starts a rank, which hangs, and a program, which sleeps, and is killed before either has ended.
+KILLED = """
+import threading
+from tests.support import forked, ranks
+ranks.PRELOADED.clear()
+program = forked.start("-c", "import time; time.sleep(3600)")
+threading.Thread(target=ranks.Pool(1).run, args=("tests.test_ranks:hang",), daemon=True).start()
+program.wait(3600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_when_the_process_of_the_tests_is_killed_its_fork_server_ranks_and_programs_end(how: signal.Signals) -> None:
+    # Not of the fork server of this run: what is started as under the tests alone imports no library.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTEST_XDIST_WORKER"}
+    with subprocess.Popen([sys.executable, "-c", KILLED], env=environment) as tests:
+        found: list[psutil.Process] = []
+
+        def started() -> bool:
+            found[:] = psutil.Process(tests.pid).children(recursive=True)
+            # What keeps track of resources, the fork server, the rank and the program.
+            return len(found) >= 4
+
+        try:
+            assert soon(started, within_s=120.0), found
+        finally:
+            tests.send_signal(how)
+    soon(lambda: not any(map(lives, found)), within_s=120.0)
+    left = list(filter(lives, found))
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # ---- jobs

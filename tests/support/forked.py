@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from tests.support.parent import end_with_parent
 from tests.support.ranks import forks
 
 Warn = tuple[Literal["default", "error", "ignore"], type[Warning]]
@@ -96,6 +97,7 @@ def python(
 
 
 def _serve(program: Program, streams: list[str]) -> NoReturn:
+    end_with_parent()
     for number, (name, mode) in enumerate(zip(streams, ("rb", "wb", "wb"), strict=True)):
         with Path(name).open(mode) as file:
             os.dup2(file.fileno(), number)

@@ -36,6 +36,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.parent import end_with_parent
 from tests.support.waiting import soon
 
 PRELOADED = [
@@ -222,7 +223,7 @@ def forks() -> ForkServerContext:
     # It imports these once and has no threads of its own, so a fork of it is cheap and safe.
     context = get_context("forkserver")
     whole = ["tests.support.preload"] if "PYTEST_XDIST_WORKER" in os.environ else []
-    context.set_forkserver_preload([*PRELOADED, *whole])
+    context.set_forkserver_preload(["tests.support.fork_server", *PRELOADED, *whole])
     _serve_forks_of_this_checkout()
     return context
 
@@ -260,6 +261,7 @@ def _tail(path: Path) -> str:
 
 
 def _serve(rank: int, world: int, pipe: Connection, folder: str) -> None:
+    end_with_parent()
     with (Path(folder) / f"rank{rank}.log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
