@@ -223,7 +223,7 @@ def forks() -> ForkServerContext:
     # It imports these once and has no threads of its own, so a fork of it is cheap and safe.
     context = get_context("forkserver")
     whole = ["tests.support.preload"] if "PYTEST_XDIST_WORKER" in os.environ else []
-    context.set_forkserver_preload(["tests.support.fork_server", *PRELOADED, *whole])
+    context.set_forkserver_preload(["tests.support.fork_server", *PRELOADED, *whole, "tests.support.fork_ready"])
     _serve_forks_of_this_checkout()
     return context
 
