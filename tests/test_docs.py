@@ -1,9 +1,9 @@
 """The pages tell the truth: programs run, policies load, outputs are what is printed, links and commands exist.
 
 pytest calls it. All Python blocks of a page are one program, run in a process of its own at world size 1 in an empty
-folder (the README's in a fresh interpreter, others in one that has imported torch), warnings being errors; a ``text``
-block right after a Python block is what that block prints. A ``diff`` block is Python too: the lines it adds run with the
-program, and without them it prints the same. It never edits a page.
+folder (the README's in a fresh interpreter, others, and both sides of a diff, in one that has imported torch), warnings
+being errors; a ``text`` block right after a Python block is what that block prints. A ``diff`` block is Python too: the lines
+it adds run with the program, and without them it prints the same. It never edits a page.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from pydantic import BaseModel
@@ -101,7 +102,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=by_name)
 @with_python
 def test_the_programs_of_a_page_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
     write_policies(page, tmp_path)
-    printed = run(page, programs(page), tmp_path)
+    printed = run(page, programs(page), tmp_path, fresh if page == PAGES[0] else forked)
     for block in of_language(page, "text"):
         if block.after is not None and block.after.language == "python":
             assert printed[block.after.line] == block.text, f"{page.name}:{block.line}: the program printed otherwise"
@@ -115,24 +116,23 @@ def test_what_a_diff_adds_changes_nothing_that_is_printed(page: Path, tmp_path: 
     write_policies(page, tmp_path)
     first = of_language(page, "diff")[0].line
     until = [[block for block in programs(page, without) if block.line <= first] for without in "-+"]
-    changed, plain = (run(page, program, tmp_path)[first] for program in until)
+    changed, plain = (run(page, program, tmp_path, forked)[first] for program in until)
     assert plain and changed == plain, f"{page.name}:{first}"
 
 
-def run(page: Path, program: list[Block], at: Path) -> dict[int, str]:
+def run(page: Path, program: list[Block], at: Path, by: Callable[[str, Path], CompletedProcess[str]]) -> dict[int, str]:
     """What each block prints, by its line, when all are run as one program."""
-    given = json.dumps([(page.name, block.line, block.text) for block in program])
-    done = (fresh if page == PAGES[0] else forked)(given, at)
+    done = by(json.dumps([(page.name, block.line, block.text) for block in program]), at)
     assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
     return dict(zip((block.line for block in program), json.loads(done.stdout), strict=True))
 
 
-def forked(given: str, at: Path) -> subprocess.CompletedProcess[str]:
+def forked(given: str, at: Path) -> CompletedProcess[str]:
     """In a process that has imported torch and zhooks."""
     return python("-c", DRIVER, at=at, given=given, warn=("error", Warning))
 
 
-def fresh(given: str, at: Path) -> subprocess.CompletedProcess[str]:
+def fresh(given: str, at: Path) -> CompletedProcess[str]:
     """In a process that has imported nothing, so that what zhooks imports may not warn either."""
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", DRIVER],

@@ -1,6 +1,7 @@
-"""The short examples learn something in a few steps, at a small size; ``slurm.sh`` starts one on two ranks.
+"""The short examples learn something in a few steps, at a small size; ``slurm.sh`` starts a program on two ranks.
 
-pytest runs the programs in its own process as one rank, and slowly under torchrun. It never judges what is learned.
+pytest runs the programs in its own process as one rank, one on two ranks, and slowly all under torchrun. It never judges
+what is learned.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.support.forked import launch
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "examples"
@@ -62,9 +64,17 @@ def test_an_example_learns_on_one_rank_and_leaves_nothing_behind(case: str, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_the_shortest_example_learns_on_two_ranks(tmp_path: Path) -> None:
+    name, options, _ = SMALL["minimal"]
+    first, second = launch(2, str(FOLDER / f"{name}.py"), *options, at=tmp_path)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert declines(first.stdout + second.stdout), first.stdout
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SMALL)
-def test_an_example_learns_on_two_ranks(case: str, tmp_path: Path) -> None:
+def test_an_example_learns_under_torchrun_on_two_ranks(case: str, tmp_path: Path) -> None:
     name, options, library = SMALL[case]
     if library:
         pytest.importorskip(library)
@@ -91,9 +101,12 @@ def test_the_slurm_script_starts_a_program_on_every_rank_of_its_nodes(tmp_path: 
         (tools / name).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "node[1]", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "2"}
     more = {**job, "RANKS_PER_NODE": "2", "PORT": "0", "PYTHON": sys.executable, "PATH": f"{tools}:{os.environ['PATH']}"}
-    command = ["bash", str(FOLDER / "slurm.sh"), str(FOLDER / "minimal.py"), "--steps", "12"]
-    done = started(command, folder, **more)
-    assert declines(done.stdout), done.stdout
+    # What the script starts, not what is trained there: a program that imports no torch.
+    program = tmp_path / "program.py"
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    program.write_text(f"import os, sys\nprint(*(os.environ[name] for name in {names}), *sys.argv[1:])\n")
+    done = started(["bash", str(FOLDER / "slurm.sh"), str(program), "--steps", "12"], folder, **more)
+    assert sorted(done.stdout.splitlines()) == ["0 2 1 --steps 12", "1 2 1 --steps 12"]
     assert not list(folder.iterdir())
 
 

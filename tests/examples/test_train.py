@@ -1,6 +1,7 @@
-"""The command of `make train`: the GPT example under torchrun on two ranks, short and small, held to the plain model.
+"""The command of `make train`: the GPT example on two ranks, short and small, held to the plain model.
 
-pytest runs it in processes of its own; test_text.py tests the text the example reads.
+pytest runs it in processes of its own, and slowly under torchrun as the command does; test_text.py tests the text the
+example reads.
 It never judges what is learned: three steps learn nothing.
 """
 
@@ -10,35 +11,49 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.source_rules import ROOT
+from tests.support.forked import launch
 
 SMALL = {"--steps": 3, "--check-plain": 3, "--batch": 4, "--layers": 2, "--dim": 32, "--heads": 2, "--context": 32}
 
 
-def test_make_train_trains_as_the_plain_model_and_saves_what_loads(tmp_path: Path) -> None:
+COMMAND = "torch.distributed.run --standalone --nproc_per_node"
+PROGRAM = str(ROOT / "examples" / "train_gpt.py")
+
+
+def by_forks(at: Path, *options: str) -> tuple[int, str, str]:
+    ranks = launch(2, PROGRAM, *options, at=at, warn=("default", Warning))
+    failed = any(rank.returncode for rank in ranks)
+    return int(failed), "".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks)
+
+
+def by_torchrun(at: Path, *options: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", *COMMAND.split(), "2", PROGRAM, *options]
+    done = subprocess.run(command, cwd=at, capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("run", [by_forks, pytest.param(by_torchrun, marks=pytest.mark.slow)])
+def test_make_train_trains_as_the_plain_model_and_saves_what_loads(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ntrain: setup\n")[2].partition("\n\n")[0]
-    command = "torch.distributed.run --standalone --nproc_per_node"
-    assert command in recipe and "examples/train_gpt.py $(ARGS)" in recipe, "what follows is that command"
-    torchrun = [sys.executable, "-m", *command.split(), "2", str(ROOT / "examples" / "train_gpt.py")]
+    assert COMMAND in recipe and "examples/train_gpt.py $(ARGS)" in recipe, "what follows is that command"
     small = [str(word) for pair in SMALL.items() for word in pair]
     where = ["--device", "cpu", "--source", str(ROOT / "zhooks"), "--out", "model.safetensors", "--json", "result.json"]
-    done = subprocess.run(
-        [*torchrun, *small, *where],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    assert "on cpu" in done.stdout and "What to try next" in done.stdout
-    assert re.search(r"first 3 losses: at most \S+ from the plain run's", done.stdout)
-    assert re.search(r"^\s*parameter\b.*", done.stdout, re.MULTILINE), "the memory table"
+    code, said, complained = run(tmp_path, *small, *where)
+    assert code == 0, complained
+    assert "Warning" not in complained, complained
+    assert "on cpu" in said and "What to try next" in said
+    assert re.search(r"first 3 losses: at most \S+ from the plain run's", said)
+    assert re.search(r"^\s*parameter\b.*", said, re.MULTILINE), "the memory table"
     found = json.loads((tmp_path / "result.json").read_text())
     assert (found["world"], len(found["losses"]), found["skipped_steps"]) == (2, 3, 0)
     assert found["plain_difference"] <= 1e-4 and abs(found["reloaded_loss"] - found["held_out_loss"]) <= 1e-4

@@ -93,6 +93,28 @@ def python(
     return start(*words, at=at, given=given, warn=warn, environment=environment).wait()
 
 
+def launch(
+    world: int,
+    *words: str,
+    at: Path | None = None,
+    warn: Warn | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[subprocess.CompletedProcess[str]]:
+    """``python *words`` as `torchrun --nproc_per_node world` runs it: a process a rank, and how each has ended.
+
+    The ranks meet at a store of this process, as they meet at their launcher's, so that no port can be taken meanwhile.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    job |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0"}
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    told = dict(os.environ if environment is None else environment) | job
+    running = [start(*words, at=at, warn=warn, environment=told | one) for one in own]
+    return [one.wait() for one in running]
+
+
 # ---- the fork's side
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support import forked
 from tests.support.waiting import soon
@@ -319,14 +318,8 @@ def test_under_torchrun_each_rank_has_its_trace_and_one_speaks(tmp_path: Path) -
 
 
 def test_ranks_that_share_a_model_each_record_what_they_gather(tmp_path: Path) -> None:
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # As torchrun: the agent's store is theirs too.
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    job["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     words = ("-m", "zprof", "run", script(tmp_path, TRAINS))
-    runs = [forked.start(*words, at=tmp_path, environment={**ENVIRONMENT, **job, "RANK": str(rank)}) for rank in (0, 1)]
-    for rank, run in enumerate(runs):
-        ended = run.wait()
+    for rank, ended in enumerate(forked.launch(2, *words, at=tmp_path, environment=ENVIRONMENT)):
         assert ended.returncode == 0, ended.stderr
         trace = Trace.open(tmp_path / f"run.{rank}.zprof")
         assert trace.damage is None and "gather" in words_of(trace)
