@@ -21,7 +21,7 @@ from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.zoo import GPT, draw_tokens, next_token
 
 UNITS = {"min_numel": 0}
-LAYERS = 3
+LAYERS = 2
 TOLERANCE = 1e-6
 
 
