@@ -27,5 +27,5 @@ def test_a_process_that_a_test_starts_in_another_folder_imports_this_checkout(st
     if start == "forked":
         done = forked.python("-c", SHOWN, at=tmp_path)
     else:
-        done = subprocess.run([sys.executable, "-c", SHOWN], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", SHOWN], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines() == [str(place) for place in PLACES.values()], done.stderr

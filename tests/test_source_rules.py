@@ -105,7 +105,7 @@ def test_events_and_errors_use_the_standard_library_only() -> None:
 @pytest.mark.parametrize("module", ["zprof.cli", "offload.policy", "offload.events", "offload.errors"])
 def test_zprof_and_what_it_needs_start_without_torch(module: str) -> None:
     check = f"import sys, {module}; sys.exit(', '.join(sorted({{'torch', 'zhooks', 'numba'}} & set(sys.modules))) or 0)"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"import {module} brought in {done.stderr}"
 
 
@@ -114,7 +114,7 @@ def test_zprof_help_imports_no_torch() -> None:
         "import sys; from zprof.cli import main; main(['--help'], standalone_mode=False); "
         "sys.exit('torch' in sys.modules and 'torch was imported' or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
 

@@ -21,7 +21,7 @@ def launched(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -76,7 +76,7 @@ def test_ray_trains_as_plain_pytorch_over_two_runs_and_leaves_no_process(tmp_pat
     manifests = list((tmp_path / "gpt").glob("checkpoint_*/manifest.json"))
     assert len(manifests) == 1
     left = [process for process in psutil.process_iter() if str(session) in " ".join(_command(process))]
-    assert not psutil.wait_procs(left, timeout=120)[1]
+    assert not psutil.wait_procs(left, timeout=600)[1]
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -26,7 +26,7 @@ from tests.support.ranks import forks
 
 Warn = tuple[Literal["default", "error", "ignore"], type[Warning]]
 # For what hangs: no test may fail because the machine is busy.
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 _REALLY_EXIT, _REALLY_SPAWN = os._exit, os.posix_spawn
 
 

@@ -23,7 +23,10 @@ Job = Callable[..., Any]
 
 
 def on_ranks(*worlds: int, limit_s: float = LIMIT_S, **choices: tuple[Any, ...]) -> Callable[[Job], Any]:
-    """Run the function on every rank of each world, for each combination of ``choices``, given as keywords."""
+    """Run the function on every rank of each world, for each combination of ``choices``, given as keywords.
+
+    ``limit_s`` is for what may take longer than others: no job is given less than ``LIMIT_S``.
+    """
 
     def decorate(job: Job) -> Any:
         cases = [
@@ -34,7 +37,7 @@ def on_ranks(*worlds: int, limit_s: float = LIMIT_S, **choices: tuple[Any, ...])
 
         @pytest.mark.parametrize(("world", "chosen"), cases)
         def test(world: int, chosen: dict[str, Any], ranks: Callable[[int], Pool]) -> None:
-            ranks(world).run(f"{job.__module__}:{job.__name__}.job", limit_s=limit_s, **chosen)
+            ranks(world).run(f"{job.__module__}:{job.__name__}.job", limit_s=max(limit_s, LIMIT_S), **chosen)
 
         test.__name__ = test.__qualname__ = job.__name__
         test.__module__, test.__doc__ = job.__module__, job.__doc__

@@ -44,9 +44,10 @@ PRELOADED = [
     "torch.distributed.tensor.parallel", "torch.nn.parallel", "hypothesis", "numba", "pytest", "zhooks",
 ]  # fmt: skip
 # A limit is for what hangs: no test may fail because the machine is busy.
-LIMIT_S = 180.0
-START_LIMIT_S = 300.0
-STACK_LIMIT_S = 10.0
+LIMIT_S = 300.0
+START_LIMIT_S = 600.0
+# To write its stack, or to end.
+ANSWER_LIMIT_S = 60.0
 # Other ranks often raise the same error a moment later; their tracebacks are worth a short wait.
 GRACE_S = 2.0
 LOG_TAIL_BYTES = 4000
@@ -91,7 +92,7 @@ class Worker:
             return ""
         os.kill(self.process.pid, signal.SIGUSR1)
         # Written from a signal handler, thread by thread, this process's main thread last.
-        soon(lambda: "_serve" in _tail(path), within_s=STACK_LIMIT_S)
+        soon(lambda: "_serve" in _tail(path), within_s=ANSWER_LIMIT_S)
         return _tail(path)
 
 
@@ -244,7 +245,7 @@ def _receive(worker: Worker) -> Outcome:
     try:
         end, payload = pickle.loads(worker.pipe.recv_bytes())
     except (EOFError, ConnectionResetError):
-        worker.process.join(5.0)
+        worker.process.join(ANSWER_LIMIT_S)
         return Outcome(worker.rank, End.DIED, text=f"exit code {worker.process.exitcode}\n{worker.log()}")
     if end is End.RETURNED:
         return Outcome(worker.rank, end, value=payload)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def soon(holds: Callable[[], bool], within_s: float = 30.0) -> bool:
+def soon(holds: Callable[[], bool], within_s: float = 120.0) -> bool:
     """Whether ``holds`` has come true before ``within_s`` seconds are over."""
     end = time.monotonic() + within_s
     while not holds():

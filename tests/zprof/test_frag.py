@@ -347,7 +347,7 @@ def test_a_snapshot_without_history_needs_no_numba_and_nothing_needs_torch(tmp_p
         "sys.exit(', '.join({'torch', 'numba'} & set(sys.modules)) or 0)"
     )
     command = [sys.executable, "-c", code, saved(tmp_path, raw)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -327,7 +327,7 @@ def fresh(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
     """In an interpreter that has imported nothing."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *words], cwd=at, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *words], cwd=at, env=environment, capture_output=True, text=True, timeout=600
     )
 
 
@@ -494,7 +494,7 @@ def small_cgroup() -> Iterator[Path]:
 def test_a_process_the_kernel_kills_for_want_of_memory_is_told_from_other_kills(small_cgroup: Path, tmp_path: Path) -> None:
     (tmp_path / "eat.py").write_text(EATS)
     inside = f"echo $$ > {small_cgroup}/cgroup.procs && exec {sys.executable} -m zprof run eat.py"
-    killed = subprocess.run(["sh", "-c", inside], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    killed = subprocess.run(["sh", "-c", inside], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert killed.returncode == -9, killed.stderr
     assert f"zprof: out of memory: cgroup {small_cgroup} (limit 100 MiB): the kernel ended the process" in killed.stderr
     trace = Trace.open(tmp_path / "run.0.zprof")

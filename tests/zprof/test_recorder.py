@@ -61,7 +61,7 @@ def ending(path: Path) -> dict[str, Any]:
 def fresh(code: str) -> str:
     """What a fresh interpreter prints."""
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

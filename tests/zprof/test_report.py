@@ -289,7 +289,7 @@ def _modules(tmp_path: Path, *arguments: str) -> set[str]:
         "print('MODULES', *{name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", check, *arguments], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path
+        [sys.executable, "-c", check, *arguments], capture_output=True, text=True, timeout=600, check=True, cwd=tmp_path
     )
     return set(done.stdout.rpartition("MODULES ")[2].split())
 

@@ -51,12 +51,12 @@ if mode.isdecimal(): sys.exit(int(mode))
 def zprof(*words: str, at: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     told = {**ENVIRONMENT, **environment}
     return subprocess.run(
-        [*ZPROF, *words], cwd=at, env=told, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        [*ZPROF, *words], cwd=at, env=told, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
     )
 
 
 def python(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=at, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *words], cwd=at, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
 
 
 def theirs(text: str) -> str:
@@ -182,7 +182,7 @@ sys.exit(10 * len(heard) + len(set(heard)))
 def test_a_signal_sent_to_zprof_reaches_the_script_once(number: signal.Signals, tmp_path: Path) -> None:
     run = started(script(tmp_path, HEARS), number.name, at=tmp_path)
     run.send_signal(number)
-    run.communicate(timeout=120)
+    run.communicate(timeout=600)
     assert run.returncode == 11
 
 
@@ -195,7 +195,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_script_once(tmp_path: Path) -> None:
 def test_a_script_that_a_signal_ends_ends_zprof_alike(tmp_path: Path) -> None:
     run = started(script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(120)"), at=tmp_path)
     run.terminate()
-    _, said = run.communicate(timeout=120)
+    _, said = run.communicate(timeout=600)
     assert run.returncode == -signal.SIGTERM
     assert "ended by signal 15" in said
 
@@ -205,7 +205,7 @@ def test_a_script_that_is_killed_leaves_a_trace_that_reads(tmp_path: Path) -> No
     assert soon(lambda: Trace.open(tmp_path / "run.0.zprof").count > 0), "the recorder writes every second"
     [child] = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     os.kill(int(child), signal.SIGKILL)
-    _, said = run.communicate(timeout=120)
+    _, said = run.communicate(timeout=600)
     assert run.returncode == -signal.SIGKILL
     assert "killed by SIGKILL; no process was ended for want of memory meanwhile" in said
     trace = Trace.open(tmp_path / "run.0.zprof")

@@ -48,7 +48,7 @@ def command(folder: Path, library: Path, *arguments: str, **more: str) -> subpro
         [sys.executable, "-W", "error", "-m", "zprof", "top", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=folder,
         env=environment(library, library.parent / "slots", **more),
     )
@@ -150,7 +150,7 @@ def test_once_without_a_run_loads_neither_torch_nor_numpy_nor_rich_tables(tmp_pa
         "print(sorted({'torch', 'numpy', 'numba', 'pynvml', 'pydantic', 'rich.table', 'rich.live'} & set(sys.modules)))"
     )
     env = environment(no_library, tmp_path / "slots")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
@@ -224,7 +224,7 @@ def test_a_pipe_gets_one_json_object_a_look_until_it_is_interrupted(tmp_path: Pa
     assert process.stdout is not None
     looks = [json.loads(process.stdout.readline()) for _ in range(3)]
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0 and not errors
     assert [look["nvml"]["state"] for look in looks] == ["absent"] * 3
     assert looks[0]["wall_ns"] < looks[1]["wall_ns"] < looks[2]["wall_ns"]

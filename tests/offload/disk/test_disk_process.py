@@ -37,7 +37,7 @@ WAITING = OPEN + "print(disk.path, flush=True); sys.stdin.read()"
 
 def run(program: str, folder: Path) -> int:
     command = [sys.executable, "-c", program, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode
 

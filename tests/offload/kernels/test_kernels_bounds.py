@@ -221,7 +221,7 @@ raise SystemExit(os.waitstatus_to_exitcode(status))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_starts_threads_of_its_own() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -230,7 +230,7 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
 
 def test_importing_the_package_brings_in_no_numba() -> None:
     check = "import sys, offload.kernels; sys.exit(', '.join({'numba', 'llvmlite'} & set(sys.modules)) or 0)"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -256,7 +256,7 @@ def test_a_missing_numba_is_a_reason_and_a_kernel_called_all_the_same_raises_it(
         "except CapabilityError as error:\n    assert str(error).startswith(reason), error\n"
         "else:\n    raise SystemExit('nothing was raised')\n"
     )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -105,7 +105,7 @@ def build(folder: Path, *missing: str) -> Path:
     defines += [f"-DNO_{name}" for name in missing]
     flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
     command = ["gcc", *flags, *defines, "-o", str(library), str(HERE / "fake_nvml.c")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -148,7 +148,7 @@ def drive(folder: Path, slots: Path, script: Sequence[Mapping[str, Any]], **more
         input=json.dumps(script),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=ROOT,
         env=environment(folder, slots, **more),
     )

@@ -371,7 +371,7 @@ def grown(activation: dict[str, Any], folder: Path) -> float:
     """How many activations a forward leaves in memory."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY.format(activation=activation), str(folder)],
-        capture_output=True, text=True, timeout=120, check=False, cwd=ROOT,
+        capture_output=True, text=True, timeout=600, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return int(done.stdout) / ONE

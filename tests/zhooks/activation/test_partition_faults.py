@@ -109,7 +109,7 @@ class Parted(Net):
 
 @on_ranks(2, transport=("stock",))
 def test_a_rank_that_has_dropped_its_graph_says_so_instead_of_sending_other_bytes(transport: str) -> None:
-    model, attachment = attached(policy_of() | {"comm": {"timeout_s": 30.0, "transport": transport}}, Parted)
+    model, attachment = attached(policy_of() | {"comm": {"timeout_s": 300, "transport": transport}}, Parted)
     early, late = model(batch())
     if dist.get_rank() == 1:
         # Block 1 was given a leaf, which is not cut: opening block 2's input gathers block 0's ahead on both ranks.

@@ -46,7 +46,7 @@ def test_ranks_of_one_host_need_no_group_and_no_step_makes_one() -> None:
     for transport, groups in (("shm", 0), ("p2p", 1), ("stock", 3)):
         with pytest.MonkeyPatch.context() as patched:
             counted, model = Counted(patched), net()
-            attachment = zhooks.attach(model, policy={"comm": {"transport": transport, "timeout_s": 30}})
+            attachment = zhooks.attach(model, policy={"comm": {"transport": transport, "timeout_s": 300}})
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             assert len(counted.made) == groups, transport
             for _ in range(2):

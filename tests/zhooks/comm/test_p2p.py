@@ -36,7 +36,7 @@ PAIRS = (
 def test_no_rank_takes_the_bytes_of_another_call_for_its_own() -> None:
     rank, world = place()
     layout = flat_layout([8], world=world, itemsize=4)
-    policy = Policy.of({"comm": {"transport": "p2p", "timeout_s": 1}})
+    policy = Policy.of({"comm": {"transport": "p2p", "timeout_s": 4}})
     for pair in PAIRS:
         comm = open_comm(resolve(None), policy, torch.device("cpu"))
         shard, full = torch.full((layout.shard_numel,), float(rank)), torch.empty(layout.padded)

@@ -47,7 +47,7 @@ def test_a_policy_that_differs_by_rank_is_refused_by_its_key_and_changes_nothing
         with pytest.raises(zhooks.AttachError, match=f"policy: expected the same on every rank, found {found}"):
             zhooks.attach(model, policy=second if rank else first)
         assert all(type(param) is nn.Parameter for param in model.parameters())
-    zhooks.attach(net(), policy={"comm": {"timeout_s": 30}}).detach()
+    zhooks.attach(net(), policy={"comm": {"timeout_s": 300}}).detach()
 
 
 @on_ranks(2)
@@ -61,7 +61,7 @@ def test_what_a_machine_has_room_for_may_differ_by_rank() -> None:
 def test_other_arguments_of_attach_are_refused_by_name() -> None:
     rank, _ = place()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tp"))
-    policy = {"comm": {"timeout_s": 30}}
+    policy = {"comm": {"timeout_s": 300}}
     with pytest.raises(zhooks.AttachError, match=r"attach: .* sync = True on rank 0 and sync = False on rank 1"):
         zhooks.attach(net(), policy=policy, sync=rank == 0)
     with pytest.raises(zhooks.AttachError, match=r"mesh: .* axes = shard 2 on rank 0 and axes = shard 2 x tp 1 on rank 1"):
@@ -76,9 +76,9 @@ def test_other_arguments_of_attach_are_refused_by_name() -> None:
 def test_stages_of_a_pipeline_have_policies_of_their_own_but_not_within_one() -> None:
     rank, _ = place()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    zhooks.attach(net(), policy={"stage": 2 + rank // 2, "comm": {"timeout_s": 30}}, mesh=mesh).detach()
+    zhooks.attach(net(), policy={"stage": 2 + rank // 2, "comm": {"timeout_s": 300}}, mesh=mesh).detach()
     with pytest.raises(zhooks.AttachError, match=r"found stage = 3 on rank 2 and stage = 2 on rank 3"):
-        zhooks.attach(net(), policy={"stage": (3, 3, 3, 2)[rank], "comm": {"timeout_s": 30}}, mesh=mesh)
+        zhooks.attach(net(), policy={"stage": (3, 3, 3, 2)[rank], "comm": {"timeout_s": 300}}, mesh=mesh)
 
 
 # ---- a rank that is refused before it compares anything
@@ -88,7 +88,7 @@ def test_stages_of_a_pipeline_have_policies_of_their_own_but_not_within_one() ->
 def test_what_one_rank_refuses_all_refuse_at_once_and_the_next_attach_trains() -> None:
     rank, _ = place()
     attached = net()
-    zhooks.attach(attached, policy={"comm": {"timeout_s": 30}})
+    zhooks.attach(attached, policy={"comm": {"timeout_s": 300}})
     plain = net()
     unread = "/nowhere/policy.toml"
     lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
@@ -106,7 +106,7 @@ def test_what_one_rank_refuses_all_refuse_at_once_and_the_next_attach_trains() -
         (0, zhooks.PolicyError, "x{1000}", plain, {"policy": Unreadable()}),
     ]
     for who, kind, said, model, given in others:
-        mine = {"policy": {"comm": {"timeout_s": 30}}}
+        mine = {"policy": {"comm": {"timeout_s": 300}}}
         with pytest.raises(kind) as caught:
             zhooks.attach(model if rank == who else plain, **({**mine, **given} if rank == who else mine))
         assert re.search(said, str(caught.value), re.DOTALL), (said, caught.value)
@@ -116,7 +116,7 @@ def test_what_one_rank_refuses_all_refuse_at_once_and_the_next_attach_trains() -
     # Each rank that has a reason of its own says that.
     with pytest.raises(zhooks.AttachError, match="^parameter 0.weight: .* lazy" if rank else "^attach: .* attached already"):
         zhooks.attach(lazy if rank else attached)
-    attachment = zhooks.attach(plain, policy={"comm": {"timeout_s": 30}})
+    attachment = zhooks.attach(plain, policy={"comm": {"timeout_s": 300}})
     steps(plain)
     attachment.detach()
 
@@ -155,13 +155,13 @@ def test_a_rank_that_fails_while_transports_open_is_named_by_the_other_in_time()
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
             patched.setattr(shared_memory, "_open_at", stopped)
-        late = zhooks.DivergenceError, r"within 1.0 s, found that rank 1 did not"
+        late = zhooks.DivergenceError, r"within 5.0 s, found that rank 1 did not"
         error, said = (RuntimeError, "stopped here") if rank else late
         with pytest.raises(error, match=said):
-            zhooks.attach(model, policy={"comm": {"timeout_s": 1}})
+            zhooks.attach(model, policy={"comm": {"timeout_s": 5}})
     assert all(type(param) is nn.Parameter for param in model.parameters())
     dist.barrier()
-    zhooks.attach(model, policy={"comm": {"timeout_s": 30}}).detach()
+    zhooks.attach(model, policy={"comm": {"timeout_s": 300}}).detach()
 
 
 def stopped(place: str, nbytes: int) -> Any:
@@ -192,13 +192,13 @@ def test_memory_that_one_rank_cannot_have_is_shared_by_none(where: str) -> None:
         if where == "posix_fallocate":
             patched.setattr(os, where, full)
         model = net()
-        attachment = zhooks.attach(model, policy={"comm": {"timeout_s": 30}})
+        attachment = zhooks.attach(model, policy={"comm": {"timeout_s": 300}})
         assert "transport p2p" in attachment.describe()
         steps(model)
         attachment.detach()
         loser = rank_of(where)
         with pytest.raises(zhooks.CapabilityError, match=rf"\"shm\" .* that rank {loser} cannot have \d+ B .*No space left"):
-            zhooks.attach(model, policy={"comm": {"transport": "shm", "timeout_s": 30}})
+            zhooks.attach(model, policy={"comm": {"transport": "shm", "timeout_s": 300}})
     assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
@@ -210,7 +210,7 @@ def rank_of(where: str) -> int:
 @on_ranks(2)
 def test_shared_memory_has_no_name_and_no_page_that_is_still_to_be_found() -> None:
     before = shared_maps()
-    attachment = zhooks.attach(net(), policy={"comm": {"transport": "shm", "timeout_s": 30}})
+    attachment = zhooks.attach(net(), policy={"comm": {"transport": "shm", "timeout_s": 300}})
     (line,) = shared_maps() - before
     assert "/dev/shm" not in line and "memfd:zhooks (deleted)" in line, line
     start, _, end = line.split()[0].partition("-")
@@ -239,7 +239,7 @@ def test_optimizers_that_differ_by_rank_are_refused_at_their_first_step() -> Non
     )
     for said, make in others:
         model = net()
-        attachment = zhooks.attach(model, policy={"comm": {"timeout_s": 30}})
+        attachment = zhooks.attach(model, policy={"comm": {"timeout_s": 300}})
         optimizer = make(list(model.parameters()), torch.optim.SGD if rank else torch.optim.AdamW, 0.2 if rank else 0.1)
         before = [param.full_tensor().clone() for param in model.parameters()]
         model(torch.ones(2, 6)).sum().backward()
@@ -261,7 +261,7 @@ def test_an_optimizer_is_compared_once() -> None:
 
         patched.setattr(shared_memory.SharedMemory, "all_reduce", heard)
         model = net()
-        zhooks.attach(model, policy={"comm": {"timeout_s": 30}})
+        zhooks.attach(model, policy={"comm": {"timeout_s": 300}})
         first, second = calls.count("compare settings"), steps(model)
         assert second is None and calls.count("compare settings") == first + 1
         torch.optim.SGD(net().parameters(), lr=0.1).step()
@@ -272,8 +272,8 @@ def test_an_optimizer_is_compared_once() -> None:
 def test_a_policy_applied_later_is_compared_too() -> None:
     rank, _ = place()
     model = net()
-    attachment = zhooks.attach(model, policy={"stage": 3, "comm": {"timeout_s": 30}})
+    attachment = zhooks.attach(model, policy={"stage": 3, "comm": {"timeout_s": 300}})
     with pytest.raises(zhooks.PolicyError, match=r"policy: .* found stage = 2 on rank 0 and stage = 1 on rank 1"):
-        attachment.apply({"stage": 2 - rank, "comm": {"timeout_s": 30}})
+        attachment.apply({"stage": 2 - rank, "comm": {"timeout_s": 300}})
     steps(model)
     attachment.detach()

@@ -349,7 +349,7 @@ def test_sums_over_replicas_run_beside_the_next_reduction_and_are_bounded() -> N
         with pytest.MonkeyPatch.context() as patched:
             torch.manual_seed(0)
             model = nn.Sequential(*(Block() for _ in range(5)))
-            policy = {"units": {"min_numel": 0}, "schedule": {"max_reductions": most}, "comm": {"timeout_s": 30}}
+            policy = {"units": {"min_numel": 0}, "schedule": {"max_reductions": most}, "comm": {"timeout_s": 300}}
             attachment = zhooks.attach(model, policy=policy, mesh=mesh)
             model(torch.full((2, 8), 1.0 + place()[0])).sum().backward()
             calls = Calls(patched)
