@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from tests.source_rules import ROOT
+from tests.support.forked import python
 
 PEERS = ("deepspeed-3-offload", "deepspeed-2-offload")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command as a person runs it, one thread, and no CUDA device in sight."""
+    """The command as a person runs it, one thread, and no CUDA device in sight; the trials it starts are processes anew."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
+    return python(str(ROOT / "benchmarks" / "gpu.py"), *arguments, environment=environment)
 
 
 @pytest.fixture(scope="module")
