@@ -45,6 +45,7 @@ def source(path: str, text: str) -> Source:
     return Source(module, path, text, ast.parse(text, filename=path))
 
 
+@cache
 def suite() -> list[Source]:
     """Everything below tests/."""
     files = sorted((ROOT / "tests").rglob("*.py"))

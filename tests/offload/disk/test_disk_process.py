@@ -19,6 +19,7 @@ from offload.disk.scratch import remove_stale
 from offload.errors import TierError
 from offload.events import Bus, Recorder
 from offload.pages import aligned
+from tests.support.forked import python
 
 OPEN = """
 import sys, os, signal
@@ -36,8 +37,7 @@ WAITING = OPEN + "print(disk.path, flush=True); sys.stdin.read()"
 
 
 def run(program: str, folder: Path) -> int:
-    command = [sys.executable, "-c", program, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = python("-c", program, str(folder))
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode
 

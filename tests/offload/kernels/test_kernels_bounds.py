@@ -19,6 +19,7 @@ from offload.errors import CapabilityError, LayoutError
 from offload.kernels import Adam, Lion, Sgd
 from offload.kernels import loops as kernel_loops
 from offload.kernels import sharing as kernel_threads
+from tests.support.forked import python
 
 HOW = Adam(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, step=1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -221,7 +222,7 @@ raise SystemExit(os.waitstatus_to_exitcode(status))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_starts_threads_of_its_own() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=600, check=False)
+    done = python("-c", FORKS)
     assert done.returncode == 0, done.stderr
 
 

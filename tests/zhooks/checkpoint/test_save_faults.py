@@ -12,8 +12,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +33,7 @@ from offload.events import Event
 from offload.shards import Entry, ShardReader, ShardWriter
 from offload.shards import commit as shard_commit
 from offload.text import as_size
+from tests.support.forked import python
 from tests.support.inside import checksum_of, units_of
 from tests.support.json_damage import mutate, places
 from tests.support.on_ranks import folder, from_first, on_ranks, place
@@ -62,6 +61,7 @@ import os, signal, sys
 from pathlib import Path
 import zhooks
 from offload.shards import ShardWriter
+from tests.support.forked import python
 from tests.support.inside import EXCHANGE
 from tests.support.resuming import Run
 
@@ -123,7 +123,7 @@ def test_a_save_killed_at_any_call_leaves_one_checkpoint_that_loads(tmp_path: Pa
 
     Where the file system exchanges two folders, and where the commit takes two renames.
     """
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=600)
+    done = python("-c", KILLED, str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 
