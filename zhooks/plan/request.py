@@ -30,6 +30,7 @@ from zhooks.plan.checks import (
     check_scaled,
 )
 from zhooks.plan.initialisers import check_initialisers
+from zhooks.plan.overlaps import check_own_memory
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["Request", "read"]
@@ -78,6 +79,7 @@ def read(
     ignored = Ignored.of(model, chosen.units.ignore, ShardedTensor)
     device = check_model(model, ignored)
     check_ignored(model, ignored, chosen)
+    check_own_memory(model, ignored)
     check_optimizer(model, optimizer, ignored)
     check_scaled(model, chosen, ignored)
     axes = resolve(mesh)
