@@ -257,7 +257,7 @@ HOOK = re.compile(
 )
 HOOK_FILES = (
     "zhooks/run/hooks.py", "zhooks/activation/saved.py", "zhooks/optim/step_hooks.py", "zhooks/grad/user_hooks.py",
-    "zhooks/grad/direct.py",
+    "zhooks/grad/direct.py", "zhooks/tensor/range_tensor.py",
 )  # fmt: skip
 
 

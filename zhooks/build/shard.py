@@ -168,7 +168,8 @@ def _swap_in(flat: Flat, index: int, param: nn.Parameter) -> None:
     """Make ``param`` the sharded tensor, keeping identity, gradient, hooks and the user's attributes."""
     spec = flat.specs[index]
     kind: Any = ShardedTensor if spec.division is None else ShardedOverTp
-    made: Any = nn.Parameter(kind(flat.part(index), spec, bound=flat), param.requires_grad)
+    with torch._C.DisableTorchFunctionSubclass():
+        made: Any = nn.Parameter(kind(flat.part(index), spec, bound=flat), param.requires_grad)
     made._bound = flat
     for key, value in param.__dict__.items():
         setattr(made, key, value)

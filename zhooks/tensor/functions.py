@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError, ShardedOpError
 from zhooks.layout import is_divided, whole_of
 from zhooks.tensor.elementwise import own_ranges
-from zhooks.tensor.range_tensor import Handler, RangeTensor, range_alone
+from zhooks.tensor.range_tensor import Handler, RangeTensor, range_alone, refuse_gradients
 
 # Asking a parameter about itself gathers nothing.
 ABOUT = frozenset(
@@ -145,12 +146,21 @@ def _change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, before = args[0], None
-    if tensor._bound and isinstance(tensor, torch.nn.Parameter):
-        before = tensor.requires_grad
+    tensor = args[0]
+    before, bound = tensor.requires_grad, tensor._bound
     out = _plain(func, args, kwargs)
-    if before is not None and tensor.requires_grad != before:
-        tensor._bound.relayout()
+    if tensor.requires_grad == before:
+        return out
+    if not bound:
+        refuse_gradients(tensor)
+    elif isinstance(tensor, torch.nn.Parameter):
+        bound.relayout()
+    elif tensor.requires_grad and sys._getframe(2).f_globals.get("__name__") != torch.utils.checkpoint.__name__:
+        # Of a reentrant checkpoint's input, the node that stands for the parameter takes the gradient, as it should.
+        raise ShardedOpError(
+            f"requires_grad of a detached {tensor._spec.name}: expected a tensor of its own, found one that stands for the "
+            "attached parameter, which would get its gradients. Use full_tensor().requires_grad_(), or the parameter itself."
+        )
     return out
 
 

@@ -194,6 +194,7 @@ class RangeTensor(torch.Tensor):
             made: Any = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
             if self.grad is not None:
                 made.grad = self.grad.__deepcopy__(memo)
+            refuse_gradients(made)
         memo[id(self)] = made
         return cast(RangeTensor, made)
 
@@ -210,6 +211,23 @@ class RangeTensor(torch.Tensor):
             plain = self._local.detach().as_strided(spec.part_shape, spec.part_stride).clone()
             whole = nn.Parameter(plain, False) if isinstance(self, nn.Parameter) else plain
         return whole.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+
+def refuse_gradients(tensor: RangeTensor) -> None:
+    """A range that no unit owns shall get no gradient: it would be this rank's alone, and no step with it right anywhere."""
+    leaf, name = cast(Any, tensor), tensor._spec.name
+    if tensor._bound is not None or not tensor.requires_grad or not tensor._spec.group.sharded:
+        return
+
+    def refuse(grad: Tensor) -> None:
+        raise ShardedOpError(
+            f"backward: expected gradients of the attached model's own parameters, found that of a copy of {name}, whose "
+            "ranges are still sharded and whose gradient nobody reduces. Call requires_grad_(False) on a copy that does not "
+            "train; use full_tensor() for a value of this rank's own, or copy the model before attach and attach both."
+        )
+
+    with torch._C.DisableTorchFunctionSubclass():
+        leaf.register_hook(refuse)
 
 
 def range_alone(what: str, tensor: RangeTensor) -> ShardedOpError:
