@@ -72,4 +72,8 @@ class Gather(torch.autograd.Function):
             raise too_old(f"backward of unit {ctx.flat.name}")
         if ctx.flat.node_asked:
             put_off_hooks(ctx, ctx.flat)
-        return (None, None, *reducer.ready(ctx.flat, ctx.flat.views.parts(grads), accumulates(ctx)))
+        parts, accumulating = ctx.flat.views.parts(grads), accumulates(ctx)
+        if accumulating:
+            # As a leaf that was frozen after its forward: what the graph has for it is dropped.
+            parts = [part if param.requires_grad else None for part, param in zip(parts, ctx.flat.params, strict=True)]
+        return (None, None, *reducer.ready(ctx.flat, parts, accumulating))

@@ -1,4 +1,5 @@
-"""Parameters that are frozen for one look at the model, between a forward and its backward: PEFT's ``disable_adapter``.
+"""Parameters that are frozen between a forward and its backward: for one look at the model (PEFT's ``disable_adapter``), or
+for the backward itself (a discriminator, while its generator trains).
 
 pytest runs it on one rank and on two. The oracle is plain PyTorch.
 """
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import zhooks
+from tests.support.averaging import average_gradients
 from tests.support.on_ranks import on_ranks, place
-from tests.support.values import copies
+from tests.support.values import copies, whole
 
 EVERY_UNIT = {"min_numel": 0}
 
@@ -75,3 +77,22 @@ def test_a_differentiated_pass_in_between_is_refused_in_backward_not_computed_ot
     attached(batch())
     with pytest.raises(zhooks.ShardedOpError, match="frozen or unfrozen"):
         loss.backward()
+
+
+@on_ranks(1, 2, stage=(1, 3), checkpoint=("none", "unit"))
+def test_what_is_frozen_when_backward_runs_gets_no_gradient_as_in_the_plain_model(stage: int, checkpoint: str) -> None:
+    rank, world = place()
+    attached, plain = model(), model()
+    zhooks.attach(attached, policy={"stage": stage, "units": EVERY_UNIT, "activation": {"checkpoint": checkpoint}})
+    for step in range(2):
+        for net in (attached, plain):
+            loss = net(batch().chunk(world)[rank]).square().mean()
+            net[2].weight.requires_grad_(False)
+            net[4].requires_grad_(False)
+            loss.backward()
+            net.requires_grad_(True)
+        average_gradients(plain, world)
+        for ours, theirs in zip(attached.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) is (theirs.grad is None), step
+            if theirs.grad is not None:
+                torch.testing.assert_close(whole(ours.grad), theirs.grad)
