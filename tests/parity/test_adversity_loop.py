@@ -193,7 +193,7 @@ def test_gradients_are_clipped_by_any_norm_and_by_value(side: Side) -> None:
     model = Net()
     attachment = side.attach(model)
     optimizer = sgd(model)
-    for step, norm_type in enumerate([2.0, float("inf"), 1.0, 3.0]):
+    for step, norm_type in enumerate([2.0, float("inf"), 1.0, 3.0, 0.0]):
         backward(side, model, step)
         side.note("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type))
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)

@@ -189,7 +189,8 @@ def _nothing(ord: float) -> float:
 def _total(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     ord = args[1] if len(args) > 1 else (kwargs or {}).get("ord", 2)
     dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim")
-    return isinstance(args[0], PartialNorm) and ord == args[0]._ord and dim is None
+    # Of order 0, torch's norm of norms counts those that are not zero, not the elements behind them.
+    return isinstance(args[0], PartialNorm) and ord == args[0]._ord and ord != 0 and dim is None
 
 
 def _combination(ord: float) -> str:
