@@ -50,12 +50,12 @@ def from_owner(states: OwnedStates, shard: Transport, ranks: Collection[int], de
     length = torch.tensor([blob.numel()], dtype=torch.int64)
     shard.all_reduce(call, length, "max")
     nbytes = int(length.item())
-    numels = [[nbytes if writer == owner and reader in ranks else 0 for reader in range(world)] for writer in range(world)]
-    sends = torch.cat([blob] * len(set(ranks))) if rank == owner else blob[:0]
-    receives = torch.empty(nbytes if rank in ranks else 0, dtype=torch.uint8)
-    sends, receives = sends.to(device), receives.to(device)
-    shard.exchange(Call(GATHER, "send states of", states.name), sends, receives, numels).wait()
-    return _unpacked(receives.cpu(), device) if rank in ranks else None
+    sizes = [[nbytes if writer == owner and reader in ranks else 0 for reader in range(world)] for writer in range(world)]
+    sent, received = blob.to(device), torch.empty(nbytes if rank in ranks else 0, dtype=torch.uint8, device=device)
+    sends = [[sent] if sizes[rank][reader] else [] for reader in range(world)]
+    receives = [[received] if sizes[writer][rank] else [] for writer in range(world)]
+    shard.exchange(Call(GATHER, "send states of", states.name), sends, receives, sizes).wait()
+    return _unpacked(received.cpu(), device) if rank in ranks else None
 
 
 def from_first_rank(comm: Comm, given: Any, states: OwnedStates, device: torch.device) -> OwnedStates:

@@ -9,7 +9,7 @@ from zhooks.comm.alone import Alone
 from zhooks.comm.choose_transport import Comm, open_comm
 from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
 from zhooks.comm.rendezvous import Facts, meet, policy_facts, refused_by_all
-from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Numels, Transport
+from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Nbytes, Transport
 
 __all__ = [
     "CONTROL",
@@ -23,7 +23,7 @@ __all__ = [
     "Chunk",
     "Comm",
     "Facts",
-    "Numels",
+    "Nbytes",
     "Transport",
     "Work",
     "all_or_none",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from offload.work import DONE, Work
-from zhooks.comm.transport import Call, Numels
+from zhooks.comm.ranges import copy
+from zhooks.comm.transport import Call, Nbytes
 from zhooks.layout import Axis, Layout
 
 
@@ -32,8 +35,10 @@ class Alone:
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
         return DONE
 
-    def exchange(self, call: Call, sends: Tensor, receives: Tensor, numels: Numels) -> Work:
-        receives.copy_(sends)
+    def exchange(
+        self, call: Call, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], nbytes: Nbytes
+    ) -> Work:
+        copy(sends[0], receives[0])
         return DONE
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:

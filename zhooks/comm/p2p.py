@@ -8,6 +8,7 @@ equal.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from offload.work import Work
 from zhooks.comm.lost_rank import BackendWork, naming_lost_ranks
-from zhooks.comm.transport import CONTROL, OPS, Call, Numels, TwoSteps
+from zhooks.comm.ranges import ScatteredBytes, Staged, copy, messages
+from zhooks.comm.transport import CONTROL, OPS, Call, Nbytes, TwoSteps
 from zhooks.layout import Axis, Layout
 
 #: A tag is what torch lets through, 31 bits: the channel, the call's place in its sequence, and which call it is.
@@ -102,17 +104,30 @@ class PeerToPeer:
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
         return TwoSteps(self, call, full, layout)
 
-    def exchange(self, call: Call, sends: Tensor, receives: Tensor, numels: Numels) -> Work:
+    def exchange(
+        self, call: Call, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], nbytes: Nbytes
+    ) -> Work:
         works, rank, tag = [], self.axis.rank, self._tag(call)
-        going, coming = sends.split(list(numels[rank])), receives.split([row[rank] for row in numels])
+        keep: list[Tensor] = []
+        staged: list[tuple[Tensor, ScatteredBytes]] = []
         for peer in self._peers():
-            if going[peer].numel():
-                works.append(self._send(call, going[peer], peer, tag))
+            for ranges in messages(sends[peer]):
+                message = ranges.only
+                if message is None:
+                    message = torch.empty(ranges.nbytes, dtype=torch.uint8)
+                    ranges.read(0, message)
+                works.append(self._send(call, message, peer, tag))
+                keep.append(message)
         for peer in self._peers():
-            if coming[peer].numel():
-                works.append(self._receive(call, coming[peer], peer, tag))
-        coming[rank].copy_(going[rank])
-        return BackendWork(call, works, [sends, receives], self.axis, self._timeout)
+            for ranges in messages(receives[peer]):
+                message = ranges.only
+                if message is None:
+                    message = torch.empty(ranges.nbytes, dtype=torch.uint8)
+                    staged.append((message, ranges))
+                works.append(self._receive(call, message, peer, tag))
+                keep.append(message)
+        copy(sends[rank], receives[rank])
+        return Staged(BackendWork(call, works, keep, self.axis, self._timeout), staged)
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         with naming_lost_ranks(call, self.axis):

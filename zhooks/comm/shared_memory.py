@@ -12,9 +12,8 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -22,9 +21,10 @@ from torch import Tensor
 
 from offload.work import Work
 from zhooks.comm.lost_rank import gone, late
+from zhooks.comm.ranges import ScatteredBytes, copy
 from zhooks.comm.rendezvous import Meeting
 from zhooks.comm.shared_memory_ring import SLOT, SMALL_SLOT, Message, Ring
-from zhooks.comm.transport import CHANNELS, CONTROL, Call, Numels, Transport, TwoSteps
+from zhooks.comm.transport import CHANNELS, CONTROL, Call, Nbytes, Transport, TwoSteps
 from zhooks.layout import Axis, Layout
 
 SPIN_S = 0.002
@@ -78,20 +78,17 @@ class SharedMemory:
             if own.data_ptr() != shard.data_ptr() + step * item:
                 own.copy_(shard[step : step + stop - start])
             step += stop - start
-        source, target = _bytes(shard), _bytes(full)
-        ranges = {r: [(a * item, b * item) for a, b in owned[r]] for r in range(self.axis.world)}
+        places = [ScatteredBytes([full[start:stop] for start, stop in ranges]) for ranges in owned]
 
         def land(writer: int, offset: int, data: Tensor) -> None:
-            _scatter(target, ranges[writer], offset, data)
+            places[writer].write(offset, data)
 
-        message = Message(call, source, None, land, source.numel())
-        return self._launch(ring, message)
+        return self._launch(ring, Message(call, ScatteredBytes([shard]), land, shard.numel() * item))
 
     def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
         ring, rank, world = self._rings[call.channel], self.axis.rank, self.axis.world
         item, mine = full.element_size(), layout.ranges(rank)
-        source = _bytes(full)
-        ranges = {r: [(a * item, b * item) for a, b in layout.ranges(r)] for r in range(world)}
+        sends = {r: ScatteredBytes([full[start:stop] for start, stop in layout.ranges(r)]) for r in range(world)}
         begun = False
         if len(mine) > 1:
             own_values = torch.cat([full[a:b] for a, b in mine])
@@ -121,25 +118,22 @@ class SharedMemory:
                 add(0, own_values)
                 begun = True
 
-        message = Message(call, source, ranges, land, out.numel() * item, own)
-        return self._launch(ring, message)
+        return self._launch(ring, Message(call, sends, land, out.numel() * item, own))
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
         return TwoSteps(self, call, full, layout)
 
-    def exchange(self, call: Call, sends: Tensor, receives: Tensor, numels: Numels) -> Work:
-        rank, item = self.axis.rank, sends.element_size()
-        going, coming = list(numels[rank]), [row[rank] for row in numels]
-        target = _bytes(receives).split([numel * item for numel in coming])
-        receives.split(coming)[rank].copy_(sends.split(going)[rank])
-        ends = [item * end for end in accumulate(going)]
-        ranges = {r: [(end - going[r] * item, end)] for r, end in enumerate(ends)}
+    def exchange(
+        self, call: Call, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], nbytes: Nbytes
+    ) -> Work:
+        rank = self.axis.rank
+        copy(sends[rank], receives[rank])
+        going, coming = dict(enumerate(map(ScatteredBytes, sends))), [*map(ScatteredBytes, receives)]
 
         def land(writer: int, offset: int, data: Tensor) -> None:
-            target[writer][offset : offset + data.numel()].copy_(data)
+            coming[writer].write(offset, data)
 
-        sizes = [[numel * item for numel in row] for row in numels]
-        return self._launch(self._rings[call.channel], Message(call, _bytes(sends), ranges, land, 0, sizes=sizes))
+        return self._launch(self._rings[call.channel], Message(call, going, land, nbytes))
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         rank, world = self.axis.rank, self.axis.world
@@ -150,8 +144,7 @@ class SharedMemory:
         def land(writer: int, offset: int, data: Tensor) -> None:
             _bytes(landed[writer])[offset : offset + data.numel()].copy_(data)
 
-        message = Message(call, _bytes(source), None, land, source.numel() * source.element_size())
-        self._launch(self._rings[CONTROL], message).wait()
+        self._launch(self._rings[CONTROL], Message(call, ScatteredBytes([source]), land, source.nbytes)).wait()
         stacked = torch.stack(landed)
         if op == "sum":
             total = landed[0]
@@ -170,9 +163,8 @@ class SharedMemory:
             if writer == 0:
                 target[offset : offset + data.numel()].copy_(data)
 
-        source = target if root else target[:0]
-        message = Message(call, source, None, land, target.numel(), only=0)
-        self._launch(self._rings[CONTROL], message).wait()
+        source = ScatteredBytes([target] if root else [])
+        self._launch(self._rings[CONTROL], Message(call, source, land, target.numel(), only=0)).wait()
         if flat is not tensor:
             tensor.copy_(flat)
 
@@ -232,20 +224,6 @@ def serve_together(transports: Iterable[Transport]) -> None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
-
-
-def _scatter(target: Tensor, ranges: list[tuple[int, int]], offset: int, data: Tensor) -> None:
-    """Write ``data``, found at ``offset`` of the concatenated ``ranges``, to its places in ``target``."""
-    done = 0
-    for start, stop in ranges:
-        size = stop - start
-        if offset < size and done < data.numel():
-            count = min(size - offset, data.numel() - done)
-            target[start + offset : start + offset + count].copy_(data[done : done + count])
-            done += count
-            offset = 0
-        else:
-            offset = max(0, offset - size)
 
 
 def _share(axis: Axis, meeting: Meeting, nbytes: int) -> mmap.mmap | str:

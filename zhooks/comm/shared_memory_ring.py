@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from offload.disk import started_ticks
 from offload.errors import DivergenceError
+from zhooks.comm.ranges import ScatteredBytes
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis
 
@@ -37,42 +38,49 @@ class Message:
     """One collective as this rank sees it: what it sends, and what to do with each chunk that arrives."""
 
     __slots__ = (
-        "_sizes", "arrived", "call", "land", "nbytes", "only", "own", "passed", "ranges", "received", "sent", "source", "total",
+        "_nbytes", "arrived", "call", "land", "only", "own", "passed", "received", "sends", "sent", "total",
     )  # fmt: skip
 
     def __init__(
         self,
         call: Call,
-        source: Tensor,
-        ranges: dict[int, list[tuple[int, int]]] | None,
+        sends: ScatteredBytes | Mapping[int, ScatteredBytes],
         land: Callable[[int, int, Tensor], None],
-        nbytes: int,
+        nbytes: int | Sequence[Sequence[int]],
         own: Callable[[], None] | None = None,
         *,
         only: int | None = None,
-        sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """``nbytes`` is what every writer has for every reader; ``sizes`` says so by writer and reader where that differs."""
-        self.call, self.source, self.ranges, self.land, self.nbytes = call, source, ranges, land, nbytes
+        """``sends`` is for all, or by reader; ``nbytes`` is what any writer has for any reader, or by both."""
+        self.call, self.sends, self.land, self._nbytes = call, sends, land, nbytes
         self.own, self.only = own, only
         # What all ranks must agree on: the whole of what is sent to one reader, or divided between them.
-        self._sizes = sizes
-        self.total = nbytes if ranges is None else source.numel()
-        if sizes is not None:
-            self.total = sum(map(sum, sizes))
+        if not isinstance(nbytes, int):
+            self.total = sum(map(sum, nbytes))
+        else:
+            self.total = nbytes if isinstance(sends, ScatteredBytes) else nbytes * len(sends)
         self.received: dict[int, int] = {}
         #: The writers whose message has been read.
         self.passed: set[int] = set()
         self.arrived = False
         self.sent = False
 
+    @property
+    def divided(self) -> bool:
+        """Every reader gets something else."""
+        return not isinstance(self.sends, ScatteredBytes)
+
+    def sent_to(self, readers: Sequence[int]) -> list[ScatteredBytes]:
+        """What is written for these readers: once for all, or for one after the other."""
+        return [self.sends] if isinstance(self.sends, ScatteredBytes) else [self.sends[reader] for reader in readers]
+
     def size(self, writer: int, reader: int) -> int:
         """Bytes that one rank has for another."""
-        return self.nbytes if self._sizes is None else self._sizes[writer][reader]
+        return self._nbytes if isinstance(self._nbytes, int) else self._nbytes[writer][reader]
 
     @property
     def done(self) -> bool:
-        """Everything arrived, and nothing of ``source`` is still to be read by the ring."""
+        """Everything arrived, and nothing of ``sends`` is still to be read by the ring."""
         return self.arrived and self.sent
 
 
@@ -146,22 +154,16 @@ class Ring:
             return
         label = _label(message.call, sequence, message.total)
         head, tail = self._head[rank], self._tail[rank]
-        for source in self._sends(message):
-            while head[0] - min(int(tail[r]) for r in self._peers) >= self._slots:
-                yield False
-            index = int(head[0]) % self._slots
-            self._data[rank][index][: source.numel()].copy_(source)
-            self._labels[rank][index][: len(label)] = label
-            head[0] += 1
-            yield True
+        for ranges in message.sent_to(self._peers):
+            for start in range(0, ranges.nbytes, self._slot):
+                while head[0] - min(int(tail[r]) for r in self._peers) >= self._slots:
+                    yield False
+                index = int(head[0]) % self._slots
+                ranges.read(start, self._data[rank][index][: min(self._slot, ranges.nbytes - start)])
+                self._labels[rank][index][: len(label)] = label
+                head[0] += 1
+                yield True
         message.sent = True
-
-    def _sends(self, message: Message) -> Iterator[Tensor]:
-        if message.ranges is None:
-            yield from _slots_of(message.source, self._slot)
-            return
-        for reader in self._peers:
-            yield from _ranges_of(message.source, message.ranges[reader], self._slot)
 
     def _read_some(self) -> bool:
         moved = False
@@ -171,7 +173,7 @@ class Ring:
                 if message.own is not None and writer > self._axis.rank:
                     _once(message)
                 moved = self._read_from(writer, message) or moved
-                if message.ranges is not None and writer not in message.passed:
+                if message.divided and writer not in message.passed:
                     return moved
             if len(message.passed) < len(self._peers):
                 return moved
@@ -187,7 +189,7 @@ class Ring:
         rank = self._axis.rank
         nbytes = message.size(writer, rank)
         head, tail = self._head[writer], self._tail[writer]
-        if message.received[writer] == 0 and message.ranges is not None:
+        if message.received[writer] == 0 and message.divided:
             tail[rank] = self._taken[writer] + self._skipped(message, writer, before=True)
         moved = False
         while message.received[writer] < nbytes and head[0] > tail[rank]:
@@ -207,8 +209,8 @@ class Ring:
 
     def _skipped(self, message: Message, writer: int, *, before: bool) -> int:
         """Slots of ``writer``'s message that come before this rank's range, or all of them."""
-        if message.ranges is None:
-            return _count(message.nbytes, self._slot)
+        if not message.divided:
+            return _count(message.size(writer, self._axis.rank), self._slot)
         readers = [r for r in range(self._axis.world) if r != writer and (not before or r < self._axis.rank)]
         return sum(_count(message.size(writer, r), self._slot) for r in readers)
 
@@ -248,15 +250,3 @@ def _label(call: Call, sequence: int, nbytes: int) -> bytes:
 
 def _count(nbytes: int, slot: int) -> int:
     return -(-nbytes // slot)
-
-
-def _slots_of(source: Tensor, slot: int) -> Iterator[Tensor]:
-    for start in range(0, source.numel(), slot):
-        yield source[start : start + slot]
-
-
-def _ranges_of(source: Tensor, ranges: list[tuple[int, int]], slot: int) -> Iterator[Tensor]:
-    if len(ranges) == 1:
-        yield from _slots_of(source[ranges[0][0] : ranges[0][1]], slot)
-        return
-    yield from _slots_of(torch.cat([source[a:b] for a, b in ranges]), slot)

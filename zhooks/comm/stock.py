@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from offload.work import Work
 from zhooks.comm.lost_rank import BackendWork, naming_lost_ranks
-from zhooks.comm.transport import CONTROL, OPS, Call, Numels
+from zhooks.comm.ranges import ScatteredBytes, Staged, copy
+from zhooks.comm.transport import CONTROL, OPS, Call, Nbytes
 from zhooks.layout import Axis, Layout
 
 #: A tensor of the host up to this size goes by the host's network, one of a GPU's model above it by the GPU's.
@@ -81,12 +82,22 @@ class Stock:
             work = dist.all_reduce(full, group=self._groups[call.channel], async_op=True)
         return self._track(call, full, [work])
 
-    def exchange(self, call: Call, sends: Tensor, receives: Tensor, numels: Numels) -> Work:
+    def exchange(
+        self, call: Call, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], nbytes: Nbytes
+    ) -> Work:
+        # The backend takes one tensor each way, and splits of it; what is this rank's own need not pass through it.
         rank = self.axis.rank
-        coming, going = [row[rank] for row in numels], list(numels[rank])
+        source = ScatteredBytes([one for reader, ranges in enumerate(sends) if reader != rank for one in ranges])
+        target = ScatteredBytes([one for writer, ranges in enumerate(receives) if writer != rank for one in ranges])
+        going = [0 if reader == rank else count for reader, count in enumerate(nbytes[rank])]
+        coming = [0 if writer == rank else row[rank] for writer, row in enumerate(nbytes)]
+        sent = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
+        received = torch.empty(target.nbytes, dtype=torch.uint8, device=self._device)
+        source.read(0, sent)
         with naming_lost_ranks(call, self.axis):
-            work = dist.all_to_all_single(receives, sends, coming, going, group=self._groups[call.channel], async_op=True)
-        return self._track(call, receives, [work])
+            work = dist.all_to_all_single(received, sent, coming, going, group=self._groups[call.channel], async_op=True)
+        copy(sends[rank], receives[rank])
+        return Staged(self._track(call, sent, [work]), [(received, target)])
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         moved = self._sent(tensor).contiguous()

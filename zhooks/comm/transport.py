@@ -34,8 +34,8 @@ class Call:
     number: int = 0
 
 
-Numels = Sequence[Sequence[int]]
-"""Elements by writer, then by reader."""
+Nbytes = Sequence[Sequence[int]]
+"""Bytes by writer, then by reader."""
 
 
 class Transport(Protocol):
@@ -60,13 +60,16 @@ class Transport(Protocol):
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
         """Start summing ``full`` [layout.padded] over the ranks, in place, on every rank."""
 
-    def exchange(self, call: Call, sends: Tensor, receives: Tensor, numels: Numels) -> Work:
-        """Start sending every rank its own run of ``sends``, same dtype; what others send lands in ``receives``, run by run.
+    def exchange(
+        self, call: Call, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], nbytes: Nbytes
+    ) -> Work:
+        """Start sending every rank what this one has for it, from where that lies; what others send lands where it shall lie.
 
         Args:
-            sends: runs by reader, this rank's own among them; kept alive, like ``receives``, until the work is done.
-            receives: runs by writer; must not alias ``sends``.
-            numels: how many elements each writer has for each reader: the same on every rank.
+            sends: for each reader, this rank among them, 1-D ranges of memory; kept alive until the work is done.
+            receives: for each writer the ranges that it fills: as many as it sends, of the same dtypes and lengths; none may
+                alias one of ``sends``.
+            nbytes: what each writer has for each reader: the same on every rank.
         """
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:

@@ -6,8 +6,9 @@
 Note: [Rounds]
     Parameters travel in rounds: in each, every owner gets at most as many as fit the bound of a buffer, and at least one.
     A round is one exchange to the owners, the step of each, and one exchange back; the next round's parameters are on their
-    way while a round is computed.  With their new values owners send whether they have any, so that a step that raised on one
-    rank raises on all before a value of the round is written.
+    way while a round is computed.  Before new values go back the ranks agree that all owners have them, so that a step that
+    raised on one rank raises on all before a value of the round is written.  Ranges travel from where they lie to where they
+    are used: there from the shards into one buffer of an owner's whole parameters, back from these into the shards.
 """
 
 from __future__ import annotations
@@ -24,39 +25,25 @@ from torch.optim import Optimizer
 
 from offload.errors import DivergenceError, ShardedOpError
 from offload.events import Bus
-from zhooks.comm import CONTROL, GATHER, Call, Numels, Transport, Work, all_or_none
-from zhooks.optim.assign_owners import Matrix, rounds
+from zhooks.comm import CONTROL, GATHER, Call, Transport, Work, all_or_none
 from zhooks.optim.counters import options_kept
 from zhooks.optim.kernel import Arguments, grad_of, narrowed, step_of
 from zhooks.optim.owned_states import OwnedStates
 from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.references import kept_elsewhere
 from zhooks.optim.stand_ins import OURS
+from zhooks.optim.update_rounds import Member, Round, by_rank, planned, room_for
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["WholeUpdater"]
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """Parameters that travel together: what each rank has for each owner, and each owner for each rank, in elements."""
+class _Arriving:
+    """A round on its way to the owners, and what it makes whole on this one: (parameter, value, gradient), 1-D each."""
 
-    members: tuple[Whole, ...]
-    there: Numels
-    back: Numels
-
-    def of(self, owner: int) -> tuple[Whole, ...]:
-        return tuple(one for one in self.members if one.owner == owner)
-
-
-@dataclass(slots=True)
-class _Travelling:
-    """A round on its way to the owners."""
-
-    round: Round
     work: Work
-    sends: Tensor
-    receives: Tensor
+    whole: list[tuple[Member, Tensor, Tensor]]
 
 
 class WholeUpdater:
@@ -116,117 +103,73 @@ class WholeUpdater:
     # Rounds.
 
     def _step_shared(self, optimizer: Optimizer, updates: Sequence[Whole], arguments: Arguments) -> None:
-        planned = self._rounds(optimizer, updates)
-        coming = self._send(planned[0]) if planned else None
-        for number, now in enumerate(planned):
+        going = self._rounds(optimizer, updates)
+        coming = self._send(going[0]) if going else None
+        for number, now in enumerate(going):
             assert coming is not None
-            arrived, coming = coming, self._send(planned[number + 1]) if number + 1 < len(planned) else None
+            arrived, coming = coming, self._send(going[number + 1]) if number + 1 < len(going) else None
             arrived.work.wait()
-            problem: Exception | None = None
-            values: list[Tensor] = []
             try:
-                values = self._update(optimizer, arrived, arguments)
+                with all_or_none(self._shard, "step"):
+                    values = self._update(optimizer, arrived, arguments)
             except Exception as error:
-                problem = error
-            del arrived
-            if self._return(now, values, problem):
                 if coming is not None:
                     coming.work.wait()  # it would be taken for what comes next
-                self._raise(problem, number, len(planned))
-
-    def _raise(self, problem: Exception | None, done: int, count: int) -> None:
-        """On every rank, the step that raised on some."""
-        try:
-            with all_or_none(self._shard, "step"):
-                if problem is not None:
-                    raise problem
-        except Exception as error:
-            error.add_note(
-                f"zhooks: {done} of {count} rounds of parameters that are updated whole had been updated in this step. Those "
-                "of this round have the values they had; states may have gone on. Load the last checkpoint before going on."
-            )
-            raise
+                error.add_note(
+                    f"zhooks: {number} of {len(going)} rounds of parameters that are updated whole had been updated in this "
+                    "step. Those of this round have the values they had; states may have gone on. Load the last checkpoint "
+                    "before going on."
+                )
+                raise
+            del arrived
+            self._return(now, values)
+            del values
 
     def _rounds(self, optimizer: Optimizer, updates: Sequence[Whole]) -> list[Round]:
-        key = tuple((one.flat, one.index, one.owner) for one in updates)
+        key = tuple((one.flat, one.index, one.group, one.owner, one.label) for one in updates)
         known = self._planned.get(optimizer)
         if known is not None and known[0] == key:
             return known[1]
-        matrices = [Matrix(tuple(one.spec.shape), one.flat.kind.master, one.owner or 0) for one in updates]
-        found: list[Round] = []
-        if matrices:
-            widest = max(one.flat.kind.master.itemsize for one in updates)
-            found = [self._round([updates[i] for i in some]) for some in rounds(matrices, self._most // (2 * widest))]
+        found = planned(updates, self._shard.axis.world, self._most)
         self._planned[optimizer] = (key, found)
         return found
 
-    def _round(self, members: Sequence[Whole]) -> Round:
-        ranks = range(self._shard.axis.world)
-        held = [[_numel(one, rank) for one in members] for rank in ranks]
-        there = [
-            [2 * sum(n for one, n in zip(members, held[w], strict=True) if one.owner == r) for r in ranks] for w in ranks
-        ]
-        # And one element that says whether there are values.
-        back = [[1 + there[r][w] // 2 for r in ranks] for w in ranks]
-        return Round(tuple(members), there, back)
-
-    def _send(self, now: Round) -> _Travelling:
+    def _send(self, now: Round) -> _Arriving:
         """Start sending this rank's ranges of gradients and values to the owners."""
-        ranks, flat = range(self._shard.axis.world), now.members[0].flat
-        runs = [run for owner in ranks for one in now.of(owner) for run in (_gradient(one), _value(one))]
-        sends = torch.cat(runs)
-        receives = sends.new_empty(sum(row[self._owners.rank] for row in now.there))
+        rank, world, flat = self._owners.rank, self._shard.axis.world, now.members[0].one.flat
+        sends, receives = by_rank(world), by_rank(world)
+        for member in now.members:
+            for held in (_gradient(member.one), _value(member.one)):
+                sends[member.one.owner or 0].extend(member.local(held, rank))
+        whole = room_for(now.of(rank))
+        for member, value, grad in whole:
+            for full in (grad, value):
+                member.add_ranges(full, receives)
         call = Call(GATHER, "send to owners", flat.name, flat.number)
-        return _Travelling(now, self._shard.exchange(call, sends, receives, now.there), sends, receives)
+        return _Arriving(self._shard.exchange(call, sends, receives, now.there), whole)
 
-    def _update(self, optimizer: Optimizer, arrived: _Travelling, arguments: Arguments) -> list[Tensor]:
-        """New values of those that this rank owns, each 1-D as it lies in memory."""
-        rank, mine = self._owners.rank, arrived.round.of(self._owners.rank)
-        values = [arrived.receives.new_empty(one.spec.numel) for one in mine]
-        grads = [arrived.receives.new_empty(one.spec.numel) for one in mine]
-        at = 0
-        for writer in range(self._shard.axis.world):
-            for one, grad, value in zip(mine, grads, values, strict=True):
-                for full in (grad, value):
-                    for piece in one.flat.layout.pieces(one.index, writer):
-                        full[piece.start : piece.start + piece.numel].copy_(arrived.receives[at : at + piece.numel])
-                        at += piece.numel
-        assert at == arrived.receives.numel(), f"{at} elements of {arrived.receives.numel()} on rank {rank}"
+    def _update(self, optimizer: Optimizer, arrived: _Arriving, arguments: Arguments) -> list[list[Tensor]]:
+        """New values of those that this rank owns, by the ranks that have them."""
+        sends = by_rank(self._shard.axis.world)
         whole = [
-            (one, one.spec.within(value, 0), one.spec.within(grad, 0))
-            for one, value, grad in zip(mine, values, grads, strict=True)
+            (member.one, member.one.spec.within(value, 0), member.one.spec.within(grad, 0))
+            for member, value, grad in arrived.whole
         ]
-        return [one.spec.storage_order(value) for one, value in self._stepped(optimizer, whole, arguments)]
+        updated = self._stepped(optimizer, whole, arguments)
+        for (member, before, _), (one, value) in zip(arrived.whole, updated, strict=True):
+            # As long and of the dtype it was, whatever the step put in its place: else it is said before anything is sent.
+            member.add_ranges(one.spec.storage_order(value).to(before.dtype).contiguous(), sends)
+        return sends
 
-    def _return(self, now: Round, values: Sequence[Tensor], problem: Exception | None) -> bool:
-        """Send new values back, and write what comes; nothing where an owner has none, which is then said."""
-        rank, world, dtype = self._owners.rank, self._shard.axis.world, now.members[0].flat.kind.master
-        device = now.members[0].flat.kind.device
-        failed = torch.full((1,), float(problem is not None), dtype=dtype, device=device)
-        runs = []
-        for reader in range(world):
-            runs.append(failed)
-            if problem is not None:
-                runs.append(torch.zeros(now.back[rank][reader] - 1, dtype=dtype, device=device))
-                continue
-            for one, value in zip(now.of(rank), values, strict=True):
-                runs.extend(
-                    value[piece.start : piece.start + piece.numel] for piece in one.flat.layout.pieces(one.index, reader)
-                )
-        sends = torch.cat(runs)
-        receives = torch.empty(sum(row[rank] for row in now.back), dtype=dtype, device=device)
-        flat = now.members[0].flat
+    def _return(self, now: Round, sends: Sequence[Sequence[Tensor]]) -> None:
+        """Send new values back, straight into the shards."""
+        rank, flat = self._owners.rank, now.members[0].one.flat
+        receives = by_rank(self._shard.axis.world)
+        for member in now.members:
+            receives[member.one.owner or 0].extend(member.local(_value(member.one), rank))
         self._shard.exchange(Call(GATHER, "return from owners", flat.name, flat.number), sends, receives, now.back).wait()
-        came = receives.split([row[rank] for row in now.back])
-        if any(float(run[0]) for run in came):
-            return True
-        for owner, run in enumerate(came):
-            at = 1
-            for one in now.of(owner):
-                numel = _numel(one, rank)
-                _write(one, run[at : at + numel])
-                at += numel
-        return False
+        for member in now.members:
+            _wrote(member.one)
 
     # One call of the optimizer's own step.
 
@@ -265,7 +208,6 @@ class WholeUpdater:
                 self._bus.end("update", name, nbytes)
         return [(one, stand_in.detach()) for one, stand_in in stand_ins]
 
-
     def _check_kept(self, optimizer: Optimizer, stand_ins: Sequence[nn.Parameter]) -> None:
         kept = kept_elsewhere(optimizer, stand_ins)
         if kept:
@@ -282,11 +224,6 @@ def _keep(own: Any, found: Any) -> None:
     if found is not own:
         own.clear()
         own.update(found)
-
-
-def _numel(one: Whole, rank: int) -> int:
-    """Elements of a parameter that a rank has."""
-    return sum(piece.numel for piece in one.flat.layout.pieces(one.index, rank))
 
 
 def _value(one: Whole) -> Tensor:
@@ -309,10 +246,14 @@ def _whole_of(one: Whole) -> tuple[Tensor, Tensor]:
 
 def _write(one: Whole, values: Tensor) -> None:
     """New values of this rank's range."""
-    param: Any = one.param
     local = _value(one)
     if local.data_ptr() != values.data_ptr():
         local.copy_(values)
+    _wrote(one)
+
+
+def _wrote(one: Whole) -> None:
+    """This rank's range has new values."""
+    param: Any = one.param
     param._written()
     torch.autograd.graph.increment_version(param)
-

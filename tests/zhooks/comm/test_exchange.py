@@ -26,14 +26,26 @@ def run(writer: int, reader: int, numel: int) -> Tensor:
     return torch.arange(numel, dtype=torch.float32) + 1000 * writer + 100 * reader
 
 
+def apart(values: Tensor, number: int) -> list[Tensor]:
+    """As one range of memory, as a few of uneven lengths with an empty one among them, or, if short, as many tiny ones."""
+    numel = values.numel()
+    lengths = [[numel], [numel // 7, numel - numel // 7 - numel // 3, 0, numel // 3]][number % 2]
+    if number % 4 == 3 and numel < 1000:
+        lengths = [1] * numel or [0]
+    ranges = [torch.empty(length + 2)[1:-1] for length in lengths]
+    for target, source in zip(ranges, values.split(lengths), strict=True):
+        target.copy_(source)
+    return ranges
+
+
 def exchanged(comm: Comm, numels: list[list[int]], channel: int = GATHER) -> list[Tensor]:
     """What every rank sent to this one."""
     rank, world = place()
-    sends = torch.cat([run(rank, reader, numels[rank][reader]) for reader in range(world)])
-    coming = [row[rank] for row in numels]
-    receives = torch.full((sum(coming),), -1.0)
-    comm.shard.exchange(Call(channel, "exchange", "matrices", 3), sends, receives, numels).wait()
-    return list(receives.split(coming))
+    sends = [apart(run(rank, reader, numels[rank][reader]), rank + reader) for reader in range(world)]
+    receives = [apart(torch.full((numels[writer][rank],), -1.0), writer + rank) for writer in range(world)]
+    nbytes = [[4 * numel for numel in row] for row in numels]
+    comm.shard.exchange(Call(channel, "exchange", "matrices", 3), sends, receives, nbytes).wait()
+    return [torch.cat(ranges) for ranges in receives]
 
 
 def check(comm: Comm, numels: list[list[int]], channel: int = GATHER) -> None:

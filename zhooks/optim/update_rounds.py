@@ -1,0 +1,108 @@
+"""Parameters that are updated whole, by round: which travel together, where they lie on the ranks, and room for them on owners.
+
+``whole_update.py`` moves and updates them.  It never communicates, nor decides who owns what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zhooks.comm import Nbytes
+from zhooks.optim.assign_owners import Matrix, rounds
+from zhooks.optim.owners import Whole
+
+__all__ = ["Member", "Round", "by_rank", "planned", "room_for"]
+
+#: Whole parameters start on multiples of this many bytes, as torch's own memory does.
+ALIGN_NBYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter of a round, and its ranges in the order of its memory: which rank has each, and its elements."""
+
+    one: Whole
+    ranks: tuple[int, ...]
+    numels: tuple[int, ...]
+
+    @classmethod
+    def of(cls, one: Whole, world: int) -> Member:
+        layout = one.flat.layout
+        pieces = sorted((piece.start, rank, piece.numel) for rank in range(world) for piece in layout.pieces(one.index, rank))
+        return cls(one, tuple(rank for _, rank, _ in pieces), tuple(numel for _, _, numel in pieces))
+
+    def numel_on(self, rank: int) -> int:
+        return sum(self._of(rank))
+
+    def local(self, held: Tensor, rank: int) -> tuple[Tensor, ...]:
+        """The ranges that a rank has, of what it holds."""
+        ranges: tuple[Tensor, ...] = held.split(self._of(rank))
+        return ranges
+
+    def add_ranges(self, full: Tensor, by_rank: Sequence[list[Tensor]]) -> None:
+        """Every range of the whole, 1-D, to those of the rank that has it."""
+        for rank, values in zip(self.ranks, full.split(self.numels), strict=True):
+            by_rank[rank].append(values)
+
+    def _of(self, rank: int) -> list[int]:
+        return [numel for holder, numel in zip(self.ranks, self.numels, strict=True) if holder == rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Parameters that travel together, and the bytes that each rank has for each owner, and each owner for each rank."""
+
+    members: tuple[Member, ...]
+    there: Nbytes
+    back: Nbytes
+
+    def of(self, owner: int) -> list[Member]:
+        return [member for member in self.members if member.one.owner == owner]
+
+
+def planned(updates: Sequence[Whole], world: int, most_nbytes: int) -> list[Round]:
+    """The rounds of a step, the same on every rank: in each at most so much of values and gradients on an owner.
+
+    One parameter alone may be larger.
+    """
+    if not updates:
+        return []
+    matrices = [Matrix(tuple(one.spec.shape), one.flat.kind.master, one.owner or 0) for one in updates]
+    widest = max(one.flat.kind.master.itemsize for one in updates)
+    return [_round([updates[i] for i in some], world) for some in rounds(matrices, most_nbytes // (2 * widest))]
+
+
+def _round(updates: Sequence[Whole], world: int) -> Round:
+    ranks, item = range(world), updates[0].flat.kind.master.itemsize
+    members = tuple(Member.of(one, world) for one in updates)
+    back = [
+        [item * sum(member.numel_on(reader) for member in members if member.one.owner == owner) for reader in ranks]
+        for owner in ranks
+    ]
+    # With their gradients values are twice as much.
+    there = [[2 * back[owner][writer] for owner in ranks] for writer in ranks]
+    return Round(members, there, back)
+
+
+def by_rank(world: int) -> list[list[Tensor]]:
+    """Nothing yet for any rank, or from any."""
+    return [[] for _ in range(world)]
+
+
+def room_for(mine: Sequence[Member]) -> list[tuple[Member, Tensor, Tensor]]:
+    """Room for values and gradients of an owner's parameters: taken at once, for then the allocator has it again next time."""
+    if not mine:
+        return []
+    kind = mine[0].one.flat.kind
+    row = max(1, ALIGN_NBYTES // kind.master.itemsize)
+    lengths = [-(-member.one.spec.numel // row) * row for member in mine]
+    memory = torch.empty(2 * sum(lengths), dtype=kind.master, device=kind.device).split([n for n in lengths for _ in "vg"])
+    numels = [member.one.spec.numel for member in mine]
+    return [
+        (member, value[:numel], grad[:numel])
+        for member, numel, value, grad in zip(mine, numels, memory[::2], memory[1::2], strict=True)
+    ]
