@@ -14,11 +14,15 @@ from torch import Tensor
 from zhooks.comm import Nbytes
 from zhooks.optim.assign_owners import Matrix, rounds
 from zhooks.optim.owners import Whole
+from zhooks.unit import device_keeps
 
 __all__ = ["Member", "Round", "by_rank", "planned", "room_for"]
 
 #: Whole parameters start on multiples of this many bytes, as torch's own memory does.
 ALIGN_NBYTES = 64
+#: A round's whole parameters and gradients on the host.  What is larger than 32 MiB, or twice as large as anything before it,
+#: glibc hands back to the system when it is freed, and fresh pages cost more than all copies of an exchange.
+HOST_ROUND_NBYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ def planned(updates: Sequence[Whole], world: int, most_nbytes: int) -> list[Roun
     """
     if not updates:
         return []
+    if not device_keeps(updates[0].flat.kind.device):
+        most_nbytes = min(most_nbytes, HOST_ROUND_NBYTES)
     matrices = [Matrix(tuple(one.spec.shape), one.flat.kind.master, one.owner or 0) for one in updates]
     widest = max(one.flat.kind.master.itemsize for one in updates)
     return [_round([updates[i] for i in some], world) for some in rounds(matrices, most_nbytes // (2 * widest))]

@@ -28,7 +28,7 @@ from offload.events import Bus
 from zhooks.comm import CONTROL, GATHER, Call, Transport, Work, all_or_none
 from zhooks.optim.counters import options_kept
 from zhooks.optim.kernel import Arguments, grad_of, narrowed, step_of
-from zhooks.optim.owned_states import OwnedStates
+from zhooks.optim.owned_states import OwnedStates, tensors_in
 from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.references import kept_elsewhere
 from zhooks.optim.stand_ins import OURS
@@ -159,6 +159,7 @@ class WholeUpdater:
         for (member, before, _), (one, value) in zip(arrived.whole, updated, strict=True):
             # As long and of the dtype it was, whatever the step put in its place: else it is said before anything is sent.
             member.add_ranges(one.spec.storage_order(value).to(before.dtype).contiguous(), sends)
+            _take_out(optimizer.state[one.param], before)
         return sends
 
     def _return(self, now: Round, sends: Sequence[Sequence[Tensor]]) -> None:
@@ -224,6 +225,14 @@ def _keep(own: Any, found: Any) -> None:
     if found is not own:
         own.clear()
         own.update(found)
+
+
+def _take_out(states: Any, travelled: Tensor) -> None:
+    """States that are views of what travelled (a last gradient) get memory of their own, for they would keep all of a round."""
+    memory = travelled.untyped_storage().data_ptr()
+    for tensor in tensors_in(states):
+        if type(tensor) is Tensor and tensor.untyped_storage().data_ptr() == memory:
+            tensor.data = tensor.clone()
 
 
 def _value(one: Whole) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zhooks.unit.buffer_pool import Pool, Reserve, Scratch
+from zhooks.unit.buffer_pool import Pool, Reserve, Scratch, device_keeps
 from zhooks.unit.flat import Flat, Links, State
 from zhooks.unit.full_values import Ranges, all_copies, full_copies, passing, spread
 from zhooks.unit.unit import Unit, find_around, find_slots, loose_references
@@ -17,6 +17,7 @@ __all__ = [
     "State",
     "Unit",
     "all_copies",
+    "device_keeps",
     "find_around",
     "find_slots",
     "full_copies",

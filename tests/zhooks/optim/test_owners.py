@@ -267,6 +267,33 @@ def test_parameters_on_another_tier_are_refused_by_name_and_those_by_ranges_are_
     optimizer.step()
 
 
+class KeepsGradients(torch.optim.Optimizer):
+    """Steps along rows of this gradient and the last, which it keeps as it is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                last = self.state[param].get("last", param.grad)
+                param.sub_(0.01 * (param.grad + last) / param.grad.norm(dim=-1, keepdim=True))
+                self.state[param]["last"] = param.grad
+
+
+@on_ranks(2)
+def test_a_gradient_kept_as_a_state_keeps_its_value_and_no_other_memory() -> None:
+    results = []
+    for plain_model in (True, False):
+        model = net()
+        if not plain_model:
+            zhooks.attach(model, policy=POLICY)
+        optimizer = KeepsGradients([param for param in model.parameters() if param.dim() == 2], {})
+        train(model, optimizer, range(4))
+        results.append(model)
+    check_equal(results[1], results[0])
+    for value in (value for states in optimizer.state.values() for value in tensors_in(states)):
+        assert value.untyped_storage().nbytes() == value.nbytes
+
+
 class FailsOnOne(Shampoo):
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         if len(self.state) and group.get("fails") and param.shape == (20, 20):
