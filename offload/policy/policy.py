@@ -20,7 +20,7 @@ from offload.errors import PolicyError
 from offload.policy import layers as policy_layers
 from offload.policy.deepspeed import Argument, IgnoredKeys
 from offload.policy.load import Document, Place, member, plain
-from offload.policy.precision import Precision, misscaled
+from offload.policy.precision import Precision, misscaled, uncast
 from offload.policy.problems import explain
 from offload.policy.rules import CELLS, Dtypes, Rule, RuleCell, RulePrecision, Tiers, dtypes_of, tiers_of
 from offload.policy.tables import (
@@ -211,7 +211,7 @@ class Policy(Table):
     def _agree(self) -> Self:
         """Refuse cells that contradict the stage, that spell none or several of the four rows, or that cannot be placed."""
         problems = self._rows() or self._misplaced() or self._unkept() or self._uncomputed()
-        problems = problems or misscaled(self.precision, self.optimizer)
+        problems = problems or misscaled(self.precision, self.optimizer) or uncast(self.precision)
         if problems:
             raise PydanticCustomError("policy_cells", "cells contradict", {"problems": problems})
         return self

@@ -14,7 +14,7 @@ from pydantic import Field
 from offload.policy.load import Place
 from offload.policy.tables import DTYPES, Dtype, Optimizer, Table, words
 
-__all__ = ["Precision", "misscaled"]
+__all__ = ["Precision", "misscaled", "uncast"]
 
 _SCALE = "a number, above 0 and at most 2**127"
 #: Beyond it a scaled gradient of one overflows fp32.
@@ -43,11 +43,11 @@ class Precision(Table):
         does="The dtype floating outputs of the outermost module are cast to.",
         why="Unset leaves the model's output as it computed it; losses are usually taken in fp32 by the loss itself.",
     )
-    cast_inputs: bool = words(
+    cast_inputs: bool | Literal["unit"] = words(
         True,
-        expected="true or false",
-        does="Casts floating-point inputs of the outermost module to param.",
-        why="Else the first layer would refuse them.",
+        expected='true, false or "unit"',
+        does='Casts floating-point inputs of the outermost module to param; "unit" those of every unit.',
+        why="Else the first layer would refuse them; inside the model only its forward knows what must stay fp32.",
     )
     loss_scale: Literal["dynamic"] | _Number | None = words(
         None,
@@ -101,6 +101,14 @@ class Precision(Table):
         lt=1,
         allow_inf_nan=False,
     )
+
+
+def uncast(precision: Precision) -> list[tuple[Place, str]]:
+    """What contradicts the casts of inputs, place and words."""
+    if precision.cast_inputs != "unit" or precision.param is not None:
+        return []
+    why = 'found "unit" and no param: inputs are cast to it; write param = "bf16" too (a bf16 model loses nothing by it)'
+    return [(("precision", "cast_inputs"), why)]
 
 
 def misscaled(precision: Precision, optimizer: Optimizer) -> list[tuple[Place, str]]:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.errors import ScaleError, ShardedOpError
 from zhooks.grad.node import Gather
@@ -63,21 +63,19 @@ class Boundary(torch.autograd.Function):
 
 
 def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with each floating tensor changed, in containers torch knows and in dataclasses; itself where none is."""
-    changed = False
+    """``value`` with each floating tensor changed, in containers torch knows and in dataclasses.
 
-    def leaf(found: Any) -> Any:
-        nonlocal changed
-        new = found
-        if isinstance(found, Tensor):
-            new = change(found) if found.is_floating_point() else found
-        elif dataclasses.is_dataclass(found) and not isinstance(found, type):
-            new = _fields(found, change)
-        changed = changed or new is not found
-        return new
-
-    made = tree_map(leaf, value)
-    return made if changed else value
+    Itself where none is, and so is every container in it: a forward may write into what it is given.
+    """
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    inner, structure = tree_flatten(value, is_leaf=lambda found: found is not value)
+    if len(inner) == 1 and inner[0] is value:
+        return _fields(value, change) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    changed = [each(found, change) for found in inner]
+    if all(new is old for new, old in zip(changed, inner, strict=True)):
+        return value
+    return tree_unflatten(changed, structure)
 
 
 def _fields(found: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -20,6 +20,7 @@ from offload.policy import Precision
 from zhooks.compiled import CASTS, REASON, named_modules, outside_graphs
 from zhooks.grad import Scaling, each, in_backward
 from zhooks.layout import DTYPES
+from zhooks.run.given import Given
 from zhooks.run.islands import Island, Map
 from zhooks.run.runtime import Runtime
 from zhooks.run.schedule import Scope
@@ -28,13 +29,14 @@ from zhooks.unit import Unit
 
 
 class Casts:
-    """What a policy's [precision] casts: inputs and outputs of the outermost call, and those of islands."""
+    """What a policy's [precision] casts: inputs and outputs of the outermost call, inputs of units, and both of islands."""
 
     def __init__(self, scaling: Scaling) -> None:
         self.scaling = scaling
         #: Dtypes of the outermost call's floating inputs and outputs; None leaves them as they are.
         self.inputs: torch.dtype | None = None
         self.outputs: torch.dtype | None = None
+        self._units: dict[int, torch.dtype] = {}
         self._handles: list[RemovableHandle] = []
 
     def open(self, precision: Precision, charted: Map) -> None:
@@ -42,7 +44,12 @@ class Casts:
         self.close()
         self.inputs = charted.outside if precision.cast_inputs else None
         self.outputs = None if precision.output is None else DTYPES[precision.output]
+        self._units = {id(module): dtype for module, dtype in charted.units}
         self._handles = install_casts(charted.islands)
+
+    def given(self, module: nn.Module, begins: bool) -> torch.dtype | None:
+        """What the floating inputs of a module become; ``begins``: its forward began a pass."""
+        return self._units.get(id(module), self.inputs if begins else None)
 
     def close(self) -> None:
         remove(self._handles)
@@ -79,8 +86,11 @@ class Before(Hook):
         self._runtime, self._units, self._scope, self._casts = runtime, tuple(units), scope, casts
         # The last forward of the module began a pass; a recomputation in backward then casts as that forward did.
         self.begins = False
+        # Of each forward of the module that runs.
+        self._given: list[Given | None] = []
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._given.append(None)
         runtime, where = self._runtime, self._scope.name
         backward, outermost = in_backward(), runtime.outermost
         if not backward:
@@ -88,13 +98,22 @@ class Before(Hook):
         runtime.enter(module, self._units, self._scope, module.training)
         path = f"{where} {'train' if module.training else 'eval'}" if outermost and not backward else None
         runtime.saved.entered(module, args, kwargs, where=where, begins=path, unit=bool(self._units))
-        scaling = self._casts.scaling
-        if not (outermost and self.begins) or (self._casts.inputs is None and not scaling.on):
+        scaling, begins = self._casts.scaling, outermost and self.begins
+        dtype = self._casts.given(module, begins)
+        if dtype is None and not (begins and scaling.on):
             return None
-        args, kwargs = scaling.inward(args), scaling.inward(kwargs)
-        if self._casts.inputs is not None:
-            return _floats(args, self._casts.inputs), _floats(kwargs, self._casts.inputs)
-        return args, kwargs
+        own = (args, kwargs)
+        made = scaling.inward(own) if begins else own
+        made = made if dtype is None else _floats(made, dtype)
+        if made is not own:
+            self._given[-1] = Given(where, own, made, reads=not begins)
+        return made
+
+    def left(self, failed: bool) -> None:
+        """That forward is over."""
+        given = self._given.pop() if self._given else None
+        if given is not None:
+            given.end(failed)
 
 
 class After(Hook):
@@ -107,6 +126,7 @@ class After(Hook):
         # torch calls this with None from inside its except clause; a module may also return None of its own.
         failed = output is None and sys.exc_info()[0] is not None
         runtime = self._runtime
+        self._before.left(failed)
         runtime.saved.left(module, failed)
         runtime.leave(module, failed)
         if not runtime.outermost:

@@ -1,4 +1,5 @@
-"""Where a model changes dtype: the modules that [[rule]] has compute in another dtype than what surrounds them.
+"""Where a model changes dtype: the modules that [[rule]] has compute in another dtype than what surrounds them, and what
+units are given in under ``cast_inputs = "unit"``.
 
 ``attach.py`` asks for them once units are known, and before ``apply`` changes anything; ``hooks.py`` casts at them.  Pure:
 it reads names and dtypes, and installs nothing.
@@ -39,10 +40,15 @@ class Island:
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """The dtype the policy has the model compute in, None for the parameters' own, and the islands in it."""
+    """The dtype the policy has the model compute in, None for the parameters' own, and where else it casts.
+
+    Attributes:
+        units: modules that units are entered through, and what their inputs are cast to.
+    """
 
     outside: torch.dtype | None
     islands: tuple[Island, ...]
+    units: tuple[tuple[nn.Module, torch.dtype], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +78,36 @@ def chart(model: nn.Module, units: Sequence[UnitPlan], policy: Policy) -> Map:
         AttachError: a rule splits the parameters of a module of ``torch.nn``, which computes in one dtype.
     """
     said = None if policy.precision.param is None else DTYPES[policy.precision.param]
-    if not any(rule.precision.param for rule in policy.rule):
-        return Map(said, ())
-    ruled = _ruled(model, units, policy)
-    whole = ruled.island(model)
-    if whole is not None:
-        return Map(whole, ())
+    found: tuple[Island, ...] = ()
+    if any(rule.precision.param for rule in policy.rule):
+        ruled = _ruled(model, units, policy)
+        said = ruled.island(model) or said
+        if ruled.island(model) is None:
+            found = tuple(_islands(model, units, ruled, said))
+    return Map(said, found, tuple(_entries(units, said, found)) if policy.precision.cast_inputs == "unit" else ())
+
+
+def _entries(
+    units: Sequence[UnitPlan], outside: torch.dtype | None, islands: Sequence[Island]
+) -> Iterator[tuple[nn.Module, torch.dtype]]:
+    """What units are entered through, and the dtype around it; an island casts by itself."""
+    inside = {id(module): island.inside for island in islands for module in island.module.modules()}
+    cast = {id(island.module) for island in islands}
+    for entry in {id(entry): entry for unit in units for entry in unit.group.entries}.values():
+        dtype = inside.get(id(entry), outside)
+        if dtype is not None and id(entry) not in cast:
+            yield entry, dtype
+
+
+def _islands(
+    model: nn.Module, units: Sequence[UnitPlan], ruled: _Ruled, said: torch.dtype | None
+) -> Iterator[Island]:
     for name, module in model.named_modules():
         _check(name, module, ruled)
     own = next((flat.kind.master for unit in units for flat in unit.flats if flat.kind.master.is_floating_point), None)
     outside = said or own or torch.float32
-    return Map(said, tuple(Island(module, dtype, outside) for module, dtype in _outermost(model, ruled, outside)))
+    for module, dtype in _outermost(model, ruled, outside):
+        yield Island(module, dtype, outside)
 
 
 def _ruled(model: nn.Module, units: Sequence[UnitPlan], policy: Policy) -> _Ruled:
