@@ -24,7 +24,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from offload.events import Bus
 from offload.policy import Policy
 from offload.stash import Stash
 from zhooks.activation.divided import HEADER, Cut, Form, Slot, cut_layout, form_of, local_of, values_of
-from zhooks.activation.replication import Replication
+from zhooks.activation.replication import Left, Replication
 from zhooks.comm import DONE, GATHER, Call, Comm, Transport, Work
 from zhooks.layout import TP
 
@@ -90,12 +89,12 @@ class Bounds:
     Attributes:
         least_nbytes: smaller tensors are left alone; whole tensors, not ranges.
         ahead: units gathered before they are asked for.
-        left: globs of units whose plain inputs are different on every rank.
+        left: units whose plain inputs are different on every rank.
     """
 
     least_nbytes: int
     ahead: int
-    left: tuple[str, ...] = ()
+    left: Left
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ class Partition:
         if not self.active or self._open is None:
             yield
             return
-        plain = not any(fnmatchcase(known, glob) for known in (unit, where) for glob in self._bounds.left)
+        plain = not self._bounds.left.covers(unit, where)
         self._key = where
         found = {number: mine for number, tensor in enumerate(given) if (mine := self._cuttable(tensor, plain)) is not None}
         differing = self._replication.compare(self._open, where, {n: local for n, (local, _) in found.items()}, name)
@@ -381,13 +380,13 @@ def check_axis(policy: Policy, names: Sequence[str]) -> None:
 
 
 def open_partition(
-    policy: Policy, comm: Comm, stash: Stash | None, bus: Bus, owners: Owners
+    policy: Policy, comm: Comm, stash: Stash | None, bus: Bus, owners: Owners, model: torch.nn.Module
 ) -> Partition | None:
     """What cuts the inputs of units; None where the policy does not, or the axis has one rank."""
     chosen = policy.activation
     if chosen.partition != TP or comm.tp.axis.world == 1:
         return None
-    bounds = Bounds(chosen.min_bytes, policy.schedule.prefetch, chosen.sharded_inputs)
+    bounds = Bounds(chosen.min_bytes, policy.schedule.prefetch, Left.of(model, chosen.sharded_inputs))
     return Partition(comm.tp, comm.world, stash, bounds, bus, owners)
 
 

@@ -12,17 +12,46 @@ Note: [Hashes]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
 from offload.errors import DivergenceError
 from zhooks.comm import CONTROL, Call, Transport, text_digest
+from zhooks.compiled import named_modules
 
-__all__ = ["Replication", "hash_of"]
+__all__ = ["Left", "Replication", "hash_of"]
 
 _WORDS = 1 << 16
 _STEP, _ODD = 0x5851F42D4C957F2C, 0x14057B7EF767814F
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What is meant to differ: globs over names of units and of the modules they are entered through.
+
+    Attributes:
+        more: first names of modules that a glob knows by another one.
+    """
+
+    globs: tuple[str, ...]
+    more: frozenset[str]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, globs: tuple[str, ...]) -> Left:
+        first: dict[int, str] = {}
+        known: set[str] = set()
+        for name, module in named_modules(model, remove_duplicate=False) if globs else ():
+            first.setdefault(id(module), name)
+            if any(fnmatchcase(name, glob) for glob in globs):
+                known.add(first[id(module)])
+        return cls(globs, frozenset(known))
+
+    def covers(self, unit: str, where: str) -> bool:
+        """Whether ``unit``, entered through the module ``where``, is one of them."""
+        return where in self.more or any(fnmatchcase(name, glob) for name in (unit, where) for glob in self.globs)
 
 
 class Replication:

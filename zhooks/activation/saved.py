@@ -110,7 +110,7 @@ class SavedParameters:
         self.stash = open_stash(policy, store, self._bus, self)
         self.residual.follow(policy.activation, self._comm.tp.axis.world, model.buffers)
         owners = Owners(partial(buffers_of, model), self.holds)
-        self.partition = open_partition(policy, self._comm, self.stash, self._bus, owners)
+        self.partition = open_partition(policy, self._comm, self.stash, self._bus, owners, model)
         again = recomputed(model, units) if policy.activation.checkpoint == "unit" else {}
         self.inputs = open_inputs(policy, arena, self._bus, len(again))
         self.recompute = Recompute(again, self) if again else None

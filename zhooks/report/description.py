@@ -99,7 +99,8 @@ def _unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy) -> list[
     names = [name for unit in units for first in unit.plan.group.params for name in unit.plan.group.names(first)]
     said = [f'[[rule]] match = "{rule.match}"' for rule in policy.rule if not any(map(rule.matches, names))]
     entries = {id(entry) for unit in units for entry in unit.entries}
-    entered = [unit.name for unit in units] + [name for name, module in named_modules(model) if id(module) in entries]
+    every = named_modules(model, remove_duplicate=False)
+    entered = [unit.name for unit in units] + [name for name, module in every if id(module) in entries]
     for glob in policy.activation.sharded_inputs:
         if not any(fnmatchcase(name, glob) for name in entered):
             said.append(f'[activation] sharded_inputs "{glob}"')

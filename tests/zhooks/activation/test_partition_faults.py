@@ -96,6 +96,28 @@ def test_plain_inputs_that_are_shards_are_left_alone_where_the_policy_says_so() 
     attachment.detach()
 
 
+class Twice(Noisy):
+    """Its last block, which is given what differs, has a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = self.blocks[2]
+        self.blocks = self.blocks[:3]
+
+
+@on_ranks(2)
+def test_such_a_unit_is_known_by_each_name_of_a_module_that_has_several() -> None:
+    model, attachment = attached(policy_of(sharded_inputs=["late"]), Twice)
+    assert "Matches nothing here" not in attachment.describe()
+    net = plain(Twice)
+    model.noise = net.noise = torch.full((), float(dist.get_rank()))
+    recorder = Recorder()
+    with attachment.observe(recorder):
+        assert same(step_of(model), step_of(net))
+    assert [key for key, _ in moved(recorder)] == ["blocks.1", "blocks.0"]
+    attachment.detach()
+
+
 class Parted(Net):
     """Two graphs of one pass: what the first block makes, and what the others make of that."""
 
