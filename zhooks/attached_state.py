@@ -107,6 +107,19 @@ class Stateful:
         if chosen is not None:
             self._optimizers.admit(chosen)
 
+    def loss_scale_state(self) -> dict[str, Any]:
+        """The policy's loss scale and its counters as plain data, the same on every rank; {} where it sets none."""
+        return self._runtime.scaling.saved()
+
+    def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what ``loss_scale_state`` returned; every rank passes the same.  {} changes nothing.
+
+        Raises:
+            CheckpointError: it is something else; the scale is as it was.
+        """
+        self._check_at_rest("load_loss_scale_state")
+        self._runtime.scaling.checked(state)()
+
     @property
     def left_out(self) -> tuple[str, ...]:
         """Names of frozen parameters of tensor subclasses (a quantised base): whole on every rank, by checksum in states."""

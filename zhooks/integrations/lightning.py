@@ -21,7 +21,7 @@ from zhooks.integrations.weights import whole_weights
 
 require("lightning", "lightning", (2, 4))
 
-from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
@@ -29,6 +29,31 @@ __all__ = ["ZhooksStrategy"]
 
 #: Options of DDPStrategy that are named in its signature.
 _OF_DDP = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
+
+
+class PolicyPrecision(Precision):
+    """Lightning's precision where the policy sets a loss scale, which it keeps in Lightning's checkpoints."""
+
+    def __init__(self) -> None:
+        self.attachment: Attachment | None = None
+        self._kept: dict[str, Any] = {}
+
+    def begin(self, attachment: Attachment) -> None:
+        """Keep the scale of this attachment, which goes on from where the last one ended."""
+        self.attachment = attachment
+        attachment.load_loss_scale_state(self._kept)
+
+    def end(self) -> None:
+        """It is detached next."""
+        self._kept, self.attachment = self.state_dict(), None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._kept if self.attachment is None else self.attachment.loss_scale_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._kept = state_dict
+        if self.attachment is not None:
+            self.attachment.load_loss_scale_state(state_dict)
 
 
 class ZhooksStrategy(DDPStrategy):
@@ -74,18 +99,22 @@ class ZhooksStrategy(DDPStrategy):
             if all(param.device.type != "meta" for param in self.model.parameters()):
                 self.model_to_device()
             self.attachment = attach(self.lightning_module, policy=self.policy)
+            if isinstance(self.precision_plugin, PolicyPrecision):
+                self.precision_plugin.begin(self.attachment)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def _check_precision(self) -> None:
-        """Either the policy casts, or Lightning does."""
+        """Either the policy casts and scales, or Lightning does."""
         ours, theirs = self.policy.precision.param, str(self.precision_plugin.precision)
-        if self.policy.precision.loss_scale is not None:
-            raise PolicyError(
-                "ZhooksStrategy: expected a loss scale that Lightning's checkpoints hold, found [precision] loss_scale in the "
-                'policy. Drop it, and set Trainer(precision="16-mixed").'
-            )
+        if self.policy.precision.loss_scale is not None and not isinstance(self.precision_plugin, PolicyPrecision):
+            if type(self.precision_plugin) is not Precision:
+                raise PolicyError(
+                    "ZhooksStrategy: expected one loss scale and one precision, found [precision] loss_scale in the policy and "
+                    f'{type(self.precision_plugin).__name__} of Trainer(precision="{theirs}"). Drop one of them.'
+                )
+            self.precision_plugin = PolicyPrecision()
         if ours not in (None, "fp32") and theirs not in ("32-true", "32"):
             raise PolicyError(
                 f'ZhooksStrategy: expected one precision, found [precision] param = "{ours}" in the policy and '
@@ -159,6 +188,8 @@ class ZhooksStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         if self.attachment is not None and not (self.keep_attached or self._failed):
+            if isinstance(self.precision_plugin, PolicyPrecision):
+                self.precision_plugin.end()
             self.attachment.detach()
             self.attachment = None
         if self.attachment is None:

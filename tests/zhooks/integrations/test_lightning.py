@@ -134,6 +134,79 @@ def test_a_checkpoint_is_whole_and_a_run_resumes_from_it_as_if_it_had_gone_on() 
         assert sorted(saved) == [0, 1]
 
 
+class Overflowing(Module):
+    """Its third step overflows on the last rank."""
+
+    def training_step(self, batch: Any, number: int) -> Tensor:
+        loss = super().training_step(batch, number)
+        lost = self.current_epoch == 0 and number == 2 and place()[0] == place()[1] - 1
+        return loss * (float("inf") if lost else 1.0)
+
+
+def by_hand(world: int) -> list[Tensor]:
+    """Two epochs of a plain loop that leaves out the step that overflows."""
+    torch.manual_seed(0)
+    module = Module()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for epoch in range(2):
+        for number, batches in enumerate(zip(*(data(32, rank, world) for rank in range(world)), strict=True)):
+            if (epoch, number) == (0, 2):
+                continue
+            for samples, classes in batches:
+                (nn.functional.cross_entropy(module(samples), classes) / world).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+    return values(module)
+
+
+SCALED = {"loss_scale": "dynamic", "growth_interval": 3}
+
+
+@on_ranks(2, limit_s=180.0)
+def test_the_policys_loss_scale_skips_the_step_that_overflowed_and_clips_true_gradients() -> None:
+    with quiet(), folder() as path, launched() as (rank, world):
+        torch.manual_seed(0)
+        module, run = Overflowing(), trainer(path, ours({"precision": SCALED}, keep_attached=True), world, 1)
+        run.fit(module, data(32, rank, world), data(8, rank, world))
+        attachment = run.strategy.attachment
+        steps = len(data(32, 0, world))
+        # Halved once, and doubled by every third of the other steps.
+        assert attachment.loss_scale == 65536.0 / 2 * 2 ** ((2 * steps - 3) // 3)
+        assert [lost.step for lost in attachment.overflows] == [2]
+        attachment.detach()
+        for value, other in zip(values(module), by_hand(world), strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2, limit_s=180.0)
+def test_a_run_resumes_with_the_loss_scale_it_had() -> None:
+    with quiet(), folder() as path, launched() as (rank, world):
+        policy = {"precision": {"param": "fp16", **SCALED, "initial_scale": 256.0, "growth_interval": 7}}
+        scales: list[float | None] = []
+
+        class Save(lightning.Callback):  # type: ignore[misc]
+            def on_train_epoch_end(self, run: Any, module: Any) -> None:
+                run.save_checkpoint(path / f"{run.current_epoch}.ckpt")
+                scales.append(run.strategy.attachment.loss_scale)
+
+        def fit(resume: Path | None, callbacks: list[Any]) -> Any:
+            torch.manual_seed(0)
+            module = Overflowing()
+            run = trainer(path, ours(policy, keep_attached=True), world, 1, callbacks=callbacks)
+            run.fit(module, data(32, rank, world), data(8, rank, world), ckpt_path=resume)
+            scales.append(run.strategy.attachment.loss_scale)
+            run.strategy.attachment.detach()
+            return values(module)
+
+        through = fit(None, [Save()])
+        again = fit(path / "0.ckpt", [])
+        assert all(torch.equal(value, other) for value, other in zip(again, through, strict=True))
+        assert scales[0] != scales[1] == scales[2] == scales[3], scales
+
+
 @on_ranks(2, limit_s=180.0)
 def test_a_module_that_is_kept_attached_is_made_plain_by_its_attachment() -> None:
     with quiet(), folder() as path, launched() as (_, world):
@@ -149,7 +222,8 @@ def test_what_contradicts_the_policy_is_refused_and_both_are_named(tmp_path: Pat
     for option in ("find_unused_parameters", "ddp_comm_hook"):
         with pytest.raises(zhooks.PolicyError, match=option):
             ours(**{option: True})
-    with quiet(), launched(), pytest.raises(zhooks.PolicyError, match=r"\[precision\] loss_scale"):
-        fitted(tmp_path, ours({"precision": {"param": "fp16", "loss_scale": "dynamic"}}), 1, 1)
+    scaled = {"precision": {"loss_scale": "dynamic"}}
+    with quiet(), launched(), pytest.raises(zhooks.PolicyError, match=r"\[precision\] loss_scale.*MixedPrecision"):
+        fitted(tmp_path, ours(scaled), 1, 1, precision="bf16-mixed")
     with quiet(), launched(), pytest.raises(zhooks.PolicyError, match=r'\[precision\] param = "bf16".*precision="bf16-mixed"'):
         fitted(tmp_path, ours({"precision": {"param": "bf16"}}), 1, 1, precision="bf16-mixed")
