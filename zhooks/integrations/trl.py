@@ -6,7 +6,9 @@ generates with is refused where it would take weights past the attachment.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from offload.errors import CapabilityError
 from zhooks.integrations.required import require
@@ -54,13 +56,20 @@ class RewardConfig(trl.RewardConfig, TrainingArguments):  # type: ignore[misc]
 
 
 @dataclass
-class GRPOConfig(trl.GRPOConfig, TrainingArguments):  # type: ignore[misc]
-    """``trl.GRPOConfig``."""
+class _GeneratingArguments(TrainingArguments):
+    """``generate_resident``: gather the whole model once for each generation, not each unit for each token."""
+
+    generate_resident: bool = False
 
 
 @dataclass
-class RLOOConfig(trl.RLOOConfig, TrainingArguments):  # type: ignore[misc]
-    """``trl.RLOOConfig``."""
+class GRPOConfig(trl.GRPOConfig, _GeneratingArguments):  # type: ignore[misc]
+    """``trl.GRPOConfig``, and ``generate_resident``."""
+
+
+@dataclass
+class RLOOConfig(trl.RLOOConfig, _GeneratingArguments):  # type: ignore[misc]
+    """``trl.RLOOConfig``, and ``generate_resident``."""
 
 
 class SFTTrainer(ZeroMixin, trl.SFTTrainer):  # type: ignore[misc]
@@ -80,10 +89,21 @@ class RewardTrainer(ZeroMixin, trl.RewardTrainer):  # type: ignore[misc]
 
 
 class _Generating(ZeroMixin):
-    """A trainer that generates with the model it trains: by ``generate``, each unit gathered at its uses."""
+    """A trainer that generates with the model it trains, by ``generate``: each unit gathered at its uses, or all once."""
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        base: Any = super()
+        resident = getattr(self.args, "generate_resident", False) and self.attachment is not None
+        with self.attachment.resident() if resident else nullcontext():  # type: ignore[union-attr]
+            return base._generate(prompts)
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
+        if getattr(self.args, "generate_resident", False) and not hasattr(super(), "_generate"):
+            raise CapabilityError(
+                f"{type(self).__name__}: expected a trl whose trainers have `_generate`, found {trl.__version__} "
+                "and generate_resident = True. Drop it, or update trl."
+            )
         for name in ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged"):
             if getattr(self.args, name, False):
                 raise CapabilityError(

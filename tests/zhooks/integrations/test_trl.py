@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zhooks
+from offload.events import Recorder
 from tests.support.launched import launched
 from tests.support.on_ranks import folder, on_ranks
 from tests.support.values import copies
@@ -81,6 +82,17 @@ def rows(columns: dict[str, int]) -> Any:
     return Dataset.from_list([{key: text(words) for key, words in columns.items()} for _ in range(48)])
 
 
+def on_disk(data: Any, where: Path) -> Any:
+    """The same data in one folder of all ranks: TRL caches beside them, and of those in memory in a folder of each process."""
+    from datasets import load_from_disk
+
+    where.mkdir(exist_ok=True)
+    data.save_to_disk(where / f"data{os.getpid()}")
+    with suppress(OSError):  # another rank was first
+        (where / f"data{os.getpid()}").rename(where / "data")
+    return load_from_disk(str(where / "data"))
+
+
 def arguments(where: Path, **chosen: Any) -> dict[str, Any]:
     usual = {
         "output_dir": str(where), "use_cpu": True, "per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1,
@@ -120,6 +132,8 @@ def made(library: Any, what: str, where: Path, zhooks: dict[str, Any] | None, **
     data = rows(columns[what])
     if what == "KTO":
         data = data.add_column("label", [bool(at % 2) for at in range(len(data))])
+    if "precompute_ref_log_probs" in chosen:
+        data = on_disk(data, where)
     start = chosen.pop("model", None) or (model(num_labels=1) if what == "Reward" else model())
     return trainer(
         model=start, args=config(**arguments(where, **chosen)), train_dataset=data, processing_class=tokenizer(), **keys
@@ -190,6 +204,31 @@ def test_trl_trains_the_same_over_tiers(case: tuple[str, dict[str, Any]]) -> Non
     train_beside_plain(*case, {"stage": 3, "parameter": {"tier": "host"}, "optimizer": {"tier": "host"}})
 
 
+def gathers_of_a_run(where: Path, **chosen: Any) -> tuple[int, list[float]]:
+    """How often units were gathered in three steps, and the rewards."""
+    recorder = Recorder()
+
+    class Observe(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            trainer.attachment.observe(recorder)
+
+    with session() as (_, _, _, attached):
+        trainer = made(attached, "GRPO", where, POLICY, **chosen)
+        trainer.add_callback(Observe())
+        trainer.train()
+    return sum((event.kind, event.what) == ("end", "gather") for event in recorder.events), logged(trainer, "reward")
+
+
+@pytest.mark.slow
+@on_ranks(2, limit_s=300.0)
+def test_what_generates_may_gather_the_model_once_for_all_tokens() -> None:
+    with folder() as path:
+        apart, rewards = gathers_of_a_run(path / "apart")
+        once, same = gathers_of_a_run(path / "once", generate_resident=True)
+        assert same == rewards
+        assert once < apart / 2
+
+
 @on_ranks(1, 2, limit_s=300.0)
 def test_a_model_trains_on_what_it_generates_as_under_ddp() -> None:
     with folder() as path:
@@ -240,7 +279,8 @@ def test_configurations_have_trls_defaults_and_read_a_deepspeed_file_as_a_policy
             if not name.endswith("Config"):
                 continue
             ours, theirs = ({each.name: each for each in fields(getattr(of, name))} for of in (attached, trl))
-            assert ours.keys() - theirs.keys() == {"zhooks"}
+            generates = name in ("GRPOConfig", "RLOOConfig")
+            assert ours.keys() - theirs.keys() == {"zhooks", *(["generate_resident"] if generates else [])}
             assert all(ours[key].default == theirs[key].default for key in theirs), name
         chosen = attached.SFTConfig(**arguments(tmp_path, deepspeed="ds.json"))
         assert chosen.zhooks == "ds.json" and chosen.deepspeed is None
