@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.work import DONE, Work
-from zhooks.comm.agree import Agreement, disagreement, least, text_digest
+from zhooks.comm.agree import Agreement, SameGathers, disagreement, least, text_digest
 from zhooks.comm.all_ranks import AllRanks, all_or_none, one_stage_a_path
 from zhooks.comm.alone import Alone
 from zhooks.comm.choose_transport import Comm, open_comm
@@ -24,6 +24,7 @@ __all__ = [
     "Comm",
     "Facts",
     "Nbytes",
+    "SameGathers",
     "Transport",
     "Work",
     "all_or_none",

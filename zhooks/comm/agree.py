@@ -12,15 +12,57 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from offload.errors import DivergenceError
 from zhooks.comm.rendezvous import Facts, difference
 from zhooks.comm.transport import CONTROL, Call, Transport
 
+_DIGEST_BYTES = 4
+
+
+class SameGathers:
+    """That ranks which gather together have started the same gathers, in one order: bytes that ride along with another
+    exchange over the world, which takes the largest of each."""
+
+    def __init__(self, world: Transport, shard: Transport) -> None:
+        self._shard = shard
+        # Each group of ranks that gather together has a place of its own, that of its first rank.
+        self._groups = 1 if world.axis.world == shard.axis.world else world.axis.world
+        self._place = 0 if self._groups == 1 else list(world.axis.ranks).index(shard.axis.ranks[0])
+
+    @property
+    def nbytes(self) -> int:
+        return _DIGEST_BYTES * 2 * self._groups
+
+    def bytes(self) -> list[int]:
+        """What this rank has started since it was last asked, and beside it the opposite, so that the largest of both tells."""
+        mine = self._shard.order().to_bytes(_DIGEST_BYTES, "little")
+        every = [0] * self.nbytes
+        start = 2 * _DIGEST_BYTES * self._place
+        every[start : start + 2 * _DIGEST_BYTES] = [*mine, *(255 - byte for byte in mine)]
+        return every
+
+    def check(self, largest: Sequence[int], when: str) -> None:
+        """Look at what came back.
+
+        Raises:
+            DivergenceError: on every rank, where those of some group differ.
+        """
+        for start in range(0, self.nbytes, 2 * _DIGEST_BYTES):
+            one, other = largest[start : start + _DIGEST_BYTES], largest[start + _DIGEST_BYTES : start + 2 * _DIGEST_BYTES]
+            if any(a + b > 255 for a, b in zip(one, other, strict=True)):
+                raise DivergenceError(
+                    f"{when}: expected every rank of axis {self._shard.axis.name} to gather the same units in the same order, "
+                    "found ranks that differ, so that some computed with the values of other units. Let every rank run the "
+                    "same model code; where ranks drop layers, set [schedule] uneven = true."
+                )
+
 
 class Agreement:
-    """Small exchanges over all ranks of the mesh."""
+    """Small exchanges over all ranks of the mesh; ``shard``: those that gather together."""
 
-    def __init__(self, world: Transport) -> None:
+    def __init__(self, world: Transport, shard: Transport) -> None:
         self._world = world
+        self._same = SameGathers(world, shard)
 
     @property
     def alone(self) -> bool:
@@ -40,10 +82,14 @@ class Agreement:
 
     def anywhere(self, name: str, numbers: Sequence[int], count: int) -> frozenset[int]:
         """The numbers, of ``count``, that any rank names.  Collective."""
-        flags = torch.zeros(count, dtype=torch.uint8)
-        flags[list(numbers)] = 1
-        self._world.all_reduce(Call(CONTROL, "agree on use", name), flags, "max")
-        return frozenset(int(number) for number in flags.nonzero().flatten().tolist())
+        flags = [0] * count
+        for number in numbers:
+            flags[number] = 1
+        exchanged = torch.tensor([*flags, *self._same.bytes()], dtype=torch.uint8)
+        self._world.all_reduce(Call(CONTROL, "agree on use", name), exchanged, "max")
+        found = exchanged.tolist()
+        self._same.check(found[count:], f"first pass along {name}")
+        return frozenset(number for number in range(count) if found[number])
 
 
 def least(world: Transport, budget: int | None) -> int | None:

@@ -41,6 +41,9 @@ class Alone:
         copy(sends[0], receives[0])
         return DONE
 
+    def order(self) -> int:
+        return 0
+
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         return None
 

@@ -84,7 +84,8 @@ def late(call: Call, axis: Axis, timeout: timedelta | None, found: str) -> Diver
     if timeout is not None:
         within, advice = f" within {timeout.total_seconds()} s", "[comm] timeout_s"
     return DivergenceError(
-        f"{_expected(call, axis)}{within}; {found}. Let every rank run the same model code, or raise {advice}."
+        f"{_expected(call, axis)}{within}; {found}. Let every rank run the same model code (where ranks drop layers, "
+        f"set [schedule] uneven = true), or raise {advice}."
     )
 
 

@@ -129,6 +129,9 @@ class PeerToPeer:
         copy(sends[rank], receives[rank])
         return Staged(BackendWork(call, works, keep, self.axis, self._timeout), staged)
 
+    def order(self) -> int:
+        return 0
+
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         with naming_lost_ranks(call, self.axis):
             work = dist.all_reduce(tensor, op=OPS[op], group=self._group, async_op=True)

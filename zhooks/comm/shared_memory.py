@@ -135,6 +135,9 @@ class SharedMemory:
 
         return self._launch(self._rings[call.channel], Message(call, going, land, nbytes))
 
+    def order(self) -> int:
+        return 0
+
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         rank, world = self.axis.rank, self.axis.world
         source = tensor.detach().to("cpu", copy=True).contiguous().view(-1)

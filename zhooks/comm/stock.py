@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from offload.work import Work
 from zhooks.comm.lost_rank import BackendWork, naming_lost_ranks
 from zhooks.comm.ranges import ScatteredBytes, Staged, copy
-from zhooks.comm.transport import CONTROL, OPS, Call, Nbytes
+from zhooks.comm.transport import CONTROL, GATHER, OPS, Call, Nbytes
 from zhooks.layout import Axis, Layout
 
 #: A tensor of the host up to this size goes by the host's network, one of a GPU's model above it by the GPU's.
@@ -48,11 +49,15 @@ class Stock:
         self._groups = groups
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device
+        # The backend pairs calls by their order alone: two gathers of one size would pass each other's values unseen.
+        self._order = 0
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         group = self._groups[call.channel]
         with naming_lost_ranks(call, self.axis):
             works = [_all_gather(all_, own, group=group, async_op=True) for all_, own in self._pairs(full, shard, layout)]
+        if works and call.channel == GATHER:
+            self._order = zlib.crc32(f"{call.what} {call.key}".encode(), self._order)
         return self._track(call, full, works)
 
     def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
@@ -60,6 +65,10 @@ class Stock:
         with naming_lost_ranks(call, self.axis):
             works = [_reduce_scatter(own, all_, group=group, async_op=True) for all_, own in self._pairs(full, out, layout)]
         return self._track(call, full, works)
+
+    def order(self) -> int:
+        order, self._order = self._order, 0
+        return order
 
     def _pairs(self, full: Tensor, shard: Tensor, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
         """Each segment of the full buffer with this rank's range of it in the shard."""

@@ -72,6 +72,9 @@ class Transport(Protocol):
             nbytes: what each writer has for each reader: the same on every rank.
         """
 
+    def order(self) -> int:
+        """A number that stands for the gathers started since it was last asked; 0 where a call meets its own kind alone."""
+
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         """Combine a small tensor over the ranks in place: op is "sum", "max" or "min"."""
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from offload.device import OneStream, one_stream
 from offload.errors import ShardedOpError
 from offload.events import Bus
-from zhooks.comm import CONTROL, Agreement, Call, Comm
+from zhooks.comm import CONTROL, Agreement, Call, Comm, SameGathers
 from zhooks.grad.accumulation import Accumulation
 from zhooks.grad.gradient import Gradient, gradient_of
 from zhooks.grad.reduce_hooks import ReduceHooks
@@ -92,6 +92,7 @@ class Reducer:
         self, comm: Comm, pool: Pool, bus: Bus, scaling: Scaling, backward: Backward, *, most: int, unreduced: bool, mean: bool
     ) -> None:
         self.comm, self.pool, self.bus, self.scaling = comm, pool, bus, scaling
+        self._same = SameGathers(comm.world, comm.shard)
         self._backward = backward
         self.sync = True
         #: This rank has run out of batches: its gradients count as zero.
@@ -479,9 +480,10 @@ class Reducer:
                 present = [a or b for a, b in zip(present, seen, strict=True)] if any(present) else seen
             local.extend(present)
             local.append(seen is not None and number in self._ready)
-        flags = torch.tensor(local, dtype=torch.uint8)
+        flags = torch.tensor([*local, *self._same.bytes()], dtype=torch.uint8)
         self.comm.world.all_reduce(Call(CONTROL, "end of backward", "all units"), flags, "max")
         merged, used, again, at = flags.tolist(), {}, [], 0
+        self._same.check(merged[len(local) :], "end of backward")
         for number, gradient in self.gradients.items():
             count = len(gradient.present)
             used[number] = merged[at : at + count]
@@ -496,5 +498,5 @@ class Reducer:
             return
         done = list(dict.fromkeys(self._completed))
         order = done + [number for number in self._order if number not in done]
-        self._order = Agreement(self.comm.world).sequence("all units", order)
+        self._order = Agreement(self.comm.world, self.comm.shard).sequence("all units", order)
         self._agreed = True

@@ -78,7 +78,7 @@ class Runtime:
         )
         self.node = Node(self.reducer)
         choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare, schedule.uneven)
-        self.paths = Paths(choices, Agreement(comm.world))
+        self.paths = Paths(choices, Agreement(comm.world, comm.shard))
         self.saved = SavedParameters(self.backward_use, model, comm, bus, ignored)
         self._units: list[Unit] = []
         self._of: dict[int, Unit] = {}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zhooks
-from offload.errors import BudgetError
+from offload.errors import BudgetError, DivergenceError
 from tests.support.on_ranks import on_ranks, place
 from zhooks.run.schedule import Path, Walk
 
@@ -94,6 +94,41 @@ def test_ranks_that_drop_different_layers_train_as_under_ddp(policy: dict[str, A
     assert losses == pytest.approx(expected, abs=TOLERANCE)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+
+
+class Chosen(nn.Module):
+    """Runs its layers, units of one size, in the order it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for number in order:
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+def step_of(model: nn.Module, orders: tuple[list[int], ...]) -> None:
+    model(torch.ones(2, 8), orders[place()[0]]).sum().backward()
+
+
+@on_ranks(2, transport=("stock", "p2p", "shm"))
+def test_ranks_that_use_different_units_once_more_are_named_before_anything_is_updated(transport: str) -> None:
+    # The backend's own collectives pair the two gathers with each other: their sizes are the same.
+    orders = ([0, 1, 2, 1], [0, 1, 2, 0])
+    policy: dict[str, Any] = {**APART, "comm": {"transport": transport, "timeout_s": 10}}
+    torch.manual_seed(0)
+    first = Chosen()
+    zhooks.attach(first, policy=policy)
+    with pytest.raises(DivergenceError, match=r"set \[schedule\] uneven = true"):
+        step_of(first, orders)
+    torch.manual_seed(0)
+    later = Chosen()
+    zhooks.attach(later, policy=policy)
+    step_of(later, ([0, 1, 2], [0, 1, 2]))
+    with pytest.raises(DivergenceError, match=r"set \[schedule\] uneven = true"):
+        step_of(later, orders)
 
 
 def test_an_uneven_walk_launches_the_path_whatever_is_used() -> None:
