@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.balance import longest_first
 from tests.selection import COLLECTED, FOUR_RANKS, covering, row_of, starts_ranks
 from tests.support.paths import SEARCH_PATH
 from tests.support.ranks import Pool
@@ -29,9 +30,9 @@ settings.register_profile("zhooks", deadline=None, suppress_health_check=[Health
 settings.load_profile("zhooks")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow what a default run can do without, of the tests whose every case starts ranks."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Mark slow what a default run can do without, of the tests whose every case starts ranks; sort what is left for xdist."""
     config.stash[COLLECTED] = list(items)
     cases: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -42,6 +43,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for place, item in enumerate(same):
             if place not in kept:
                 item.add_marker(pytest.mark.slow)
+    yield
+    if hasattr(config, "workerinput"):
+        items[:] = [items[place] for place in longest_first([_group_of(item.nodeid) for item in items])]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -56,9 +60,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFileAndRanks(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return FOUR_RANKS if FOUR_RANKS in nodeid.partition("[")[2] else super()._split_scope(nodeid)
+            return _group_of(nodeid)
 
+    # The workers have sorted their tests: it would sort the groups again, by their number of tests.
+    config.option.loadscopereorder = False
     return ByFileAndRanks(config, log)
+
+
+def _group_of(nodeid: str) -> str:
+    """What is given to one worker as a whole: a file by its path below this folder, or the tests of four ranks."""
+    path, _, test = nodeid.partition("::")
+    return FOUR_RANKS if FOUR_RANKS in test.partition("[")[2] else path.removeprefix("tests/")
 
 
 @pytest.fixture(scope="session")

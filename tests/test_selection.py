@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.balance import SECONDS, longest_first
 from tests.selection import COLLECTED, FOUR_RANKS, covering, owed, row_of, starts_ranks
 
 
@@ -30,6 +31,18 @@ def test_every_value_every_stage_at_every_world_and_every_value_on_two_ranks_is_
 def test_of_a_table_whose_every_line_has_a_value_of_its_own_all_is_chosen() -> None:
     rows = [{"text": f"line {number}", "fails": number % 2} for number in range(20)]
     assert covering(rows) == list(range(20))
+
+
+def test_workers_take_the_longest_files_first_and_the_tests_of_a_file_one_after_another() -> None:
+    groups = ["short.py", "long.py", "short.py", "many.py", "long.py", *["many.py"] * 20]
+    places = longest_first(groups, {"long.py": 9.0})
+    assert [groups[place] for place in places] == [*["long.py"] * 2, *["many.py"] * 21, *["short.py"] * 2]
+    assert places[:4] == [1, 4, 3, 5] and sorted(places) == list(range(len(groups)))
+
+
+def test_every_file_whose_time_is_known_is_there() -> None:
+    tests = Path(__file__).parent
+    assert [name for name in SECONDS if name != FOUR_RANKS and not (tests / name).is_file()] == []
 
 
 def test_a_pair_that_no_case_has_is_not_asked_for() -> None:
