@@ -219,9 +219,8 @@ class Gradient:
         grad = self.flat.params[index].grad
         if not isinstance(grad, ShardedTensor):
             raise ShardedOpError(
-                f"{self.flat.specs[index].name}.grad: expected a sharded gradient, found a plain tensor. A custom "
-                "autograd Function "
-                "read the parameter outside its module's forward; read it inside, or set grad to None."
+                f"{self.flat.specs[index].name}.grad: expected a sharded gradient to add to, found a plain tensor that was "
+                "assigned. Assign it after backward, or torch.zeros_like(parameter) and add to that, or set grad to None."
             )
         return grad._local
 
