@@ -20,9 +20,10 @@ __all__ = ["Member", "Round", "by_rank", "planned", "room_for"]
 
 #: Whole parameters start on multiples of this many bytes, as torch's own memory does.
 ALIGN_NBYTES = 64
-#: A round's whole parameters and gradients on the host.  What is larger than 32 MiB, or twice as large as anything before it,
-#: glibc hands back to the system when it is freed, and fresh pages cost more than all copies of an exchange.
-HOST_ROUND_NBYTES = 16 << 20
+#: A round's whole parameters and gradients on the host.  A larger block than 32 MiB glibc hands back to the system when it is
+#: freed, and of smaller ones what lies free above 64 MiB: two of these are on their way at once.  Fresh pages cost more than
+#: all copies of an exchange.
+HOST_ROUND_NBYTES = 24 << 20
 
 
 @dataclass(frozen=True, slots=True)
