@@ -23,8 +23,19 @@ from offload.store import Store
 from offload.tier import Tier
 from zhooks.comm import Comm, all_or_none
 from zhooks.layout import UnitPlan
-from zhooks.optim import Optimizers, Overlap, Rounding, Stepper, Updater, WholeUpdater, Worker, kernels_of
-from zhooks.plan import Admission, Need, admit, admit_any
+from zhooks.optim import (
+    InMemory,
+    Optimizers,
+    Overlap,
+    OverTiers,
+    Rounding,
+    Stepper,
+    Updater,
+    WholeUpdater,
+    Worker,
+    kernels_of,
+)
+from zhooks.plan import STAGED_NBYTES, Admission, Need, admit, admit_any
 from zhooks.run import Runtime
 from zhooks.unit import Flat, Unit
 
@@ -57,7 +68,7 @@ class Tiers:
         self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding, optimizers: Optimizers
     ) -> None:
         """Step ``optimizers`` from now on, as ``policy`` says; ``units`` may change under it."""
-        self.stepper = Stepper(open_whole(policy, bus, runtime, optimizers), None, runtime.due)
+        self.stepper = Stepper(open_whole(policy, bus, runtime, optimizers, InMemory()), None, runtime.due)
         self.stepper.open()
 
     def end_steps(self) -> None:
@@ -99,6 +110,7 @@ class StoredTiers(Tiers):
         assert self.stepper is not None and self.stepper.updater is not None
         for optimizer in optimizers:
             self.stepper.updater.adopt(optimizer, flat)
+            self.stepper.whole.adopt(optimizer, flat)
 
     def unwind(self) -> None:
         self.store.unwind()
@@ -199,11 +211,13 @@ def open_stepper(
         worker = Worker() if place is Tier.HOST else None
         overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
     reducer.update_early(overlap)
-    stepper = Stepper(open_whole(policy, bus, runtime, optimizers), updater, runtime.due, overlap)
+    whole = open_whole(policy, bus, runtime, optimizers, OverTiers(store, ahead=min(policy.schedule.prefetch, 1)))
+    stepper = Stepper(whole, updater, runtime.due, overlap)
     stepper.open()
     return stepper
 
 
-def open_whole(policy: Policy, bus: Bus, runtime: Runtime, optimizers: Optimizers) -> WholeUpdater:
+def open_whole(policy: Policy, bus: Bus, runtime: Runtime, optimizers: Optimizers, tiers: InMemory) -> WholeUpdater:
     """What updates the parameters that optimizers see whole."""
-    return WholeUpdater(optimizers.owners, runtime.reducer.comm.shard, bus, policy.comm.buffer)
+    shard = runtime.reducer.comm.shard
+    return WholeUpdater(optimizers.owners, shard, bus, policy.comm.buffer, tiers, 2 * STAGED_NBYTES)

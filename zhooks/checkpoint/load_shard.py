@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +50,16 @@ _FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximiz
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
-    """What one optimizer shall hold: options group by group, and each parameter's state in order."""
+    """What one optimizer shall hold: options group by group, and each parameter's state in order.
+
+    Attributes:
+        owned: reads the states of a parameter that is updated whole.
+    """
 
     optimizer: torch.optim.Optimizer
     options: Sequence[dict[str, Any]]
     entries: Mapping[nn.Parameter, dict[Any, Any]]
+    owned: Mapping[nn.Parameter, Callable[[], OwnedStates]]
     loose: Mapping[Any, Any]
 
 
@@ -163,7 +169,9 @@ class Loading:
         for states in self.states:
             for param in flat.params:
                 states.optimizer.state.pop(param, None)
-                if param in states.entries:
+                if param in states.owned:
+                    states.optimizer.state[param] = states.owned[param]()
+                elif param in states.entries:
                     states.optimizer.state[param] = states.entries[param]
 
     def _gradient(self, number: int, flat: Flat) -> None:
@@ -261,7 +269,7 @@ def check(run: RunState, reader: ShardReader, first: ShardReader) -> Loading:
     unpacker = Unpacker(reader.tensor, run.devices[0], specs)
     _check_flats(run, document, reader)
     check_left_out(run.ignored, document.get("left out", {}), "load")
-    states = _check_optimizers(run, document["optimizers"], unpacker)
+    states = _check_optimizers(run, document["optimizers"], unpacker, Unpacker(partial(_unread, reader), torch.device("meta")))
     rng = unpacker.unpack(document["rng"])
     check_generators(rng, run.devices)
     modules = {name: unpacker.unpack(packed) for name, packed in document["modules"].items()}
@@ -360,7 +368,14 @@ def _check_objects(run: RunState, saved: Mapping[str, Any], unpacker: Unpacker) 
     return {name: unpacker.unpack(packed) for name, packed in saved.items()}
 
 
-def _check_optimizers(run: RunState, saved: Sequence[Mapping[str, Any]], unpacker: Unpacker) -> list[OptimizerStates]:
+def _owned(name: str, owner: int | None, packed: Any, unpacker: Unpacker, *, here: bool) -> OwnedStates:
+    """The states of one parameter, which may be on a tier before the next one's are read."""
+    return OwnedStates(name, owner, {unpacker.unpack(key): unpacker.unpack(value) for key, value in packed}, here=here)
+
+
+def _check_optimizers(
+    run: RunState, saved: Sequence[Mapping[str, Any]], unpacker: Unpacker, unread: Unpacker
+) -> list[OptimizerStates]:
     if not run.optimizers:
         return []
     kinds = [type(optimizer).__name__ for optimizer in run.optimizers]
@@ -384,12 +399,14 @@ def _check_optimizers(run: RunState, saved: Sequence[Mapping[str, Any]], unpacke
         loose = unpacker.unpack(one["loose"])
         _require(isinstance(loose, dict), "states without a parameter as a dict")
         owners = _check_owners(run, optimizer, one.get("owners", []))
-        entries = _check_entries(optimizer, one["entries"], unpacker, owners)
+        entries = _check_entries(optimizer, one["entries"], unpacker, unread, owners)
+        packed = {optimizer.param_groups[group]["params"][index]: found for group, index, found in one["entries"]}
+        owned = {}
         for param, owner in owners.items():
-            here = owner is None or owner == run.comm.shard.axis.rank
-            name = spec_names.get(id(param), "")
-            entries[param] = OwnedStates(name, owner, entries.get(param, {}), here=here)
-        states.append(OptimizerStates(optimizer, options, entries, loose))
+            here, name = owner is None or owner == run.comm.shard.axis.rank, spec_names.get(id(param), "")
+            owned[param] = partial(_owned, name, owner, packed.get(param, []), unpacker, here=here)
+            entries.pop(param, None)
+        states.append(OptimizerStates(optimizer, options, entries, owned, loose))
     return states
 
 
@@ -436,10 +453,21 @@ def _check_owners(run: RunState, optimizer: torch.optim.Optimizer, saved: Any) -
     return owners
 
 
+def _unread(reader: ShardReader, name: str) -> Tensor:
+    """A tensor of the file without its values."""
+    entry = reader.entry(name)
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+
 def _check_entries(
-    optimizer: torch.optim.Optimizer, saved: Any, unpacker: Unpacker, owners: Mapping[nn.Parameter, int | None]
-) -> dict[nn.Parameter, dict[Any, Any]]:
-    """The states of each parameter: of the kinds that they have here, or where there are none yet, all of one kind."""
+    optimizer: torch.optim.Optimizer, saved: Any, unpacker: Unpacker, unread: Unpacker,
+    owners: Mapping[nn.Parameter, int | None],
+) -> dict[nn.Parameter, dict[Any, Any]]:  # fmt: skip
+    """The states of each parameter: of the kinds that they have here, or where there are none yet, all of one kind.
+
+    Args:
+        unread: unpacks those of parameters that have ``owners``, which are read later.
+    """
     entries: dict[nn.Parameter, dict[Any, Any]] = {}
     kinds: dict[Any, Any] = {}
     for group, index, packed in saved:
@@ -447,12 +475,14 @@ def _check_entries(
         param = optimizer.param_groups[group]["params"][index]
         _require(param not in entries, "one state a parameter")
         entries[param] = {}
-        values = [(unpacker.unpack(key), value, unpacker.unpack(value) if value != SHARDED else None) for key, value in packed]
+        of = unread if param in owners else unpacker
+        values = [(unpacker.unpack(key), value, of.unpack(value) if value != SHARDED else None) for key, value in packed]
         # How long lists of vectors are depends on how many steps there were.
         free = param in owners or bool(vectors_in([value for _, _, value in values]))
         for key, packed_value, value in values:
             _require(key not in entries[param], "one state of a name")
             if packed_value == SHARDED:
+                _require(param not in owners, "ranges of what is updated whole")
                 entries[param][key] = _IN_FILE
                 continue
             entries[param][key] = value

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from offload.shards import CODES, DTYPES
 from zhooks.checkpoint.state_tree import Packer, Unpacker
 from zhooks.comm import CONTROL, GATHER, Call, Comm, Transport, all_or_none
-from zhooks.optim import OwnedStates, Owners, flags_of, with_owners
+from zhooks.optim import OwnedStates, Owners, flags_of, plain_states_of, with_owners
 
 __all__ = ["from_first_rank", "from_owner", "own_anew", "plain_states", "states_of_owners"]
 
@@ -43,7 +43,7 @@ def from_owner(states: OwnedStates, shard: Transport, ranks: Collection[int], de
         CheckpointError: the owner has states that are no plain data and tensors; on every rank.
     """
     if states.owner is None:
-        return dict(states) if shard.axis.rank in ranks else None
+        return plain_states_of(states) if shard.axis.rank in ranks else None
     rank, world, owner = shard.axis.rank, shard.axis.world, states.owner
     call = Call(CONTROL, "send states of", states.name)
     blob = _packed(states, shard, states.name)

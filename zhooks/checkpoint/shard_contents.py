@@ -31,7 +31,7 @@ from zhooks.compiled import named_modules
 from zhooks.grad import Reducer, Scaling
 from zhooks.layout import Ignored, part_of
 from zhooks.optim import OwnedStates, Rounding, sharded_states, states_of
-from zhooks.tensor import ShardedTensor
+from zhooks.tensor import ShardedTensor, StoredTensor
 from zhooks.unit import Flat, Unit
 
 DOCUMENT = "document"
@@ -224,7 +224,7 @@ def _shard(flat: Flat) -> Callable[[], Iterable[Tensor]]:
 
 
 def _one_chunk(value: Tensor) -> Callable[[], Iterable[Tensor]]:
-    return lambda: (value,)
+    return lambda: (value.plain() if isinstance(value, StoredTensor) else value,)
 
 
 def _laid(places: Sequence[tuple[int, int]], total: int, take: Callable[[int], Tensor | None], dtype: torch.dtype) -> Any:

@@ -6,18 +6,22 @@ from zhooks.optim.choose_kernel import kernels_of
 from zhooks.optim.closures import Closures
 from zhooks.optim.optimizers import Optimizers, about_state, holders, optimizer_facts, partitions
 from zhooks.optim.overlap import Overlap, Worker
-from zhooks.optim.owned_states import OwnedStates, flags_of, nbytes_of, tensors_in, with_owners
+from zhooks.optim.owned_states import OwnedStates, flags_of, nbytes_of, plain_parts, tensors_in, with_owners
 from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.rounding import Rounding, check_rounding
 from zhooks.optim.states import sharded_states, state_keys, states_of
 from zhooks.optim.step_hooks import Stepper, watch_steps
+from zhooks.optim.stored_states import plain_states_of
 from zhooks.optim.tiered_update import Updater
 from zhooks.optim.vector_states import mapped, shard_vectors, vectors_in, whole_copies, whole_vectors
+from zhooks.optim.whole_tiers import InMemory, OverTiers
 from zhooks.optim.whole_update import WholeUpdater
 
 __all__ = [
     "Closures",
+    "InMemory",
     "Optimizers",
+    "OverTiers",
     "Overlap",
     "OwnedStates",
     "Owners",
@@ -36,6 +40,8 @@ __all__ = [
     "nbytes_of",
     "optimizer_facts",
     "partitions",
+    "plain_parts",
+    "plain_states_of",
     "shard_vectors",
     "sharded_states",
     "state_keys",

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Matrix", "assign", "cost_of", "rounds"]
+__all__ = ["Matrix", "assign", "cost_of", "rounds", "rounds_by_flat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,14 @@ class Matrix:
     Attributes:
         kind: what it has in common with those it may travel with (a dtype).
         owner: the rank that updates it.
+        flat, flat_numel: the buffer that its values are fetched with, and what a rank has of that.
     """
 
     shape: tuple[int, ...]
     kind: Hashable
     owner: int
+    flat: int = 0
+    flat_numel: int = 0
 
     @property
     def numel(self) -> int:
@@ -84,4 +87,28 @@ def rounds(matrices: Sequence[Matrix], most: int) -> list[list[int]]:
                     numel += max(1, matrices[queue[0]].numel)
                     together.append(queue.popleft())
             out.append(sorted(together))
+    return out
+
+
+def rounds_by_flat(matrices: Sequence[Matrix], most: int) -> list[list[int]]:
+    """As ``rounds``, where flats are fetched from a tier: in their order, so that each is fetched about once.
+
+    In each round a rank has at most ``most`` elements of flats, too, or as many as the largest matrix has: every owner may have
+    one of those.
+    """
+    most_fetched = max([most, *(matrix.numel for matrix in matrices)])
+    out: list[list[int]] = []
+    load, flats = dict[int, int](), dict[int, int]()
+    kinds = list(dict.fromkeys(matrix.kind for matrix in matrices))
+    order = sorted(range(len(matrices)), key=lambda index: (kinds.index(matrices[index].kind), matrices[index].flat, index))
+    for index in order:
+        one = matrices[index]
+        fetched = sum(flats.values()) + (0 if one.flat in flats else one.flat_numel)
+        full = (flats and fetched > most_fetched) or (one.owner in load and load[one.owner] + one.numel > most)
+        if not out or full or matrices[out[-1][0]].kind != one.kind:
+            out.append([])
+            load, flats = {}, {}
+        out[-1].append(index)
+        load[one.owner] = load.get(one.owner, 0) + one.numel
+        flats[one.flat] = one.flat_numel
     return out

@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.errors import ShardedOpError
 
-__all__ = ["OwnedStates", "flags_of", "holds_states", "nbytes_of", "tensors_in", "with_owners"]
+if TYPE_CHECKING:
+    from zhooks.optim.stored_states import Stored
+
+__all__ = ["OwnedStates", "flags_of", "holds_states", "nbytes_of", "parts_of", "plain_parts", "tensors_in", "with_owners"]
 
 
 class OwnedStates(dict[Any, Any]):
@@ -25,13 +28,15 @@ class OwnedStates(dict[Any, Any]):
         name: of the parameter.
         owner: the owner's place among the ranks that shard it; None where every rank has all of it and updates it itself.
         here: the states are this rank's.
+        stored: where its tensors are, between steps, that lie on a tier.
     """
 
-    __slots__ = ("here", "name", "owner")
+    __slots__ = ("here", "name", "owner", "stored")
 
     def __init__(self, name: str, owner: int | None, states: Any = (), *, here: bool) -> None:
         super().__init__(states)
         self.name, self.owner, self.here = name, owner, here
+        self.stored: Stored | None = None
 
     def __missing__(self, key: Any) -> Any:
         if self.here:
@@ -85,9 +90,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         for item in value:
             yield from tensors_in(item)
+
+
+def parts_of(tensor: Tensor) -> dict[str, Any] | None:
+    """What a tensor that is made of others (a quantised state) is made of; None of any other."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if type(tensor) in (Tensor, nn.Parameter) or flatten is None:
+        return None
+    names: list[str] = flatten()[0]
+    return {name: getattr(tensor, name) for name in names}
+
+
+def plain_parts(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a state that is made of no others."""
+    for tensor in tensors_in(value):
+        parts = parts_of(tensor)
+        if parts is None:
+            yield tensor
+        else:
+            yield from plain_parts(parts)
 
 
 def holds_states(states: Any) -> bool:
@@ -96,9 +120,5 @@ def holds_states(states: Any) -> bool:
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Memory of a tensor; of one made of others (a quantised state), theirs."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if type(tensor) in (Tensor, nn.Parameter) or flatten is None:
-        return tensor.numel() * tensor.element_size()
-    names: list[str] = flatten()[0]
-    return sum(nbytes_of(getattr(tensor, name)) for name in names if isinstance(getattr(tensor, name), torch.Tensor))
+    """Memory of a tensor; of one made of others, theirs."""
+    return sum(one.numel() * one.element_size() for one in plain_parts(tensor))

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.errors import CheckpointError
-from offload.tier import Tier
 from zhooks.comm import CONTROL, AllRanks, Call, Transport
 from zhooks.optim.assign_owners import assign, cost_of
 from zhooks.optim.kernel import names_of
@@ -236,14 +235,8 @@ class Owners:
 
 
 def _elsewhere(one: Whole) -> str:
-    """Why no rank can have the parameter whole, beside its gradient and states."""
-    tiers = one.flat.kind.tiers
-    if one.spec.place is not None:
-        return "it divided over the tp axis of the mesh"
-    for what, tier in (("parameter", tiers.parameter), ("gradient", tiers.gradient), ("optimizer", tiers.optimizer)):
-        if tier is not Tier.DEVICE:
-            return f'its {what} on [{what}] tier = "{tier.value}"'
-    return ""
+    """Why no rank can have the parameter whole."""
+    return "" if one.spec.place is None else "it divided over the tp axis of the mesh"
 
 
 def _about(states: Any) -> str:

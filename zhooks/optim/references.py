@@ -1,7 +1,8 @@
 """Where an optimizer keeps its parameters, or lists that run beside them, other than in its groups and as keys of its state.
 
 ``owners.py`` asks before an optimizer is stepped, ``probe.py`` and ``whole_update.py`` after a step on stand-ins: what knows
-parameters by identity does not know a stand-in.  It never changes what it looks through.
+parameters by identity does not know a stand-in.  ``whole_tiers.py`` asks which tensors must stay where they are, for the
+optimizer has them elsewhere, too.  It never changes what it looks through.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zhooks.optim.counters import OF_PARAMS
+from zhooks.optim.owned_states import plain_parts
 from zhooks.tensor import ShardedTensor
 
-__all__ = ["beside_params", "kept_elsewhere"]
+__all__ = ["beside_params", "kept_elsewhere", "memory_beside"]
 
 _LEAVES = (
     bool, float, complex, str, bytes, type(None), type, range, torch.dtype, torch.device, torch.Size, torch.Generator,
@@ -50,6 +52,31 @@ def beside_params(optimizer: Optimizer) -> str:
     return ""
 
 
+def memory_beside(optimizer: Any) -> set[int]:
+    """The memory of all tensors that it has elsewhere than in states of parameters, by identity."""
+    seen = {id(optimizer), id(optimizer.param_groups), id(optimizer.state), *map(id, optimizer.param_groups)}
+    found: set[int] = set()
+    for path, value in _roots(optimizer):
+        if path != _OF_PARAM:
+            _collect(value, found, seen, 0)
+    return found
+
+
+def _collect(value: Any, found: set[int], seen: set[int], depth: int) -> None:
+    if isinstance(value, (*_LEAVES, int, Optimizer)) or id(value) in seen or depth == _DEEPEST:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        found.update(one.untyped_storage()._cdata for one in plain_parts(value) if type(one) in (Tensor, nn.Parameter))
+        return
+    for _, inside in _inside(value):
+        _collect(inside, found, seen, depth + 1)
+
+
+#: The states of a parameter, among the places where an optimizer has something.
+_OF_PARAM = ".state[a parameter]"
+
+
 def _roots(optimizer: Any) -> Iterator[tuple[str, Any]]:
     for key, value in vars(optimizer).items():
         # What others put around its methods is none of its own.
@@ -61,7 +88,7 @@ def _roots(optimizer: Any) -> Iterator[tuple[str, Any]]:
             if key not in OF_PARAMS:
                 yield f".param_groups[{number}][{key!r}]", value
     for key, value in optimizer.state.items():
-        yield (".state[a parameter]" if isinstance(key, Tensor) else f".state[{key!r}]"), value
+        yield (_OF_PARAM if isinstance(key, Tensor) else f".state[{key!r}]"), value
 
 
 def _find(value: Any, path: str, ids: set[int], seen: set[int], depth: int) -> str:

@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zhooks.comm import Nbytes
-from zhooks.optim.assign_owners import Matrix, rounds
+from zhooks.optim.assign_owners import Matrix, rounds, rounds_by_flat
 from zhooks.optim.owners import Whole
 from zhooks.unit import device_keeps
 
-__all__ = ["Member", "Round", "by_rank", "planned", "room_for"]
+__all__ = ["Member", "Round", "by_flat", "by_rank", "planned", "room_for"]
 
 #: Whole parameters start on multiples of this many bytes, as torch's own memory does.
 ALIGN_NBYTES = 64
@@ -59,31 +59,63 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Parameters that travel together, and the bytes that each rank has for each owner, and each owner for each rank."""
+    """Parameters that travel together, and the bytes that each rank has for each owner, and each owner for each rank.
+
+    Attributes:
+        stored: something of them is fetched from a tier.
+    """
 
     members: tuple[Member, ...]
     there: Nbytes
     back: Nbytes
+    stored: bool
+
+    @property
+    def updates(self) -> list[Whole]:
+        return [member.one for member in self.members]
 
     def of(self, owner: int) -> list[Member]:
         return [member for member in self.members if member.one.owner == owner]
 
 
-def planned(updates: Sequence[Whole], world: int, most_nbytes: int) -> list[Round]:
+def planned(
+    updates: Sequence[Whole], world: int, most_nbytes: int, stored: Callable[[Whole], bool], most_stored: int
+) -> list[Round]:
     """The rounds of a step, the same on every rank: in each at most so much of values and gradients on an owner.
 
     One parameter alone may be larger.
+
+    Args:
+        stored: something of a parameter is fetched from a tier; of those at most ``most_stored`` bytes travel together.
     """
-    if not updates:
-        return []
-    if not device_keeps(updates[0].flat.kind.device):
+    here, away = [one for one in updates if not stored(one)], [one for one in updates if stored(one)]
+    if here and not device_keeps(here[0].flat.kind.device):
         most_nbytes = min(most_nbytes, HOST_ROUND_NBYTES)
-    matrices = [Matrix(tuple(one.spec.shape), one.flat.kind.master, one.owner or 0) for one in updates]
-    widest = max(one.flat.kind.master.itemsize for one in updates)
-    return [_round([updates[i] for i in some], world) for some in rounds(matrices, most_nbytes // (2 * widest))]
+    together = [[here[i] for i in some] for some in rounds(_matrices(here), most_nbytes // _nbytes_each(here))]
+    return [
+        *(_round(members, world, stored=False) for members in together),
+        *(_round(members, world, stored=True) for members in by_flat(away, most_stored)),
+    ]
 
 
-def _round(updates: Sequence[Whole], world: int) -> Round:
+def by_flat(stored: Sequence[Whole], most_nbytes: int) -> list[list[Whole]]:
+    """Which travel together of those that are fetched from tiers."""
+    return [[stored[i] for i in some] for some in rounds_by_flat(_matrices(stored), most_nbytes // _nbytes_each(stored))]
+
+
+def _matrices(updates: Sequence[Whole]) -> list[Matrix]:
+    return [
+        Matrix(tuple(one.spec.shape), one.flat.kind.master, one.owner or 0, one.flat.number, one.flat.shard_numel)
+        for one in updates
+    ]
+
+
+def _nbytes_each(updates: Sequence[Whole]) -> int:
+    """What an element and its gradient take, at most."""
+    return 2 * max((one.flat.kind.master.itemsize for one in updates), default=1)
+
+
+def _round(updates: Sequence[Whole], world: int, *, stored: bool) -> Round:
     ranks, item = range(world), updates[0].flat.kind.master.itemsize
     members = tuple(Member.of(one, world) for one in updates)
     back = [
@@ -92,7 +124,7 @@ def _round(updates: Sequence[Whole], world: int) -> Round:
     ]
     # With their gradients values are twice as much.
     there = [[2 * back[owner][writer] for owner in ranks] for writer in ranks]
-    return Round(members, there, back)
+    return Round(members, there, back, stored)
 
 
 def by_rank(world: int) -> list[list[Tensor]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,10 @@ from zhooks.optim.owned_states import OwnedStates, tensors_in
 from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.references import kept_elsewhere
 from zhooks.optim.stand_ins import OURS
-from zhooks.optim.update_rounds import Member, Round, by_rank, planned, room_for
+from zhooks.optim.update_rounds import Member, Round, by_flat, by_rank, planned, room_for
+from zhooks.optim.whole_tiers import Ahead, Away, InMemory
 from zhooks.tensor import ShardedTensor
+from zhooks.unit import Flat
 
 __all__ = ["WholeUpdater"]
 
@@ -52,10 +55,15 @@ class WholeUpdater:
     Args:
         shard: the ranks that share a sharded parameter.
         most_nbytes: what the parameters and gradients of a round may come to on an owner.
+        tiers: what is kept off the device.
+        stored_nbytes: the same for parameters that are.
     """
 
-    def __init__(self, owners: Owners, shard: Transport, bus: Bus, most_nbytes: int) -> None:
+    def __init__(
+        self, owners: Owners, shard: Transport, bus: Bus, most_nbytes: int, tiers: InMemory, stored_nbytes: int
+    ) -> None:
         self._owners, self._shard, self._bus, self._most = owners, shard, bus, most_nbytes
+        self._tiers, self._most_stored = tiers, min(most_nbytes, stored_nbytes)
         self._planned: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[Round]]] = weakref.WeakKeyDictionary()
         self._stepping = threading.local()
 
@@ -68,6 +76,10 @@ class WholeUpdater:
         """What a step of the optimizer has to do here."""
         return self._owners.whole(optimizer)
 
+    def adopt(self, optimizer: Optimizer, flat: Flat) -> None:
+        """States of a flat's parameters that were moved or loaded go to their tier."""
+        self._tiers.adopt(optimizer, flat)
+
     @torch.no_grad()
     def step(self, optimizer: Optimizer, updates: Sequence[Whole], arguments: Arguments) -> None:
         """Update those that have gradients.  Collective.
@@ -79,13 +91,14 @@ class WholeUpdater:
         problem = self._owners.refusal(optimizer)
         if problem:
             raise ShardedOpError(f"step: {problem}")
+        self._tiers.begin_step(updates, self._most_stored)
         mine = [one for one in updates if one.owner is None and grad_of(one.param) is not None]
         if mine:
-            for one, value in self._stepped(optimizer, [(one, *_whole_of(one)) for one in mine], arguments):
-                _write(one, one.spec.pick(value))
+            self._step_alone(optimizer, mine, arguments)
         shared = [one for one in updates if one.owner is not None]
         if shared:
             self._step_shared(optimizer, self._with_gradients(shared), arguments)
+        self._tiers.end_step()
 
     def _with_gradients(self, shared: Sequence[Whole]) -> list[Whole]:
         here = [grad_of(one.param) is not None for one in shared]
@@ -102,35 +115,95 @@ class WholeUpdater:
 
     # Rounds.
 
+    def _step_alone(self, optimizer: Optimizer, mine: Sequence[Whole], arguments: Arguments) -> None:
+        """Those that this rank has all of: where they lie, together; what is fetched, in rounds."""
+        planned = [[one for one in mine if not self._tiers.stored(one)]]
+        away = [one for one in mine if self._tiers.stored(one)]
+        planned = [*filter(None, planned), *by_flat(away, self._most_stored)]
+        with closing(Ahead(self._tiers, optimizer, planned)) as ahead:
+            for members in planned:
+                now = ahead.next()
+                now.wait()
+                for one, value in self._stepped(optimizer, [(one, *_whole_of(one)) for one in members], arguments):
+                    _write(one, one.spec.pick(value))
+                self._tiers.written(members)
+                now.close()
+
     def _step_shared(self, optimizer: Optimizer, updates: Sequence[Whole], arguments: Arguments) -> None:
         going = self._rounds(optimizer, updates)
-        coming = self._send(going[0]) if going else None
-        for number, now in enumerate(going):
-            assert coming is not None
-            arrived, coming = coming, self._send(going[number + 1]) if number + 1 < len(going) else None
-            arrived.work.wait()
+        with closing(Ahead(self._tiers, optimizer, [now.updates for now in going])) as ahead:
+            late: Exception | None = None
+            away, coming = self._begin(ahead, going[0], late, 0, len(going)) if going else (Away(), None)
+            for number, now in enumerate(going):
+                assert coming is not None
+                arrived, held, coming = coming, away, None
+                arrived.work.wait()
+                held.sent()
+                if number + 1 < len(going):
+                    away, coming = self._begin(ahead, going[number + 1], late, number, len(going))
+                values = self._computed(optimizer, arrived, coming, arguments, f"{number} of {len(going)}")
+                del arrived
+                self._return(now, values)
+                del values
+                late = self._put_back(now, held) or late
+            if any(now.stored for now in going):
+                self._agree(late, len(going), len(going))
+
+    def _begin(
+        self, ahead: Ahead, now: Round, late: Exception | None, done: int, count: int
+    ) -> tuple[Away, _Arriving]:
+        """Start sending a round.  Nothing is sent to anybody before what it needs is there on all ranks."""
+        away = ahead.next()
+        if now.stored:
             try:
-                with all_or_none(self._shard, "step"):
-                    values = self._update(optimizer, arrived, arguments)
+                if late is None:
+                    away.wait()
             except Exception as error:
-                if coming is not None:
-                    coming.work.wait()  # it would be taken for what comes next
-                error.add_note(
-                    f"zhooks: {number} of {len(going)} rounds of parameters that are updated whole had been updated in this "
-                    "step. Those of this round have the values they had; states may have gone on. Load the last checkpoint "
-                    "before going on."
-                )
-                raise
-            del arrived
-            self._return(now, values)
-            del values
+                late = error
+            self._agree(late, done, count)
+        return away, self._send(now)
+
+    def _computed(
+        self, optimizer: Optimizer, arrived: _Arriving, coming: _Arriving | None, arguments: Arguments, done: str
+    ) -> list[list[Tensor]]:
+        """The new values of a round, once all owners have theirs.  Collective."""
+        try:
+            with all_or_none(self._shard, "step"):
+                return self._update(optimizer, arrived, arguments)
+        except Exception as error:
+            if coming is not None:
+                coming.work.wait()  # it would be taken for what comes next
+            error.add_note(
+                f"zhooks: {done} rounds of parameters that are updated whole had been updated in this step. Those of this "
+                "round have the values they had; states may have gone on. Load the last checkpoint before going on."
+            )
+            raise
+
+    def _put_back(self, now: Round, away: Away) -> Exception | None:
+        """What a tier raises on this rank is raised on all of them when they meet next."""
+        try:
+            self._tiers.written(now.updates)
+            away.close()
+        except Exception as error:
+            return error
+        return None
+
+    def _agree(self, problem: Exception | None, done: int, count: int) -> None:
+        """Go on where all ranks can.  Collective."""
+        try:
+            with all_or_none(self._shard, "step"):
+                if problem is not None:
+                    raise problem
+        except Exception as error:
+            error.add_note(f"zhooks: {done} of {count} rounds of parameters that are updated whole were updated in this step.")
+            raise
 
     def _rounds(self, optimizer: Optimizer, updates: Sequence[Whole]) -> list[Round]:
         key = tuple((one.flat, one.index, one.group, one.owner, one.label) for one in updates)
         known = self._planned.get(optimizer)
         if known is not None and known[0] == key:
             return known[1]
-        found = planned(updates, self._shard.axis.world, self._most)
+        found = planned(updates, self._shard.axis.world, self._most, self._tiers.stored, self._most_stored)
         self._planned[optimizer] = (key, found)
         return found
 
@@ -178,6 +251,12 @@ class WholeUpdater:
         self, optimizer: Optimizer, whole: Sequence[tuple[Whole, Tensor, Tensor]], arguments: Arguments
     ) -> list[tuple[Whole, Tensor]]:
         """The new values that its step makes of (parameter, value, gradient); states of stand-ins are those of the owner."""
+        with self._tiers.states(optimizer, [one for one, _, _ in whole]):
+            return self._stepped_here(optimizer, whole, arguments)
+
+    def _stepped_here(
+        self, optimizer: Optimizer, whole: Sequence[tuple[Whole, Tensor, Tensor]], arguments: Arguments
+    ) -> list[tuple[Whole, Tensor]]:
         groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         names: list[list[str]] = [[] for _ in optimizer.param_groups]
         stand_ins: list[tuple[Whole, nn.Parameter]] = []

@@ -6,12 +6,13 @@ from zhooks.plan.arena import rest_reserve, shards_reserve
 from zhooks.plan.checks import check_holds, check_ignored, check_scaled
 from zhooks.plan.device_budget import DeviceBudget, ignored_here
 from zhooks.plan.initialisers import initialiser_of, is_meta
-from zhooks.plan.layouts import Layouts
+from zhooks.plan.layouts import STAGED_NBYTES, Layouts
 from zhooks.plan.plan import Plan, look
 from zhooks.plan.request import Request, read
 from zhooks.plan.tiers import Admission, Need, admit, admit_any, check_change
 
 __all__ = [
+    "STAGED_NBYTES",
     "Admission",
     "DeviceBudget",
     "Layouts",

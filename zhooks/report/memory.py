@@ -19,10 +19,10 @@ from zhooks.activation import Residual
 from zhooks.comm import Comm
 from zhooks.grad import Reducer
 from zhooks.layout import Ignored, Placement, Table
-from zhooks.optim import nbytes_of, sharded_states, tensors_in, vectors_in, with_owners
+from zhooks.optim import plain_parts, sharded_states, vectors_in, with_owners
 from zhooks.report.memory_buffers import buffers
 from zhooks.report.memory_residual import Residue, activations, advice, mib, notes, unaccounted
-from zhooks.tensor import ShardedTensor
+from zhooks.tensor import ShardedTensor, StoredTensor
 from zhooks.unit import Flat, Unit
 
 
@@ -115,7 +115,7 @@ def memory_report(
     rows = (
         *_rows("parameter", [(flat.kind.tiers.parameter, _parameter(flat)) for flat in flats]),
         *_rows("gradient", [(flat.kind.tiers.gradient, cell) for flat, cell in _gradients(flats, reducer)]),
-        *_rows("optimizer", [(flat.kind.tiers.optimizer, _optimizer(flat, optimizers)) for flat in flats]),
+        *_rows("optimizer", [cell for flat in flats for cell in _optimizer(flat, optimizers)]),
     )
     gathered = sum(flat.full.nbytes for flat in flats if flat.releasable and flat.full is not None)
     held = buffers(flats, reducer, comm)
@@ -193,10 +193,21 @@ def _parameter(flat: Flat) -> Cell:
     return flat.held_nbytes()[0], flat.footprint()[0].nbytes
 
 
-def _optimizer(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
-    """Masters that are apart from the parameters, and the states."""
+def _optimizer(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[Tier, Cell]]:
+    """Masters that are apart from the parameters, and the states, by tier."""
     masters, (states, by_layout) = flat.footprint()[2].nbytes, _states(flat, optimizers)
-    return states + (flat.held_nbytes()[1] if masters else 0), by_layout + masters
+    blocks, in_memory = _whole_states(flat, optimizers)
+    held, formula = states + blocks + (flat.held_nbytes()[1] if masters else 0), by_layout + blocks + masters
+    return [(flat.kind.tiers.optimizer, (held, formula)), (Tier.DEVICE, (in_memory, in_memory))]
+
+
+def _whole_states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[int, int]:
+    """States of parameters that are updated whole, all on the rank that owns them: bytes of blocks, and of memory."""
+    every = [states for optimizer in optimizers for _, states in with_owners(optimizer, flat.params)]
+    tensors = [tensor for states in every for value in states.values() for tensor in plain_parts(value)]
+    blocks = {tensor._block for tensor in tensors if isinstance(tensor, StoredTensor)}
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if not isinstance(tensor, StoredTensor))
+    return sum(block.nbytes for block in blocks), held
 
 
 def _gradients(flats: Sequence[Flat], reducer: Reducer) -> Iterator[tuple[Flat, Cell]]:
@@ -226,10 +237,7 @@ def _states(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> Cell:
             else:
                 held += state._local.nbytes
                 formula += flat.span(index)[1] * state.dtype.itemsize
-        # Of parameters that are updated whole, all on the rank that owns them.
         vectors = sum(one.to_local().nbytes for param in flat.params for one in vectors_in(optimizer.state.get(param)))
         held, formula = held + vectors, formula + vectors
-        whole = sum(nbytes_of(one) for _, states in with_owners(optimizer, flat.params) for one in tensors_in(states))
-        held, formula = held + whole, formula + whole
     stored = sum(block.nbytes for block in blocks)
     return held + stored, formula + stored

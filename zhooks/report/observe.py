@@ -18,8 +18,8 @@ from offload.store import Store
 from offload.tier import Tier
 from zhooks.checkpoint import RunState
 from zhooks.grad import Reducer
-from zhooks.optim import tensors_in
-from zhooks.tensor import ShardedTensor, ShardedVector
+from zhooks.optim import plain_parts
+from zhooks.tensor import ShardedTensor, ShardedVector, StoredTensor
 from zhooks.unit import Flat
 
 __all__ = ["Observation", "state_held"]
@@ -68,7 +68,7 @@ def state_held(live: RunState, policy: Policy, store: Store | None, optimizers: 
             for param in flat.params:
                 for optimizer in optimizers:
                     # A copy: who begins to listen on another thread meets a step under way.
-                    for value in tuple(tensors_in(optimizer.state.get(param, {}))):
+                    for value in tuple(plain_parts(optimizer.state.get(param, {}))):
                         _hold(bus, "optimizer", flat, value)
     bus.counter("communication on host", "message rings", live.comm.nbytes)
     if store is not None:
@@ -100,6 +100,8 @@ def _state_flat(bus: Bus, flat: Flat, reducer: Reducer) -> None:
 
 def _hold(bus: Bus, category: str, flat: Flat, value: object) -> None:
     """A gradient or a state of a parameter; one that is in a block is the store's to state."""
+    if isinstance(value, StoredTensor):
+        return
     if isinstance(value, (ShardedTensor, ShardedVector)):
         value = value._at
     elif isinstance(value, Tensor) and value.dim() == 0:

@@ -6,6 +6,7 @@ from zhooks.tensor.group import ShardGroup
 from zhooks.tensor.overflow import Name, Overflow, Overflows, Watch, overflowed
 from zhooks.tensor.range_tensor import ParamShard, part_numel
 from zhooks.tensor.sharded import Registries, ShardedOverTp, ShardedTensor, ShardedVector, vector_of
+from zhooks.tensor.stored import StoredTensor, spanned
 from zhooks.tensor.vectors import VectorShard
 
 __all__ = [
@@ -18,9 +19,11 @@ __all__ = [
     "ShardedOverTp",
     "ShardedTensor",
     "ShardedVector",
+    "StoredTensor",
     "VectorShard",
     "Watch",
     "overflowed",
     "part_numel",
+    "spanned",
     "vector_of",
 ]

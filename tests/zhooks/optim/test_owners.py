@@ -253,20 +253,6 @@ def test_accumulated_scaled_gradients_in_16_bits_give_what_plain_training_in_the
         torch.testing.assert_close(value, other.detach(), rtol=0.05, atol=0.02)
 
 
-@on_ranks(2)
-def test_parameters_on_another_tier_are_refused_by_name_and_those_by_ranges_are_not() -> None:
-    model, attachment, optimizer = attached("muon", optimizer={"tier": "host"})
-    before = [value.clone() for value in full(model)]
-    model(batch(0)).square().mean().backward()
-    with pytest.raises(zhooks.ShardedOpError, match=r'(?s)Muon: .*0\.weight as a whole; found its optimizer on .* "host"'):
-        optimizer.step()
-    for value, other in zip(full(model), before, strict=True):
-        torch.testing.assert_close(value, other, rtol=0, atol=0)
-    torch.optim.AdamW(model.parameters()).step()
-    attachment.apply(POLICY)
-    optimizer.step()
-
-
 class KeepsGradients(torch.optim.Optimizer):
     """Steps along rows of this gradient and the last, which it keeps as it is."""
 

@@ -1,0 +1,281 @@
+"""The states of a parameter that is updated whole, on the tier they are placed on: one block a parameter, between its steps.
+
+``whole_tiers.py`` has them brought into memory before the owner's step and put away after it, ``build/`` where they were moved
+or loaded.  It never decides when, and knows nothing of parameters.
+
+Note: [Any states]
+    States are whatever the optimizer keeps: tensors of any shape, in lists, tuples and dicts, replaced by others in any step.
+    All strided tensors on the device but single numbers go to the block, those that share memory as one run of bytes; a
+    `StoredTensor` stands where each was.  What a step left where it lay is not copied; where the runs no longer fit the
+    block, another takes its place.  What the optimizer holds itself, too (a table that all states share), stays in memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.store import Block, Mode, Store
+from offload.tier import Tier
+from zhooks.optim.owned_states import OwnedStates, parts_of, plain_parts
+from zhooks.tensor import StoredTensor, spanned
+
+__all__ = ["Stored", "adopt", "bring", "plain_states_of", "put_away", "replaced"]
+
+#: New states an optimizer makes with the allocator, before what they leave there is returned.
+_MADE_NBYTES = 16 << 20
+#: Every run starts where any dtype may.
+_ALIGNMENT = 64
+Where = tuple[str, Tier]
+"""What a block is called, and the tier that stores it."""
+
+
+class Stored:
+    """The block of one parameter's states, the runs in it, and what stands for tensors there.
+
+    Attributes:
+        runs: where each starts in the block, and its bytes.
+    """
+
+    def __init__(self, block: Block, runs: Mapping[int, int]) -> None:
+        self.block, self.runs = block, dict(runs)
+        self._tensors: dict[Any, StoredTensor] = {}
+
+    def tensor(self, start: int, like: Tensor) -> StoredTensor:
+        """What stands for a tensor that lies there: the same one as long as it does."""
+        key = start, like.dtype, tuple(like.shape), like.stride()
+        if key not in self._tensors:
+            self._tensors[key] = StoredTensor(self.block, start, like)
+        return self._tensors[key]
+
+    def starts_of(self, runs: Sequence[_Run]) -> list[int] | None:
+        """Where each of them is, or can be, in this block; None where they do not come out even."""
+        free = [start for start in self.runs if all(run.start != start for run in runs)]
+        starts: list[int] = []
+        for run in runs:
+            start = run.start if run.start is not None else next((at for at in free if self.runs[at] == run.nbytes), None)
+            if start is None:
+                return None
+            if run.start is None:
+                free.remove(start)
+            starts.append(start)
+        return None if free else starts
+
+
+def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A state with every tensor changed; lists and dicts stay the same objects, what is made of tensors does not."""
+    if isinstance(value, Tensor):
+        parts = parts_of(value)
+        if parts is None:
+            return change(value)
+        made: Any = value
+        new = {name: replaced(part, change) for name, part in parts.items()}
+        if all(new[name] is part for name, part in parts.items()):
+            return value
+        return type(made).__tensor_unflatten__(new, made.__tensor_flatten__()[1], value.shape, value.stride())
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            if (changed := replaced(item, change)) is not item:
+                value[key] = changed
+    elif isinstance(value, (list, deque)):
+        for place, item in enumerate(value):
+            if (changed := replaced(item, change)) is not item:
+                value[place] = changed
+    elif isinstance(value, tuple):
+        row = [replaced(item, change) for item in value]
+        if any(one is not item for one, item in zip(row, value, strict=True)):
+            return type(value)(*row) if hasattr(value, "_fields") else type(value)(row)
+    return value
+
+
+def plain_states_of(states: OwnedStates) -> dict[Any, Any]:
+    """The same states with plain tensors in memory; what was there already is shared, as by ``dict``."""
+    copies: dict[int, Any] = {}
+    return {key: _plain(value, copies) for key, value in states.items()}
+
+
+def _plain(value: Any, copies: dict[int, Any]) -> Any:
+    if isinstance(value, dict):
+        fresh = {key: _plain(item, copies) for key, item in value.items()}
+        return fresh if any(fresh[key] is not item for key, item in value.items()) else value
+    if type(value) in (list, tuple, deque):
+        row = [_plain(item, copies) for item in value]
+        changed = any(one is not item for one, item in zip(row, value, strict=True))
+        return (deque(row, value.maxlen) if isinstance(value, deque) else type(value)(row)) if changed else value
+    return replaced(value, lambda one: one.copied(copies) if isinstance(one, StoredTensor) else one)
+
+
+def bring(states: OwnedStates, values: Tensor | None) -> None:
+    """Plain tensors take the places of stored ones: in ``values``, the open block, where they lie there, else copies."""
+    own, known = states.stored, dict[int, Tensor]()
+
+    def plain(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, StoredTensor):
+            return tensor
+        if id(tensor) not in known:
+            here = own is not None and values is not None and tensor._block is own.block
+            known[id(tensor)] = tensor.placed_in(values) if here and values is not None else tensor.plain()
+        return known[id(tensor)]
+
+    replaced(states, plain)
+
+
+@torch.no_grad()
+def put_away(store: Store, states: OwnedStates, values: Tensor | None, where: Where, shared: Set[int]) -> None:
+    """Tensors go to the block, and what stands for them takes their places; ``bring`` was called before.
+
+    Args:
+        values: the open block, [uint8, 1-D]; None where there is none yet.
+        where: the key of a new block, and its tier.
+        shared: memory that the optimizer itself holds, by identity: what lies there stays.
+    Raises:
+        BudgetError, TierError: there is no room; the states are in memory.
+    """
+    own = states.stored
+    runs, leaves = _laid(_leaves(states, store.compute, shared), own, values)
+    try:
+        starts = None if own is None else own.starts_of(runs)
+        if starts is None:
+            own, starts = _anew(store, where, runs)
+        elif own is not None and values is not None:
+            for start, run in zip(starts, runs, strict=True):
+                if run.start is None:
+                    values[start : start + run.nbytes].copy_(run.values)
+            own.block.touch()
+    except BaseException:
+        # Nothing may refer to memory that a block which is given up is open in.
+        bare = {id(leaf.tensor): leaf.tensor.clone() for leaf in leaves if runs[leaf.run].start is not None}
+        replaced(states, lambda one: bare.get(id(one), one))
+        states.stored = None
+        raise
+    states.stored = own
+    if own is not None:
+        stands = {id(leaf.tensor): own.tensor(starts[leaf.run] + leaf.within, leaf.tensor) for leaf in leaves}
+        replaced(states, lambda one: stands.get(id(one), one))
+
+
+def _anew(store: Store, where: Where, runs: Sequence[_Run]) -> tuple[Stored | None, list[int]]:
+    """A block for these runs, with their bytes in it, and where each is; none where there are none."""
+    starts, end = list[int](), 0
+    for run in runs:
+        starts.append(end)
+        end += -(-run.nbytes // _ALIGNMENT) * _ALIGNMENT
+    if not runs:
+        return None, []
+    block = store.put(where[0], end, torch.uint8, where[1])
+    with store.lease(block, Tier.DEVICE, Mode.WRITE_ALL) as values:
+        values.zero_()
+        for start, run in zip(starts, runs, strict=True):
+            values[start : start + run.nbytes].copy_(run.values)
+        block.touch()
+    store.passed(block.nbytes, _MADE_NBYTES)
+    return Stored(block, {start: run.nbytes for start, run in zip(starts, runs, strict=True)}), starts
+
+
+# What lies where.
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Bytes that one tensor has, or several that share memory; ``start``: where they are in the open block, if there."""
+
+    values: Tensor
+    start: int | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A tensor, the run that it lies in, and how many bytes into it."""
+
+    tensor: Tensor
+    run: int
+    within: int
+
+
+def _leaves(states: OwnedStates, device: torch.device, shared: Set[int]) -> list[Tensor]:
+    """The tensors that go to a tier, each once, in the order they are kept in."""
+    found: dict[int, Tensor] = {}
+    for value in states.values():
+        for tensor in plain_parts(value):
+            moves = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == device
+            if moves and tensor.dim() and tensor.numel() and tensor.untyped_storage()._cdata not in shared:
+                found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def _laid(leaves: Sequence[Tensor], own: Stored | None, values: Tensor | None) -> tuple[list[_Run], list[_Leaf]]:
+    """The runs that tensors lie in: those of the block, else what their own memory covers, overlaps as one."""
+    runs, out = list[_Run](), list[_Leaf]()
+    at_start: dict[int, int] = {}
+    elsewhere: dict[int, list[tuple[int, int, Tensor]]] = {}
+    for leaf in leaves:
+        low, high = _covers(leaf)
+        run = None
+        if own is not None and values is not None and leaf.untyped_storage()._cdata == values.untyped_storage()._cdata:
+            byte = low - int(values.storage_offset())
+            run = next(((at, nbytes) for at, nbytes in own.runs.items() if at <= byte < at + nbytes), None)
+        if run is None or values is None:
+            elsewhere.setdefault(leaf.untyped_storage()._cdata, []).append((low, high, leaf))
+            continue
+        if run[0] not in at_start:
+            at_start[run[0]] = len(runs)
+            runs.append(_Run(values[run[0] : run[0] + run[1]], run[0]))
+        out.append(_Leaf(leaf, at_start[run[0]], low - int(values.storage_offset()) - run[0]))
+    for covered in elsewhere.values():
+        covered.sort(key=lambda one: one[:2])
+        while covered:
+            (low, high, _), together = covered[0], list[tuple[int, Tensor]]()
+            while covered and covered[0][0] < high:
+                begin, end, leaf = covered.pop(0)
+                high = max(high, end)
+                together.append((begin - low, leaf))
+            out.extend(_Leaf(leaf, len(runs), within) for within, leaf in together)
+            runs.append(_Run(_bytes(together[0][1].untyped_storage(), low, high), None))
+    return runs, out
+
+
+def _covers(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that it lies in."""
+    low = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    return low, low + spanned(tensor)
+
+
+def _bytes(storage: torch.UntypedStorage, low: int, high: int) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, low, (high - low,), (1,))
+
+
+def adopt(store: Store, states: OwnedStates, where: Where, shared: Set[int]) -> None:
+    """States that lie elsewhere (they were loaded, or the policy changed) move to their tier.
+
+    Raises:
+        BudgetError, TierError: there is no room.
+    """
+    own, tier = states.stored, where[1]
+    if not states.here:
+        return
+    if tier is Tier.DEVICE:
+        bring(states, None)
+        states.stored = None
+        return
+    if own is not None and own.block.tier is not tier:
+        store.move(own.block, tier)
+    stands = [one for value in states.values() for one in plain_parts(value) if isinstance(one, StoredTensor)]
+    if not _leaves(states, store.compute, shared) and all(own is not None and one._block is own.block for one in stands):
+        return
+    if own is None:
+        bring(states, None)
+        put_away(store, states, None, where, shared)
+        return
+    with store.lease(own.block, Tier.DEVICE, Mode.UPDATE) as values:
+        bring(states, values)
+        put_away(store, states, values, where, shared)
