@@ -5,9 +5,9 @@ what arithmetic: ``choose_kernel.py`` says that.
 
 Note: [One step, many calls]
     The optimizer's ``step`` is called once a flat, with the arguments it was given and ``param_groups`` narrowed to the
-    flat's parameters: for element-wise optimizers that is the same arithmetic, bit for bit.  What a call changes in a group
-    beside the parameters (a counter) must come out the same from every call, and is changed once; an optimizer that couples
-    parameters is refused by name.
+    flat's parameters: for element-wise optimizers that is the same arithmetic, bit for bit.  What a call changes beside the
+    parameters and their states (a counter, in a group or an attribute) is undone, for the outer call changes it once; in
+    groups it must come out the same from every call: an optimizer that couples parameters is refused by name.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from offload.errors import BudgetError, ShardedOpError, ZhooksError
 from offload.events import Bus
 from offload.store import Block, BlockRange, Lease, Mode, Store
 from offload.tier import Tier
+from zhooks.optim.counters import options_kept
 from zhooks.optim.kernel import Arguments, FlatUpdate, Kernel, grad_of
 from zhooks.optim.states import sharded_states
 from zhooks.tensor import ShardedTensor
@@ -122,7 +123,6 @@ class Updater:
     def run(self, optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
         """Update flats that ``make_way`` has been called for."""
         updates = [update for update in updates if any(grad_of(param) is not None for param in update.params())]
-        start = group_options(optimizer)
         end: list[dict[str, Any]] | None = None
         to_fetch, ahead = deque(updates), deque[Fetched]()
         done = 0
@@ -133,10 +133,13 @@ class Updater:
                         ahead.append(opened.enter_context(self.fetch([(optimizer, to_fetch.popleft())])))
                     fetched = ahead.popleft()
                     fetched.wait()
-                    self.update(optimizer, update, arguments)
+                    with options_kept(optimizer):
+                        self.update(optimizer, update, arguments)
+                        now = group_options(optimizer)
                     done += 1
                     self.put_away(optimizer, update.flat)
-                    end = _put_back_options(optimizer, start, end)
+                    _check_options(optimizer, now, end)
+                    end = now
                     fetched.close()
         except ZhooksError as error:
             if done or isinstance(error, ShardedOpError):
@@ -244,28 +247,18 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _put_back_options(
-    optimizer: Optimizer, start: list[dict[str, Any]], end: list[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """After one of many calls: its changes to the groups are undone, and must be those of every other call.
+def _check_options(optimizer: Optimizer, now: list[dict[str, Any]], before: list[dict[str, Any]] | None) -> None:
+    """What one of many calls made of the groups is what another made of them.
 
     Raises:
-        ShardedOpError: they are not: the optimizer's step depends on all parameters at once.
+        ShardedOpError: it is not: the optimizer's step depends on all parameters at once.
     """
-    now = group_options(optimizer)
-    for group, before in zip(optimizer.param_groups, start, strict=True):
-        for key, value in before.items():
-            if isinstance(value, Tensor) and isinstance(group[key], Tensor):
-                group[key].copy_(value)
-            else:
-                group[key] = value
-    if end is not None and not same_options(now, end):
+    if before is not None and not same_options(now, before):
         raise ShardedOpError(
             f"{type(optimizer).__name__}: expected an optimizer that updates each element by itself, for the policy places its "
             "states on tiers; found that its groups' numbers depend on all parameters at once. Use tier = \"device\" for "
             "[parameter], [gradient] and [optimizer], or another optimizer."
         )
-    return now
 
 
 def same_options(one: Sequence[dict[str, Any]], two: Sequence[dict[str, Any]]) -> bool:
