@@ -225,6 +225,10 @@ class Optimizers:
         """Those that have begun a step with the states they hold now, alive on this rank."""
         return [one for one in list(self._met) if (met := self.met(one)) is not None and met.stepped]
 
+    def whole(self, optimizer: Optimizer) -> frozenset[int]:
+        """The parameters that it updates whole, by identity."""
+        return frozenset(id(one.param) for one in self.owners.whole(optimizer))
+
     def agreed(self, verb: str) -> list[Optimizer]:
         """Known ones that are alive on every rank, in the common order.  Collective."""
         if self._unordered:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Protocol, cast
@@ -127,6 +127,9 @@ class Known(Protocol):
 
     def stepped(self) -> list[Optimizer]:
         """Those that have begun a step with the states they hold now."""
+
+    def whole(self, optimizer: Optimizer) -> Set[int]:
+        """The parameters that it updates whole, by identity."""
 
 
 class Made:
@@ -348,7 +351,9 @@ class Overlap:
     def _update_of(self, optimizer: Optimizer, flat: Flat) -> FlatUpdate | None:
         known = self._to_do.get(optimizer)
         if known is None:
-            known = self._to_do[optimizer] = {update.flat.number: update for update in self._updater.updates(optimizer)}
+            known = self._to_do[optimizer] = {
+                update.flat.number: update for update in self._updater.updates(optimizer, self._known.whole(optimizer))
+            }
         update = known.get(flat.number)
         return update if update is not None and update.flat is flat else None
 
