@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,8 @@ class OwnedStates(dict[Any, Any]):
         return OwnedStates(self.name, self.owner, copy.deepcopy(dict(self), memo), here=self.here)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain dict where this rank has all states; else refused, for no file says where the rest is.
+        """Pickled as an ordered dict (``weights_only`` loads it) where this rank has all states; else refused, for no file says
+        where the rest is.
 
         Raises:
             ShardedOpError: other ranks have states that this one has not.
@@ -65,7 +66,7 @@ class OwnedStates(dict[Any, Any]):
                 f" expected all of it, found a parameter whose states are on rank {self.owner} of the shard axis alone. Call,"
                 " on every rank, attachment.save(folder) to resume, or attachment.state_dict(optimizer), whole on rank 0."
             )
-        return dict, (dict(self),)
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def with_owners(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, OwnedStates]]:

@@ -6,6 +6,7 @@ pytest runs it, on one rank and on two.
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -134,6 +135,11 @@ def test_a_state_on_a_tier_refuses_to_name_memory_and_copies_are_plain() -> None
     assert all(type(one) is torch.Tensor for one in twice)
     twice[0][0].fill_(3)
     assert torch.equal(twice[0][0], twice[1]) and not torch.equal(state[0], twice[1])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["state"][0]["momentum_buffer"]
+    assert type(loaded) is torch.Tensor and torch.equal(loaded, state)
     attachment.detach()
 
 
