@@ -34,7 +34,7 @@ from zhooks.grad.loss_scale import LossScale, leave_nothing
 from zhooks.grad.scaled_graph import Boundary, each, prove
 from zhooks.layout import SHARD, TP
 from zhooks.refusals import too_old
-from zhooks.tensor import Name, Overflows, ShardedTensor, overflowed
+from zhooks.tensor import Name, Overflows, ShardedTensor, ShardGroup, overflowed
 from zhooks.unit import Flat
 
 __all__ = ["Scaling"]
@@ -353,6 +353,15 @@ class Scaling:
                 stage._asked, stage._elsewhere = True, lost
         if self._elsewhere:
             found.fill_(1.0)
+
+    def apart(self) -> list[ShardGroup]:
+        """See ``overflow.Watch``."""
+        found: dict[Any, ShardGroup] = {}
+        for one in sorted(_open, key=lambda one: one._number):
+            if one.comm.pp.axis.world > 1 and not one.comm.pipelined:
+                for flat in one._flats:
+                    found.setdefault(flat.group.ranks(), flat.group)
+        return list(found.values())
 
     def unscaled(self, grads: Sequence[ShardedTensor], found: Tensor, inv_scale: Tensor) -> None:
         """See ``overflow.Watch``.  The number is read here, where the scaler would read it next."""

@@ -126,6 +126,7 @@ class PartialNorm(torch.Tensor):
             terms = [(group, _combine(powers, norm._ord)) for group, powers in norm._terms]
             # Of a stack, the whole model's; other stages have stacks of their own.
             axes = (SHARD, TP, PP) if norm.dim() else (SHARD, TP)
+            terms = _with_absent(terms, norm._ord) if norm.dim() else terms
             return PartialNorm(terms, norm._ord, norm.dtype, norm._plain).over_ranks(axes)
         plain = tree_map(lambda value: value.over_ranks() if isinstance(value, PartialNorm) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
@@ -168,6 +169,16 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
         terms.append((group, torch.stack(powers)))
     whole = [part for part in parts if type(part) is not PartialNorm]
     return PartialNorm(terms, lead._ord, lead.dtype, whole)
+
+
+def _with_absent(terms: list[tuple[ShardGroup, Tensor]], ord: float) -> list[tuple[ShardGroup, Tensor]]:
+    """Terms in one order on all ranks, with those of experts that got no gradient here and may have elsewhere."""
+    watch = terms[0][0].watch
+    apart = {group.ranks(): group for group in (() if watch is None else watch.apart())}
+    here = {group.ranks(): powers for group, powers in terms}
+    nothing = torch.full_like(terms[0][1], _nothing(ord))
+    others = [(group, powers) for group, powers in terms if group.ranks() not in apart]
+    return [*others, *((group, here.get(key, nothing)) for key, group in apart.items())]
 
 
 def _known(norm: Tensor, lead: PartialNorm) -> Tensor:

@@ -18,6 +18,7 @@ from offload.events import Bus
 from zhooks.tensor.range_tensor import RangeTensor
 
 if TYPE_CHECKING:
+    from zhooks.tensor.group import ShardGroup
     from zhooks.tensor.sharded import ShardedTensor
 
 __all__ = ["Name", "Overflow", "Overflows", "Watch", "overflowed"]
@@ -55,6 +56,10 @@ class Watch(Protocol):
 
     def ask_stages(self, found: Tensor) -> None:
         """A GradScaler has unscaled: ``found`` becomes 1 where any pipeline stage's gradients overflowed."""
+
+    def apart(self) -> Sequence[ShardGroup]:
+        """Of gradients that some ranks may lack while others have theirs (experts over ep), of all that is attached, in one
+        order on all ranks."""
 
     def unscaled(self, grads: Sequence[ShardedTensor], found: Tensor, inv_scale: Tensor) -> None:
         """A GradScaler has unscaled these; ``found`` is 1 where any rank's overflowed."""

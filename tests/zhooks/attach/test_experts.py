@@ -40,12 +40,16 @@ class Moe(nn.Module):
         torch.manual_seed(1)
         every = [nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)) for _ in range(EXPERTS)]
         self.experts = nn.ModuleList(every if mine is None else [every[mine]])
-        self.group = group
+        self.group, self.mine = group, mine
+        #: Experts that are not run, on any rank that has them.
+        self.idle: frozenset[int] = frozenset()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is None:
-            return torch.cat([expert(rows) for expert, rows in zip(self.experts, x.chunk(EXPERTS), strict=True)])
-        return Exchange.apply(self.experts[0](Exchange.apply(x, self.group)), self.group)
+            run = [nn.Identity() if number in self.idle else expert for number, expert in enumerate(self.experts)]
+            return torch.cat([expert(rows) for expert, rows in zip(run, x.chunk(EXPERTS), strict=True)])
+        here = nn.Identity() if self.mine in self.idle else self.experts[0]
+        return Exchange.apply(here(Exchange.apply(x, self.group)), self.group)
 
 
 class Net(nn.Module):
@@ -102,6 +106,20 @@ def test_experts_over_their_own_axis_train_and_clip_as_in_one_process(inner_firs
     for one in (main, experts) if inner_first else (experts, main):
         one.detach()
     torch.testing.assert_close(list(model.moe.experts[0].parameters()), list(plain.moe.experts[mine].parameters()))
+
+
+@on_ranks(2, 4, inner_first=(True, False))
+def test_a_clip_counts_experts_of_other_ranks_where_none_has_a_gradient_here(inner_first: bool) -> None:
+    rank, world = place()
+    model, _, _, mine = attached(inner_first, {"stage": 3, "comm": {"timeout_s": 20}})
+    plain = Net()
+    ours, theirs = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain))
+    for number, idle in enumerate(({1}, {0}, set(), {1})):
+        model.moe.idle = plain.moe.idle = frozenset(idle)
+        norm = step(model, ours, number, range(rank, rank + 1))
+        torch.testing.assert_close(norm, step(plain, theirs, number, range(world)))
+    torch.testing.assert_close(copies(model.first.parameters()), list(plain.first.parameters()))
+    torch.testing.assert_close(copies(model.moe.experts[0].parameters()), list(plain.moe.experts[mine].parameters()))
 
 
 @on_ranks(4)

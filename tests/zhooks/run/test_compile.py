@@ -260,6 +260,6 @@ def test_code_that_inductor_generates_trains_as_python_does(named: str) -> None:
     model = gpt()
     zhooks.attach(model, policy=policy)
     blocks_in_place(model, "inductor")
-    # Fused operations round less often: in bf16 to three digits, in fp32 to five.
-    assert train(model) == pytest.approx(expected, rel=1e-2 if named == "bf16" else 1e-5)
+    # Fused operations round less often: a loss in bf16 may be two units in the last place away, each up to 1/128 of it.
+    assert train(model) == pytest.approx(expected, rel=2 / 128 if named == "bf16" else 1e-5)
     assert (graphs(), breaks()) == (1, [])
