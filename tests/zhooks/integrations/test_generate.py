@@ -79,6 +79,19 @@ def test_ranks_generate_texts_of_other_lengths(resident: bool) -> None:
             assert torch.equal(generated(model, rank, tokens, {**way, "synced_gpus": True}), expected), name
 
 
+@on_ranks(2, limit_s=180.0)
+def test_assisted_generation_and_prompt_lookup_make_the_plain_models_tokens() -> None:
+    model, plain, draft = language_model(), language_model(), language_model()
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}})
+    given = prompt(1)[:1]
+    chosen = {"attention_mask": torch.ones_like(given), "max_new_tokens": 8, "do_sample": False}
+    for way in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 2}):
+        expected = plain.generate(given, **chosen, **way)
+        assert torch.equal(model.generate(given, **chosen, **way), expected)
+        with attachment.resident():
+            assert torch.equal(model.generate(given, **chosen, **way), expected)
+
+
 @on_ranks(1, limit_s=180.0)
 def test_a_folder_that_is_loaded_for_inference_is_planned_without_gradients_and_masters() -> None:
     from zhooks.integrations.pretrained import from_pretrained
