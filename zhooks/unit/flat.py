@@ -235,7 +235,7 @@ class Flat:
         if self.state is State.RELEASED or not self.releasable:
             return
         self._move("release")
-        self.views.drop()
+        self.views.drop(self.full)
         full, self.full = self.full, None
         if full is not None:
             self.pool.give(full)
@@ -247,7 +247,7 @@ class Flat:
         self.buffer.sent()
         if self.releasable and self.state is not State.RELEASED:
             self.state = State.RELEASED
-            self.views.drop()
+            self.views.drop(self.full)
             self.full = None
         elif self.state is State.GATHERING:
             self.state, self._version = State.GATHERED, -1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,14 @@ class Views:
             for grad, spec in zip(grads, self._specs, strict=True)
         ]
 
+    def _others(self, graph: tuple[Tensor, ...], full: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Tensors whose gradients go on to the node of ``graph``; None where none can be made."""
+        if full is None or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        with torch.inference_mode(False), torch.enable_grad():
+            others: tuple[Tensor, ...] = _Others.apply(self.fresh(full), *graph)  # type: ignore[no-untyped-call]
+        return others
+
     def end_graph(self) -> None:
         """Backward has used the nodes of this forward: the next one makes its own."""
         self._graph = None
@@ -101,18 +110,37 @@ class Views:
             alive = [wrapper for wrapper in (known() for known in self._wrappers) if wrapper is not None]
             torch.autograd.graph.increment_version(alive)
 
-    def drop(self) -> None:
-        """The buffer is released: let go of it, and keep the node's outputs for the next use where nobody else has them."""
+    def drop(self, full: Tensor | None) -> None:
+        """The buffer is released: let go of it, and keep the node's outputs for the next use, others in place of those that
+        somebody else has.
+
+        One node a forward sends one sum to the reductions, as plain autograd adds up the uses of a parameter; of two nodes
+        each would be averaged by itself, and their sum rounded otherwise.
+        """
+        graph, self._graph = self._graph, None
+        if graph and held(graph):
+            graph = self._others(graph, full)
         self._plain = self._shown = None
-        if self._graph is None:
+        if graph is None:
             return
-        if held(self._graph):
-            self._graph = None
-            return
+        self._graph = graph
         nothing = torch.empty(0, dtype=self._kind.compute, device=self._kind.device)
         for view in self._graph:
             part_of(view).data = nothing
         self._moved = True
+
+
+class _Others(torch.autograd.Function):
+    """The same values in other tensors; gradients go where those of the first go."""
+
+    @staticmethod
+    def forward(ctx: Any, others: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return others
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *grads)
 
 
 def held(views: Sequence[Tensor]) -> bool:
