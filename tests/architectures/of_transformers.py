@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import time
 import warnings
 from collections.abc import Iterator
 from functools import cache, partial
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.architectures.bounds import SEARCH_S, bounded
 from tests.architectures.inputs import ways
 from tests.architectures.subject import MOST_PARAMETERS, SEED, Skipped, Subject, score, seeded
 from tests.architectures.tiny_config import SIZES, Size, shrink
@@ -48,12 +50,16 @@ def subject(name: str) -> Subject:
         Skipped: no size and no way of feeding it worked.
     """
     attempts: list[str] = []
+    end = time.process_time() + SEARCH_S
     for size in SIZES:
         for built in _classes(name):
             for found in _of_class(name, built, size, attempts):
                 return found
             if len(attempts) > _ATTEMPTS:
                 break
+        if time.process_time() > end:
+            attempts.append(f"none found in {SEARCH_S:.0f} s")
+            break
     raise Skipped("; ".join([attempts[0], attempts[-1]]) if attempts else "nothing to try")
 
 
@@ -67,16 +73,17 @@ def _of_class(name: str, built: str, size: Size, attempts: list[str]) -> Iterato
         if numel > MOST_PARAMETERS:
             raise Skipped(f"{numel:,} parameters at {size}")
         make = partial(_make, cls, config)
-        with seeded(SEED):
+        with seeded(SEED), bounded():
             model = make().float().train()
     except Exception as error:
         attempts.append(_words(built, size, error))
         return
     arguments = set(inspect.signature(type(model).forward).parameters) - {"self"}
     for way, draw in ways(config, arguments, model.main_input_name):
-        chosen = Subject(f"transformers/{name}", f"{built} ({size}; {way})", make, draw)
+        chosen = Subject(f"transformers/{name}", f"{built} ({size}; {way})", make, draw, searched=True)
         try:
-            _check(chosen, model)
+            with bounded():
+                _check(chosen, model)
         except Exception as error:
             attempts.append(_words(f"{built} fed {way}", size, error))
             continue

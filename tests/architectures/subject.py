@@ -37,12 +37,14 @@ class Subject:
     Attributes:
         name: "library/type", as the command line takes it.
         built: the class and how it was made small, for the report.
+        searched: finding it took trying; it pickles, so that one rank tries for all.
     """
 
     name: str
     built: str
     make: Callable[[], nn.Module]
     draw: Callable[[torch.Generator], Inputs]
+    searched: bool = False
 
     def build(self) -> nn.Module:
         """The same weights every time, in training mode."""

@@ -78,17 +78,36 @@ def compare(name: str, modes: list[str]) -> tuple[str, list[Verdict]]:
     """What was built, and each mode's verdict.  Collective: every rank returns the same."""
     with _quiet():
         rank, world = place()
-        try:
-            subject = find(name)
-        except Skipped as skipped:
-            return "", [Verdict(mode, "skipped", str(skipped)) for mode in modes]
-        try:
-            expected = plain(subject, world)
-        except Exception as error:
-            # The same on every rank: plain training runs all ranks' batches on each.
-            why = f"plain training: {type(error).__name__}: {error}"
-            return subject.built, [Verdict(mode, "skipped", why) for mode in modes]
+        subject = _found(name, rank)
+        if isinstance(subject, str):
+            return "", [Verdict(mode, "skipped", subject) for mode in modes]
+        expected = from_first(_plain(subject, world) if rank == 0 else None)
+        if isinstance(expected, str):
+            return subject.built, [Verdict(mode, "skipped", expected) for mode in modes]
         return subject.built, [_verdict(subject, mode, expected, rank, world) for mode in modes]
+
+
+def _found(name: str, rank: int) -> Subject | str:
+    """The subject, or why there is none: the first rank looks for it, others find by themselves what takes no trying."""
+    found: Subject | str | None = None
+    if rank == 0:
+        try:
+            found = find(name)
+        except Skipped as skipped:
+            found = str(skipped)
+    sent = from_first(None if isinstance(found, Subject) and not found.searched else found)
+    if found is None:
+        found = find(name) if sent is None else sent
+    assert found is not None
+    return found
+
+
+def _plain(subject: Subject, world: int) -> Trained | str:
+    """Plain training, or why it does not work."""
+    try:
+        return plain(subject, world)
+    except Exception as error:
+        return f"plain training: {type(error).__name__}: {error}"
 
 
 def _verdict(subject: Subject, mode: str, expected: Trained, rank: int, world: int) -> Verdict:
@@ -107,7 +126,7 @@ def _verdict(subject: Subject, mode: str, expected: Trained, rank: int, world: i
     if any(facts) and ended == "equal":
         far = any(from_all("" if near else "far"))
         ended, why = "differs" if far else "rounded", next(fact for fact in facts if fact)
-        again = from_first(differences(plain(subject, world), expected, None))
+        again = from_first(differences(plain(subject, world), expected, None) if rank == 0 else "")
         if again:
             ended, why = "not reproducible", f"plain training differs from itself: {again}"
     return Verdict(mode, ended, why, time.perf_counter() - began, units)
