@@ -6,33 +6,36 @@ class, and never runs one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.architectures.facts import FRAMES, ROWS, SAMPLES, TOKENS, Fill, number, uniform
+from tests.architectures.processed import COMPANIONS, PROCESSED
 from tests.architectures.subject import Inputs
 
-ROWS, TOKENS = 2, 8
 #: Tokens without a meaning (``tiny_config.FIRST_MEANING`` are the first that have one).
 LEAST_TOKEN, MOST_TOKEN = 10, 90
-FRAMES, SAMPLES = 64, 4000
 
 Draw = Callable[[torch.Generator], Inputs]
-#: One argument's value, from the generator and the configuration.
-Fill = Callable[[torch.Generator, Any], Any]
-
 
 _SIGHTS = ("pixel_values", "pixel_values_videos", "flattened_patches", "pixel_values_images")
 
 
-def ways(config: Any, arguments: set[str], main: str) -> Iterator[tuple[str, Draw]]:
+def ways(config: Any, signature: inspect.Signature, main: str) -> Iterator[tuple[str, Draw]]:
     """Ways of feeding a model, the likeliest first: what they are called, and the batch."""
     seen: set[tuple[str, ...]] = set()
-    for names in _choices(arguments, main):
-        for fills in _fills(names):
+    arguments = set(signature.parameters) - {"self"}
+    required = [name for name, one in signature.parameters.items() if name in arguments and _is_required(one)]
+    for names, tables in [
+        *((names, [_FILLS]) for names in _choices(arguments, main)),
+        *((names, [_FILLS | table for table in PROCESSED]) for names in _processed(arguments, main, required)),
+    ]:
+        for fills in (fills for table in tables for fills in _fills(names, table)):
             called = tuple(sorted(f"{name}:{fill.__name__.strip('_')}" for name, fill in fills.items()))
             if called not in seen:
                 seen.add(called)
@@ -83,33 +86,31 @@ def _choices(arguments: set[str], main: str) -> Iterator[list[str]]:
         yield [*sights[:1], *known]
 
 
-def _fills(names: list[str]) -> Iterator[dict[str, Fill]]:
+def _is_required(one: inspect.Parameter) -> bool:
+    return one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+
+
+def _processed(arguments: set[str], main: str, required: list[str]) -> Iterator[list[str]]:
+    """Arguments that a processor makes together: those that a forward cannot do without, then more and more of the others."""
+    known = [name for name in COMPANIONS if name in arguments]
+    first = list(dict.fromkeys([*([main] if main in arguments else []), *required]))
+    yield first
+    yield required
+    for more in (known[:1], known):
+        yield list(dict.fromkeys([*first, *more]))
+        yield list(dict.fromkeys([*first, *more, *[name for name in ("input_ids", "decoder_input_ids") if name in arguments]]))
+
+
+def _fills(names: list[str], table: Mapping[str, tuple[Fill, ...]]) -> Iterator[dict[str, Fill]]:
     """Every way to give these arguments values: some arguments have several shapes."""
-    several = [name for name in names if len(_FILLS.get(name, ())) > 1]
-    if not all(name in _FILLS for name in names) or not names:
+    several = [name for name in names if len(table.get(name, ())) > 1]
+    if not all(name in table for name in names) or not names:
         return
-    first = {name: _FILLS[name][0] for name in names}
+    first = {name: table[name][0] for name in names}
     yield first
     for name in several:
-        for fill in _FILLS[name][1:]:
+        for fill in table[name][1:]:
             yield {**first, name: fill}
-
-
-def number(config: Any, *names: str, default: int) -> int:
-    """The first of these that the configuration, or one inside it, has as a number."""
-    inner = [value for value in vars(config).values() if hasattr(value, "model_type")]
-    for name in names:
-        for one in (config, *inner):
-            value = getattr(one, name, None)
-            if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
-                value = value[-1]
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return int(value)
-    return default
-
-
-def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator)
 
 
 def _tokens(generator: torch.Generator, config: Any) -> Tensor:
@@ -136,35 +137,35 @@ def _sizes(config: Any) -> tuple[int, int]:
 
 
 def _images(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, number(config, "num_channels", "in_channels", default=3), *_sizes(config))
+    return uniform(generator, ROWS, number(config, "num_channels", "in_channels", default=3), *_sizes(config))
 
 
 def _large_images(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, number(config, "num_channels", "in_channels", default=3), 128, 128)
+    return uniform(generator, ROWS, number(config, "num_channels", "in_channels", default=3), 128, 128)
 
 
 def _videos(generator: torch.Generator, config: Any) -> Tensor:
     frames = number(config, "num_frames", "frames_per_clip", default=2)
-    return _uniform(generator, ROWS, frames, number(config, "num_channels", "in_channels", default=3), *_sizes(config))
+    return uniform(generator, ROWS, frames, number(config, "num_channels", "in_channels", default=3), *_sizes(config))
 
 
 def _several_images(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, 2, number(config, "num_channels", default=3), *_sizes(config))
+    return uniform(generator, ROWS, 2, number(config, "num_channels", default=3), *_sizes(config))
 
 
 def _flattened(generator: torch.Generator, config: Any) -> Tensor:
     side = number(config, "patch_size", default=16)
-    patches = _uniform(generator, ROWS, 6, side * side * number(config, "num_channels", default=3))
+    patches = uniform(generator, ROWS, 6, side * side * number(config, "num_channels", default=3))
     places = torch.arange(1.0, 7.0).reshape(1, 6, 1).expand(ROWS, 6, 2)
     return torch.cat([places, patches], dim=-1)
 
 
 def _wave(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, SAMPLES)
+    return uniform(generator, ROWS, SAMPLES)
 
 
 def _wave_of_one_channel(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, number(config, "audio_channels", default=1), SAMPLES)
+    return uniform(generator, ROWS, number(config, "audio_channels", default=1), SAMPLES)
 
 
 def _mels(config: Any) -> int:
@@ -173,25 +174,25 @@ def _mels(config: Any) -> int:
 
 def _frames_last(generator: torch.Generator, config: Any) -> Tensor:
     frames = 2 * number(config, "max_source_positions", default=FRAMES // 2)
-    return _uniform(generator, ROWS, _mels(config), frames)
+    return uniform(generator, ROWS, _mels(config), frames)
 
 
 def _frames_first(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, number(config, "max_length", "spec_size", default=FRAMES), _mels(config))
+    return uniform(generator, ROWS, number(config, "max_length", "spec_size", default=FRAMES), _mels(config))
 
 
 def _spectrogram(generator: torch.Generator, config: Any) -> Tensor:
     side = number(config, "spec_size", default=FRAMES)
-    return _uniform(generator, ROWS, 1, side, number(config, "num_mel_bins", default=side))
+    return uniform(generator, ROWS, 1, side, number(config, "num_mel_bins", default=side))
 
 
 def _features_first(generator: torch.Generator, config: Any) -> Tensor:
     width = number(config, "feature_projection_input_dim", "hidden_size", default=_mels(config))
-    return _uniform(generator, ROWS, FRAMES, width)
+    return uniform(generator, ROWS, FRAMES, width)
 
 
 def _short_frames_first(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, FRAMES, _mels(config))
+    return uniform(generator, ROWS, FRAMES, _mels(config))
 
 
 def _boxes(generator: torch.Generator, config: Any) -> Tensor:
@@ -200,7 +201,7 @@ def _boxes(generator: torch.Generator, config: Any) -> Tensor:
 
 
 def _visual(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, 4, number(config, "visual_embedding_dim", "visual_feat_dim", default=32))
+    return uniform(generator, ROWS, 4, number(config, "visual_embedding_dim", "visual_feat_dim", default=32))
 
 
 def _ones_of_visual(generator: torch.Generator, config: Any) -> Tensor:
@@ -215,15 +216,15 @@ def _past(config: Any) -> int:
 def _past_series(generator: torch.Generator, config: Any) -> Tensor:
     channels = number(config, "num_input_channels", "input_size", default=1)
     shape = (ROWS, _past(config)) if channels == 1 else (ROWS, _past(config), channels)
-    return _uniform(generator, *shape)
+    return uniform(generator, *shape)
 
 
 def _past_channels(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, _past(config), number(config, "num_input_channels", "input_size", default=1))
+    return uniform(generator, ROWS, _past(config), number(config, "num_input_channels", "input_size", default=1))
 
 
 def _past_times(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, _past(config), max(1, number(config, "num_time_features", default=1)))
+    return uniform(generator, ROWS, _past(config), max(1, number(config, "num_time_features", default=1)))
 
 
 def _past_ones(generator: torch.Generator, config: Any) -> Tensor:
@@ -231,16 +232,16 @@ def _past_ones(generator: torch.Generator, config: Any) -> Tensor:
 
 
 def _future_series(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, number(config, "prediction_length", default=24))
+    return uniform(generator, ROWS, number(config, "prediction_length", default=24))
 
 
 def _future_times(generator: torch.Generator, config: Any) -> Tensor:
     length = number(config, "prediction_length", default=24)
-    return _uniform(generator, ROWS, length, max(1, number(config, "num_time_features", default=1)))
+    return uniform(generator, ROWS, length, max(1, number(config, "num_time_features", default=1)))
 
 
 def _list_of_series(generator: torch.Generator, config: Any) -> list[Tensor]:
-    return list(_uniform(generator, ROWS, number(config, "context_length", default=32)))
+    return list(uniform(generator, ROWS, number(config, "context_length", default=32)))
 
 
 def _zeros(generator: torch.Generator, config: Any) -> Tensor:
@@ -248,7 +249,7 @@ def _zeros(generator: torch.Generator, config: Any) -> Tensor:
 
 
 def _pixels_as_features(generator: torch.Generator, config: Any) -> Tensor:
-    return _uniform(generator, ROWS, TOKENS, number(config, "d_model", "hidden_size", default=32))
+    return uniform(generator, ROWS, TOKENS, number(config, "d_model", "hidden_size", default=32))
 
 
 def _class_labels(generator: torch.Generator, config: Any) -> Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 from tests.architectures.bounds import SEARCH_S, bounded
 from tests.architectures.inputs import ways
 from tests.architectures.subject import MOST_PARAMETERS, SEED, Skipped, Subject, score, seeded
-from tests.architectures.tiny_config import SIZES, Size, shrink
+from tests.architectures.tiny_config import SIZES, Size, small
 
 #: Which of a type's classes is taken, the likeliest to be trained by anybody first.
 _TASKS = (
@@ -65,8 +65,7 @@ def subject(name: str) -> Subject:
 
 def _of_class(name: str, built: str, size: Size, attempts: list[str]) -> Iterator[Subject]:
     try:
-        config = _config(name)
-        shrink(config, size)
+        config = small(_config(name), size)
         cls = _load(built)
         with torch.device("meta"):
             numel = sum(param.numel() for param in cls(copy.deepcopy(config)).parameters())
@@ -78,8 +77,7 @@ def _of_class(name: str, built: str, size: Size, attempts: list[str]) -> Iterato
     except Exception as error:
         attempts.append(_words(built, size, error))
         return
-    arguments = set(inspect.signature(type(model).forward).parameters) - {"self"}
-    for way, draw in ways(config, arguments, model.main_input_name):
+    for way, draw in ways(config, inspect.signature(type(model).forward), model.main_input_name):
         chosen = Subject(f"transformers/{name}", f"{built} ({size}; {way})", make, draw, searched=True)
         try:
             with bounded():
