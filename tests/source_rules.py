@@ -150,7 +150,7 @@ ORDER = {
     ),
     "offload": (
         "__init__", "shards", "stash", "store", "kernels", "disk", "memory", "device", "budget", "policy",
-        "formulas free_ranges pages references regular_files text threads", "work", "tier", "events errors",
+        "documents", "formulas free_ranges pages references regular_files text threads", "work", "tier", "events errors",
     ),
 }  # fmt: skip
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from offload.documents import Table
 from offload.policy.costs import Cost, Footprint, cost, footprint
 from offload.policy.policy import Argument, IgnoredKeys, Policy, written
 from offload.policy.precision import Precision
 from offload.policy.rules import CELLS, Rule, RuleCell, RulePrecision
-from offload.policy.tables import Activation, Table
+from offload.policy.tables import Activation
 
 __all__ = [
     "CELLS",

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offload.documents import Document, Place, complain, nearest
 from offload.policy.deepspeed_keys import ALIASES, AMBIGUOUS, HONOURED, LEFT_OPEN, OTHER, enabled
-from offload.policy.load import Document, Place
-from offload.policy.problems import complain, nearest
+from offload.policy.tables import POLICY
 from offload.text import shown
 
 __all__ = ["Argument", "IgnoredKeys", "speaks", "translate"]
@@ -101,7 +101,7 @@ def translate(
     Raises:
         PolicyError: a key that DeepSpeed does not know either, a value it could not use, or one that contradicts an argument.
     """
-    document = at or Document("policy", dict(values))
+    document = at or Document(POLICY, "policy", dict(values))
     read = _Reading(values)
     read.fill(arguments or {})
     zero = read.zero()

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offload.errors import PolicyError
+from offload.documents import Document, Place, Spot, complain, member, plain, read
+from offload.errors import PolicyError, ZhooksError
 from offload.policy import deepspeed
-from offload.policy.load import Document, Place, Spot, member, plain, read
-from offload.policy.problems import complain
+from offload.policy.tables import POLICY
 from offload.text import shown, shown_path
 
 __all__ = ["EXTENDS", "handed", "load"]
@@ -49,7 +49,7 @@ def load(path: Path, own: frozenset[str], arguments: Mapping[str, deepspeed.Argu
         PolicyError: a file is missing, unreadable or malformed, speaks two dialects, or extends itself.
     """
     chain = _Chain(own | {EXTENDS}, arguments)
-    _follow(read(path), path.parent, (os.path.realpath(path),), chain)
+    _follow(read(path, POLICY), path.parent, (os.path.realpath(path),), chain)
     return _merged(chain.documents)
 
 
@@ -59,7 +59,7 @@ def handed(values: Mapping[str, Any], own: frozenset[str], arguments: Mapping[st
     checked = plain(values)
     if not isinstance(checked, dict):
         raise PolicyError(f"policy: expected a table of settings, found {checked!r}")
-    _follow(Document("policy", checked), Path(), (), chain)
+    _follow(Document(POLICY, "policy", checked), Path(), (), chain)
     return _merged(chain.documents)
 
 
@@ -75,7 +75,7 @@ def _follow(document: Document, folder: Path, trail: tuple[str, ...], chain: _Ch
             raise _refusal(f"extends adds up to more than {limit}; a policy is a page of settings", document)
         path = folder / name
         try:
-            base = read(path)
+            base = read(path, POLICY)
         except PolicyError as error:
             raise _refusal(str(error), document) from None
         real = os.path.realpath(path)
@@ -95,7 +95,7 @@ def _extended(document: Document) -> list[str]:
     return list(names)
 
 
-def _refusal(why: str, document: Document) -> PolicyError:
+def _refusal(why: str, document: Document) -> ZhooksError:
     return complain([((EXTENDS,), why)], document)
 
 
@@ -135,7 +135,7 @@ def _merged(documents: list[Document]) -> Document:
             else:
                 values[key] = value
         ignored += [f"{document.source}: {line}" for line in document.ignored]
-    return Document(last.source, values, spots, ignored=tuple(ignored))
+    return Document(POLICY, last.source, values, spots, ignored=tuple(ignored))
 
 
 def _shifted(place: Place, shift: int) -> Place:

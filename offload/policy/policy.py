@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from offload.documents import Document, Place, Table, explain, member, plain, sized, words
 from offload.errors import PolicyError
 from offload.policy import layers as policy_layers
 from offload.policy.deepspeed import Argument, IgnoredKeys
-from offload.policy.load import Document, Place, member, plain
 from offload.policy.precision import Precision, misscaled, uncast
-from offload.policy.problems import explain
 from offload.policy.rules import CELLS, Dtypes, Rule, RuleCell, RulePrecision, Tiers, dtypes_of, tiers_of
 from offload.policy.tables import (
+    POLICY,
     Activation,
     Budget,
     Comm,
@@ -36,11 +36,8 @@ from offload.policy.tables import (
     Partition,
     Placed,
     Schedule,
-    Table,
     TierName,
     Units,
-    sized,
-    words,
 )
 from offload.text import Share, format_size, parse_size, toml_value
 
@@ -138,7 +135,7 @@ class Policy(Table):
         try:
             super().__init__(**plain(values))
         except ValidationError as error:
-            raise explain(error, Document("policy", values), Policy) from None
+            raise explain(error, Document(POLICY, "policy", values), Policy) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], arguments: Mapping[str, Argument] | None = None) -> Self:

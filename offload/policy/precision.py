@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from offload.policy.load import Place
-from offload.policy.tables import DTYPES, Dtype, Optimizer, Table, words
+from offload.documents import Place, Table, words
+from offload.policy.tables import DTYPES, Dtype, Optimizer
 
 __all__ = ["Precision", "misscaled", "uncast"]
 

@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from offload.policy.tables import DTYPES, TIERS, Dtype, Name, Table, TierName, words
+from offload.documents import Name, Table, words
+from offload.policy.tables import DTYPES, TIERS, Dtype, TierName
 from offload.tier import Tier, Tiers
 
 __all__ = ["CELLS", "Dtypes", "Rule", "RuleCell", "RulePrecision", "Tiers", "dtypes_of", "ruled_keys", "tiers_of"]

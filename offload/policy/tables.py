@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, WithJsonSchema
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BeforeValidator, InstanceOf, WithJsonSchema
 
-from offload.text import Share, parse_amount, parse_size
+from offload.documents import SIZE_SCHEMA, Kind, Names, Size, Table, words
+from offload.errors import PolicyError
+from offload.text import Share, parse_amount
 from offload.tier import Tier
 
 __all__ = [
     "DTYPES",
+    "POLICY",
     "TIERS",
     "Activation",
     "Amount",
@@ -30,18 +31,16 @@ __all__ = [
     "Disk",
     "Dtype",
     "Host",
-    "Name",
     "Optimizer",
     "Partition",
     "Placed",
     "Schedule",
-    "Size",
-    "Table",
     "TierName",
     "Units",
-    "sized",
-    "words",
 ]
+
+#: What the documents are, for their errors.
+POLICY = Kind("policy", PolicyError)
 
 Partition = Literal["shard", "replicate"]
 TierName = Literal["device", "host", "disk"]
@@ -50,49 +49,18 @@ Transport = Literal["auto", "stock", "p2p", "shm"]
 Toggle = bool | Literal["auto"]
 
 
-def words(default: Any, *, expected: str, does: str, why: str = "", **bounds: Any) -> Any:
-    """A field with the words its error uses, what it does, and the reason for its default beside it."""
-    extra: dict[str, Any] = {"expected": expected, "does": does, "why": why}
-    return Field(default, description=f"{does} {why}".rstrip(), json_schema_extra=extra, **bounds)
-
-
-def sized(field: FieldInfo) -> bool:
-    """Whether a field's numbers are bytes, which a file may write with a unit."""
-    inner = [each for kind in typing.get_args(field.annotation) for each in getattr(kind, "__metadata__", ())]
-    checks = [each.func for each in (*field.metadata, *inner) if isinstance(each, BeforeValidator)]
-    return parse_size in checks or parse_amount in checks
-
-
-def _tuple(value: object) -> object:
-    """Files have lists; a frozen policy keeps tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _name(value: str) -> str:
-    if not 0 < len(value) <= 256 or not value.isprintable():
-        raise ValueError("not a name")
-    return value
-
-
 def _path(value: str) -> str:
     if not 0 < len(value) <= 4096 or not value.isprintable():
         raise ValueError("not a path")
     return value
 
 
-_SIZE_PATTERN = r"^\s*\d{1,20}(\.\d{1,20})?\s*([Bb]|[KkMmGgTt][Ii]?[Bb])?\s*$"
-_SIZE_SCHEMA: dict[str, Any] = {
-    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE_PATTERN, "examples": ["20 GiB"]}]
-}
 _SHARE_SCHEMA = {"type": "string", "pattern": r"^\s*\d{1,3}(\.\d+)?\s*%\s*$", "examples": ["80%"]}
 
-Name = Annotated[str, AfterValidator(_name)]
-Names = Annotated[tuple[Name, ...], BeforeValidator(_tuple)]
-Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
 Amount = Annotated[
     int | InstanceOf[Share],
     BeforeValidator(parse_amount),
-    WithJsonSchema({"anyOf": [*_SIZE_SCHEMA["anyOf"], _SHARE_SCHEMA]}),
+    WithJsonSchema({"anyOf": [*SIZE_SCHEMA["anyOf"], _SHARE_SCHEMA]}),
 ]
 
 _NAMES = "a list of non-empty names"
@@ -102,13 +70,6 @@ _AMOUNTS = 'bytes, a size like "20 GiB" or a share like "80%"'
 TIERS = '"device", "host" or "disk"'
 _AUTO = 'true, false or "auto"'
 _BOOL = "true or false"
-
-
-class Table(BaseModel):
-    """One table of the file: frozen, and strict about its keys and their types."""
-
-    # Strict: a policy that says "3" for 3 or 1 for true was not written by someone who read the schema.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
 
 class Placed(Table):

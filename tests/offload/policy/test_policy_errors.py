@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from offload.documents import MAX_FILE_NBYTES
 from offload.errors import PolicyError
 from offload.policy import Policy
-from offload.policy.load import MAX_FILE_NBYTES
 
 Write = Callable[..., Path]
 

@@ -1,6 +1,7 @@
-"""Owns the way from a policy file's text to plain values that know their file and line.
+"""Owns the way from a settings file's text to plain values that know their file and line.
 
-`policy_layers` calls it for each file of a policy. It never knows what a key means and never builds a policy.
+`offload.policy` calls it for each file of a policy, `offload.hardware` for a profile. It never knows what a key means and
+never builds what the file describes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from offload.errors import PolicyError
+from offload.errors import ZhooksError
 from offload.regular_files import read_regular
 from offload.text import Share, one_line, shown, shown_path
 
-__all__ = ["Document", "Place", "Spot", "member", "plain", "read"]
+__all__ = ["MAX_FILE_NBYTES", "Document", "Kind", "Place", "Spot", "member", "plain", "read"]
 
-#: A policy is a page of settings; a larger file is a mistake, and refused before it is read.
+#: A document is a page of settings; a larger file is a mistake, and refused before it is read.
 MAX_FILE_NBYTES = 1 << 20
 #: The names of a dotted key, and brackets inside each other: checked before parsing, which would take time without end.
 MAX_DOTTED = 16
@@ -35,6 +36,14 @@ MAX_ENTRIES = 1 << 14
 #: Where a value stands in the document: () is the document, ("units", "names") a key of a table, ("rule", "#0", "match")
 #: a key of the first table of an array.
 Place = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a document is: "policy", and the class of the errors about it."""
+
+    noun: str
+    error: type[ZhooksError]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,16 +63,18 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A policy as plain values, with what is known of where they came from.
+    """Settings as plain values, with what is known of where they came from.
 
     Attributes:
-        source: how errors name it; the path of a file, or "policy" for values handed over in the program.
+        kind: what they are.
+        source: how errors name it; the path of a file, or the kind's noun for values handed over in the program.
         values: the top-level table.
         spots: where every key that could be found was written.
         nchars: how long the file was, those it extends included.
         ignored: what a DeepSpeed configuration asked for and does not get, one line each.
     """
 
+    kind: Kind
     source: str
     values: dict[str, Any]
     spots: dict[Place, Spot] = field(default_factory=dict)
@@ -79,43 +90,43 @@ class Document:
 
 
 def member(index: int) -> str:
-    """The name, in a `Place`, of the table at ``index`` of an array of tables; no key of a policy begins so."""
+    """The name, in a `Place`, of the table at ``index`` of an array of tables; no key of a document begins so."""
     return f"#{index}"
 
 
-def read(path: Path) -> Document:
+def read(path: Path, kind: Kind) -> Document:
     """Read a TOML or JSON file; JSON is known by the suffix .json or an opening brace, which no TOML begins with.
 
     Raises:
-        PolicyError: missing, unreadable, not a regular file, above 1 MiB, not UTF-8, or not well-formed.
+        ZhooksError: of the kind's class; missing, unreadable, not a regular file, above 1 MiB, not UTF-8, or not well-formed.
     """
     source = shown_path(path)
-    text = _text(path)
+    text = _text(path, kind)
     try:
-        _check_shape(text, source)
+        _check_shape(text, source, kind)
         if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
-            return Document(source, _json_values(text, source), _spots(source, _json_lines(text)), len(text))
-        return Document(source, tomllib.loads(text), _spots(source, _toml_lines(text)), len(text))
-    except PolicyError:
+            return Document(kind, source, _json_values(text, source, kind), _spots(source, _json_lines(text)), len(text))
+        return Document(kind, source, tomllib.loads(text), _spots(source, _toml_lines(text)), len(text))
+    except kind.error:
         raise
     except json.JSONDecodeError as error:
-        raise PolicyError(f"{source}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
+        raise kind.error(f"{source}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
     except tomllib.TOMLDecodeError as error:
         # Python 3.11 gives the position only inside the message.
         said = re.fullmatch(r"(.*?)\s*\(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
         line = said[2] if said and said[2] else str(text.count("\n") + 1)
-        raise PolicyError(f"{source}:{line}: not valid TOML: {one_line(said[1] if said else str(error))}") from None
+        raise kind.error(f"{source}:{line}: not valid TOML: {one_line(said[1] if said else str(error))}") from None
     except RecursionError:
-        raise PolicyError(f"{source}: nested too deeply; a policy is tables of plain values") from None
+        raise kind.error(f"{source}: nested too deeply; a {kind.noun} is tables of plain values") from None
     except ValueError as error:
         digits = "a number of more digits than a size or a count has" if "digits" in str(error) else one_line(str(error))[:200]
-        raise PolicyError(f"{source}: expected a policy, found {digits}") from None
+        raise kind.error(f"{source}: expected a {kind.noun}, found {digits}") from None
 
 
 _DOTTED = re.compile(rf"(?<![A-Za-z0-9_-])(?:[A-Za-z0-9_-]+[ \t]*\.[ \t]*){{{MAX_DOTTED}}}")
 
 
-def _check_shape(text: str, source: str) -> None:
+def _check_shape(text: str, source: str, kind: Kind) -> None:
     """Refuse what a parser would take time or depth without end for, in one pass over the text."""
     as_json = text.lstrip().startswith("{")
     bare: list[str] = []
@@ -126,8 +137,8 @@ def _check_shape(text: str, source: str) -> None:
         depth += (token in "[{") - (token in "]}")
         if depth > MAX_NESTED:
             line += text.count("\n", 0, match.start())
-            raise PolicyError(
-                f"{source}:{line}: nested too deeply, more than {MAX_NESTED} brackets; a policy is tables of plain values"
+            raise kind.error(
+                f"{source}:{line}: nested too deeply, more than {MAX_NESTED} brackets; a {kind.noun} is tables of plain values"
             )
         # A text may be one name of a dotted key; its own dots are none.
         bare += (text[position : match.start()], "_" if token[0] in "\"'" else token if token in "[]{}\n" else "")
@@ -136,13 +147,12 @@ def _check_shape(text: str, source: str) -> None:
     dotted = None if as_json else _DOTTED.search(others)
     if dotted:
         line += others.count("\n", 0, dotted.start())
-        raise PolicyError(
-            f"{source}:{line}: expected a key of at most {MAX_DOTTED} dotted names, found more; a policy is tables of values"
-        )
+        found = f"expected a key of at most {MAX_DOTTED} dotted names, found more"
+        raise kind.error(f"{source}:{line}: {found}; a {kind.noun} is tables of values")
 
 
 class _Foreign:
-    """What stands for a value that no policy file can hold: it is equal to nothing, and says in few words what it was."""
+    """What stands for a value that no file can hold: it is equal to nothing, and says in few words what it was."""
 
     def __init__(self, words: str) -> None:
         self._words = words
@@ -152,7 +162,7 @@ class _Foreign:
 
 
 def plain(value: Any) -> Any:
-    """``value`` in exactly the types a file could give, and the policy's own; what is none of them is shown, never touched."""
+    """``value`` in exactly the types a file could give, and the settings' own; what is none of them is shown, never touched."""
     if isinstance(value, Mapping) and len(value) <= MAX_ENTRIES:
         # Each key by itself: one that goes on without end is the one that is refused.
         return {_key(key): _plain(member, 1, itertools.count()) for key, member in value.items()}
@@ -191,36 +201,36 @@ def _spots(source: str, lines: dict[Place, int]) -> dict[Place, Spot]:
     return {place: Spot(0, line, source) for place, line in lines.items()}
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, kind: Kind) -> str:
     try:
         raw = read_regular(path, MAX_FILE_NBYTES)
         return raw.decode("utf-8-sig")
     except FileNotFoundError:
-        raise PolicyError(f"{shown_path(path)}: no such policy file") from None
+        raise kind.error(f"{shown_path(path)}: no such {kind.noun} file") from None
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise PolicyError(f"{shown_path(path)}:{line}: expected UTF-8 text, found byte 0x{raw[error.start]:02x}") from None
+        raise kind.error(f"{shown_path(path)}:{line}: expected UTF-8 text, found byte 0x{raw[error.start]:02x}") from None
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EFBIG):
             found = error.strerror
-            raise PolicyError(f"{shown_path(path)}: expected a policy file of at most 1 MiB, found {found}") from None
-        raise PolicyError(f"{shown_path(path)}: cannot be read: {error.strerror or error}") from None
+            raise kind.error(f"{shown_path(path)}: expected a {kind.noun} file of at most 1 MiB, found {found}") from None
+        raise kind.error(f"{shown_path(path)}: cannot be read: {error.strerror or error}") from None
     except ValueError:
-        raise PolicyError(f"{shown(str(path))}: not a path") from None
+        raise kind.error(f"{shown(str(path))}: not a path") from None
 
 
-def _json_values(text: str, source: str) -> dict[str, Any]:
+def _json_values(text: str, source: str, kind: Kind) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, value in pairs:
             if key in values:
-                raise PolicyError(f"{source}: {one_line(key)[:120]}: written twice in one object; keep one of them")
+                raise kind.error(f"{source}: {one_line(key)[:120]}: written twice in one object; keep one of them")
             values[key] = value
         return values
 
     values = json.loads(text, object_pairs_hook=once)
     if not isinstance(values, dict):
-        raise PolicyError(f"{source}:1: expected a JSON object, found {shown(values)}")
+        raise kind.error(f"{source}:1: expected a JSON object, found {shown(values)}")
     return values
 
 

@@ -1,6 +1,6 @@
 """Owns the way from a rejected value back to its file, its line and what to do.
 
-`offload.policy`, `policy_layers` and `deepspeed` raise what it makes. It never reads a file and never decides
+`offload.policy` and `offload.hardware` raise what it makes. It never reads a file and never decides
 what is wrong.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from offload.errors import PolicyError
-from offload.policy.load import Document, Place, Spot, member
+from offload.documents.load import Document, Place, Spot, member
+from offload.errors import ZhooksError
 from offload.text import one_line, shown
 
 __all__ = ["complain", "explain", "nearest"]
@@ -32,12 +32,12 @@ _LAST = Spot(sys.maxsize, 0, "")
 _MEMBER = re.compile(r"#\d+", re.ASCII)
 
 
-def complain(problems: Sequence[tuple[Place, str]], document: Document) -> PolicyError:
+def complain(problems: Sequence[tuple[Place, str]], document: Document) -> ZhooksError:
     """The error of one line a problem, each with the file and line of its place, in the order a reader meets them."""
     return _said([(place, partial(str, text)) for place, text in problems], document)
 
 
-def _said(problems: Sequence[tuple[Place, Callable[[], str]]], document: Document) -> PolicyError:
+def _said(problems: Sequence[tuple[Place, Callable[[], str]]], document: Document) -> ZhooksError:
     """As `complain`, with texts that are made only for the lines that are shown."""
     found = sorted(problems, key=lambda problem: document.spot(problem[0]) or _LAST)
     # Both branches of a union complain about one value in the same words; a dict keeps one of them, and the order.
@@ -52,10 +52,10 @@ def _said(problems: Sequence[tuple[Place, Callable[[], str]]], document: Documen
         listed += 1
     if len(found) > listed:
         lines[f"{document.source}: and {len(found) - listed} more"] = None
-    return PolicyError("\n".join(lines))
+    return document.kind.error("\n".join(lines))
 
 
-def explain(error: ValidationError, document: Document, schema: type[BaseModel]) -> PolicyError:
+def explain(error: ValidationError, document: Document, schema: type[BaseModel]) -> ZhooksError:
     """Turn pydantic's findings into what `complain` makes.
 
     A field says what it expects in ``json_schema_extra["expected"]``. A validator that speaks for several places raises

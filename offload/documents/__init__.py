@@ -1,0 +1,28 @@
+"""Settings files: read, checked against tables of keys, and every mistake said with its file and line; without torch."""
+
+from __future__ import annotations
+
+from offload.documents.fields import SIZE_SCHEMA, Name, Names, Size, Table, sized, words
+from offload.documents.load import MAX_FILE_NBYTES, Document, Kind, Place, Spot, member, plain, read
+from offload.documents.problems import complain, explain, nearest
+
+__all__ = [
+    "MAX_FILE_NBYTES",
+    "SIZE_SCHEMA",
+    "Document",
+    "Kind",
+    "Name",
+    "Names",
+    "Place",
+    "Size",
+    "Spot",
+    "Table",
+    "complain",
+    "explain",
+    "member",
+    "nearest",
+    "plain",
+    "read",
+    "sized",
+    "words",
+]
