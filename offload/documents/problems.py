@@ -118,10 +118,10 @@ def _complaint(detail: Mapping[str, Any], place: Place, schema: type[BaseModel])
     if key in model.model_fields:
         extra = model.model_fields[key].json_schema_extra
         expected = extra.get("expected") if isinstance(extra, dict) else None
-        if detail["type"] == "missing":
-            return f"expected {expected}, found nothing; write it"
         if expected is None and _table(model, key) is not None:
             expected = "a table"
+        if detail["type"] == "missing":
+            return f"expected {expected}, found nothing; write it"
         return f"expected {expected or detail['msg']}, found {shown(detail['input'])}"
     return f"expected a table, found {shown(detail['input'])}"
 
