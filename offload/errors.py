@@ -11,6 +11,7 @@ __all__ = [
     "CapabilityError",
     "CheckpointError",
     "DivergenceError",
+    "HardwareError",
     "LayoutError",
     "PolicyError",
     "ScaleError",
@@ -26,6 +27,10 @@ class ZhooksError(Exception):
 
 class PolicyError(ZhooksError, ValueError):
     """A policy cannot be read or contradicts itself; the message holds one line a problem."""
+
+
+class HardwareError(ZhooksError, ValueError):
+    """A hardware profile cannot be read or cannot be, or lacks the figure that is asked of it."""
 
 
 class BudgetError(ZhooksError, RuntimeError):

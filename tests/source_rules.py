@@ -149,7 +149,7 @@ ORDER = {
         "optim", "activation", "grad", "unit", "tensor", "comm", "layout", "refusals tiling compiled",
     ),
     "offload": (
-        "__init__", "shards", "stash", "store", "kernels", "disk", "memory", "device", "budget", "policy",
+        "__init__", "shards", "stash", "store", "kernels", "disk", "memory", "device", "budget", "policy", "hardware",
         "documents", "formulas free_ranges pages references regular_files text threads", "work", "tier", "events errors",
     ),
 }  # fmt: skip

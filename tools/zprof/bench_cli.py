@@ -23,6 +23,7 @@ from offload.tier import Tier
 from zprof.bench.store import Figure, bench_path, keep
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from rich.progress import Progress
 
 __all__ = ["bench"]
@@ -54,19 +55,40 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 @click.option("--ranks", type=click.IntRange(2, 64), help="Ranks of the gather; one a GPU, or two, unless said.")
 @click.option("--store/--no-store", default=True, help="Keep the figures for the other commands to compare with.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def bench(what: tuple[str, ...], path: str, size: int | None, ranks: int | None, store: bool, as_json: bool) -> None:
+@click.option(
+    "--profile", "to", type=click.Path(path_type=Path), help="Measure by size, and write a hardware profile of this machine."
+)
+@click.option("-f", "--force", is_flag=True, help="Overwrite the profile if it is there.")
+def bench(
+    what: tuple[str, ...],
+    path: str,
+    size: int | None,
+    ranks: int | None,
+    store: bool,
+    as_json: bool,
+    to: Path | None,
+    force: bool,
+) -> None:
     """Measure what this machine can do, and store it for reports to compare with.
 
     \b
     zprof bench                          everything there is
     zprof bench disk --path /scratch     the disk of one folder
     zprof bench memcpy gather --json
+    zprof bench --profile here.toml      a profile for zprof simulate and plan
+
+    A profile describes threads as devices and processes as ranks, so measure it while the machine does nothing else.
     """
     chosen = [name for name in WHATS[:-1] if not what or "all" in what or name in what]
     nbytes = size or min(USUAL_NBYTES, max(1 << 20, available(Tier.HOST) // 16))
     folder = Path(path).absolute()
     if "disk" in chosen and not folder.is_dir():
         raise click.BadParameter(f"{path}: expected a folder, found none; make it first", param_hint="--path")
+    if to is not None:
+        if what:
+            raise click.UsageError(f"--profile: measures everything a profile holds; leave out {' '.join(what)}")
+        _profile(to, folder, size or min(1 << 27, nbytes), ranks or 2, force=force, as_json=as_json)
+        return
     figures: list[Figure] = []
     missing: list[str] = []
     with _progress(as_json) as progress:
@@ -85,6 +107,30 @@ def bench(what: tuple[str, ...], path: str, size: int | None, ranks: int | None,
         click.echo(json.dumps(body | {"stored": str(kept) if kept else None}, indent=2))
         return
     _show(figures, missing, nbytes, kept)
+
+
+def _profile(to: Path, folder: Path, most: int, ranks: int, *, force: bool, as_json: bool) -> None:
+    """Measure, fit, write the file, and say how well the fit predicts what was measured."""
+    from zprof.bench.profile import profile, steps
+    from zprof.output import check_output, write_output
+
+    check_output(to, [], force=force)
+    samples = []
+    with _progress(as_json) as progress:
+        for name, measure in steps(folder, most, ranks):
+            task = progress.add_task(name, total=None)
+            samples += measure()
+            progress.remove_task(task)
+    fitted = profile(to.stem, folder, samples, most)
+    residuals = "".join(f"# {line}\n" for line in fitted.text().splitlines())
+    write_output(to, f"{fitted.hardware.text()}\n{residuals}".encode())
+    if as_json:
+        body = {"version": 1, "profile": str(to), "hardware": fitted.hardware.values()}
+        body["residuals"] = [_plain(each) for each in fitted.residuals]
+        click.echo(json.dumps(body, indent=2))
+        return
+    click.echo(fitted.text())
+    click.echo(f"{to}: written; zprof hardware show {to}")
 
 
 Trial = Callable[[], list[Figure]]
@@ -151,7 +197,7 @@ def _gather(nbytes: int, ranks: int | None, now: str) -> Figure:
     return Figure("gather", float(rate), now, f"{backend} x {world}" if not gpus else torch.cuda.get_device_name())
 
 
-def _plain(figure: Figure) -> dict[str, object]:
+def _plain(figure: DataclassInstance) -> dict[str, object]:
     from dataclasses import asdict
 
     return asdict(figure)

@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "export": ("zprof.export_cli", "Write a run in another tool's format."),
     "doctor": ("zprof.doctor_cli", "Say what will work on this machine, what will not, and what to do."),
     "policy": ("zprof.policy_cli", "Check, show and convert policy files."),
+    "hardware": ("zprof.hardware_cli", "List hardware profiles, and check and show one."),
 }
 
 

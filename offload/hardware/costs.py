@@ -1,0 +1,218 @@
+"""Owns the cost model: from what an operation does to the seconds it takes on a profile, and a step's joules and price.
+
+The virtual device, the simulator and the planner call it. All times are float seconds (`as_ns` is for clocks that count);
+it is pure: no clock, no torch, and the same answer every time.
+
+Note: [Roofline]
+    An operation takes the longer of its compute and its memory traffic, each at the fraction of the peak that operations of
+    its size reach, and never less than the shortest kernel (Williams, Waterman and Patterson, 2009). Issuing it takes the
+    host `dispatch`, which runs beside a GPU and adds to a CPU's own time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.errors import HardwareError
+from offload.hardware import collectives
+from offload.hardware.collectives import Collective
+from offload.hardware.curves import fraction_at
+from offload.hardware.hardware import Hardware
+from offload.hardware.tables import DTYPES
+from offload.hardware.topology import Group, grouped
+
+__all__ = ["CostModel", "StepCost", "as_ns"]
+
+_WORDS = {
+    "float64": "fp64",
+    "double": "fp64",
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step takes beside time.
+
+    Attributes:
+        joules: of all devices and nodes; None where the profile has no [power].
+        price: US dollars; None where it has no [price].
+    """
+
+    joules: float | None
+    price: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What operations take on ``hardware``."""
+
+    hardware: Hardware
+
+    @property
+    def dispatch(self) -> float:
+        """Seconds of the host to issue one operation; not in `compute`."""
+        return self.hardware.host.dispatch
+
+    def compute(self, flops: float, nbytes: float, dtype: str = "fp32", size: int | None = None) -> float:
+        """Seconds of one kernel.
+
+        Args:
+            flops: of matrix products; 0 of an operation that only moves memory.
+            nbytes: read and written, each once.
+            dtype: what products compute in, "bf16" or torch's "bfloat16"; looked at only where there are flops.
+            size: the smallest dimension of a product; None leaves the shape out.
+        Raises:
+            HardwareError: the profile has no rate for that dtype.
+        """
+        device = self.hardware.device
+        bandwidth = device.memory_bandwidth * fraction_at(self.hardware.memory_bound.points, nbytes)
+        seconds = max(device.launch, nbytes / bandwidth)
+        if flops > 0:
+            seconds = max(seconds, flops / self.rate(dtype, flops, size))
+        return seconds
+
+    def rate(self, dtype: str, flops: float, size: int | None = None) -> float:
+        """FLOP a second that a matrix product of so many FLOPs reaches.
+
+        Raises:
+            HardwareError: as `compute`.
+        """
+        name = self.dtype(dtype)
+        peak = getattr(self.hardware.peak, name)
+        curves = self.hardware.matmul
+        reached: float = peak * fraction_at(getattr(curves, name) or curves.points, flops)
+        return reached * (fraction_at(curves.by_dim, size) if curves.by_dim and size else 1.0)
+
+    def dtype(self, name: str) -> str:
+        """The key of [peak] for a dtype's name; TF32 on a device that has none is fp32.
+
+        Raises:
+            HardwareError: the profile has no rate for it.
+        """
+        word = name.removeprefix("torch.")
+        word = "fp8" if word.startswith("float8") else _WORDS.get(word, word)
+        if word == "tf32" and self.hardware.peak.tf32 is None:
+            word = "fp32"
+        if word not in DTYPES or getattr(self.hardware.peak, word) is None:
+            known = ", ".join(each for each in DTYPES if getattr(self.hardware.peak, each) is not None)
+            raise HardwareError(
+                f"{self.hardware.name}: [peak] has no rate for {name}, it has {known}; use one of these, or write its rate "
+                "in a profile of your own"
+            )
+        return word
+
+    def copy(self, direction: str, nbytes: float, sharing: int = 1) -> float:
+        """Seconds of one copy: "h2d", "d2h", "h2h" by one thread, or "d2d" in one device's memory.
+
+        Args:
+            sharing: devices of the node that copy that way at once, this one included.
+        Raises:
+            HardwareError: there is no such direction.
+        """
+        host, device, link = self.hardware.host, self.hardware.device, self.hardware.host_link
+        if direction == "h2h":
+            return nbytes / min(host.copy_rate, host.memory_bandwidth / (2 * sharing))
+        if direction == "d2d":
+            return max(device.launch, self.compute(0, 2 * nbytes))
+        if direction not in ("h2d", "d2h"):
+            raise HardwareError(f'copy: expected "h2d", "d2h", "h2h" or "d2d", found {direction!r}')
+        rate = link.bandwidth if link.node_bandwidth is None else min(link.bandwidth, link.node_bandwidth / sharing)
+        rate *= 1.0 if link.points is None else fraction_at(link.points, nbytes)
+        return link.latency + nbytes / min(rate, host.memory_bandwidth / sharing)
+
+    def fresh(self, nbytes: float) -> float:
+        """Seconds of the first touch of so many bytes of new host pages; 0 where the profile does not say."""
+        return 0.0 if self.hardware.host.fresh_rate is None else nbytes / self.hardware.host.fresh_rate
+
+    def disk(self, kind: str, nbytes: float, depth: int = 1, sharing: int = 1) -> float:
+        """Seconds that one request takes of its queue.
+
+        Args:
+            kind: "read" or "write".
+            depth: requests alike that are under way at once: their latencies overlap, the drives' bandwidth they share.
+            sharing: ranks of the node that use the drives at once, each with such a queue.
+        Raises:
+            HardwareError: no such kind, or the node has no drives.
+        """
+        disk = self.hardware.disk
+        if disk is None:
+            raise HardwareError(f"{self.hardware.name}: the profile has no [disk]; write one, or keep everything in memory")
+        if kind not in ("read", "write"):
+            raise HardwareError(f'disk: expected "read" or "write", found {kind!r}')
+        drive = disk.read if kind == "read" else disk.write
+        touched = min(disk.count, max(1, math.ceil(nbytes / disk.stripe)))
+        alone = (disk.latency + nbytes / (touched * drive)) / max(1, depth)
+        return max(alone, nbytes * sharing / (disk.count * drive))
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """Where these ranks lie: in order, as many to a node as it has devices.
+
+        Raises:
+            HardwareError: none, or one twice.
+        """
+        return grouped(ranks, self.hardware.device.count)
+
+    def collective(self, kind: str, nbytes: int, group: Group, *, sharing: int = 1, algorithm: str = "auto") -> Collective:
+        """The time and traffic of one collective.
+
+        Args:
+            kind: "all_gather" (``nbytes`` of the gathered tensor), "reduce_scatter" (of the whole input), "all_reduce",
+                "broadcast", "reduce", "send" (of the tensor), "all_to_all" (the most that a rank sends or receives, what it
+                keeps included) or "barrier".
+            sharing: groups alike that use the same nodes at once, this one included; `Group.alike` where all devices do.
+            algorithm: "auto" is the quickest that NCCL has for the call: a ring, or for an all-reduce a tree;
+                "hierarchical" is one collective inside each node and one between nodes for each device of a node.
+        Raises:
+            HardwareError: an unknown kind or algorithm, or a group that spans nodes where there is no [network].
+        """
+        return collectives.collective(self.hardware, kind, nbytes, group, sharing=sharing, algorithm=algorithm)
+
+    def exchange(self, rows: Sequence[Sequence[int]], group: Group, *, sharing: int = 1) -> Collective:
+        """An all-to-all of uneven messages: ``rows[i][j]`` bytes go from the group's rank i to its rank j.
+
+        Raises:
+            HardwareError: the rows are not the group's, or as `collective`.
+        """
+        return collectives.exchange(self.hardware, rows, group, sharing=sharing)
+
+    def host_update(self, nbytes: float, flops: float = 0.0, sharing: int = 1) -> float:
+        """Seconds of an optimizer's pass over host memory.
+
+        Args:
+            nbytes: read and written.
+            sharing: ranks of the node that update at once; each has its share of cores and bandwidth.
+        """
+        host = self.hardware.host
+        if self.hardware.kind == "cpu":
+            # A device is one thread: it reaches what it reaches as a device, and no more than its share of the host.
+            points = self.hardware.memory_bound.points
+            alone = self.hardware.device.memory_bandwidth * fraction_at(points, nbytes)
+            return max(nbytes / min(alone, host.memory_bandwidth / sharing), flops / (host.flops / max(sharing, host.cores)))
+        return max(nbytes / host.memory_bandwidth, flops / host.flops) * sharing
+
+    def step(self, seconds: float, busy: float, devices: int) -> StepCost:
+        """Joules and dollars of a step.
+
+        Args:
+            busy: the fraction of it that a device computes, from 0 to 1.
+            devices: of the whole run; nodes are counted whole.
+        """
+        power, price = self.hardware.power, self.hardware.price
+        joules = None
+        if power is not None:
+            nodes = math.ceil(devices / self.hardware.device.count)
+            busy = min(1.0, max(0.0, busy))
+            joules = seconds * (devices * (power.idle + busy * (power.max - power.idle)) + nodes * power.node)
+        return StepCost(joules, None if price is None else price.device_hour * devices * seconds / 3600)
+
+
+def as_ns(seconds: float) -> int:
+    """Whole nanoseconds, rounded up, for clocks that count: what takes time never takes none."""
+    return math.ceil(seconds * 1e9 - 1e-3)

@@ -1,0 +1,260 @@
+"""Owns the tables of a hardware profile: every key, what it may be and what it means.
+
+`hardware.py` puts them together; ``docs/hardware.md`` is made from them. It never compares one table with another and never
+computes a time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator
+
+from offload.documents import Kind, Size, Table, words
+from offload.errors import HardwareError
+from offload.hardware.units import as_flops, as_rate, as_seconds, positive
+
+__all__ = [
+    "DTYPES",
+    "PROFILE",
+    "Device",
+    "Disk",
+    "Host",
+    "HostLink",
+    "Link",
+    "Matmul",
+    "MemoryBound",
+    "Network",
+    "Peak",
+    "Points",
+    "Power",
+    "Price",
+    "Text",
+]
+
+#: What the documents are, for their errors.
+PROFILE = Kind("hardware profile", HardwareError)
+
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+_MOST_POINTS = 64
+_MOST_TEXT = 2000
+
+Point = tuple[float, float]
+
+
+def _points(value: object) -> tuple[Point, ...]:
+    """Points of a curve: sizes that grow, each with a fraction above 0 and at most 1 that grows no faster."""
+    if not isinstance(value, (list, tuple)) or not 0 < len(value) <= _MOST_POINTS:
+        raise ValueError("not a list of points")
+    points: list[Point] = []
+    for each in value:
+        if not isinstance(each, (list, tuple)) or len(each) != 2:
+            raise ValueError("not a pair")
+        size, fraction = positive(each[0]), positive(each[1])
+        if fraction > 1 or (points and size <= points[-1][0]):
+            raise ValueError("not a curve")
+        # More work would take less time.
+        if points and fraction / points[-1][1] > size / points[-1][0] * (1 + 1e-9):
+            raise ValueError("steeper than the size")
+        points.append((size, fraction))
+    return tuple(points)
+
+
+def _fraction(value: object) -> float:
+    number = positive(value)
+    if number > 1:
+        raise ValueError("above 1")
+    return number
+
+
+def _text(value: str) -> str:
+    if len(value) > _MOST_TEXT or not all(letter.isprintable() or letter == "\n" for letter in value):
+        raise ValueError("not a text")
+    return value
+
+
+def _amount(value: object) -> float:
+    number = 0.0 if value == 0 and not isinstance(value, bool) else positive(value)
+    assert math.isfinite(number)
+    return number
+
+
+def _nonzero(value: int) -> int:
+    if value <= 0:
+        raise ValueError("not above 0")
+    return value
+
+
+Rate = Annotated[float, BeforeValidator(as_rate)]
+Flops = Annotated[float, BeforeValidator(as_flops)]
+Seconds = Annotated[float, BeforeValidator(as_seconds)]
+Fraction = Annotated[float, BeforeValidator(_fraction)]
+Points = Annotated[tuple[Point, ...], BeforeValidator(_points)]
+Amount = Annotated[float, BeforeValidator(_amount)]
+Memory = Annotated[Size, AfterValidator(_nonzero)]
+Text = Annotated[str, AfterValidator(_text)]
+
+_RATE = 'bytes a second above 0, or text like "3.35 TB/s" or "800 Gb/s"'
+_FLOP = 'FLOP a second above 0, or text like "989.4 TFLOP/s"'
+_TIME = 'seconds, or text like "3.4 us"'
+_SIZE = 'bytes above 0 or a size like "80 GiB"'
+_PART = "a number above 0 and at most 1"
+_CURVE = "a list of [size, fraction], sizes growing, fractions above 0, at most 1 and growing no faster than sizes"
+_COUNT = "an integer from 1 to 65536"
+
+
+def _source() -> Any:
+    return words(
+        "",
+        expected="text",
+        does="Where the figures are from.",
+        why='A figure without a public source says "assumed" and the reason.',
+    )
+
+
+def _count(does: str, default: Any = ...) -> Any:
+    return words(default, expected=_COUNT, does=does, ge=1, le=1 << 16)
+
+
+class Device(Table):
+    """[device]: one accelerator; of a profile of kind "cpu" one thread of one core."""
+
+    count: int = _count("Devices of a node.")
+    memory: Memory = words(..., expected=_SIZE, does="Memory of a device.")
+    memory_bandwidth: Rate = words(..., expected=_RATE, does="Bytes read or written a second, at the most.")
+    launch: Seconds = words(..., expected=_TIME, does="The shortest time a kernel takes on the device.")
+    source: Text = _source()
+
+
+class Peak(Table):
+    """[peak]: dense matrix products, FLOP a second by dtype; a dtype that is not written is not there."""
+
+    fp64: Flops | None = words(None, expected=_FLOP, does="float64.")
+    fp32: Flops | None = words(None, expected=_FLOP, does="float32, computed in fp32.")
+    tf32: Flops | None = words(None, expected=_FLOP, does="float32, computed in TF32, where a program allows it.")
+    bf16: Flops | None = words(None, expected=_FLOP, does="bfloat16.")
+    fp16: Flops | None = words(None, expected=_FLOP, does="float16, summed in fp32.")
+    fp8: Flops | None = words(None, expected=_FLOP, does="float8, either format.")
+    int8: Flops | None = words(None, expected=_FLOP, does="int8, operations a second.")
+    source: Text = _source()
+
+
+class Matmul(Table):
+    """[matmul]: how much of the peak a matrix product reaches, by its FLOPs and its smallest dimension."""
+
+    points: Points = words(..., expected=_CURVE, does="Fraction of the peak by FLOPs, between two points by logarithms.")
+    fp64: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
+    fp32: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
+    tf32: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
+    bf16: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
+    fp16: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
+    fp8: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
+    int8: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
+    by_dim: Points | None = words(
+        None, expected=_CURVE, does="A further factor by the smallest dimension; unset is 1, whatever the shape."
+    )
+    source: Text = _source()
+
+
+class MemoryBound(Table):
+    """[memory_bound]: how much of the device's memory bandwidth an operation reaches that computes little."""
+
+    points: Points = words(..., expected=_CURVE, does="Fraction of the bandwidth by bytes, between two points by logarithms.")
+    source: Text = _source()
+
+
+class Link(Table):
+    """[link]: from a device to another of its node."""
+
+    bandwidth: Rate = words(..., expected=_RATE, does="Of a device, in one direction.")
+    node_bandwidth: Rate | None = words(
+        None, expected=_RATE, does="Of all devices of a node at once, in one direction; unset: they don't share."
+    )
+    through: Literal["switch", "pcie", "memory"] = words(
+        "switch",
+        expected='"switch", "pcie" or "memory"',
+        does="What it goes through; memory is the host's: copied in once, out once.",
+    )
+    efficiency: Fraction = words(1.0, expected=_PART, does="Fraction of the bandwidth that a large collective reaches.")
+    start: Seconds = words(0.0, expected=_TIME, does="What every collective takes before its first byte.")
+    latency: Seconds = words(..., expected=_TIME, does="Of one hop, for messages of full bandwidth.")
+    short_latency: Seconds | None = words(
+        None, expected=_TIME, does="Of one hop by the protocol for short messages; unset: there is none."
+    )
+    short_start: Seconds | None = words(None, expected=_TIME, does="As start, by that protocol.")
+    short_fraction: Fraction = words(1.0, expected=_PART, does="Fraction of the bandwidth that protocol reaches, on any link.")
+    points: Points | None = words(
+        None, expected=_CURVE, does="Fraction of the bandwidth by bytes that a device moves; unset is 1, whatever the size."
+    )
+    source: Text = _source()
+
+
+class HostLink(Table):
+    """[host_link]: between a device and its host's memory."""
+
+    bandwidth: Rate = words(..., expected=_RATE, does="Of a device, in one direction, from page-locked memory.")
+    node_bandwidth: Rate | None = words(
+        None, expected=_RATE, does="Of all devices of a node at once, in one direction; unset: they don't share."
+    )
+    latency: Seconds = words(..., expected=_TIME, does="Of one copy.")
+    points: Points | None = words(
+        None, expected=_CURVE, does="Fraction of the bandwidth by bytes of a copy; unset is 1, whatever the size."
+    )
+    source: Text = _source()
+
+
+class Host(Table):
+    """[host]: the node's own memory and processors; its sockets are one."""
+
+    memory: Memory = words(..., expected=_SIZE, does="Memory of a node.")
+    memory_bandwidth: Rate = words(..., expected=_RATE, does="Of all cores at once, bytes read or written.")
+    cores: int = _count("Cores of a node.")
+    flops: Flops = words(..., expected=_FLOP, does="Of all cores at once, in fp32.")
+    copy_rate: Rate = words(..., expected=_RATE, does="Bytes that one thread copies a second, each counted once.")
+    fresh_rate: Rate | None = words(
+        None, expected=_RATE, does="Bytes of new pages that one thread touches first a second; unset: not counted."
+    )
+    dispatch: Seconds = words(..., expected=_TIME, does="Of the host to issue one operation: Python, dispatcher, launch.")
+    source: Text = _source()
+
+
+class Disk(Table):
+    """[disk]: the node's drives, striped."""
+
+    count: int = _count("Drives of a node.")
+    read: Rate = words(..., expected=_RATE, does="Of one drive, large requests.")
+    write: Rate = words(..., expected=_RATE, does="Of one drive, large requests.")
+    latency: Seconds = words(..., expected=_TIME, does="Of one request.")
+    capacity: Memory = words(..., expected=_SIZE, does="Of one drive.")
+    stripe: Memory = words(512 << 10, expected=_SIZE, does="A request of more touches several drives.")
+    source: Text = _source()
+
+
+class Network(Table):
+    """[network]: between nodes."""
+
+    bandwidth: Rate = words(..., expected=_RATE, does="Of a node, in one direction, all adapters.")
+    efficiency: Fraction = words(1.0, expected=_PART, does="Fraction of the bandwidth that a large collective reaches.")
+    latency: Seconds = words(..., expected=_TIME, does="Of one hop, for messages of full bandwidth.")
+    short_latency: Seconds | None = words(
+        None, expected=_TIME, does="Of one hop by the protocol for short messages; unset is latency."
+    )
+    source: Text = _source()
+
+
+class Power(Table):
+    """[power]: watts."""
+
+    idle: Amount = words(..., expected="watts", does="Of a device that does nothing.")
+    max: Amount = words(..., expected="watts", does="Of a device that is busy.")
+    node: Amount = words(0.0, expected="watts", does="Of a node beside its devices: processors, memory, fans, adapters.")
+    source: Text = _source()
+
+
+class Price(Table):
+    """[price]: what a device costs."""
+
+    device_hour: Amount = words(..., expected="US dollars", does="Of one device for an hour.")
+    date: Text = words(..., expected="text such as \"2026-05\"", does="When that was asked.")
+    source: Text = _source()
