@@ -123,8 +123,10 @@ def _direct(inside: float, between: float, group: Group, wire: Wire) -> Collecti
 
 
 def exchange(hardware: Hardware, rows: Sequence[Sequence[int]], group: Group, *, sharing: int = 1) -> Collective:
-    """An all-to-all of uneven messages; see `CostModel.exchange`."""
+    """An all-to-all of uneven messages, the group's nodes taken as full one after the other; see `CostModel.exchange`."""
     count = group.ranks
+    if sharing < 1:
+        raise HardwareError(f"exchange: expected sharing from 1, found {sharing}")
     if len(rows) != count or any(len(row) != count or min(row, default=0) < 0 for row in rows):
         raise HardwareError(f"exchange: expected {count} rows of {count} numbers of bytes from 0, found {len(rows)} rows")
     if count == 1:

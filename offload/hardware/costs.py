@@ -117,6 +117,7 @@ class CostModel:
             HardwareError: there is no such direction.
         """
         host, device, link = self.hardware.host, self.hardware.device, self.hardware.host_link
+        _at_least_one("copy: sharing", sharing)
         if direction == "h2h":
             return nbytes / min(host.copy_rate, host.memory_bandwidth / (2 * sharing))
         if direction == "d2d":
@@ -146,9 +147,11 @@ class CostModel:
             raise HardwareError(f"{self.hardware.name}: the profile has no [disk]; write one, or keep everything in memory")
         if kind not in ("read", "write"):
             raise HardwareError(f'disk: expected "read" or "write", found {kind!r}')
+        _at_least_one("disk: depth", depth)
+        _at_least_one("disk: sharing", sharing)
         drive = disk.read if kind == "read" else disk.write
         touched = min(disk.count, max(1, math.ceil(nbytes / disk.stripe)))
-        alone = (disk.latency + nbytes / (touched * drive)) / max(1, depth)
+        alone = (disk.latency + nbytes / (touched * drive)) / depth
         return max(alone, nbytes * sharing / (disk.count * drive))
 
     def group(self, ranks: Sequence[int]) -> Group:
@@ -190,6 +193,7 @@ class CostModel:
             sharing: ranks of the node that update at once; each has its share of cores and bandwidth.
         """
         host = self.hardware.host
+        _at_least_one("host_update: sharing", sharing)
         if self.hardware.kind == "cpu":
             # A device is one thread: it reaches what it reaches as a device, and no more than its share of the host.
             points = self.hardware.memory_bound.points
@@ -211,6 +215,11 @@ class CostModel:
             busy = min(1.0, max(0.0, busy))
             joules = seconds * (devices * (power.idle + busy * (power.max - power.idle)) + nodes * power.node)
         return StepCost(joules, None if price is None else price.device_hour * devices * seconds / 3600)
+
+
+def _at_least_one(what: str, number: int) -> None:
+    if number < 1:
+        raise HardwareError(f"{what}: expected a number from 1, found {number}")
 
 
 def as_ns(seconds: float) -> int:

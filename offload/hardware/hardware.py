@@ -100,6 +100,9 @@ class Hardware(Table):
         if isinstance(value, Hardware):
             return value
         if isinstance(value, Mapping):
+            strangers = [key for key in value if not isinstance(key, str)]
+            if strangers:
+                raise HardwareError(f"hardware: expected names for keys, found {type(strangers[0]).__name__[:50]}")
             checked = plain(value)
             return cls._build(Document(PROFILE, "hardware", checked), checked)
         if isinstance(value, str) and value in names():

@@ -160,3 +160,17 @@ def test_whole_nanoseconds_never_vanish() -> None:
     assert [as_ns(each) for each in (0.0, 1e-12, 1e-9, 2.5e-9, 1.0)] == [0, 0, 1, 3, 10**9]
     assert as_ns(5e-10) == 1
     assert not math.isnan(model().dispatch) and model().dispatch > 0
+
+
+def test_nothing_is_shared_by_none() -> None:
+    costs = plain()
+    for call in (
+        lambda: costs.copy("h2d", 1, sharing=0),
+        lambda: costs.disk("read", 1, depth=0),
+        lambda: costs.disk("read", 1, sharing=0),
+        lambda: costs.host_update(1, sharing=0),
+        lambda: costs.exchange([[0, 1], [1, 0]], costs.group(range(2)), sharing=0),
+        lambda: costs.collective("send", 1, costs.group(range(2)), sharing=0),
+    ):
+        with pytest.raises(HardwareError, match=r"expected .* from 1, found"):
+            call()

@@ -196,6 +196,13 @@ def test_what_is_no_profile_at_all_is_refused(value: Any) -> None:
     assert "expected a name of a100-80" in complaint(value)
 
 
+def test_tables_of_other_kinds_are_refused_by_name() -> None:
+    assert complaint({1: 2}) == "hardware: expected names for keys, found int"
+    assert "hardware: device: expected a table, found 5" in complaint({"device": 5})
+    assert "hardware: name: expected a name, found 5" in complaint(Hardware.of("h100").values() | {"name": 5})
+    assert "hardware: kind: expected" in complaint(Hardware.of("h100").values() | {"kind": "tpu"})
+
+
 def test_keys_are_replaced_and_checked_again() -> None:
     slow = Hardware.of("h100").replaced(network={"bandwidth": "200 Gb/s"}, device={"memory": "40 GiB"})
     assert slow.network is not None and slow.network.bandwidth == 25e9

@@ -52,10 +52,12 @@ def profile(name: str, folder: Path, samples: list[Sample], most: int) -> Fit:
     cores = len(os.sched_getaffinity(0))
     rates = [s.flops / s.seconds for s in samples if s.what == "matmul" and s.dtype == "fp32"]
     date = datetime.now(UTC).date().isoformat()
-    return fit(_base(name, folder, cores, cores * max(rates), host_bandwidth(cores, most), date), samples)
+    # Ranks may be more than cores: they were measured so.
+    devices = max(cores, *(s.ranks for s in samples))
+    return fit(_base(name, folder, cores, devices, cores * max(rates), host_bandwidth(cores, most), date), samples)
 
 
-def _base(name: str, folder: Path, cores: int, flops: float, bandwidth: float, date: str) -> Hardware:
+def _base(name: str, folder: Path, cores: int, devices: int, flops: float, bandwidth: float, date: str) -> Hardware:
     """What the system says of itself, with a figure of 1 wherever a measured one comes."""
     memory = psutil.virtual_memory().total
     source = f"measured here by zprof bench --profile, {date}"
@@ -64,7 +66,7 @@ def _base(name: str, folder: Path, cores: int, flops: float, bandwidth: float, d
         "name": name,
         "title": f"{platform.processor() or platform.machine()}, {cores} core(s), one thread a device, {date}",
         "kind": "cpu",
-        "device": unmeasured | {"count": cores, "memory": memory, "memory_bandwidth": 1.0, "launch": 0.0},
+        "device": unmeasured | {"count": devices, "memory": memory, "memory_bandwidth": 1.0, "launch": 0.0},
         "peak": unmeasured | {"fp32": 1.0},
         "matmul": unmeasured | {"points": [[1.0, 1.0]]},
         "memory_bound": unmeasured | {"points": [[1.0, 1.0]]},
