@@ -344,7 +344,7 @@ def optimizer_facts(optimizer: Optimizer | None, params: Iterable[Tensor]) -> Fa
     for number, group in enumerate(optimizer.param_groups):
         held = [place[id(param)] for param in group["params"] if id(param) in place]
         facts[f"group {number} parameters"] = f"{len(held)} (of digest {text_digest(str(held)):x})"
-        for key, value in sorted(group.items(), key=str):
+        for key, value in sorted(group.items(), key=lambda item: str(item[0])):
             if isinstance(value, (bool, int, float, str, type(None))):
                 facts[f"group {number} {key}"] = repr(value)
             elif key != "params":
