@@ -16,6 +16,7 @@ __all__ = [
     "PolicyError",
     "ScaleError",
     "ShardedOpError",
+    "SimulationError",
     "TierError",
     "ZhooksError",
 ]
@@ -67,3 +68,7 @@ class CheckpointError(ZhooksError, RuntimeError):
 
 class CapabilityError(ZhooksError, RuntimeError):
     """The machine or the installed torch lacks what the policy asks for."""
+
+
+class SimulationError(ZhooksError, RuntimeError):
+    """What is simulated cannot be: it needs data, which a virtual device has not."""

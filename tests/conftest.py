@@ -107,6 +107,14 @@ def ranks4(ranks: Callable[[int], Pool]) -> Pool:
     return ranks(4)
 
 
+@pytest.fixture(scope="session")
+def virtual_ranks() -> Iterator[Pool]:
+    """A process of its own for tests on the virtual device, which torch then knows of for good."""
+    pool = Pool(1)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _earlier_objects_out_of_sight() -> None:
     """What earlier modules left alive is out of the collector's sight, or every collection would walk through it.

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from offload.budget.account import Account
 from offload.budget.budget import Budget, cannot_admit
-from offload.budget.capacity import available, preflight
+from offload.budget.capacity import THIS_MACHINE, Facts, available, preflight
 from offload.budget.machine import Bound, Machine, kept_free
 
-__all__ = ["Account", "Bound", "Budget", "Machine", "available", "cannot_admit", "kept_free", "preflight"]
+__all__ = [
+    "THIS_MACHINE",
+    "Account",
+    "Bound",
+    "Budget",
+    "Facts",
+    "Machine",
+    "available",
+    "cannot_admit",
+    "kept_free",
+    "preflight",
+]

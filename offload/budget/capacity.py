@@ -16,7 +16,21 @@ if TYPE_CHECKING:
     import torch
 
 
+#: The machine that this process runs on.
 THIS_MACHINE = Machine()
+
+
+class Facts(Protocol):
+    """What a host has (`Machine`)."""
+
+    def memory_bounds(self, *, pinned: bool = False) -> list[Bound]:
+        """Everything that bounds its memory."""
+
+    def disk_free(self, folder: Path) -> int:
+        """Bytes that may still be written below ``folder``."""
+
+    def is_memory(self, folder: Path) -> bool:
+        """What is written there is in memory."""
 
 
 class Measured(Protocol):
@@ -37,7 +51,7 @@ def preflight(
     folder: Path | None = None,
     pinned: bool = False,
     ranks: int = 1,
-    machine: Machine = THIS_MACHINE,
+    machine: Facts = THIS_MACHINE,
 ) -> None:
     """Refuse a plan that this machine cannot hold, before anything of it is allocated.
 
@@ -77,7 +91,7 @@ def available(
     folder: Path | None = None,
     *,
     pinned: bool = False,
-    machine: Machine = THIS_MACHINE,
+    machine: Facts = THIS_MACHINE,
 ) -> int:
     """Bytes of ``tier`` that this process could take now, alone on the machine: what "80%" in a policy is of.
 
@@ -96,7 +110,7 @@ def _shares_memory(device: Measured | None) -> bool:
 
 
 def _in_memory(
-    need: Mapping[Tier, int], device: Measured | None, folder: Path | None, machine: Machine
+    need: Mapping[Tier, int], device: Measured | None, folder: Path | None, machine: Facts
 ) -> tuple[int, list[str]]:
     """What of the need lies in host memory, and its terms as text."""
     tiers = [Tier.HOST]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from offload.device.cuda import CudaCalls
-from offload.device.interface import Device
+from offload.device.interface import Device, HostMemory
 from offload.device.open import open_device
-from offload.device.streams import OneStream, beside, lane_of, one_stream
+from offload.device.streams import OneStream, beside, calls_of, lane_of, one_stream
+from offload.device.virtual import MemoryRun, VirtualDevice, VirtualWork
 
 __all__ = [
     "CudaCalls",
     "Device",
+    "HostMemory",
+    "MemoryRun",
     "OneStream",
+    "VirtualDevice",
+    "VirtualWork",
     "beside",
+    "calls_of",
     "lane_of",
     "one_stream",
     "open_device",

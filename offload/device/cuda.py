@@ -51,6 +51,10 @@ class CudaCalls:
         """The stream that this thread queues work on."""
         return torch.cuda.current_stream(self.device)
 
+    def number(self, stream: Any) -> int:
+        """What tells a stream from others of the device."""
+        return int(stream.cuda_stream)
+
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         """Inside, ``stream`` is the current one of this thread."""
         return torch.cuda.stream(stream)

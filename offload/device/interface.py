@@ -7,17 +7,42 @@ its copy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from contextlib import suppress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from offload.budget import THIS_MACHINE, Facts
 from offload.errors import TierError
 from offload.events import Bus
+from offload.pages import mapped, over, round_up
 from offload.work import HostWork
 
 #: A point of a stream; None on a CPU, where nothing is queued.
 Mark = Any
+
+
+class HostMemory(Protocol):
+    """Host memory in whole pages, until it is closed."""
+
+    def tensor(self, start: int, nbytes: int) -> Tensor:
+        """uint8 [nbytes] from ``start``, in a storage of its own that spans whole pages."""
+
+    def close(self) -> None:
+        """Return it, now or with the last tensor that looks at it."""
+
+
+class _Mapped:
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mapped(nbytes)
+
+    def tensor(self, start: int, nbytes: int) -> Tensor:
+        return over(memoryview(self._memory)[start : start + round_up(nbytes)], nbytes)
+
+    def close(self) -> None:
+        with suppress(BufferError):
+            self._memory.close()
 
 
 class Device(ABC):
@@ -50,6 +75,24 @@ class Device(ABC):
         Raises:
             TierError: it could not even be started, for the device has failed.
         """
+
+    @property
+    def facts(self) -> Facts:
+        """What the host has."""
+        return THIS_MACHINE
+
+    @property
+    def host(self) -> torch.device:
+        """Where tensors in host memory are."""
+        return torch.device("cpu")
+
+    def map_host(self, nbytes: int) -> HostMemory:
+        """Fresh host memory.
+
+        Raises:
+            OSError, OverflowError, MemoryError, ValueError: the system does not give it.
+        """
+        return _Mapped(nbytes)
 
     def mark(self) -> Mark:
         """The point that the caller's current stream has been given work up to."""

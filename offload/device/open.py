@@ -7,7 +7,9 @@ import torch
 from offload.device.cpu import CpuDevice
 from offload.device.cuda import CudaDevice
 from offload.device.interface import Device
+from offload.device.virtual import VirtualDevice
 from offload.errors import CapabilityError
+from offload.virtual import NAME, running
 
 
 def open_device(device: torch.device, *, addresses_host: bool | None = None) -> Device:
@@ -19,6 +21,8 @@ def open_device(device: torch.device, *, addresses_host: bool | None = None) -> 
     Raises:
         CapabilityError: neither CPU nor a CUDA that this torch can use, or CUDA that is to address host memory.
     """
+    if device.type == NAME:
+        return VirtualDevice(running())
     if device.type == "cpu":
         return CpuDevice(torch.device("cpu"), addresses_host is not False)
     if device.type != "cuda":

@@ -6,43 +6,64 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.device.cuda import CudaCalls
+from offload.device.virtual import VirtualCalls
+from offload.virtual import NAME, running
 
 
 @contextmanager
-def beside(device: torch.device, lane: str, calls: CudaCalls | None = None) -> Iterator[None]:
+def beside(device: torch.device, lane: str, calls: CudaCalls | None = None) -> Iterator[Callable[[Tensor], None]]:
     """What is issued inside runs after what the current stream has queued, and after what is waited for inside, for which the
     current stream itself does not wait.  Nothing on a CPU.
 
-    Tensors used inside must outlive a later wait of the current stream for what was started.
+    Tensors used inside must outlive a later wait of the current stream for what was started; what others may free before that
+    is given to the function that is yielded.
     Args:
         lane: what shares a stream, one a device: things of one lane run in the order in which they were issued.
         calls: the streams of a device on paper, in tests.
     """
-    if calls is None and device.type != "cuda":
-        yield
+    calls = calls or calls_of(device)
+    if calls is None:
+        yield _ignore
         return
-    calls = calls or _calls(device)
     event, side = calls.event(), calls.side(lane)
     event.record(calls.current())
     side.wait_event(event)
     with calls.using(side):
-        yield
+        yield partial(_keep, calls, side)
+
+
+def _keep(calls: CudaCalls, side: Any, tensor: Tensor) -> None:
+    if calls.here(tensor):
+        calls.keep(tensor, side)
+
+
+def _ignore(tensor: Tensor) -> None:
+    return None
 
 
 @functools.cache
-def _calls(device: torch.device) -> CudaCalls:
+def _cuda_calls(device: torch.device) -> CudaCalls:
     return CudaCalls(device)
 
 
+def calls_of(device: torch.device) -> CudaCalls | None:
+    """The streams of ``device``; None where nothing is queued."""
+    if device.type == NAME:
+        return VirtualCalls(running()) if running().costs.accelerated else None
+    return _cuda_calls(device) if device.type == "cuda" else None
+
+
 def lane_of(device: torch.device) -> int:
-    """What orders work on ``device`` now: the number of its current stream, 0 on a CPU."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    """What orders work on ``device`` now: a number of its current stream, 0 where nothing is queued."""
+    calls = calls_of(device)
+    return 0 if calls is None else calls.number(calls.current())
 
 
 class OneStream:
@@ -97,7 +118,7 @@ class OneStream:
 
 def one_stream(device: torch.device) -> OneStream:
     """The `OneStream` for work on ``device``."""
-    return OneStream(CudaCalls(device) if device.type == "cuda" else None)
+    return OneStream(calls_of(device))
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

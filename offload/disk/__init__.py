@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from offload.disk.disk_tier import DiskFile, Extent
+from offload.disk.disk_tier import Disk, DiskFile, Extent
 from offload.disk.io import BufferedIo, Bytes, Mover, SystemIo
 from offload.disk.scratch import Owner, started_ticks
+from offload.disk.virtual_disk import VirtualDisk
 
 __all__ = [
     "BufferedIo",
     "Bytes",
+    "Disk",
     "DiskFile",
     "Extent",
     "Mover",
     "Owner",
     "SystemIo",
+    "VirtualDisk",
     "started_ticks",
 ]

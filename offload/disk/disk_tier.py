@@ -17,6 +17,7 @@ import threading
 import weakref
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,14 +33,41 @@ from offload.pages import ALIGN, round_up
 from offload.text import as_size
 from offload.threads import Workers
 from offload.tier import Tier
+from offload.work import HostWork
 
-__all__ = ["ALIGN", "CHECK", "DiskFile", "Extent", "Request"]
+__all__ = ["ALIGN", "CHECK", "Disk", "DiskFile", "Extent", "Request"]
 
 #: The file grows by at least so much, where limit and disk allow it.
 STEP = 64 << 20
 
 #: What says that there is no space: the disk, a quota, the system's limit on the size of files.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Disk(Protocol):
+    """What a store needs of the disk tier.
+
+    Attributes:
+        limit: bytes it may hold; None is all that the disk has.
+    """
+
+    path: Path
+    direct: bool
+    limit: int | None
+
+    @property
+    def reserved(self) -> int:
+        """Bytes reserved, used or not."""
+
+    def allocate(self, nbytes: int, key: str) -> Extent: ...
+
+    def free(self, extent: Extent) -> None: ...
+
+    def write(self, extent: Extent, source: Tensor, offset: int = 0, key: str = "") -> HostWork: ...
+
+    def read(self, extent: Extent, into: Tensor, offset: int = 0, key: str = "") -> HostWork: ...
+
+    def close(self) -> None: ...
 
 
 class DiskFile:

@@ -38,15 +38,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from offload.device import lane_of
+from offload.device import MemoryRun, lane_of
 from offload.events import Bus
 from offload.free_ranges import Space
 from offload.pages import ALIGN, aligned, mapped, over, round_up
+from offload.virtual import ACCELERATOR, NAME, running
 
 __all__ = ["Arena", "Report", "Use", "grain", "rounded"]
 
 #: Ranges start on this many bytes: a cache line of a CPU, what CUDA's own allocator keeps to.
-_GRAINS = {"cpu": 64, "cuda": 512}
+_GRAINS = {"cpu": 64, "cuda": 512, NAME: 512}
 
 
 class Use(Enum):
@@ -302,7 +303,25 @@ class _CudaRange:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
+class _VirtualMemory:
+    """On the virtual device, of the machine that is on."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._mapping = MemoryRun(running(), nbytes, ACCELERATOR) if nbytes else None
+
+    def range(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
+        assert self._mapping is not None
+        tensor = self._mapping.tensor(start, nbytes)
+        return tensor, tensor.untyped_storage()
+
+    def __del__(self) -> None:
+        if self._mapping is not None:
+            self._mapping.close()
+
+
 def _memory(device: torch.device, nbytes: int) -> _Memory:
+    if device.type == NAME:
+        return _VirtualMemory(nbytes)
     return _HostMemory(nbytes) if device.type == "cpu" else _CudaMemory(device, nbytes)
 
 

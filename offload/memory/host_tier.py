@@ -6,7 +6,6 @@ or locks them anew.  It never rounds a block beyond a page, and never looks at w
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import platform
 import threading
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor
 
 from offload.budget import cannot_admit
-from offload.device import Device
+from offload.device import Device, HostMemory
 from offload.errors import BudgetError, CapabilityError
-from offload.pages import ALIGN, mapped, over, round_up
+from offload.pages import ALIGN, round_up
 from offload.text import as_size
 from offload.tier import Tier
 
@@ -55,18 +54,18 @@ class _Slab:
         idle_steps: steps that have ended while it was free.
     """
 
-    def __init__(self, serial: int, nbytes: int, shared: bool) -> None:
+    def __init__(self, serial: int, memory: HostMemory, nbytes: int, shared: bool) -> None:
         self.serial = serial
         self.nbytes = nbytes
         self.shared = shared
-        self.memory = mapped(nbytes)
+        self.memory = memory
         self.hole_at: dict[int, int] = {0: nbytes}
         self.hole_before: dict[int, int] = {nbytes: 0}
         self.idle_steps = 0
 
     def whole(self) -> Tensor:
         """A tensor over all of it."""
-        return over(self.memory, self.nbytes)
+        return self.memory.tensor(0, self.nbytes)
 
     def split(self, offset: int, nbytes: int) -> tuple[int, int] | None:
         """Take ``nbytes`` from the start of the hole at ``offset``; what is left of it as (offset, nbytes)."""
@@ -98,8 +97,7 @@ class _Slab:
 
     def unmap(self) -> None:
         """Return the memory now, or with the last tensor that still looks at it."""
-        with contextlib.suppress(BufferError):
-            self.memory.close()
+        self.memory.close()
 
     def _add(self, offset: int, nbytes: int) -> None:
         self.hole_at[offset] = nbytes
@@ -183,7 +181,7 @@ class HostPool:
         span = round_up(nbytes)
         if span == 0:
             with torch.inference_mode(False):
-                return torch.empty(0, dtype=torch.uint8, device="cpu")
+                return torch.empty(0, dtype=torch.uint8, device=self._device.host)
         with self._lock:
             assert self._release.alive, f"host tier: {key} is taken from a closed pool"
             slab, offset = self._find(span, nbytes, key)
@@ -191,7 +189,7 @@ class HostPool:
             left = slab.split(offset, span)
             if left is not None:
                 insort(self._holes[slab.shared], (left[1], slab.serial, left[0]))
-            tensor = over(memoryview(slab.memory)[offset : offset + span], nbytes)
+            tensor = slab.memory.tensor(offset, nbytes)
             self._taken[tensor.data_ptr()] = _Taken(slab, offset, span, nbytes, tensor.untyped_storage()._cdata)
             self._used += span
             self._rounded += span - nbytes
@@ -271,7 +269,7 @@ class HostPool:
 
     def _grow(self, nbytes: int, shared: bool, key: str) -> _Slab:
         try:
-            slab = _Slab(self._serial, nbytes, shared)
+            slab = _Slab(self._serial, self._device.map_host(nbytes), nbytes, shared)
         except (OSError, OverflowError, MemoryError, ValueError) as error:
             raise BudgetError(
                 f"host tier cannot admit {key}: expected the system to map {as_size(nbytes)}, found {error}; raise RLIMIT_AS "

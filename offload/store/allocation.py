@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.budget import Budget
 from offload.device import Device
-from offload.disk import DiskFile, Extent
+from offload.disk import Disk, Extent
 from offload.memory import HostPool
 from offload.tier import Tier
 from offload.work import HostWork
@@ -34,7 +34,7 @@ class Pools(Protocol):
     @property
     def host(self) -> HostPool: ...
     @property
-    def disk(self) -> DiskFile: ...
+    def disk(self) -> Disk: ...
     @property
     def budget(self) -> Budget: ...
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offload.budget import Budget
 from offload.device import Device
-from offload.disk import DiskFile
+from offload.disk import Disk
 from offload.errors import BudgetError, TierError, ZhooksError
 from offload.memory import HostPool
 from offload.store.allocation import Allocation, Allocator
@@ -56,12 +56,12 @@ class Store:
     RELEASE_NBYTES = 256 << 20
 
     def __init__(
-        self, device: Device, host: HostPool, disk: Callable[[], DiskFile], budget: Budget, *, staging_nbytes: int = 0
+        self, device: Device, host: HostPool, disk: Callable[[], Disk], budget: Budget, *, staging_nbytes: int = 0
     ) -> None:
         self.device, self.host, self.budget = device, host, budget
         self.staging_limit = staging_nbytes
         self._open_disk = disk
-        self._disk: DiskFile | None = None
+        self._disk: Disk | None = None
         self._blocks, self._staging = Allocator(self), Allocator(self)
         self._transfers = Transfers(self, self._staging, self._stage)
         self._recent: OrderedDict[int, Block] = OrderedDict()
@@ -76,7 +76,7 @@ class Store:
         return self.device.device
 
     @property
-    def disk(self) -> DiskFile:
+    def disk(self) -> Disk:
         """The scratch file, opened when it is first asked for."""
         if self._disk is None:
             self._disk = self._open_disk()
@@ -380,7 +380,7 @@ class Store:
             if isinstance(new.memory, Tensor):
                 new.memory.copy_(values)
             else:
-                self.disk.write(new.memory, as_bytes(values.to("cpu").contiguous()), 0, block.key).wait()
+                self.disk.write(new.memory, as_bytes(values.to(self.device.host).contiguous()), 0, block.key).wait()
         except BaseException:
             self._blocks.free(new)
             raise

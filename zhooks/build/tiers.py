@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 
 from offload.budget import Budget, preflight
-from offload.device import Device, open_device
-from offload.disk import BufferedIo, DiskFile
+from offload.device import Device, VirtualDevice, open_device
+from offload.disk import BufferedIo, Disk, DiskFile, VirtualDisk
 from offload.errors import CapabilityError
 from offload.events import Bus
 from offload.memory import HostPool, slab_within
@@ -146,7 +146,7 @@ def open_store(policy: Policy, device: torch.device, admitted: Admission, comm: 
                 slab_nbytes=slab_within(policy.host.slab, limits[Tier.HOST]),
                 pin=policy.host.pin is not False,
             )
-            disk = _disk(policy, axis.ranks[axis.rank], bus, budget)
+            disk = _disk(policy, seam, axis.ranks[axis.rank], bus, budget)
             store = Store(seam, host, disk, budget, staging_nbytes=admitted.staging_nbytes)
             undo.callback(store.shut)
             # Now, while nothing has changed, is the time to hear that there is no thread to be had, or no folder to write in.
@@ -161,13 +161,15 @@ def _fits(policy: Policy, seam: Device, need: Need, comm: Comm) -> None:
     """Refuse what this machine cannot hold; ranks that share memory rings share the machine."""
     pinned = seam.pins() and policy.host.pin is not False and seam.memlock_applies()
     ranks = comm.stage.axis.world if comm.stage.name == "shm" else 1
-    preflight(dict(need.off_device), device=seam, folder=policy.disk.folder, pinned=pinned, ranks=ranks)
+    preflight(dict(need.off_device), device=seam, folder=policy.disk.folder, pinned=pinned, ranks=ranks, machine=seam.facts)
 
 
-def _disk(policy: Policy, rank: int, bus: Bus, budget: Budget) -> Callable[[], DiskFile]:
+def _disk(policy: Policy, seam: Device, rank: int, bus: Bus, budget: Budget) -> Callable[[], Disk]:
     chosen = policy.disk
+    if isinstance(seam, VirtualDevice):
+        return lambda: VirtualDisk(seam.machine, limit=budget.limit(Tier.DISK), bus=bus)
 
-    def opened() -> DiskFile:
+    def opened() -> Disk:
         io = BufferedIo() if chosen.direct is False else None
         limit = budget.limit(Tier.DISK)
         file = DiskFile(

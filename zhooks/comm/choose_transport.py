@@ -25,12 +25,14 @@ import torch.distributed as dist
 
 from offload.errors import CapabilityError, DivergenceError
 from offload.policy import Policy
+from offload.virtual import NAME
 from zhooks.comm.alone import Alone
 from zhooks.comm.p2p import PeerToPeer
 from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts
 from zhooks.comm.shared_memory import SharedMemory, serve_together
 from zhooks.comm.stock import Stock
 from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Transport
+from zhooks.comm.virtual import VirtualTransport
 from zhooks.layout import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh
 
 
@@ -142,6 +144,8 @@ def _versions() -> Facts:
 
 
 def _open_axis(axis: Axis, channels: set[int], policy: Policy, device: torch.device, meeting: Meeting | None) -> Transport:
+    if device.type == NAME:
+        return VirtualTransport(axis)
     wanted, timeout = policy.comm.transport, policy.comm.timeout_s
     if device.type != "cpu" and wanted in ("p2p", "shm"):
         raise CapabilityError(

@@ -54,7 +54,7 @@ def rest_reserve(policy: Policy, device: torch.device, units: Sequence[UnitPlan]
 
 def has_arena(policy: Policy, device: torch.device) -> bool:
     """The policy wants memory reserved ahead, and the device is one that has it."""
-    return policy.device.arena != "none" and device.type in ("cpu", "cuda")
+    return policy.device.arena != "none" and device.type in ("cpu", "cuda", "virtual")
 
 
 def paged(units: Sequence[UnitPlan]) -> bool:

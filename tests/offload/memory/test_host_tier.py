@@ -494,7 +494,8 @@ def test_the_node_beside_the_device_is_chosen_where_there_are_several(
 
 @pytest.mark.skipif(not Path("/sys/devices/system/node/node0").exists(), reason="this kernel has no NUMA nodes")
 def test_the_kernel_takes_the_wish_for_a_node() -> None:
-    slab = _Slab(0, 4 * PAGE, True)
+    device = Placed(None)
+    slab = _Slab(0, device.map_host(4 * PAGE), 4 * PAGE, True)
     assert _prefer(slab, 0)
     start = slab.whole().data_ptr()
     numa_maps = Path("/proc/self/numa_maps")
@@ -503,6 +504,7 @@ def test_the_kernel_takes_the_wish_for_a_node() -> None:
         assert wishes == ["prefer:0"]
     assert not _prefer(slab, 1000), "a node that is not there is no error"
     slab.unmap()
+    device.close()
 
 
 # --- against a model --------------------------------------------------------------------------------------------------

@@ -1,0 +1,182 @@
+"""The virtual device behind the seam: the code of the CUDA device over streams, events and memory on paper.
+
+``open.py`` makes one over the machine that is on.  It has no thread: what a thread would do is done at once, at its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.budget import Bound, Facts
+from offload.device.cuda import CudaCalls, CudaDevice
+from offload.device.interface import HostMemory, Mark
+from offload.pages import round_up
+from offload.text import as_size
+from offload.virtual import ACCELERATOR, HOST, NAME, Machine, Moment, Stream, memory_at, take_address
+from offload.work import HostWork
+
+__all__ = ["MemoryRun", "VirtualCalls", "VirtualDevice"]
+
+
+class VirtualCalls(CudaCalls):
+    """What `CudaDevice` asks of CUDA, asked of a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(torch.device(NAME, ACCELERATOR))
+        self.machine = machine
+
+    def stream(self) -> Stream:
+        return self.machine.stream()
+
+    def side(self, lane: str) -> Stream:
+        return self.machine.side(lane)
+
+    def current(self) -> Stream:
+        return self.machine.current
+
+    def number(self, stream: Stream) -> int:
+        return stream.number
+
+    def using(self, stream: Stream) -> AbstractContextManager[Any]:
+        return self.machine.using(stream)
+
+    def event(self) -> Moment:
+        return Moment(self.machine)
+
+    def here(self, tensor: Tensor) -> bool:
+        return tensor.device.type == NAME and tensor.device.index == ACCELERATOR
+
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        out.copy_(source, non_blocking=True)
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        self.machine.keep(tensor, stream)
+
+    def register(self, address: int, nbytes: int) -> int:
+        return 0
+
+    def unregister(self, address: int) -> int:
+        return 0
+
+    def error_text(self, status: int) -> str:
+        return ""
+
+    def forget_error(self) -> None:
+        return None
+
+
+class VirtualDevice(CudaDevice):
+    """A CUDA device on paper; where the machine has no accelerator, one that computes on its host's memory."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        super().__init__(torch.device(NAME, ACCELERATOR), VirtualCalls(machine))
+        self.addresses_host = not machine.costs.accelerated
+        self._beside = machine.side("host copies")
+
+    @property
+    def facts(self) -> Facts:
+        return _Host(self.machine)
+
+    @property
+    def host(self) -> torch.device:
+        return torch.device(NAME, ACCELERATOR if self.addresses_host else HOST)
+
+    def start(self) -> None:
+        return None
+
+    def map_host(self, nbytes: int) -> HostMemory:
+        return MemoryRun(self.machine, nbytes, self.host.index)
+
+    def copy(self, out: Tensor, source: Tensor, key: str = "", *, after: Mark = None) -> HostWork:
+        if self.addresses_host or not (self.calls.here(out) or self.calls.here(source)):
+            return self._copy_beside(out, source, key)
+        return super().copy(out, source, key, after=after)
+
+    def _copy_beside(self, out: Tensor, source: Tensor, key: str) -> HostWork:
+        """Between tensors of the host, by a thread of its own."""
+        machine = self.machine
+        machine.order(self._beside, machine.host)
+        self.bus.begin("copy h2h", key, out.nbytes)
+        with machine.using(self._beside), torch.no_grad(), torch.inference_mode(out.is_inference()):
+            out.copy_(source)
+        self.bus.end("copy h2h", key, out.nbytes)
+        return VirtualWork(machine, machine.moment(self._beside))
+
+    def watch(self, event: Moment, call: Callable[[], None]) -> None:
+        with self.machine.at(event):
+            call()
+
+    def memory(self) -> tuple[int, int]:
+        total = self.machine.costs.memory[ACCELERATOR]
+        return total - self.machine.held[ACCELERATOR], total
+
+    def memlock_applies(self) -> bool:
+        return False
+
+    def pci_address(self) -> str | None:
+        return None
+
+
+class _Host:
+    """This rank's share of the host's memory and disk."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def memory_bounds(self, *, pinned: bool = False) -> list[Bound]:
+        total = self._machine.costs.memory[HOST]
+        name = f"this rank's share of the host's memory ({as_size(total)})"
+        return [Bound(name, total - self._machine.held[HOST], "simulate hardware with more", of_process=True)]
+
+    def disk_free(self, folder: Path) -> int:
+        return self._machine.costs.memory[2]
+
+    def is_memory(self, folder: Path) -> bool:
+        return False
+
+
+class VirtualWork:
+    """Work that the host, or one of its threads, does: over at a moment."""
+
+    def __init__(self, machine: Machine, moment: Moment) -> None:
+        self._machine, self._moment = machine, moment
+
+    def wait(self) -> None:
+        """The current stream goes on after it; what the host computes, the host."""
+        current = self._machine.current
+        if current is self._machine.host:
+            self._moment.synchronize()
+        else:
+            current.wait_event(self._moment)
+
+    def synchronize(self) -> None:
+        self._moment.synchronize()
+
+    def done(self) -> bool:
+        return self._moment.query()
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        with self._machine.at(self._moment):
+            call()
+
+
+class MemoryRun:
+    """A run of one of the machine's memories, until it is closed."""
+
+    def __init__(self, machine: Machine, nbytes: int, index: int) -> None:
+        self._machine, self._nbytes, self._index = machine, nbytes, index
+        self._address = take_address(nbytes)
+        machine.allocated(self._address, nbytes, index)
+
+    def tensor(self, start: int, nbytes: int) -> Tensor:
+        return memory_at(self._address + start, round_up(nbytes), nbytes, self._index)
+
+    def close(self) -> None:
+        self._machine.freed(self._address, self._nbytes, self._index)

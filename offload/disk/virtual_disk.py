@@ -1,0 +1,80 @@
+"""The disk tier on paper: extents without a file, requests that take the time the profile's disk takes.
+
+``DiskFile.open`` is its counterpart for real disks; ``build/tiers.py`` opens it for models on the virtual device.  Nothing is
+stored: it says when a transfer is over, and what memory it used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from offload.budget import cannot_admit
+from offload.device import VirtualWork
+from offload.disk.extent import Extent, Verb
+from offload.events import Bus
+from offload.free_ranges import Space
+from offload.pages import ALIGN, round_up
+from offload.tier import Tier
+from offload.virtual import Machine, access
+from offload.work import HostWork
+
+__all__ = ["VirtualDisk"]
+
+
+class VirtualDisk:
+    """The scratch file that a rank would have.  Arguments and attributes as of `DiskFile`."""
+
+    direct = True
+
+    def __init__(self, machine: Machine, *, limit: int | None = None, bus: Bus | None = None) -> None:
+        self.path, self.limit, self.used = Path("virtual"), limit, 0
+        self._machine, self._bus = machine, Bus() if bus is None else bus
+        self._space = Space(ALIGN)
+        self._keys: dict[int, str] = {}
+        self._line = machine.side("disk")
+
+    @property
+    def reserved(self) -> int:
+        return self._space.end - ALIGN
+
+    def allocate(self, nbytes: int, key: str) -> Extent:
+        taken = max(ALIGN, round_up(nbytes))
+        if self.limit is not None and self.used + nbytes > self.limit:
+            raise cannot_admit(Tier.DISK, key, nbytes, used=self.used, limit=self.limit, note="on the virtual disk")
+        start = self._space.take(taken)
+        if start is None:
+            self._space.extend(self._space.lacking(taken))
+            start = self._space.take(taken)
+        assert start is not None
+        self.used += taken
+        self._keys[start] = key
+        return Extent(start, nbytes)
+
+    def free(self, extent: Extent) -> None:
+        taken = max(ALIGN, round_up(extent.nbytes))
+        self._space.give(extent.offset, taken)
+        self.used -= taken
+        del self._keys[extent.offset]
+
+    def write(self, extent: Extent, source: Tensor, offset: int = 0, key: str = "") -> HostWork:
+        return self._move(Verb.WRITE, extent, source, key)
+
+    def read(self, extent: Extent, into: Tensor, offset: int = 0, key: str = "") -> HostWork:
+        return self._move(Verb.READ, extent, into, key)
+
+    def _move(self, verb: Verb, extent: Extent, tensor: Tensor, key: str) -> HostWork:
+        """By the disk's own threads, one request after the other, after what the host has done so far."""
+        machine, what = self._machine, f"disk {verb.value}"
+        key = key or self._keys[extent.offset]
+        machine.order(self._line, machine.host)
+        self._bus.begin(what, key, tensor.nbytes)
+        seconds = machine.costs.disk(verb.value, tensor.nbytes)
+        uses = [access(tensor, writes=verb is Verb.READ)] if tensor.numel() else []
+        machine.do(what, self._line, seconds, tensor.nbytes, uses)
+        self._bus.end(what, key, tensor.nbytes)
+        return VirtualWork(machine, machine.moment(self._line))
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,106 @@
+"""The race detector finds what nothing orders, and says nothing of what is ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offload.virtual import Machine, Races
+from tests.support.virtual import machine, on_virtual
+
+
+@contextmanager
+def watched() -> Iterator[tuple[Machine, Races]]:
+    with machine() as made:
+        races = Races()
+        made.listeners.append(races)
+        yield made, races
+
+
+def kinds(races: Races) -> list[str]:
+    assert races.checked, "a check that saw nothing"
+    return [race.kind for race in races.found]
+
+
+def used(made: Machine, stream: Any, tensor: torch.Tensor, *, writes: bool) -> None:
+    with made.using(stream):
+        tensor.add_(1) if writes else tensor.sum()
+
+
+@on_virtual(first=("reads", "writes"), second=("reads", "writes"), waits=(False, True))
+def test_two_uses_on_two_streams_race_unless_one_waits_or_both_read(first: str, second: str, waits: bool) -> None:
+    with watched() as (made, races):
+        x, one, two = torch.empty(8, device="virtual"), made.stream("one"), made.stream("two")
+        used(made, one, x, writes=first == "writes")
+        if waits:
+            two.wait_event(made.moment(one))
+        used(made, two, x, writes=second == "writes")
+        both = {"reads": "read", "writes": "write"}
+        expected = [] if waits or first == second == "reads" else [f"{both[second]} after {both[first]}"]
+        assert kinds(races) == expected
+
+
+@on_virtual()
+def test_uses_of_other_bytes_of_one_storage_do_not_race() -> None:
+    with watched() as (made, races):
+        x, one, two = torch.empty(8, device="virtual"), made.stream("one"), made.stream("two")
+        used(made, one, x[:4], writes=True)
+        used(made, two, x[4:], writes=True)
+        assert kinds(races) == []
+        used(made, two, x[3:5], writes=False)
+        assert kinds(races) == ["read after write"]
+        assert races.found[0].nbytes == 4
+
+
+@on_virtual()
+def test_an_event_recorded_before_the_use_orders_nothing() -> None:
+    with watched() as (made, races):
+        x, one, two = torch.empty(8, device="virtual"), made.stream("one"), made.stream("two")
+        early = made.moment(one)
+        used(made, one, x, writes=True)
+        two.wait_event(early)
+        used(made, two, x, writes=False)
+        assert kinds(races) == ["read after write"]
+
+
+@on_virtual()
+def test_the_host_orders_what_it_issues_after_a_synchronize() -> None:
+    with watched() as (made, races):
+        x, one, two = torch.empty(8, device="virtual"), made.stream("one"), made.stream("two")
+        used(made, one, x, writes=True)
+        made.moment(one).synchronize()
+        used(made, two, x, writes=True)
+        assert kinds(races) == []
+
+
+@on_virtual(kept=(False, True), waits=(False, True))
+def test_memory_freed_under_a_use_on_another_stream_is_found_when_it_is_taken_again(kept: bool, waits: bool) -> None:
+    with watched() as (made, races):
+        side = made.stream("side")
+        x = torch.empty(8, device="virtual")
+        x.zero_()
+        side.wait_event(made.moment(made.current))
+        used(made, side, x, writes=False)
+        if kept:
+            made.keep(x, side)
+        moment = made.moment(side)
+        del x
+        if waits:
+            made.current.wait_event(moment)
+        again = torch.empty(8, device="virtual")
+        assert kinds(races) == ([] if kept or waits else ["freed in use"])
+        del again
+
+
+@on_virtual()
+def test_a_finding_names_both_uses_their_streams_and_lines() -> None:
+    with watched() as (made, races):
+        x, one, two = torch.empty(8, device="virtual"), made.stream("one"), made.stream("two")
+        used(made, one, x, writes=True)
+        used(made, two, x, writes=False)
+        text = str(races.found[0])
+        assert "read after write, 32 B" in text and "aten.add" in text and "sum" in text
+        assert "on stream one at test_races.py:" in text and "on stream two at test_races.py:" in text

@@ -1,0 +1,108 @@
+"""A model attached on the virtual device: every tier, at any number of ranks, and no race in what CUDA would be told."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zhooks
+from offload.virtual import ACCELERATOR, HOST, Races
+from tests.support.virtual import machine, on_virtual
+from tests.support.zoo import ZOO
+
+HOST_TIERS = {cell: {"tier": "host"} for cell in ("parameter", "gradient", "optimizer")}
+DISK_TIERS = {cell: {"tier": "disk"} for cell in ("parameter", "gradient", "optimizer")}
+POLICIES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1, "optimizer": {"tier": "disk"}, "precision": {"param": "bf16"}, "schedule": {"prefetch": 4}},
+    "stage 2": {"stage": 2, "optimizer": {"tier": "host"}, "gradient": {"tier": "host"}, "schedule": {"prefetch": 0}},
+    "host": HOST_TIERS,
+    "host update": HOST_TIERS | {"optimizer": {"tier": "host", "compute": "host"}},
+    "disk": DISK_TIERS | {"schedule": {"prefetch": 4}},
+    "activations on host": {"activation": {"tier": "host"}, "parameter": {"tier": "host"}},
+    "activations on disk": {"activation": {"tier": "disk", "checkpoint": "unit"}, "optimizer": {"tier": "disk"}},
+    "arena": {"device": {"arena": "all"}, "activation": {"checkpoint": "unit"}},
+}
+
+
+def train(name: str, policy: dict[str, Any], steps: int = 3) -> None:
+    """As users do, up to ``detach``."""
+    specimen = ZOO[name]
+    with torch.device("virtual"):
+        model = specimen.make()
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, **policy})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(steps):
+        loss = specimen.loss(model, tuple(tensor.to("virtual") for tensor in specimen.batch(step, 0, 1)))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    attachment.detach()
+
+
+@on_virtual(policy=tuple(POLICIES))
+def test_no_use_of_memory_is_unordered_under_any_tier(policy: str) -> None:
+    with machine(world=4) as made:
+        races = Races()
+        made.listeners.append(races)
+        train("gpt", POLICIES[policy])
+        gc.collect()
+        assert races.checked > 1000
+        assert not races.found, "\n".join(map(str, races.found))
+
+
+@on_virtual(world=(1, 2, 1024))
+def test_what_rests_on_the_device_is_one_share_of_the_parameters(world: int) -> None:
+    with machine(world=world) as made:
+        with torch.device("virtual"):
+            model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
+        attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}})
+        gc.collect()
+        share = 4 * 256 * 256 * 4 // world
+        assert share <= made.held[ACCELERATOR] <= share + 4096
+        assert attachment.memory() is not None
+        attachment.detach()
+        del attachment
+        gc.collect()
+        assert made.held[ACCELERATOR] == 4 * 256 * 256 * 4
+
+
+@on_virtual()
+def test_states_on_the_host_tier_take_its_memory_and_none_of_the_device_s() -> None:
+    with machine(world=2) as made:
+        train("gpt", HOST_TIERS)
+        gc.collect()
+        assert made.peak[HOST] > 0 and made.held[ACCELERATOR] == 0
+
+
+@on_virtual()
+def test_a_prefetched_gather_overlaps_compute_and_one_on_demand_does_not() -> None:
+    seconds = {}
+    for prefetch in (0, 1):
+        with machine(world=2, issue=0.0, kernel=0.25, network=3.0) as made, torch.no_grad():
+            with torch.device("virtual"):
+                model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), *[nn.Tanh()] * 12) for _ in range(6)])
+            policy = {"units": {"min_numel": 0}, "schedule": {"prefetch": prefetch}}
+            attachment = zhooks.attach(model, policy=policy)
+            batch = torch.empty(4, 8, device="virtual")
+            for _ in range(2):
+                made.current.synchronize()
+                begin = made.now
+                model(batch)
+            made.current.synchronize()
+            seconds[prefetch] = made.now - begin
+            attachment.detach()
+    # Six gathers of 3 s, and six times 3.25 s of compute.
+    assert seconds == {0: 37.5, 1: 22.5}
+
+
+@on_virtual()
+def test_a_budget_of_the_device_is_held_against_the_machine_s_memory() -> None:
+    with machine(world=2, memory=(1 << 14, 1 << 40, 1 << 40)), pytest.raises(zhooks.BudgetError, match="device"):
+        train("gpt", {"budget": {"device": "100%"}})
