@@ -263,8 +263,11 @@ class SharedStoreBuffer(StoreBuffer):
 
     def fill(self, full: Tensor) -> Work:
         # What is computed next must not wait for this range's way from its tier: only the collective does.
-        with beside(self._kind.device, "gather"):
-            return gather(self._transport, self._call, self._send(full), full, self._layout)
+        with beside(self._kind.device, "gather") as keep:
+            shard = self._send(full)
+            # What was opened on demand is closed when others are, which may be before the gather has read it.
+            keep(shard)
+            return gather(self._transport, self._call, shard, full, self._layout)
 
     def prepare(self) -> None:
         self.refresh()
