@@ -15,6 +15,7 @@ from offload.errors import (
     PolicyError,
     ScaleError,
     ShardedOpError,
+    SimulationError,
     TierError,
     ZhooksError,
 )
@@ -22,6 +23,7 @@ from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
 from zhooks.integrations import from_pretrained
+from zhooks.simulation import Simulation, simulate
 from zhooks.tensor import ShardedTensor
 from zhooks.tiling import TiledLinear
 
@@ -40,9 +42,12 @@ __all__ = [
     "ScaleError",
     "ShardedOpError",
     "ShardedTensor",
+    "Simulation",
+    "SimulationError",
     "TierError",
     "TiledLinear",
     "ZhooksError",
     "attach",
     "from_pretrained",
+    "simulate",
 ]

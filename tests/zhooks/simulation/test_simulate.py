@@ -1,0 +1,126 @@
+"""A step predicted on hardware that is not there: bytes that are exact, times that follow from the profile, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zhooks
+from tests.support.virtual import on_virtual
+from zhooks.simulation import Simulation, simulate
+
+WIDTH, BLOCKS, ROWS = 1024, 4, 4096
+#: Two matrices a block.
+NUMEL = 2 * BLOCKS * WIDTH * WIDTH
+PRODUCT = 2 * ROWS * WIDTH * WIDTH
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        def matrix() -> nn.Module:
+            return nn.Linear(WIDTH, WIDTH, bias=False)
+
+        super().__init__(*[nn.Sequential(matrix(), nn.GELU(), matrix(), nn.GELU()) for _ in range(BLOCKS)])
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.empty(ROWS, WIDTH, device="virtual")).float().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def simulated(world: int = 8, change: Callable[[nn.Module, Any], None] = step, **given: Any) -> Simulation:
+    policy = {"units": {"names": ["?"]}, "precision": {"param": "bf16"}, **given.pop("policy", {})}
+    return simulate(build, change, world=world, policy=policy, **given)
+
+
+@on_virtual()
+def test_flops_are_those_of_the_matrix_products_once_forward_and_twice_backward() -> None:
+    # The first layer's input needs no gradient.
+    assert simulated().flops == PRODUCT * (3 * 2 * BLOCKS - 1)
+
+
+@on_virtual(world=(2, 8, 64))
+def test_traffic_is_two_gathers_and_a_reduction_of_the_parameters(world: int) -> None:
+    found = simulated(world)
+    ring = (world - 1) / world
+    # Gathers in bf16, reductions in fp32; the last unit's second gather is saved.
+    least, most = ring * (3 * NUMEL + 4 * NUMEL), ring * (4 * NUMEL + 4 * NUMEL) * 1.01
+    assert least <= found.link_nbytes <= most
+    assert (found.network_nbytes > 0) == (world > 8), "nodes of eight"
+
+
+@on_virtual()
+def test_recomputation_takes_time_and_gives_memory() -> None:
+    plain, recomputed = simulated(), simulated(policy={"activation": {"checkpoint": "unit"}})
+    assert recomputed.compute_s > plain.compute_s
+    assert recomputed.device.nbytes < plain.device.nbytes
+
+
+@on_virtual()
+def test_a_slow_network_shows_as_exposed_communication_and_nothing_else() -> None:
+    from offload.hardware import Hardware
+
+    fast = Hardware.of("h100")
+    slow = fast.replaced(network={"bandwidth": "10 Gb/s"})
+    quick, late = simulated(64, hardware=fast), simulated(64, hardware=slow)
+    assert late.exposed_s > 10 * quick.exposed_s and late.step_s > quick.step_s
+    assert late.compute_s == pytest.approx(quick.compute_s)
+
+
+@on_virtual()
+def test_states_on_the_host_are_held_there_and_not_on_the_device() -> None:
+    host = {cell: {"tier": "host"} for cell in ("parameter", "gradient", "optimizer")}
+    on_device, on_host = simulated(), simulated(policy=host)
+    # Masters, gradients, and two states of AdamW.
+    assert on_host.host.nbytes >= 4 * 4 * NUMEL // 8 and on_device.host.nbytes == 0
+    assert on_host.step_s > on_device.step_s
+
+
+@on_virtual()
+def test_it_reports_in_words_and_as_plain_values_and_finds_no_race() -> None:
+    found = simulated()
+    text, values = str(found), found.as_dict()
+    assert "h100 x 8" in text and "ms a step (predicted, on no hardware)" in text and "device memory" in text
+    assert values["races"] == [] and values["step_s"] == found.step_s > 0
+    assert 0 < found.mfu < 1 and found.joules is not None
+
+
+@on_virtual()
+def test_replicas_over_a_mesh_hold_more_and_send_less_between_nodes() -> None:
+    sharded, replicated = simulated(16), simulated(16, mesh={"replicate": 2, "shard": 8})
+    assert replicated.network_nbytes < sharded.network_nbytes
+    assert replicated.device.nbytes > sharded.device.nbytes
+
+
+@on_virtual()
+def test_what_cannot_be_simulated_is_refused_by_name_and_leaves_nothing_behind() -> None:
+    def reads(model: nn.Module, optimizer: Any) -> None:
+        loss: Tensor = model(torch.empty(ROWS, WIDTH, device="virtual")).float().mean()
+        loss.item()
+
+    with pytest.raises(zhooks.SimulationError, match=r"item\(\) at .*test_simulate.py:\d+: expected code that needs no values"):
+        simulated(change=reads)
+    with pytest.raises(zhooks.SimulationError, match=r"expected a mesh of axes 'replicate' and 'shard' over 8 ranks"):
+        simulated(mesh={"replicate": 3, "shard": 8})
+    with pytest.raises(zhooks.HardwareError, match="did you mean h100"):
+        simulated(hardware="h1oo")
+    with pytest.raises(zhooks.BudgetError, match="device"):
+        simulated(policy={"budget": {"device": "1MiB"}})
+    assert not torch.distributed.is_initialized()
+    assert simulated(1).step_s > 0
+
+
+@on_virtual()
+def test_the_same_simulation_twice_is_the_same() -> None:
+    one, other = simulated(), simulated()
+    assert one.as_dict() == other.as_dict()

@@ -1,0 +1,117 @@
+"""What operations, copies and collectives take on a hardware profile: a machine's `Costs` from ``offload.hardware``.
+
+``run.py`` makes one for a simulation.  FLOPs are torch's own formulas (``torch.utils.flop_counter``), bytes those of the
+tensors.  It keeps no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from offload.hardware import Collective, CostModel, Hardware
+from offload.virtual import ACCELERATOR, HOST, Operation, access
+
+__all__ = ["HardwareCosts"]
+
+_aten: Any = torch.ops.aten
+#: They read rows of a table, and not all of it.
+_ROWS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
+_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm})
+_COPIES = {(ACCELERATOR, ACCELERATOR): "d2d", (ACCELERATOR, HOST): "d2h", (HOST, ACCELERATOR): "h2d", (HOST, HOST): "h2h"}
+
+
+class HardwareCosts:
+    """Costs of one of ``world`` ranks, each with a device of its own.
+
+    Attributes:
+        flops: of all operations that were asked for so far.
+        link_nbytes, network_nbytes: what this rank's collectives sent over its link, and a node over the network for them.
+    """
+
+    def __init__(self, hardware: Hardware, world: int) -> None:
+        self.hardware, self.model = hardware, CostModel(hardware)
+        self.accelerated = hardware.kind == "gpu"
+        self.issue = self.model.dispatch
+        # What ranks of one node share.
+        self._beside = min(world, hardware.device.count)
+        disk = 0 if hardware.disk is None else hardware.disk.count * hardware.disk.capacity
+        self.memory = (hardware.device.memory, hardware.host.memory // self._beside, disk // self._beside)
+        self.flops, self.link_nbytes, self.network_nbytes = 0, 0.0, 0.0
+        self._operations: dict[Any, tuple[float, int]] = {}
+        self._collectives: dict[Any, Collective] = {}
+
+    def operation(self, operation: Operation, index: int) -> float:
+        key = (operation.overload, index, *_facts(operation.reads), None, *_facts(operation.writes))
+        known = self._operations.get(key)
+        if known is None:
+            known = self._operations[key] = self._take(operation, index)
+        seconds, flops = known
+        self.flops += flops
+        return seconds
+
+    def _take(self, operation: Operation, index: int) -> tuple[float, int]:
+        flops, packet = _flops(operation), operation.overload.overloadpacket
+        written = sum(tensor.nbytes for tensor in operation.writes)
+        read = sum(_reach(tensor) for tensor in operation.reads)
+        if packet in _ROWS:
+            read = min(read, 2 * written)
+        if index == HOST and self.accelerated:
+            return self.model.host_update(read + written, flops, self._beside), 0
+        dtype = next((str(tensor.dtype) for tensor in operation.reads if tensor.is_floating_point()), "float32")
+        size = _smallest(operation) if packet in _PRODUCTS else None
+        return self.model.compute(flops, read + written, dtype, size), flops
+
+    def copy(self, source: int | None, out: int, nbytes: int) -> float:
+        if not self.accelerated:
+            return self.model.copy("h2h", nbytes, self._beside)
+        direction = _COPIES[HOST if source is None else source, out]
+        return self.model.copy(direction, nbytes, 1 if direction == "d2d" else self._beside)
+
+    def disk(self, verb: str, nbytes: int) -> float:
+        return self.model.disk(verb, nbytes, sharing=self._beside)
+
+    def collective(self, kind: str, ranks: Sequence[int], nbytes: int) -> float:
+        key = (kind, tuple(ranks[:2]), len(ranks), nbytes)
+        known = self._collectives.get(key)
+        if known is None:
+            group = self.model.group(ranks)
+            sharing = group.alike(self.hardware.device.count)
+            known = self._collectives[key] = self.model.collective(kind, nbytes, group, sharing=sharing)
+        self.link_nbytes += known.link_nbytes
+        self.network_nbytes += known.network_nbytes
+        return known.seconds
+
+
+def _facts(tensors: Iterable[Tensor]) -> Iterable[Any]:
+    for tensor in tensors:
+        yield tensor.shape
+        yield tensor.stride()
+        yield tensor.dtype
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes that lie under a tensor: of one that is expanded less than it has."""
+    if not tensor.numel():
+        return 0
+    found = access(tensor, writes=False)
+    return min(tensor.nbytes, found.stop - found.start)
+
+
+def _flops(operation: Operation) -> int:
+    formula = flop_registry.get(operation.overload.overloadpacket)
+    if formula is None:
+        return 0
+    made = operation.made if operation.made is not None else operation.writes[0]
+    kwargs = {name: value for name, value in operation.kwargs.items() if name != "out"}
+    return int(formula(*operation.args, **kwargs, out_val=made))
+
+
+def _smallest(operation: Operation) -> int:
+    """The smallest dimension of a matrix product."""
+    matrices = [tensor.shape[-2:] for tensor in operation.reads if tensor.dim() >= 2][-2:]
+    return min((length for shape in matrices for length in shape), default=1)

@@ -1,0 +1,216 @@
+"""``simulate``: a training step of one rank of many, on hardware that is not there.
+
+The model is built and attached on the virtual device, under a process group of the "fake" backend, and steps as it would:
+the planner, the hooks, the schedule, the tiers and the streams are those of a real run.  Every other rank is taken to be what
+this one is.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from offload.errors import SimulationError
+from offload.hardware import Hardware
+from offload.policy import Policy
+from offload.text import as_size
+from offload.virtual import ACCELERATOR, HOST, NAME, Machine, Race, Races
+from zhooks.attach import attach
+from zhooks.simulation.costs import HardwareCosts
+from zhooks.simulation.measure import Holders, Peak, covered
+
+__all__ = ["Simulation", "simulate"]
+
+_AXES = ("replicate", "shard", "dp")
+#: FLOPs, bytes over the link, bytes over the network, so far.
+Counts = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One step of one rank, after the first that plans and records.
+
+    Attributes:
+        hardware: the profile's name.
+        world: ranks.
+        step_s: seconds of the step.
+        compute_s: seconds in which the device computed.
+        exposed_s: seconds in which gathers and reductions were under way and the device did not compute.
+        host_s: seconds of the host until it had issued the step.
+        device, host: the most that was held there, and by whom.
+        flops: of operations on this rank's device.
+        link_nbytes, network_nbytes: what this rank sent over its link, and its node over the network for its collectives.
+        mfu: FLOPs a second, of the device's peak in the dtype of training.
+        joules, price: of all devices, a step; None where the profile does not say.
+        races: uses of memory that nothing orders, on the streams that CUDA would be given.
+    """
+
+    hardware: str
+    world: int
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    host_s: float
+    device: Peak
+    host: Peak
+    flops: int
+    link_nbytes: float
+    network_nbytes: float
+    mfu: float
+    joules: float | None
+    price: float | None
+    races: tuple[Race, ...]
+
+    @property
+    def tflops(self) -> float:
+        """10^12 FLOP a second and device."""
+        return self.flops / self.step_s / 1e12 if self.step_s else math.nan
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "tflops": self.tflops, "races": [str(race) for race in self.races]}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.hardware} x {self.world}: {self.step_s * 1e3:,.1f} ms a step (predicted, on no hardware)",
+            f"  compute {self.compute_s * 1e3:,.1f} ms, communication beyond it {self.exposed_s * 1e3:,.1f} ms, "
+            f"host {self.host_s * 1e3:,.1f} ms",
+            f"  {self.tflops:,.1f} TFLOP/s a device, {self.mfu:.1%} of its peak",
+            f"  sent a step: {as_size(int(self.link_nbytes))} over a device's link, {as_size(int(self.network_nbytes))} a node",
+        ]
+        for what, peak in (("device", self.device), ("host", self.host)):
+            held = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in peak.holders.items())
+            lines.append(f"  {what} memory: {as_size(peak.nbytes)} at {peak.at * 1e3:,.1f} ms" + (f" ({held})" if held else ""))
+        if self.joules is not None:
+            lines.append(f"  {self.joules:,.0f} J a step" + ("" if self.price is None else f", {self.price:.4f} USD"))
+        lines += [f"  race: {race}" for race in self.races]
+        return "\n".join(lines)
+
+
+def simulate(
+    build: Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]],
+    step: Callable[..., object],
+    *,
+    world: int = 1,
+    mesh: Mapping[str, int] | None = None,
+    hardware: str | PathLike[str] | Mapping[str, Any] | Hardware = "h100",
+    policy: Policy | str | Path | dict[str, Any] | None = None,
+    steps: int = 2,
+    check_races: bool = True,
+) -> Simulation:
+    """Predict a training step of ``world`` ranks on hardware, in this process, without any of it.
+
+    Args:
+        build: returns the model, or the model and its optimizer; called under ``torch.device("virtual")``, so that parameters
+            take no memory.  A model of its own for every simulation.
+        step: called with what ``build`` returned, once a step: forward, backward, ``optimizer.step()``, ``zero_grad()``, on
+            tensors that it makes on device "virtual".  It may read no value (``loss.item()``).
+        mesh: sizes of the axes "replicate" and "shard", in that order; None is one shard axis over all ranks.
+        hardware: a profile's name or file (``zprof hardware list``).
+        steps: how many are run; the last one is what is returned, for the first records and plans.
+        check_races: also follow whether streams order all uses of memory.
+    Raises:
+        SimulationError: ``step`` needs data, or a process group is there already.
+        HardwareError: the profile cannot be read, or lacks what is asked of it.
+        BudgetError: the policy does not fit the hardware.
+    """
+    profile = Hardware.of(hardware)
+    if steps < 1 or world < 1:
+        raise SimulationError(f"simulate: expected at least one step of one rank, found steps = {steps} and world = {world}.")
+    costs = HardwareCosts(profile, world)
+    holders, races = Holders(), Races()
+    with Machine(costs).on() as machine, _ranks(world):
+        machine.listeners += [holders, races] if check_races else [holders]
+        with torch.device(NAME):
+            built = build()
+        given = built if isinstance(built, tuple) else (built,)
+        model: Any = given[0]
+        attachment = attach(model, *given[1:2], policy=policy, mesh=_mesh(mesh, world))
+        try:
+            with attachment.observe(holders):
+                gc.collect()
+                for _ in range(steps):
+                    holders.reset()
+                    begin, before = machine.now, _counted(costs)
+                    step(*given)
+                    issued = machine.now - begin
+                    machine.current.synchronize()
+            result = _result(machine, costs, holders, world, begin, issued, before)
+        finally:
+            attachment.detach()
+        del model, built, given, attachment
+        # What is freed now may have been in use.
+        gc.collect()
+    return replace(result, races=tuple(races.found))
+
+
+def _result(
+    machine: Machine, costs: HardwareCosts, holders: Holders, world: int, begin: float, issued: float, before: Counts
+) -> Simulation:
+    profile, seconds = costs.hardware, machine.now - begin
+    compute = holders.on("compute") if costs.accelerated else holders.on("host")
+    flops, link, network = (now - then for now, then in zip(_counted(costs), before, strict=True))
+    peak = max(rate for rate in (profile.peak.bf16, profile.peak.fp16, profile.peak.fp32) if rate)
+    cost = costs.model.step(seconds, min(1.0, covered(compute) / seconds) if seconds else 0.0, world)
+    return Simulation(
+        hardware=profile.name,
+        world=world,
+        step_s=seconds,
+        compute_s=covered(compute),
+        exposed_s=covered(holders.on("gather", "reduce"), compute),
+        host_s=issued,
+        device=holders.peak(ACCELERATOR),
+        host=holders.peak(HOST),
+        flops=int(flops),
+        link_nbytes=link,
+        network_nbytes=network,
+        mfu=flops / seconds / peak if seconds else math.nan,
+        joules=cost.joules,
+        price=cost.price,
+        races=(),
+    )
+
+
+def _counted(costs: HardwareCosts) -> Counts:
+    return float(costs.flops), costs.link_nbytes, costs.network_nbytes
+
+
+@contextmanager
+def _ranks(world: int) -> Iterator[None]:
+    """This process as the first of so many ranks."""
+    if dist.is_initialized():
+        raise SimulationError(
+            "simulate: expected a process without a process group, for it makes one of its own; found one. Simulate before "
+            "init_process_group, or in another process."
+        )
+    if world == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _mesh(sizes: Mapping[str, int] | None, world: int) -> DeviceMesh | None:
+    if sizes is None:
+        return None
+    if not set(sizes) <= set(_AXES) or math.prod(sizes.values()) != world:
+        raise SimulationError(
+            f"simulate: expected a mesh of axes {' and '.join(map(repr, _AXES[:2]))} over {world} ranks, found {dict(sizes)}."
+        )
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
