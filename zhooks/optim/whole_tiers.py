@@ -12,7 +12,7 @@ Note: [Ahead]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -41,12 +41,20 @@ class Away:
 
     def __init__(self, begin: Callable[[], tuple[Fetched, Fetched]] | None = None) -> None:
         self._begin = begin
+        self._failed: Exception | None = None
         self._gradients, self._values = Fetched(), Fetched()
 
     def fetch(self) -> None:
-        """Start; what has no room yet is asked for again by ``wait``, when what came before it is closed."""
-        with suppress(BudgetError):
+        """Start; what has no room yet is asked for again by ``wait``, when what came before it is closed.
+
+        An error (an earlier write-back's, too) is kept for ``wait``: in between ranks meet, and none may miss that.
+        """
+        try:
             self._start()
+        except BudgetError:
+            return
+        except Exception as error:
+            self._failed = error
 
     def _start(self) -> None:
         if self._begin is not None:
@@ -57,8 +65,10 @@ class Away:
         """Until it is there.
 
         Raises:
-            BudgetError, TierError: there is no room, or it cannot be read.
+            BudgetError, TierError: there is no room, or it cannot be read; or an earlier write-back failed.
         """
+        if self._failed is not None:
+            raise self._failed
         self._start()
         self._gradients.wait()
         self._values.wait()
@@ -200,9 +210,10 @@ class Ahead:
         return now
 
     def close(self) -> None:
-        """Whatever is still open, after a round that raised too."""
-        for away in self._rounds:
-            away.close()
+        """Whatever is still open, after a round that raised too; all of it, whatever becomes of one."""
+        with ExitStack() as opened:
+            for away in reversed(self._rounds):
+                opened.callback(away.close)
 
 
 def _where(flat: Flat) -> tuple[str, Tier]:

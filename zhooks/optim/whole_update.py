@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,21 +92,27 @@ class WholeUpdater:
         problem = self._owners.refusal(optimizer)
         if problem:
             raise ShardedOpError(f"step: {problem}")
-        self._tiers.begin_step(updates, self._most_stored)
+        late = _raised(partial(self._tiers.begin_step, updates, self._most_stored))
+        shared = [one for one in updates if one.owner is not None]
+        if shared:
+            shared = self._with_gradients(shared, late)
+        elif late is not None:
+            raise late
         mine = [one for one in updates if one.owner is None and grad_of(one.param) is not None]
         if mine:
             self._step_alone(optimizer, mine, arguments)
-        shared = [one for one in updates if one.owner is not None]
         if shared:
-            self._step_shared(optimizer, self._with_gradients(shared), arguments)
+            self._step_shared(optimizer, shared, arguments)
         self._tiers.end_step()
 
-    def _with_gradients(self, shared: Sequence[Whole]) -> list[Whole]:
+    def _with_gradients(self, shared: Sequence[Whole], late: Exception | None) -> list[Whole]:
         here = [grad_of(one.param) is not None for one in shared]
-        counts = torch.tensor(here, dtype=torch.int64)
-        self._shard.all_reduce(Call(CONTROL, "step: compare gradients", "all matrices"), counts, "sum")
-        world = self._shard.axis.world
-        for one, count in zip(shared, counts.tolist(), strict=True):
+        exchanged = torch.tensor([*here, late is not None], dtype=torch.int64)
+        self._shard.all_reduce(Call(CONTROL, "step: compare gradients", "all matrices"), exchanged, "sum")
+        world, (*counts, failed) = self._shard.axis.world, exchanged.tolist()
+        if failed:
+            self._agree(late, "0")
+        for one, count in zip(shared, counts, strict=True):
             if count not in (0, world):
                 raise DivergenceError(
                     f"step: expected a gradient of {one.spec.name} on every rank or on none, found one on {count} of {world} "
@@ -138,16 +145,16 @@ class WholeUpdater:
                 assert coming is not None
                 arrived, held, coming = coming, away, None
                 arrived.work.wait()
-                held.sent()
+                late = _raised(held.sent) or late
                 if number + 1 < len(going):
                     away, coming = self._begin(ahead, going[number + 1], late, number, len(going))
                 values = self._computed(optimizer, arrived, coming, arguments, f"{number} of {len(going)}")
                 del arrived
                 self._return(now, values)
                 del values
-                late = self._put_back(now, held) or late
+                late = _raised(partial(self._tiers.written, now.updates)) or _raised(held.close) or late
             if any(now.stored for now in going):
-                self._agree(late, len(going), len(going))
+                self._agree(late, f"{len(going)} of {len(going)}")
 
     def _begin(
         self, ahead: Ahead, now: Round, late: Exception | None, done: int, count: int
@@ -160,7 +167,7 @@ class WholeUpdater:
                     away.wait()
             except Exception as error:
                 late = error
-            self._agree(late, done, count)
+            self._agree(late, f"{done} of {count}")
         return away, self._send(now)
 
     def _computed(
@@ -179,23 +186,14 @@ class WholeUpdater:
             )
             raise
 
-    def _put_back(self, now: Round, away: Away) -> Exception | None:
-        """What a tier raises on this rank is raised on all of them when they meet next."""
-        try:
-            self._tiers.written(now.updates)
-            away.close()
-        except Exception as error:
-            return error
-        return None
-
-    def _agree(self, problem: Exception | None, done: int, count: int) -> None:
+    def _agree(self, problem: Exception | None, done: str) -> None:
         """Go on where all ranks can.  Collective."""
         try:
             with all_or_none(self._shard, "step"):
                 if problem is not None:
                     raise problem
         except Exception as error:
-            error.add_note(f"zhooks: {done} of {count} rounds of parameters that are updated whole were updated in this step.")
+            error.add_note(f"zhooks: {done} rounds of parameters that are updated whole were updated in this step.")
             raise
 
     def _rounds(self, optimizer: Optimizer, updates: Sequence[Whole]) -> list[Round]:
@@ -296,6 +294,15 @@ class WholeUpdater:
                 f"{kind}.step: expected a step that keeps what it notes of a parameter in state[param], for it updates them "
                 f"whole, on parameters of the owner's; found them in {kind}{kept}. Keep that in state[param]."
             )
+
+
+def _raised(action: Callable[[], None]) -> Exception | None:
+    """What a tier raises on this rank: raised on all of them when they meet next."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
 
 
 def _keep(own: Any, found: Any) -> None:

@@ -216,6 +216,17 @@ class Unreadable(SystemIo):
         return super().preadv(fd, buffers, offset)
 
 
+class Unwritable(SystemIo):
+    """A disk that fails at every write until it is healed."""
+
+    broken = True
+
+    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+        if self.broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pwritev(fd, buffers, offset)
+
+
 @on_ranks(2)
 def test_states_that_one_rank_cannot_read_stop_all_ranks_before_anything_is_updated() -> None:
     model = net()
@@ -236,6 +247,30 @@ def test_states_that_one_rank_cannot_read_stop_all_ranks_before_anything_is_upda
     disk.broken = False
     train(model, optimizer, range(2, 4))
     check_equal(model, plain("shampoo", 4)[0])
+
+
+@on_ranks(2)
+def test_states_that_one_rank_cannot_write_back_stop_all_ranks_and_are_not_lost() -> None:
+    model = net()
+    small = policy("device", optimizer={"tier": "disk"}, comm={"timeout_s": 60, "buffer": "2KiB"})
+    attachment = zhooks.attach(model, policy=small)
+    optimizer = MATRIX_OPTIMIZERS["muon"](model.parameters())
+    train(model, optimizer, range(2))
+    model(batch(2)).square().mean().backward()
+    store, disk = store_of(attachment), Unwritable()
+    store.flush()
+    mine = [states for states in optimizer.state.values() if isinstance(states, OwnedStates) and states.here]
+    if place()[0] == 1:
+        break_disk(store, disk)
+        for states in mine:
+            states["momentum_buffer"].fill_(0.5)
+    with pytest.raises(zhooks.TierError, match="Input/output error") as raised:
+        optimizer.step()
+    assert "rounds of parameters that are updated whole were updated" in "".join(raised.value.__notes__)
+    disk.broken = False
+    if place()[0] == 1:
+        assert any(bool((states["momentum_buffer"] == 0.5).all()) for states in mine)
+    train(model, optimizer, range(3, 5))
 
 
 @on_ranks(1, 2)
