@@ -74,8 +74,8 @@ class Gather(torch.autograd.Function):
             put_off_hooks(ctx, ctx.flat)
         parts, accumulating = ctx.flat.views.parts(grads), accumulates(ctx)
         if accumulating:
-            # As a leaf that was frozen after its forward: what the graph has for it is dropped.  Asked past the sharded tensor's
-            # own functions, which take longer than all else here.
+            # As a leaf that was frozen after its forward: what the graph has for it is dropped.
+            # Asked past the sharded tensor's own functions, which would take longer than all else here.
             with torch._C.DisableTorchFunctionSubclass():
                 wanted = [param.requires_grad for param in ctx.flat.params]
             parts = [part if want else None for part, want in zip(parts, wanted, strict=True)]
