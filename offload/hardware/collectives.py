@@ -58,7 +58,7 @@ def collective(
     if kind not in KINDS or algorithm not in ALGORITHMS:
         known, word = (KINDS, kind) if kind not in KINDS else (ALGORITHMS, algorithm)
         raise HardwareError(f"collective: expected one of {', '.join(known)}, found {word!r}")
-    if nbytes < 0 or sharing < 1:
+    if not 0 <= nbytes < math.inf or sharing < 1:
         raise HardwareError(f"collective: expected bytes from 0 and sharing from 1, found {nbytes} and {sharing}")
     if kind == "barrier":
         kind, nbytes = "all_reduce", _BARRIER_NBYTES

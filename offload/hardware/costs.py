@@ -72,6 +72,8 @@ class CostModel:
             HardwareError: the profile has no rate for that dtype.
         """
         device = self.hardware.device
+        _from_zero("compute: FLOPs", flops)
+        _from_zero("compute: bytes", nbytes)
         bandwidth = device.memory_bandwidth * fraction_at(self.hardware.memory_bound.points, nbytes)
         seconds = max(device.launch, nbytes / bandwidth)
         if flops > 0:
@@ -118,6 +120,7 @@ class CostModel:
         """
         host, device, link = self.hardware.host, self.hardware.device, self.hardware.host_link
         _at_least_one("copy: sharing", sharing)
+        _from_zero("copy: bytes", nbytes)
         if direction == "h2h":
             return nbytes / min(host.copy_rate, host.memory_bandwidth / (2 * sharing))
         if direction == "d2d":
@@ -130,6 +133,7 @@ class CostModel:
 
     def fresh(self, nbytes: float) -> float:
         """Seconds of the first touch of so many bytes of new host pages; 0 where the profile does not say."""
+        _from_zero("fresh: bytes", nbytes)
         return 0.0 if self.hardware.host.fresh_rate is None else nbytes / self.hardware.host.fresh_rate
 
     def disk(self, kind: str, nbytes: float, depth: int = 1, sharing: int = 1) -> float:
@@ -147,11 +151,13 @@ class CostModel:
             raise HardwareError(f"{self.hardware.name}: the profile has no [disk]; write one, or keep everything in memory")
         if kind not in ("read", "write"):
             raise HardwareError(f'disk: expected "read" or "write", found {kind!r}')
+        _from_zero("disk: bytes", nbytes)
         _at_least_one("disk: depth", depth)
         _at_least_one("disk: sharing", sharing)
         drive = disk.read if kind == "read" else disk.write
-        touched = min(disk.count, max(1, math.ceil(nbytes / disk.stripe)))
-        alone = (disk.latency + nbytes / (touched * drive)) / depth
+        # Of the drive that has most of the request: a stripe, or its share of many.
+        most = max(min(nbytes, disk.stripe), nbytes / disk.count)
+        alone = (disk.latency + most / drive) / depth
         return max(alone, nbytes * sharing / (disk.count * drive))
 
     def group(self, ranks: Sequence[int]) -> Group:
@@ -194,6 +200,8 @@ class CostModel:
         """
         host = self.hardware.host
         _at_least_one("host_update: sharing", sharing)
+        _from_zero("host_update: bytes", nbytes)
+        _from_zero("host_update: FLOPs", flops)
         if self.hardware.kind == "cpu":
             # A device is one thread: it reaches what it reaches as a device, and no more than its share of the host.
             points = self.hardware.memory_bound.points
@@ -209,10 +217,13 @@ class CostModel:
             devices: of the whole run; nodes are counted whole.
         """
         power, price = self.hardware.power, self.hardware.price
+        _from_zero("step: seconds", seconds)
+        _from_zero("step: busy", busy)
+        _at_least_one("step: devices", devices)
         joules = None
         if power is not None:
             nodes = math.ceil(devices / self.hardware.device.count)
-            busy = min(1.0, max(0.0, busy))
+            busy = min(1.0, busy)
             joules = seconds * (devices * (power.idle + busy * (power.max - power.idle)) + nodes * power.node)
         return StepCost(joules, None if price is None else price.device_hour * devices * seconds / 3600)
 
@@ -220,6 +231,11 @@ class CostModel:
 def _at_least_one(what: str, number: int) -> None:
     if number < 1:
         raise HardwareError(f"{what}: expected a number from 1, found {number}")
+
+
+def _from_zero(what: str, number: float) -> None:
+    if not 0 <= number < math.inf:
+        raise HardwareError(f"{what}: expected a finite number from 0, found {number}")
 
 
 def as_ns(seconds: float) -> int:

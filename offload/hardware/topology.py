@@ -40,8 +40,10 @@ def grouped(ranks: Sequence[int], devices: int) -> Group:
     """The group of these ranks, where a node has so many devices.
 
     Raises:
-        HardwareError: no rank, or one twice.
+        HardwareError: no rank, one twice, or one below 0.
     """
+    if min(ranks, default=0) < 0:
+        raise HardwareError(f"group: expected ranks from 0, found {min(ranks)}")
     if not ranks or len(set(ranks)) != len(ranks):
         raise HardwareError(f"group: expected ranks, each once, found {len(ranks)} of which {len(set(ranks))} differ")
     counts = Counter(rank // devices for rank in ranks)

@@ -174,3 +174,39 @@ def test_nothing_is_shared_by_none() -> None:
     ):
         with pytest.raises(HardwareError, match=r"expected .* from 1, found"):
             call()
+
+
+@pytest.mark.parametrize("amount", [-1.0, math.nan, math.inf])
+def test_amounts_that_cannot_be_are_refused(amount: float) -> None:
+    costs = plain()
+    for call in (
+        lambda: costs.compute(amount, 1),
+        lambda: costs.compute(0, amount),
+        lambda: costs.copy("h2h", amount),
+        lambda: costs.copy("d2h", amount),
+        lambda: costs.fresh(amount),
+        lambda: costs.disk("read", amount),
+        lambda: costs.host_update(amount),
+        lambda: costs.host_update(1, amount),
+        lambda: costs.step(amount, 1.0, 1),
+        lambda: costs.step(1.0, amount, 1),
+        lambda: costs.collective("all_reduce", amount, costs.group(range(2))),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(HardwareError, match=r"expected .* from 0"):
+            call()
+
+
+def test_ranks_and_devices_that_cannot_be_are_refused() -> None:
+    with pytest.raises(HardwareError, match="expected ranks from 0, found -1"):
+        plain().group([-1, 0])
+    with pytest.raises(HardwareError, match="devices: expected a number from 1, found 0"):
+        plain().step(1.0, 1.0, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 4, 64])
+def test_a_longer_request_never_takes_a_drive_less_time(depth: int) -> None:
+    costs = plain()
+    sizes = [stripes * (512 << 10) + more for stripes in range(9) for more in (0, 1, 300_000)]
+    times = [costs.disk("read", nbytes, depth=depth) for nbytes in sizes]
+    assert times == sorted(times)
+    assert costs.disk("read", 600_000) == pytest.approx(100e-6 + (512 << 10) / 2e9)
