@@ -418,8 +418,7 @@ class Reducer:
             try:
                 if not held:
                     self.accumulation.owed = False
-                    if not (self._alone and self._idle()):
-                        self._finish()
+                    self._finish()
             finally:
                 if self.updates is not None:
                     self.updates.finish()
@@ -450,17 +449,9 @@ class Reducer:
 
     def _finish(self) -> None:
         try:
-            for number in self._order[self._next :]:
-                self._launch(self.gradients[number])
-            used, again = self._agree_used()
-            if again and self.updates is not None:
-                self.updates.finish()
-            for number in again:
-                self._launch(self.gradients[number])
-            self._make_way(0)
-            for reduction in self._landed:
-                reduction.finish(used[reduction.gradient.flat.number])
-            self._agree_order()
+            # A rank by itself may have put all there was into the gradients that parameters have.
+            if not (self._alone and self._idle()):
+                self._finish_all()
         finally:
             for gradient in self.gradients.values():
                 gradient.shard.hand_over()
@@ -470,6 +461,19 @@ class Reducer:
             self._landed.clear()
             self._completed.clear()
             self._seen.clear()
+
+    def _finish_all(self) -> None:
+        for number in self._order[self._next :]:
+            self._launch(self.gradients[number])
+        used, again = self._agree_used()
+        if again and self.updates is not None:
+            self.updates.finish()
+        for number in again:
+            self._launch(self.gradients[number])
+        self._make_way(0)
+        for reduction in self._landed:
+            reduction.finish(used[reduction.gradient.flat.number])
+        self._agree_order()
 
     def _agree_used(self) -> tuple[dict[int, list[int]], list[int]]:
         """Which parameters got a gradient on any rank, and the flats some rank completed a second time."""
