@@ -79,13 +79,13 @@ def test_a_freeze_between_steps_of_several_backward_passes_leaves_the_same_bits_
 
 
 @pytest.mark.slow
-@on_ranks(1, 2, stage=(0, 1, 2, 3), passes=(1, 2, 3), clip=(0.0, 0.1))
+@on_ranks(1, 2, limit_s=600, stage=(0, 1, 2, 3), passes=(1, 2, 3), clip=(0.0, 0.1))
 def test_every_tier_stage_and_number_of_passes_freezes_with_the_same_bits(stage: int, passes: int, clip: float) -> None:
     check((*AWAY, "gradients"), stage, passes, clip)
 
 
 @pytest.mark.slow
-@on_ranks(1, 2, stage=(0, 1, 2, 3), passes=(1, 2))
+@on_ranks(1, 2, limit_s=600, stage=(0, 1, 2, 3), passes=(1, 2))
 def test_every_tier_freezes_with_the_same_bits_where_parameters_are_bf16(stage: int, passes: int) -> None:
     check(AWAY, stage, passes, 0.1, precision={"param": "bf16", "output": "fp32"})
     check(AWAY, stage, passes, 0.0, precision={"param": "bf16", "reduce": "fp32", "output": "fp32"})
