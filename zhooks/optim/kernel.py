@@ -59,6 +59,13 @@ class Kernel(Protocol):
         """An update needs nothing but the values it is given and the optimizer's groups and states: any thread may make it, on
         another optimizer of the same type that shares the states."""
 
+    def check(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
+        """Before anything of a step is updated.
+
+        Raises:
+            ShardedOpError: it cannot update these parameters of this optimizer.
+        """
+
     def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
         """Update its parameters and states; a copy that it writes is leased for a whole write."""
 
@@ -89,6 +96,9 @@ class TorchKernel:
         groups = optimizer.param_groups
         on_device = any(isinstance(value, Tensor) and value.is_cuda for group in groups for value in group.values())
         return not on_device and not any(group.get(option) for group in groups for option in _ON_DEVICE)
+
+    def check(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
+        """Its own arithmetic knows all of them."""
 
     def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
         with narrowed(optimizer, update.groups):

@@ -188,19 +188,23 @@ class NumbaKernel:
     def apart(self, optimizer: Optimizer) -> bool:
         return True
 
-    def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
-        rule, flat = rule_for(optimizer), update.flat
+    def check(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
+        flat = update.flat
+        rule_for(optimizer)
         if arguments.given:
             raise ShardedOpError(
                 f'[optimizer] kernel = "numba": expected {type(optimizer).__name__}.step() without arguments, which its kernel '
                 f'does not know, found {", ".join(arguments.given)}. Use kernel = "torch".'
             )
         if flat.kind.master is not torch.float32 and not self._rounds(flat):
-            # Before any counter moves: a step that is refused has not happened.
             raise ShardedOpError(
                 f'[optimizer] kernel = "numba": expected fp32 parameters, found {flat.kind.master} in unit {flat.name}. Use '
                 'kernel = "torch", keep the parameters in fp32 and set [precision] param, or set rounding = "stochastic".'
             )
+    def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
+        # Before any counter moves: a step that is refused has not happened.
+        self.check(optimizer, update, arguments)
+        rule, flat = rule_for(optimizer), update.flat
         scale = _left_to_the_kernel(optimizer)
         copy = flat.buffer.copy if self.writes_copy(flat) else None
         target = None if copy is None else copy.tensor(Mode.WRITE_ALL)

@@ -68,6 +68,9 @@ class RoundedKernel:
     def apart(self, optimizer: Optimizer) -> bool:
         return self._inner.apart(optimizer)
 
+    def check(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
+        self._inner.check(optimizer, update, arguments)
+
     def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
         if update.flat.kind.master is not torch.bfloat16:
             self._inner.update(optimizer, update, arguments)

@@ -97,6 +97,9 @@ class Stepper:
                 whole, updates = self._updates(optimizer)
                 self._outer, after = sys._getframe(2), dict(cast(Any, optimizer)._optimizer_step_post_hooks)
                 self._undo = _leave_others(optimizer, _ids(whole) | _ids(updates), hooks)
+                if whole and self.updater is not None:
+                    # What is whole is updated first, and stays so when the rest is refused.
+                    self.updater.check(optimizer, updates, arguments)
                 if whole:
                     self.whole.step(optimizer, whole, arguments)
                 if self.overlap is not None:

@@ -114,6 +114,15 @@ class Updater:
                     by_flat.setdefault(flat.number, (flat, [[] for _ in range(count)]))[1][number].append(param)
         return [FlatUpdate(flat, tuple(tuple(group) for group in groups)) for _, (flat, groups) in sorted(by_flat.items())]
 
+    def check(self, optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
+        """Before anything of a step is updated.
+
+        Raises:
+            ShardedOpError: the kernel cannot.
+        """
+        for update in _with_gradients(updates):
+            self.kernel_of(optimizer).check(optimizer, update, arguments)
+
     def step(self, optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
         """All that is left of one step."""
         self.make_way(self.flats())
@@ -122,7 +131,7 @@ class Updater:
 
     def run(self, optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
         """Update flats that ``make_way`` has been called for."""
-        updates = [update for update in updates if any(grad_of(param) is not None for param in update.params())]
+        updates = _with_gradients(updates)
         end: list[dict[str, Any]] | None = None
         to_fetch, ahead = deque(updates), deque[Fetched]()
         done = 0
@@ -236,6 +245,10 @@ class Updater:
             state._at, state._on = BlockRange(block, *flat.span(index)), flat.kind.device
         if fresh:
             self._store.passed(block.nbytes, _MADE_NBYTES)
+
+
+def _with_gradients(updates: Sequence[FlatUpdate]) -> list[FlatUpdate]:
+    return [update for update in updates if any(grad_of(param) is not None for param in update.params())]
 
 
 def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -334,6 +334,19 @@ def test_updates_in_backward_leave_what_is_updated_whole_to_the_step() -> None:
     check_equal(results[1], results[0])
 
 
+@on_ranks(1, 2)
+def test_a_kernel_that_cannot_update_the_rest_is_refused_before_anything_is_updated() -> None:
+    model = net()
+    zhooks.attach(model, policy=policy("host", optimizer={"tier": "host", "compute": "host", "kernel": "numba"}))
+    optimizer = MATRIX_OPTIMIZERS["muon_with_adam"](model.parameters())
+    model(batch(0)).square().mean().backward()
+    before = [value.clone() for value in full(model)]
+    with pytest.raises(zhooks.ShardedOpError, match="found MuonWithAdam"):
+        optimizer.step()
+    for value, other in zip(full(model), before, strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=0)
+
+
 @on_ranks(2)
 def test_small_rounds_and_no_prefetch_come_to_the_same_and_events_say_what_tiers_hold() -> None:
     chosen = policy("disk", comm={"timeout_s": 60, "buffer": "2KiB"}, schedule={"prefetch": 0})
