@@ -462,6 +462,10 @@ class Runtime:
             self.due()
         elif what == "relayout":
             self.relayout_due = True
+        elif what == "settle":
+            # A graph made in the layout before would have no gradient for what was frozen there.
+            if self.relayout_due and torch.is_grad_enabled():
+                self.finish_backward()
         else:
             self.loose_use(flat)
 

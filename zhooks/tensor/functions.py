@@ -84,6 +84,9 @@ def _gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     def swap(value: Any) -> Any:
         nonlocal found
         if isinstance(value, RangeTensor):
+            if value._bound:
+                value._bound.settle()
+            # Which may have bound it to another flat.
             if value._bound and value.requires_grad:
                 found = True
                 view = value._bound.view(value._spec.index)

@@ -49,6 +49,9 @@ class Owner(Protocol):
     def relayout(self) -> None:
         """A parameter was frozen or unfrozen: the layout follows at the next entry."""
 
+    def settle(self) -> None:
+        """A parameter is used: outside a forward the layout follows freezes first; it may be bound anew."""
+
 
 class ShardGroup:
     """The ranks that share one flat buffer, and this rank's place among them: alone, where each rank has all of it.

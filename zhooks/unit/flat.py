@@ -138,6 +138,9 @@ class Flat:
     def relayout(self) -> None:
         self._ask("relayout")
 
+    def settle(self) -> None:
+        self._ask("settle")
+
     def look(self, name: str) -> None:
         if self.ask is not None:
             self.ask(self, "finish_backward")

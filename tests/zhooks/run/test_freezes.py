@@ -96,3 +96,41 @@ def test_what_is_frozen_when_backward_runs_gets_no_gradient_as_in_the_plain_mode
             assert (ours.grad is None) is (theirs.grad is None), step
             if theirs.grad is not None:
                 torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
+class Adversaries(nn.Module):
+    """One unit: the discriminator is used outside the forward, and first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.generator(noise)
+
+
+def played(net: Adversaries, rank: int, world: int) -> list[Tensor]:
+    """Two rounds, in which each of the two is frozen while the other one learns."""
+    sides = (net.generator, net.discriminator)
+    optimizers = [torch.optim.SGD(side.parameters(), lr=0.5) for side in sides]
+    mine = batch().chunk(world)[rank]
+    for _ in range(2):
+        for turn in range(2):
+            sides[turn].requires_grad_(True)
+            sides[1 - turn].requires_grad_(False)
+            true = net.discriminator(mine).sigmoid().mean()
+            made = net.discriminator(net(mine)).sigmoid().mean()
+            (made - true if turn else -made).backward()
+            optimizers[turn].step()
+            optimizers[turn].zero_grad()
+    return copies(net.parameters())
+
+
+@on_ranks(1, 2, stage=(1, 3))
+def test_what_is_unfrozen_trains_by_its_use_outside_the_forward_too(stage: int) -> None:
+    rank, world = place()
+    attached = Adversaries()
+    zhooks.attach(attached, policy={"stage": stage})
+    for value, other in zip(played(attached, rank, world), played(Adversaries(), 0, 1), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
