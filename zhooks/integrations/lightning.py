@@ -129,7 +129,11 @@ class ZhooksStrategy(DDPStrategy):
         return self._forward_redirection(module, module, method, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
+            if not self.lightning_module.automatic_optimization:
+                # Its forwards are passes, with its backwards and steps between them.
+                return self.lightning_module.training_step(*args, **kwargs)
             return self._redirected("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -207,6 +207,69 @@ def test_a_run_resumes_with_the_loss_scale_it_had() -> None:
         assert scales[0] != scales[1] == scales[2] == scales[3], scales
 
 
+class Adversaries(lightning.LightningModule):  # type: ignore[misc]
+    """Two networks against each other, in optimization by hand; the learned shift is used outside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 8))
+        self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+        self.shift = nn.Parameter(torch.full((8,), 0.1))
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.generator(noise)
+
+    def training_step(self, batch: Any, number: int) -> None:
+        for turn, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            loss = self.loss(batch[0], turn)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def loss(self, samples: Tensor, turn: int) -> Tensor:
+        made = self(samples[:, :4]) + self.shift
+        if turn == 0:
+            return nn.functional.softplus(-self.discriminator(made)).mean()
+        true = nn.functional.softplus(-self.discriminator(samples)).mean()
+        return true + nn.functional.softplus(self.discriminator(made.detach())).mean()
+
+    def configure_optimizers(self) -> Any:
+        sides = ([*self.generator.parameters(), self.shift], self.discriminator.parameters())
+        return [torch.optim.AdamW(side, lr=0.01) for side in sides]
+
+
+def played_by_hand(world: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Adversaries()
+    optimizers = module.configure_optimizers()
+    for _ in range(2):
+        for batches in zip(*(data(32, rank, world) for rank in range(world)), strict=True):
+            for turn, optimizer in enumerate(optimizers):
+                module.zero_grad()
+                for samples, _classes in batches:
+                    (module.loss(samples, turn) / world).backward()
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+                optimizer.step()
+    return values(module)
+
+
+BY_HAND = ({}, {"stage": 1, "precision": {"loss_scale": 128.0}}, {"optimizer": {"tier": "host"}, "units": {"min_numel": 0}})
+
+
+@on_ranks(1, 2, limit_s=180.0, policy=BY_HAND)
+def test_optimization_by_hand_trains_what_a_plain_loop_does(policy: dict[str, Any]) -> None:
+    with quiet(), folder() as path, launched() as (rank, world):
+        torch.manual_seed(0)
+        module, run = Adversaries(), trainer(path, ours(policy), world, 1, gradient_clip_val=None)
+        run.fit(module, data(32, rank, world))
+        for value, other in zip(values(module), played_by_hand(world), strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+
+
 @on_ranks(2, limit_s=180.0)
 def test_a_module_that_is_kept_attached_is_made_plain_by_its_attachment() -> None:
     with quiet(), folder() as path, launched() as (_, world):
