@@ -24,7 +24,8 @@ class Peak:
     Attributes:
         nbytes: allocated then.
         at: seconds after the step began.
-        holders: bytes by what they were held for, the largest first; what nobody named is "temporary and activations".
+        holders: bytes by what they were held for, the largest first; of the device what nobody named is "temporary and
+            activations", of the host all is its tier's.
     """
 
     nbytes: int
@@ -76,6 +77,7 @@ def covered(spans: Iterable[Span], without: Iterable[Span] = ()) -> float:
 
 @dataclass(slots=True)
 class _Memory:
+    rest: str
     held: int = 0
     by: Counter[str] = field(default_factory=Counter)
     peak: Peak = field(default_factory=lambda: Peak(0, 0.0, {}))
@@ -86,8 +88,10 @@ class Holders(Busy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._memories = (_Memory(), _Memory())
+        self._memories = (_Memory("temporary and activations"), _Memory("tiers"))
+        #: By address: bytes, and what they are held for.
         self._named: dict[int, tuple[int, str]] = {}
+        self._live: set[int] = set()
         self._now = self._begin = 0.0
 
     def reset(self) -> None:
@@ -95,7 +99,7 @@ class Holders(Busy):
         super().reset()
         self._begin = self._now
         for memory in self._memories:
-            memory.peak = Peak(memory.held, 0.0, _named(memory))
+            memory.peak = Peak(memory.held, 0.0, _holders(memory))
 
     def peak(self, index: int) -> Peak:
         return self._memories[index].peak
@@ -107,11 +111,14 @@ class Holders(Busy):
     def allocated(self, address: int, nbytes: int, index: int, stream: Stream) -> None:
         memory = self._memories[index]
         memory.held += nbytes
+        if index == ACCELERATOR:
+            self._live.add(address)
         if memory.held > memory.peak.nbytes:
-            memory.peak = Peak(memory.held, self._now - self._begin, _named(memory))
+            memory.peak = Peak(memory.held, self._now - self._begin, _holders(memory))
 
     def freed(self, address: int, nbytes: int, index: int) -> None:
         self._memories[index].held -= nbytes
+        self._live.discard(address)
         known, what = self._named.pop(address, (0, ""))
         if known:
             self._memories[index].by[what] -= known
@@ -122,6 +129,8 @@ class Holders(Busy):
             return
         storage: object = event.subject
         address = storage.data_ptr()  # type: ignore[attr-defined]
+        if address not in self._live:
+            return  # a range of other memory, which is counted as a whole
         what = event.what.removesuffix(" on device")
         before, named = self._named.get(address, (0, ""))
         memory = self._memories[ACCELERATOR]
@@ -131,7 +140,7 @@ class Holders(Busy):
         self._named[address] = (event.nbytes, what)
 
 
-def _named(memory: _Memory) -> dict[str, int]:
+def _holders(memory: _Memory) -> dict[str, int]:
     found = {what: nbytes for what, nbytes in memory.by.most_common() if nbytes > 0}
     rest = memory.held - sum(found.values())
-    return {**found, **({"temporary and activations": rest} if rest > 0 else {})}
+    return {**found, **({memory.rest: rest} if rest > 0 else {})}

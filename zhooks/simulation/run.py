@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from offload.errors import SimulationError
+from offload.errors import SimulationError, ZhooksError
 from offload.hardware import Hardware
 from offload.policy import Policy
 from offload.text import as_size
@@ -51,7 +51,7 @@ class Simulation:
         device, host: the most that was held there, and by whom.
         flops: of operations on this rank's device.
         link_nbytes, network_nbytes: what this rank sent over its link, and its node over the network for its collectives.
-        mfu: FLOPs a second, of the device's peak in the dtype of training.
+        mfu: FLOPs a second, of the highest of the device's peaks in bf16, fp16 and fp32.
         joules, price: of all devices, a step; None where the profile does not say.
         races: uses of memory that nothing orders, on the streams that CUDA would be given.
     """
@@ -147,8 +147,12 @@ def simulate(
                     issued = machine.now - begin
                     machine.current.synchronize()
             result = _result(machine, costs, holders, world, begin, issued, before)
-        finally:
-            attachment.detach()
+        except BaseException:
+            # What the step raised is what counts, not that a model cannot be detached in the middle of it.
+            with suppress(ZhooksError):
+                attachment.detach()
+            raise
+        attachment.detach()
         del model, built, given, attachment
         # What is freed now may have been in use.
         gc.collect()

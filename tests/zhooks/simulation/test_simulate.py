@@ -84,6 +84,9 @@ def test_states_on_the_host_are_held_there_and_not_on_the_device() -> None:
     # Masters, gradients, and two states of AdamW.
     assert on_host.host.nbytes >= 4 * 4 * NUMEL // 8 and on_device.host.nbytes == 0
     assert on_host.step_s > on_device.step_s
+    assert list(on_host.host.holders) == ["tiers"]
+    assert on_device.device.holders["parameter"] >= 4 * NUMEL // 8
+    assert sum(on_device.device.holders.values()) == on_device.device.nbytes
 
 
 @on_virtual()
