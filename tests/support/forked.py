@@ -2,7 +2,7 @@
 
 Tests call it for programs whose own start is not what is tested; a fresh interpreter spends seconds on importing torch.
 Working folder, environment, standard streams, arguments, warnings, exit code and what is called at exit are those of a
-process of its own.  A signal sent to it, or a limit on what it imports, needs `subprocess`.
+process of its own.  A signal sent to it, a limit on what it imports, or finalizers of objects at its exit need `subprocess`.
 """
 
 from __future__ import annotations

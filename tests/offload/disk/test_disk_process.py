@@ -19,7 +19,6 @@ from offload.disk.scratch import remove_stale
 from offload.errors import TierError
 from offload.events import Bus, Recorder
 from offload.pages import aligned
-from tests.support.forked import python
 
 OPEN = """
 import sys, os, signal
@@ -37,7 +36,8 @@ WAITING = OPEN + "print(disk.path, flush=True); sys.stdin.read()"
 
 
 def run(program: str, folder: Path) -> int:
-    done = python("-c", program, str(folder))
+    command = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode
 
