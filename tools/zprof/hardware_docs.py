@@ -6,23 +6,16 @@ page's marks and never touches the prose around them.
 
 from __future__ import annotations
 
-import re
 import typing
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import click
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from offload.documents import Table
 from offload.hardware import Hardware
+from zprof.key_tables import filled, row, writer
 
-__all__ = ["render", "tables"]
-
-_MARKED = re.compile(r"(<!-- keys: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_HEAD = "| key | default | values | what it is |\n|---|---|---|---|\n"
+__all__ = ["main", "render", "tables"]
 
 
 def tables() -> dict[str, type[BaseModel]]:
@@ -37,33 +30,21 @@ def tables() -> dict[str, type[BaseModel]]:
 
 def render(page: str) -> str:
     """``page`` with the table of each mark made anew."""
-    return _MARKED.sub(lambda mark: f"{mark[1]}{_HEAD}{''.join(_rows(mark[2]))}{mark[3]}", page)
+    return filled(page, "what it is", _rows)
 
 
 def _rows(name: str) -> Iterator[str]:
     known = tables()
     for key, field in known[name].model_fields.items():
-        if name == "top" and key in known:
-            continue
-        extra: Any = field.json_schema_extra
-        default = "none: write it" if field.default is PydanticUndefined else f"`{_plain(field.default)}`"
-        cells = (f"`{key}`", default, extra["expected"], field.description or "")
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+        if name != "top" or key not in known:
+            yield row(key, field, _plain)
 
 
 def _plain(default: object) -> str:
     return "unset" if default is None or default == "" else str(default)
 
 
-@click.command()
-@click.argument("page", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def main(page: Path) -> None:
-    """Make the tables of PAGE anew, in place."""
-    before = page.read_text(encoding="utf-8")
-    after = render(before)
-    page.write_text(after, encoding="utf-8")
-    click.echo(f"{page}: {'unchanged' if after == before else 'written'}")
-
+main = writer(render)
 
 if __name__ == "__main__":
     main()

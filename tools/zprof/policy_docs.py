@@ -6,22 +6,15 @@ the page's marks and never touches the prose around them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from offload.policy import CELLS, Policy, Rule, RuleCell, RulePrecision, Table, written
+from zprof.key_tables import filled, row, writer
 
-__all__ = ["render", "tables"]
-
-_MARKED = re.compile(r"(<!-- keys: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_HEAD = "| key | default | values | what it does, and why the default |\n|---|---|---|---|\n"
+__all__ = ["main", "render", "tables"]
 
 
 def tables() -> list[str]:
@@ -31,7 +24,7 @@ def tables() -> list[str]:
 
 def render(page: str) -> str:
     """``page`` with the table of each mark made anew."""
-    return _MARKED.sub(lambda mark: f"{mark[1]}{_HEAD}{''.join(_rows(mark[2]))}{mark[3]}", page)
+    return filled(page, "what it does, and why the default", _rows)
 
 
 def _rows(name: str) -> Iterator[str]:
@@ -52,25 +45,11 @@ def _rows(name: str) -> Iterator[str]:
 
 
 def _row(key: str, table: type[BaseModel], field: FieldInfo) -> str:
-    extra: Any = field.json_schema_extra
     own = key.rpartition(".")[2]
-    if field.default is PydanticUndefined:
-        default = "none: write it"
-    else:
-        default = f"`{'unset' if field.default is None else written(table, own, field.default)}`"
-    cells = (f"`{key}`", default, extra["expected"], field.description or "")
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+    return row(key, field, lambda default: "unset" if default is None else written(table, own, default))
 
 
-@click.command()
-@click.argument("page", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def main(page: Path) -> None:
-    """Make the tables of PAGE anew, in place."""
-    before = page.read_text(encoding="utf-8")
-    after = render(before)
-    page.write_text(after, encoding="utf-8")
-    click.echo(f"{page}: {'unchanged' if after == before else 'written'}")
-
+main = writer(render)
 
 if __name__ == "__main__":
     main()
