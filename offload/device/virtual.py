@@ -52,9 +52,6 @@ class VirtualCalls(CudaCalls):
     def here(self, tensor: Tensor) -> bool:
         return tensor.device.type == NAME and tensor.device.index == ACCELERATOR
 
-    def copy(self, out: Tensor, source: Tensor) -> None:
-        out.copy_(source, non_blocking=True)
-
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         self.machine.keep(tensor, stream)
 
