@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zhooks
 from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, Shampoo, batch, net, train
 from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.plain_matrices import check_equal, check_states, plain
 from tests.support.values import full
 from zhooks.optim import OwnedStates, tensors_in
 
@@ -28,29 +29,6 @@ def attached(kind: str, **policy: Any) -> tuple[nn.Module, Any, torch.optim.Opti
     model = net()
     attachment = zhooks.attach(model, policy={**POLICY, **policy})
     return model, attachment, MATRIX_OPTIMIZERS[kind](model.parameters())
-
-
-def plain(kind: str, steps: range) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = net()
-    optimizer = MATRIX_OPTIMIZERS[kind](model.parameters())
-    train(model, optimizer, steps)
-    return model, optimizer
-
-
-def check_equal(model: nn.Module, expected: nn.Module) -> None:
-    values = full(model) if isinstance(next(model.parameters()), zhooks.ShardedTensor) else model.parameters()
-    for value, other in zip(values, expected.parameters(), strict=True):
-        torch.testing.assert_close(value.detach(), other.detach(), rtol=0, atol=0)
-
-
-def check_states(found: dict[str, Any], expected: torch.optim.Optimizer) -> None:
-    """A full state is what the plain optimizer has, tensor by tensor."""
-    wanted = expected.state_dict()
-    assert found["state"].keys() == wanted["state"].keys()
-    for index, states in wanted["state"].items():
-        assert found["state"][index].keys() == states.keys()
-        for one, other in zip(tensors_in(found["state"][index]), tensors_in(states), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @on_ranks(1, 2, 4, stage=(0, 1, 2, 3), kind=tuple(MATRIX_OPTIMIZERS))

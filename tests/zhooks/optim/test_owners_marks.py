@@ -10,28 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zhooks
 from tests.support.matrix_optimizers import batch, net, train
 from tests.support.on_ranks import on_ranks
-from tests.support.values import full
+from tests.support.plain_matrices import check_equal, orthogonal
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60, "buffer": "2KiB"}}
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.dim() == 2]
-
-
-def orthogonal(grad: Tensor) -> Tensor:
-    left, _, right = torch.linalg.svd(grad, full_matrices=False)
-    return left @ right
-
-
-def check_equal(model: nn.Module, expected: nn.Module) -> None:
-    for value, other in zip(full(model), expected.parameters(), strict=True):
-        torch.testing.assert_close(value.detach(), other.detach(), rtol=0, atol=0)
 
 
 class Notes(torch.optim.Optimizer):

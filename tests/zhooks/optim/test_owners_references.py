@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.matrix_optimizers import batch, net, train
 from tests.support.on_ranks import on_ranks
+from tests.support.plain_matrices import orthogonal
 from tests.support.values import full
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60, "buffer": "2KiB"}}
@@ -22,11 +23,6 @@ POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60, "
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.dim() == 2]
-
-
-def orthogonal(grad: Tensor) -> Tensor:
-    left, _, right = torch.linalg.svd(grad, full_matrices=False)
-    return left @ right
 
 
 class Known(torch.optim.Optimizer):

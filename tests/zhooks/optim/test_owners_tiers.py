@@ -20,6 +20,7 @@ from offload.events import Recorder
 from tests.support.inside import break_disk, store_of
 from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, Shampoo, batch, net, train
 from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.plain_matrices import check_equal, check_states, plain
 from tests.support.values import full
 from zhooks.optim import OwnedStates, tensors_in
 from zhooks.tensor import StoredTensor
@@ -31,36 +32,13 @@ def policy(tier: str, **more: Any) -> dict[str, Any]:
     return {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}, **{cell: {"tier": tier} for cell in CELLS}, **more}
 
 
-def plain(kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = net()
-    optimizer = MATRIX_OPTIMIZERS[kind](model.parameters())
-    train(model, optimizer, range(steps))
-    return model, optimizer
-
-
-def check_equal(model: nn.Module, expected: nn.Module) -> None:
-    values = full(model) if isinstance(next(model.parameters()), zhooks.ShardedTensor) else model.parameters()
-    for value, other in zip(values, expected.parameters(), strict=True):
-        torch.testing.assert_close(value.detach(), other.detach(), rtol=0, atol=0)
-
-
-def check_states(found: dict[str, Any], expected: torch.optim.Optimizer) -> None:
-    """A full state is what the plain optimizer has, tensor by tensor."""
-    wanted = expected.state_dict()
-    assert found["state"].keys() == wanted["state"].keys()
-    for index, states in wanted["state"].items():
-        assert found["state"][index].keys() == states.keys()
-        for one, other in zip(tensors_in(found["state"][index]), tensors_in(states), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 @on_ranks(1, 2, 4, tier=("host", "disk"), kind=("muon", "adafactor", "shampoo", "soap", "muon_with_adam"))
 def test_training_over_tiers_equals_plain_training_bit_for_bit(tier: str, kind: str) -> None:
     model = net()
     attachment = zhooks.attach(model, policy=policy(tier))
     optimizer = MATRIX_OPTIMIZERS[kind](model.parameters())
     train(model, optimizer, range(6))
-    expected, other = plain(kind, 6)
+    expected, other = plain(kind, range(6))
     check_equal(model, expected)
     state = attachment.state_dict(optimizer)
     if place()[0] == 0:
@@ -69,7 +47,7 @@ def test_training_over_tiers_equals_plain_training_bit_for_bit(tier: str, kind: 
     check_equal(model, expected)
     check_states(optimizer.state_dict(), other)
     train(model, optimizer, range(6, 8))
-    check_equal(model, plain(kind, 8)[0])
+    check_equal(model, plain(kind, range(8))[0])
 
 
 def both(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -151,7 +129,7 @@ def test_a_run_saved_from_tiers_goes_on_bit_for_bit_on_them(tier: str, kind: str
         loaded = [value for states in fresh.state.values() for value in tensors_in(states)]
         assert all(isinstance(value, StoredTensor) for value in loaded)
         train(again, fresh, range(3, 6))
-    check_equal(again, plain(kind, 6)[0])
+    check_equal(again, plain(kind, range(6))[0])
 
 
 @on_ranks(1, 2)
@@ -246,7 +224,7 @@ def test_states_that_one_rank_cannot_read_stop_all_ranks_before_anything_is_upda
         torch.testing.assert_close(value, other, rtol=0, atol=0)
     disk.broken = False
     train(model, optimizer, range(2, 4))
-    check_equal(model, plain("shampoo", 4)[0])
+    check_equal(model, plain("shampoo", range(4))[0])
 
 
 @on_ranks(2)
@@ -356,7 +334,7 @@ def test_small_rounds_and_no_prefetch_come_to_the_same_and_events_say_what_tiers
     seen = Recorder()
     with attachment.observe(seen):
         train(model, optimizer, range(3))
-    check_equal(model, plain("soap", 3)[0])
+    check_equal(model, plain("soap", range(3))[0])
     levels = {event.key: event.nbytes for event in seen.events if event.what == "optimizer on disk"}
     held = sum(row.nbytes for row in attachment.memory().rows if (row.what, row.tier) == ("optimizer", "disk"))
     assert sum(levels.values()) >= held > 0
