@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from offload.virtual.machine import Access, Costs, Happening, Listener, Machine, Moment, Stream, access, running
+from offload.virtual.memory import ACCELERATOR, HOST, NAME, memory_at, take_address
 from offload.virtual.races import Race, Races
-from offload.virtual.torch_device import ACCELERATOR, HOST, NAME, Operation, memory_at, take_address
+from offload.virtual.watcher import Operation
 
 __all__ = [
     "ACCELERATOR",

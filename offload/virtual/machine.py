@@ -24,8 +24,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from offload.errors import SimulationError
-from offload.virtual import torch_device
-from offload.virtual.torch_device import ACCELERATOR, HOST, NAME, Operation
+from offload.virtual.memory import ACCELERATOR, HOST, NAME
+from offload.virtual.torch_device import register
+from offload.virtual.watcher import Operation, watch
 
 __all__ = ["Access", "Costs", "Happening", "Listener", "Machine", "Moment", "Stream", "running"]
 
@@ -197,14 +198,14 @@ class Machine:
         global _running
         if _running is not None:
             raise SimulationError("simulate: expected one simulation at a time, found one around this. End it first.")
-        torch_device.register()
-        torch_device.watch(self)
+        register()
+        watch(self)
         _running = self
         try:
             yield self
         finally:
             _running = None
-            torch_device.watch(None)
+            watch(None)
 
     # Streams.
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from offload.virtual.machine import Access, Happening, Moment, Stream
-from offload.virtual.torch_device import ACCELERATOR
+from offload.virtual.memory import ACCELERATOR
 
 __all__ = ["Race", "Races", "Use"]
 

@@ -1,0 +1,126 @@
+"""Operations of the virtual device that need a kernel of their own: what has no tensor to go by, moves data, or reads values.
+
+``torch_device.py`` registers `KERNELS`.  Whatever is not here, `operations.run` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+
+from offload.virtual.memory import NAME, new
+from offload.virtual.operations import run
+from offload.virtual.refused import no_data
+from offload.virtual.watcher import watcher
+
+__all__ = ["KERNELS", "attention"]
+
+_aten: Any = torch.ops.aten
+
+
+def _empty(
+    size: Sequence[int],
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> Tensor:
+    chosen = torch.contiguous_format if memory_format is None else memory_format
+    twin = torch.empty(size, dtype=dtype, device="meta", memory_format=chosen)
+    return new(twin.shape, twin.stride(), twin.dtype, (device.index or 0) if device is not None else 0)
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
+    return new(size, stride, dtype or torch.get_default_dtype(), (device.index or 0) if device is not None else 0)
+
+
+def _set_storage(self: Tensor, source: Any, storage_offset: int, size: Sequence[int], stride: Sequence[int] = ()) -> Tensor:
+    out: Tensor = _aten.set_.source_Storage_storage_offset._op_dk(DispatchKey.CPU, self, source, storage_offset, size, stride)
+    return out
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    out: Tensor = _aten.as_strided.default._op_dk(DispatchKey.CPU, tensor, size, stride, offset)
+    return out
+
+
+def _copy_from(source: Tensor, out: Tensor, non_blocking: bool = False) -> Tensor:
+    if out.device.type != NAME:
+        raise no_data(f"a copy to {out.device}")
+    watcher().copied(out, source, waits=not non_blocking)
+    return out
+
+
+def _item(tensor: Tensor) -> Any:
+    raise no_data("item()")
+
+
+def _record_stream(tensor: Tensor, stream: Any) -> None:
+    return None
+
+
+def _convolution(*arguments: Any) -> Any:
+    return run(_aten.convolution.default, *arguments)
+
+
+def _convolution_backward(
+    grad: Tensor, value: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool, output: Any,
+    groups: int, mask: Any,
+) -> Any:  # fmt: skip
+    bias = [grad.shape[1]]
+    arguments = (grad, value, weight, bias, stride, padding, dilation, transposed, output, groups, mask)
+    return run(_aten.convolution_backward.default, *arguments)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The kernel that CUDA's choice would most likely fall on; its memory is that of the fused ones."""
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    fits = query.dim() == 4 and query.shape[-1] == value.shape[-1]
+    if fits and attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        flash: Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
+            0
+        ]
+        return flash
+    if fits and (attn_mask is None or not attn_mask.requires_grad):
+        bias = attn_mask
+        if bias is not None:
+            bias = torch.zeros_like(bias, dtype=query.dtype) if bias.dtype is torch.bool else bias
+            bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        needs = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        efficient: Tensor = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, needs, dropout_p, is_causal, scale=scale
+        )[0]
+        return efficient
+    plain: Tensor = _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+    return plain
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "alias": _alias,
+    "convolution_overrideable": _convolution,
+    "convolution_backward_overrideable": _convolution_backward,
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "set_.source_Storage_storage_offset": _set_storage,
+    "_copy_from": _copy_from,
+    "_local_scalar_dense": _item,
+    "record_stream": _record_stream,
+}
