@@ -255,9 +255,23 @@ class LongGradient(Gradient):
     def sent(self, taken: Sequence[Tensor], chunk: Chunk, own: Tensor | None) -> Tensor:
         if own is None or len(chunk.starts) > 1:
             own = self.buffer(self._most)[: chunk.layout.padded]
-        for start, out in zip(chunk.starts, own.split(chunk.numel), strict=True):
+        done = self._fill_runs(taken, chunk, own)
+        for start, out in zip(chunk.starts[done:], own.split(chunk.numel)[done:], strict=True):
             self._fill(taken, start, out)
         return own
+
+    def _fill_runs(self, taken: Sequence[Tensor], chunk: Chunk, own: Tensor) -> int:
+        """The ranks' runs that lie inside the parameter, by one copy instead of one each; how many these are."""
+        inside = sum(start + chunk.numel <= self.flat.layout.numels[0] for start in chunk.starts)
+        spec, out = self.flat.specs[0], own[: inside * chunk.numel].view(inside, chunk.numel)
+        sources = [in_order(tensor, spec.part_stride) if tensor.shape == spec.part_shape else tensor for tensor in taken]
+        if inside < 2 or not sources or not all(source.is_contiguous() for source in sources):
+            return 0
+        step = chunk.starts[1] - chunk.starts[0]
+        for number, source in enumerate(sources):
+            runs = source.view(-1)[chunk.starts[0] :].as_strided(out.shape, (step, 1))
+            out.add_(runs) if number else out.copy_(runs)
+        return inside
 
     def _fill(self, taken: Sequence[Tensor], start: int, out: Tensor) -> None:
         """Elements of the flat buffer from ``start`` on: the first tensor copied, others added, zeros past their end."""
@@ -268,7 +282,8 @@ class LongGradient(Gradient):
                 continue  # what no_sync summed up lies where it is to be reduced
             values = in_order(tensor, spec.part_stride) if tensor.shape == spec.part_shape else tensor
             read(values, start, out[:known], add=number > 0)
-        out[known:].zero_()
+        if known < out.numel():
+            out[known:].zero_()
 
     def landing(self, chunk: Chunk) -> Tensor:
         return self.buffer(self._most // self.flat.layout.world, "communication on device")[: chunk.numel]
