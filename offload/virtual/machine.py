@@ -24,7 +24,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from offload.errors import SimulationError
-from offload.virtual.memory import ACCELERATOR, HOST, NAME
+from offload.virtual.memory import ACCELERATOR, HOST, NAME, reach
+from offload.virtual.operations import forget
 from offload.virtual.torch_device import register
 from offload.virtual.watcher import Operation, watch
 
@@ -199,6 +200,7 @@ class Machine:
         if _running is not None:
             raise SimulationError("simulate: expected one simulation at a time, found one around this. End it first.")
         register()
+        forget()
         watch(self)
         _running = self
         try:
@@ -341,5 +343,4 @@ class Machine:
 def access(tensor: Tensor, *, writes: bool) -> Access:
     """The bytes from a tensor's first to its last element."""
     start = tensor.data_ptr()
-    reach = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return Access(start, start + reach * tensor.dtype.itemsize, writes)
+    return Access(start, start + reach(tensor.shape, tensor.stride()) * tensor.dtype.itemsize, writes)

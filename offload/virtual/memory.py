@@ -20,7 +20,7 @@ from offload.pages import ALIGN
 from offload.virtual.dlpack import Empty
 from offload.virtual.watcher import watcher
 
-__all__ = ["ACCELERATOR", "HOST", "NAME", "fresh", "memory_at", "new", "take_address"]
+__all__ = ["ACCELERATOR", "HOST", "NAME", "fresh", "memory_at", "new", "reach", "take_address"]
 
 NAME = "virtual"
 #: Indices, see Note [Two places].
@@ -73,10 +73,19 @@ def _bare(dtype: torch.dtype, index: int) -> Tensor:
     return bare
 
 
+def reach(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last."""
+    if 0 in size:
+        return 0
+    last = 0
+    for length, step in zip(size, stride, strict=True):
+        last += (length - 1) * step
+    return last + 1
+
+
 def new(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, index: int) -> Tensor:
     """A tensor in fresh memory, as large as its strides reach."""
-    reach = 0 if 0 in size else 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    return _over(fresh(reach * dtype.itemsize, index), size, stride, dtype, index)
+    return _over(fresh(reach(size, stride) * dtype.itemsize, index), size, stride, dtype, index)
 
 
 def fresh(nbytes: int, index: int) -> torch.UntypedStorage:

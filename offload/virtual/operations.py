@@ -2,10 +2,16 @@
 
 ``torch_device.py`` gives torch `run` for all operations that `kernels.py` has no kernel for.  It moves no data and counts no
 time: the `Watcher` of the moment is told.
+
+Note: [Calls alike]
+    What a meta kernel makes follows from the operation, the shapes, strides and dtypes of its tensors, its other arguments and
+    the default dtype.  So it runs once for all calls that agree in these.  A tensor of the real host has a value, too, which a
+    meta kernel may read: calls that are given one are like no other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,11 +20,11 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
-from offload.virtual.memory import NAME, fresh, new
+from offload.virtual.memory import NAME, fresh, new, reach
 from offload.virtual.refused import no_data
 from offload.virtual.watcher import Operation, watcher
 
-__all__ = ["run"]
+__all__ = ["forget", "run"]
 
 _aten: Any = torch.ops.aten
 
@@ -50,48 +56,125 @@ def run(overload: Any, *args: Any, **kwargs: Any) -> Any:
     if signature.view:
         return overload._op_dk(DispatchKey.CPU, *args, **kwargs)
     tensors: list[Tensor] = []
-    twins = [_twin(value, tensors) for value in args]
-    named = {name: _twin(value, tensors) for name, value in kwargs.items()}
+    key = _key(overload, args, kwargs, tensors)
+    kind = _kinds.get(key)
+    if kind is None:
+        kind = _find_out(overload, args, kwargs)
+        if key is not None:
+            _kinds[key] = kind
+    alike = None if key is None else kind
     device = kwargs.get("device")
-    if device is not None:
+    index = tensors[0].device.index if device is None else device.index or 0
+    if not signature.written:
+        made = _made(kind.made, index)
+        watcher().ran(Operation(alike, overload, args, kwargs, made, tuple(tensors), tuple(_tensors(made))))
+        return made
+    written = [args[place] if place < len(args) else kwargs[name] for place, name in signature.written]
+    for own, size in zip(written, kind.resized, strict=True):
+        if size is not None:
+            _resize(own, size)
+    watcher().ran(Operation(alike, overload, args, kwargs, None, tuple(tensors), tuple(_tensors(written))))
+    assert signature.returns <= len(written) or not signature.returns, f"{overload}: makes and writes"
+    return written[0] if signature.returns == 1 else tuple(written[: signature.returns]) or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What a tensor is like that a meta kernel made."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """What calls alike come to: see Note [Calls alike].
+
+    Attributes:
+        made: what is returned, each tensor as its `_Size`.
+        resized: the new size of each argument that is written, where that is not its own.
+    """
+
+    made: Any
+    resized: tuple[_Size | None, ...]
+
+
+_kinds: dict[Any, _Kind] = {}
+
+
+def forget() -> None:
+    """Nothing is known of calls from now on."""
+    _kinds.clear()
+
+
+def _key(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    """What calls alike have in common, or None where more counts than that; tensors of this device are noted."""
+    facts: list[Any] = [overload, torch.get_default_dtype()]
+    known = _note(args, facts, tensors)
+    for name, value in kwargs.items():
+        facts.append(name)
+        known &= _note((value,), facts, tensors)
+    return tuple(facts) if known else None
+
+
+def _note(values: Iterable[Any], facts: list[Any], tensors: list[Tensor]) -> bool:
+    known = True
+    for value in values:
+        if isinstance(value, Tensor):
+            facts += (Tensor, value.shape, value.stride(), value.dtype)
+            if value.device.type == NAME:
+                tensors.append(value)
+            else:
+                known = False
+        elif isinstance(value, list | tuple):
+            facts += (list, len(value))
+            known &= _note(value, facts, tensors)
+        else:
+            # 1, 1.0 and True are one key, and make tensors of other dtypes.
+            facts += (type(value), value)
+    return known
+
+
+def _find_out(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
+    twins = [_twin(value) for value in args]
+    named = {name: _twin(value) for name, value in kwargs.items()}
+    if named.get("device") is not None:
         named["device"] = torch.device("meta")
     try:
         found = overload(*twins, **named)
     except NotImplementedError as error:
         raise no_data(str(overload)) from error
-    index = tensors[0].device.index if device is None else device.index or 0
-    if not signature.written:
-        made = _made(found, index)
-        watcher().ran(Operation(overload, args, kwargs, made, tuple(tensors), tuple(_tensors(made))))
-        return made
-    written: list[Any] = []
-    for place, name in signature.written:
+    resized: list[_Size | None] = []
+    for place, name in _signature(overload).written:
         own, twin = (args[place], twins[place]) if place < len(args) else (kwargs[name], named[name])
-        if isinstance(own, Tensor) and twin.shape != own.shape:
-            _resize(own, twin)
-        written.append(own)
-    changed = tuple(_tensors(written))
-    watcher().ran(Operation(overload, args, kwargs, None, tuple(tensors), changed))
-    assert signature.returns <= len(written) or not signature.returns, f"{overload}: makes and writes"
-    return written[0] if signature.returns == 1 else tuple(written[: signature.returns]) or None
+        changed = isinstance(own, Tensor) and twin.shape != own.shape
+        resized.append(_size(twin) if changed else None)
+    return _Kind(_size(found), tuple(resized))
 
 
-def _twin(value: Any, tensors: list[Tensor]) -> Any:
-    """The same on meta; tensors of this device are noted.  A number of the host stays what it is."""
+def _twin(value: Any) -> Any:
+    """The same on meta.  A number of the host stays what it is."""
     if isinstance(value, Tensor):
-        if value.device.type == NAME:
-            tensors.append(value)
-        elif value.dim() == 0:
+        if value.device.type != NAME and value.dim() == 0:
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, list | tuple):
-        return type(value)(_twin(each, tensors) for each in value)
+        return type(value)(_twin(each) for each in value)
+    return value
+
+
+def _size(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Size(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return type(value)(_size(each) for each in value)
     return value
 
 
 def _made(value: Any, index: int) -> Any:
-    if isinstance(value, Tensor):
-        return new(value.shape, value.stride(), value.dtype, index)
+    if isinstance(value, _Size):
+        return new(value.size, value.stride, value.dtype, index)
     if isinstance(value, list | tuple):
         return type(value)(_made(each, index) for each in value)
     return value
@@ -103,7 +186,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
-def _resize(own: Tensor, twin: Tensor) -> None:
+def _resize(own: Tensor, to: _Size) -> None:
     """An ``out`` argument that takes the shape of the result."""
-    storage = fresh(twin.untyped_storage().nbytes(), own.device.index)
-    _aten.set_.source_Storage_storage_offset._op_dk(DispatchKey.CPU, own, storage, 0, twin.shape, twin.stride())
+    storage = fresh(reach(to.size, to.stride) * to.dtype.itemsize, own.device.index)
+    _aten.set_.source_Storage_storage_offset._op_dk(DispatchKey.CPU, own, storage, 0, to.size, to.stride)

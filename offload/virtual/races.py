@@ -17,6 +17,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -215,6 +216,16 @@ _SEAM = tuple(str(Path(__file__).parents[1] / name) for name in ("virtual", "dev
 def _where() -> str:
     """The line that issued it, above torch and the seam to the device."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename.startswith(_SEAM) or "/torch/" in frame.f_code.co_filename):
+    while frame is not None and _skipped(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _skipped(file: str) -> bool:
+    return file.startswith(_SEAM) or "/torch/" in file
+
+
+@cache
+def _line(file: str, number: int) -> str:
+    return f" at {Path(file).name}:{number}"

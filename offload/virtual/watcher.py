@@ -18,12 +18,14 @@ class Operation:
     """One operation that a kernel would carry out.
 
     Attributes:
+        kind: the same object for all calls whose arguments agree in all but their memory; None of one that is like no other.
         overload: torch's name for it.
         args, kwargs: as it was called.
         made: what it returns.
         reads, writes: the virtual tensors it reads and writes; what it makes is among the latter.
     """
 
+    kind: object | None
     overload: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -6,7 +6,7 @@ tensors.  It keeps no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,10 +46,11 @@ class HardwareCosts:
         self._collectives: dict[Any, Collective] = {}
 
     def operation(self, operation: Operation, index: int) -> float:
-        key = (operation.overload, index, *_facts(operation.reads), None, *_facts(operation.writes))
-        known = self._operations.get(key)
+        known = self._operations.get((operation.kind, index))
         if known is None:
-            known = self._operations[key] = self._take(operation, index)
+            known = self._take(operation, index)
+            if operation.kind is not None:
+                self._operations[operation.kind, index] = known
         seconds, flops = known
         self.flops += flops
         return seconds
@@ -85,13 +86,6 @@ class HardwareCosts:
         self.link_nbytes += known.link_nbytes
         self.network_nbytes += known.network_nbytes
         return known.seconds
-
-
-def _facts(tensors: Iterable[Tensor]) -> Iterable[Any]:
-    for tensor in tensors:
-        yield tensor.shape
-        yield tensor.stride()
-        yield tensor.dtype
 
 
 def _reach(tensor: Tensor) -> int:
