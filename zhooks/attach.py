@@ -394,3 +394,17 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
     @property
     def rank(self) -> int:
         return int(self._comm.world.axis.ranks[self._comm.world.axis.rank])
+
+
+def abandon(attachment: Attachment) -> None:
+    """Close what an attachment opened, and give nothing back: its model is of no further use.
+
+    A simulation's model has no values, and gathering all of them takes as long as a step.
+    """
+    undo, attachment._undo = attachment._undo, None
+    assert undo is not None
+    for unit in attachment._units:
+        for flat in unit.flats:
+            flat.holds, flat.ask = False, None
+            flat.end_graph()
+    undo.close()

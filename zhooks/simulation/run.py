@@ -26,7 +26,7 @@ from offload.hardware import Hardware
 from offload.policy import Policy
 from offload.text import as_size
 from offload.virtual import ACCELERATOR, HOST, NAME, Machine, Race, Races
-from zhooks.attach import attach
+from zhooks.attach import abandon, attach
 from zhooks.simulation.costs import HardwareCosts
 from zhooks.simulation.measure import Holders, Peak, covered
 
@@ -152,9 +152,12 @@ def simulate(
             with suppress(ZhooksError):
                 attachment.detach()
             raise
+        if not check_races:
+            abandon(attachment)
+            return result
+        # The way back uses memory, too, and what is freed after it may have been in use.
         attachment.detach()
         del model, built, given, attachment
-        # What is freed now may have been in use.
         gc.collect()
     return replace(result, races=tuple(races.found))
 
