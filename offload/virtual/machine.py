@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from offload.errors import SimulationError
+from offload.virtual.autocast import refuses_cuda
 from offload.virtual.memory import ACCELERATOR, HOST, NAME, reach
 from offload.virtual.operations import forget
 from offload.virtual.torch_device import register
@@ -204,7 +205,8 @@ class Machine:
         watch(self)
         _running = self
         try:
-            yield self
+            with refuses_cuda():
+                yield self
         finally:
             _running = None
             watch(None)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from offload.virtual.memory import NAME, fresh, new, reach
-from offload.virtual.refused import no_data
+from offload.virtual.refused import no_data, other_autocast, user_line
 from offload.virtual.watcher import Operation, watcher
 
 __all__ = ["forget", "run"]
@@ -55,6 +55,8 @@ def run(overload: Any, *args: Any, **kwargs: Any) -> Any:
     signature = _signature(overload)
     if signature.view:
         return overload._op_dk(DispatchKey.CPU, *args, **kwargs)
+    if torch.is_autocast_enabled("cuda"):
+        raise other_autocast(user_line())
     tensors: list[Tensor] = []
     key = _key(overload, args, kwargs, tensors)
     kind = _kinds.get(key)

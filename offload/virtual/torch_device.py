@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from offload.errors import CapabilityError
+from offload.virtual.autocast import autocast_kernels
 from offload.virtual.kernels import KERNELS, attention
 from offload.virtual.memory import ACCELERATOR, NAME
 from offload.virtual.operations import run
@@ -88,11 +89,14 @@ def register() -> None:
     setup(rename=NAME, backend_module=_Backend())
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(run, "PrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     with warnings.catch_warnings():
         # That a kernel takes the place of torch's own for this device is what is wanted.
         warnings.filterwarnings("ignore", message=".*[Oo]verrid", category=UserWarning)
         for name, kernel in KERNELS.items():
             aten.impl(name, kernel, "PrivateUse1")
+        for name, kernel in autocast_kernels().items():
+            aten.impl(name, kernel, "AutocastPrivateUse1")
         for key in ("PrivateUse1", "AutogradPrivateUse1"):
             aten.impl("scaled_dot_product_attention", attention, key)
     _kept.extend((every, aten))
