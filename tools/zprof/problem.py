@@ -10,7 +10,7 @@ import click
 
 from offload.errors import BudgetError, CapabilityError, ZhooksError
 
-__all__ = ["BudgetProblem", "CapabilityProblem", "Problem", "problem_of"]
+__all__ = ["BudgetProblem", "CapabilityProblem", "Misuse", "Problem", "problem_of"]
 
 
 class Problem(click.ClickException):
@@ -21,6 +21,12 @@ class Problem(click.ClickException):
     def show(self, file: object = None) -> None:
         """Print the lines to stderr."""
         click.echo(self.message, err=True)
+
+
+class Misuse(Problem):
+    """What was asked cannot be meant; one line, as all problems, where click would print its usage too."""
+
+    exit_code = 2
 
 
 class BudgetProblem(Problem):

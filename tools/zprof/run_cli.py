@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from offload.regular_files import open_regular
-from zprof.problem import Problem
+from zprof.problem import Misuse, Problem
 from zprof.recording.recorder import LEVELS, Level, ranks
 from zprof.running.child import Child, Ending, Kills, end_as
 from zprof.running.launch import Order
@@ -43,12 +43,6 @@ _LAUNCHER_MODULES = {
 _INTERVAL = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(us|ms|s)", re.ASCII)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _SHORTEST_S, _LONGEST_S = 0.001, 3600.0
-
-
-class Misuse(Problem):
-    """What was asked cannot be meant; one line, as all problems, where click would print its usage too."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
