@@ -141,6 +141,8 @@ def of_packages(sources: list[Source], *packages: str) -> list[Source]:
 # --- the rules --------------------------------------------------------------------------------------------------------
 
 MAY_IMPORT = {"offload": {"offload"}, "zprof": {"offload", "zprof"}, "zhooks": {"offload", "zhooks"}}
+#: Commands that simulate need what they simulate; nothing else of zprof knows the runtime.
+SIMULATE = ("tools/zprof/simulate_cli.py", "tools/zprof/plan_cli.py")
 
 #: From the top down: what is in a package imports from its own line and from lines below.
 ORDER = {
@@ -163,6 +165,7 @@ def imports_point_down(sources: list[Source]) -> list[str]:
         for node in ast.walk(here.tree)
         for target in import_targets(node, here)
         if (top := target.partition(".")[0]) in PACKAGES and top not in MAY_IMPORT[here.package]
+        if not (top == "zhooks" and within(here, *SIMULATE))
     ]
 
 
