@@ -246,6 +246,12 @@ def test_a_step_reaches_from_the_end_of_one_optimizer_step_to_the_next(tmp_path:
     assert bounds_ms(steps(traced(tmp_path, rows))) == [(5, 10), (10, 20)]
 
 
+def test_a_step_ends_also_where_the_next_forward_begins_at_that_very_time(tmp_path: Path) -> None:
+    rows = spanned(*(part for at in (0, 10, 20) for part in (("forward", "f", at, at + 4), ("step", "AdamW", at + 6, at + 10))))
+    found = steps_of(spans(Trace.open(write_trace(tmp_path / "run.zprof", sorted(rows, key=lambda row: row.time_ns)))))
+    assert (found.bounds - START).tolist() == [[0, 10 * MS], [10 * MS, 20 * MS], [20 * MS, 30 * MS]]
+
+
 def test_a_plain_script_has_steps_without_forwards(tmp_path: Path) -> None:
     rows = spanned(("step", "SGD", 8, 10), ("step", "SGD", 18, 20))
     assert bounds_ms(steps(traced(tmp_path, rows))) == [(8, 10), (10, 20)]

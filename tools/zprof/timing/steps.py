@@ -77,7 +77,7 @@ def steps_of(table: SpanTable) -> Steps:
         ends = _ends_of_one(found) if source == "step" else np.sort(found.end_ns)
         if len(forward):
             # The number of forwards begun before each end: the last end of each number counts.
-            begun = np.searchsorted(forward.begin_ns, ends, side="right")
+            begun = np.searchsorted(forward.begin_ns, ends, side="left")
             ends = ends[np.append(begun[1:] != begun[:-1], True)]
         first = found if not len(forward) or forward.begin_ns[0] >= ends[0] else forward
         begins = np.concatenate((first.begin_ns[:1], ends[:-1]))
