@@ -170,6 +170,7 @@ class MemoryRun:
     def __init__(self, machine: Machine, nbytes: int, index: int) -> None:
         self._machine, self._nbytes, self._index = machine, nbytes, index
         self._address = take_address(nbytes)
+        machine.mapped.add(self._address)
         machine.allocated(self._address, nbytes, index)
 
     def tensor(self, start: int, nbytes: int) -> Tensor:
@@ -177,3 +178,4 @@ class MemoryRun:
 
     def close(self) -> None:
         self._machine.freed(self._address, self._nbytes, self._index)
+        self._machine.mapped.discard(self._address)

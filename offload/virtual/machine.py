@@ -183,12 +183,14 @@ class Machine:
         now: the host's clock.
         host: the host as a stream, for what it does itself.
         held, peak: bytes allocated now and at most, by index of the memory.
+        mapped: addresses of allocations that a tier divides among what it holds; no storage of torch's.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.listeners = costs, list[Listener]()
         self.host, self.now = Stream(self, "host", 0), 0.0
         self.held, self.peak = [0, 0], [0, 0]
+        self.mapped: set[int] = set()
         self._default = Stream(self, "compute", 1) if costs.accelerated else self.host
         self._sides: dict[str, Stream] = {}
         self._streams = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -108,6 +108,7 @@ def simulate(
     policy: Policy | str | Path | dict[str, Any] | None = None,
     steps: int = 2,
     check_races: bool = True,
+    follow: Callable[[Machine], AbstractContextManager[object]] | None = None,
 ) -> Simulation:
     """Predict a training step of ``world`` ranks on hardware, in this process, without any of it.
 
@@ -120,6 +121,8 @@ def simulate(
         hardware: a profile's name or file (``zprof hardware list``).
         steps: how many are run; the last one is what is returned, for the first records and plans.
         check_races: also follow whether streams order all uses of memory.
+        follow: called with the machine before ``build`` is; what it returns is entered, and left after the last step.  For who
+            records what happens: it adds itself to the machine's listeners.
     Raises:
         SimulationError: ``step`` needs data, or a process group is there already.
         HardwareError: the profile cannot be read, or lacks what is asked of it.
@@ -130,8 +133,10 @@ def simulate(
         raise SimulationError(f"simulate: expected at least one step of one rank, found steps = {steps} and world = {world}.")
     costs = HardwareCosts(profile, world)
     holders, races = Holders(), Races()
-    with Machine(costs).on() as machine, _ranks(world):
+    with Machine(costs).on() as machine, _ranks(world), ExitStack() as following:
         machine.listeners += [holders, races] if check_races else [holders]
+        if follow is not None:
+            following.enter_context(follow(machine))
         with torch.device(NAME):
             built = build()
         given = built if isinstance(built, tuple) else (built,)
@@ -146,6 +151,7 @@ def simulate(
                     step(*given)
                     issued = machine.now - begin
                     machine.current.synchronize()
+            following.close()
             result = _result(machine, costs, holders, world, begin, issued, before)
         except BaseException:
             # What the step raised is what counts, not that a model cannot be detached in the middle of it.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zhooks
+from offload.virtual import ACCELERATOR, Machine
 from tests.support.virtual import on_virtual
 from zhooks.simulation import Simulation, simulate
 
@@ -57,6 +59,23 @@ def test_traffic_is_two_gathers_and_a_reduction_of_the_parameters(world: int) ->
     least, most = ring * (3 * NUMEL + 4 * NUMEL), ring * (4 * NUMEL + 4 * NUMEL) * 1.01
     assert least <= found.link_nbytes <= most
     assert (found.network_nbytes > 0) == (world > 8), "nodes of eight"
+
+
+@on_virtual()
+def test_who_follows_hears_the_machine_from_before_the_build_until_after_the_last_step() -> None:
+    heard: list[str] = []
+
+    @contextmanager
+    def follow(machine: Machine) -> Iterator[None]:
+        heard.append("begin" if not machine.held[ACCELERATOR] else "late")
+        yield
+        heard.append("end" if machine.held[ACCELERATOR] else "late")
+
+    simulated(change=lambda *given: (heard.append("step"), step(*given))[1], follow=follow)  # type: ignore[func-returns-value]
+    assert heard == ["begin", "step", "step", "end"]
+    with pytest.raises(ZeroDivisionError):
+        simulated(change=lambda *given: 1 / 0, follow=follow)
+    assert heard[4:] == ["begin"], "left by the error itself"
 
 
 @on_virtual()
