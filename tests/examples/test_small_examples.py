@@ -101,7 +101,7 @@ def test_the_slurm_script_starts_a_program_on_every_rank_of_its_nodes(tmp_path: 
         (tools / name).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "node[1]", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "2"}
     more = {**job, "RANKS_PER_NODE": "2", "PORT": "0", "PYTHON": sys.executable, "PATH": f"{tools}:{os.environ['PATH']}"}
-    # What the script starts, not what is trained there: a program that imports no torch. Ranks write files of their own, because
+    # What the script starts, not what is trained there: a program that imports no torch. Ranks write files of their own:
     # lines of two processes mix where they share a pipe.
     program = tmp_path / "program.py"
     names = ("WORLD_SIZE", "OMP_NUM_THREADS")
