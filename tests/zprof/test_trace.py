@@ -391,5 +391,10 @@ def test_following_says_so_when_another_run_took_the_place(tmp_path: Path) -> No
     assert trace.count and list(trace.chunks()), "the file that was opened can still be read"
 
 
+def test_a_header_of_an_older_writer_is_of_no_simulation(tmp_path: Path) -> None:
+    older = {name: value for name, value in HEADER.packed().items() if name != "simulated"}
+    assert Header.unpacked(older, "run.zprof") == HEADER and HEADER.simulated == ""
+
+
 def test_a_header_of_a_newer_writer_with_more_keys_is_read(tmp_path: Path) -> None:
     assert Header.unpacked(HEADER.packed() | {"mood": "good"}, "run.zprof") == HEADER

@@ -47,9 +47,10 @@ class Verdict:
         limit = shown(self.limit.amount, measure.unit)
         if isinstance(self.value, Unseen):
             return f"{printable(self.run.path)}: {kept}: {not_seen(measure.name, self.value)}; asked for {bound} {limit}"
-        found = shown(self.value, measure.unit)
+        found = shown(self.value, measure.unit) + (" (predicted)" if self.run.simulated else "")
         # Rounded they may look alike.
-        exactly = f" ({self.value:.12g} to {self.limit.amount:.12g})" if self.failed and found == limit else ""
+        alike = self.failed and shown(self.value, measure.unit) == limit
+        exactly = f" ({self.value:.12g} to {self.limit.amount:.12g})" if alike else ""
         return f"{printable(self.run.path)}: {kept}: {measure.name} is {found}, {bound} {limit}{exactly}"
 
 
@@ -89,7 +90,7 @@ def check(runs: tuple[str, ...], most: tuple[Limit, ...], least: tuple[Limit, ..
     zprof check run.zprof --max device.peak=38GiB --max step.p95_ms=250ms --junit zprof.xml
 
     \b
-    JSON: runs[] path rank damage measures{} unseen{}; limits[] path rank measure
+    JSON: runs[] path rank simulated damage measures{} unseen{}; limits[] path rank measure
     unit bound limit value why ok. What was not seen is null, and why is said in
     unseen by measure.
     """
@@ -146,7 +147,8 @@ def _show(found: Sequence[Measured], verdicts: Sequence[Verdict]) -> None:
             click.echo(verdict.line)
         return
     for run in found:
-        click.echo(f"{printable(run.path)}, rank {run.rank}:")
+        predicted = f", predicted for {printable(run.simulated)} x {run.world}" if run.simulated else ""
+        click.echo(f"{printable(run.path)}, rank {run.rank}{predicted}:")
         for name, value in numbers(run.values).items():
             click.echo(f"  {name:32} {shown(value, MEASURES[name].unit)}")
         for why, names in absent(run.values).items():
@@ -157,7 +159,9 @@ def _as_json(found: Sequence[Measured], verdicts: Sequence[Verdict]) -> dict[str
     return {
         "ok": not any(verdict.failed for verdict in verdicts) and not (verdicts and any(run.damage for run in found)),
         "runs": [
-            {"path": run.path, "rank": run.rank, "damage": run.damage or None} | values_as_json(run) for run in found
+            {"path": run.path, "rank": run.rank, "simulated": run.simulated or None, "damage": run.damage or None}
+            | values_as_json(run)
+            for run in found
         ],
         "limits": [
             {

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zprof.timing.measured import Measured
     from zprof.timing.measures import Value
 
-__all__ = ["diff"]
+__all__ = ["as_json", "compared", "diff", "show"]
 
 _MOST_NAMES = 12
 #: Why bytes of two recordings are not set against each other.
@@ -87,28 +87,27 @@ def _expressions(ctx: click.Context, param: click.Parameter, values: tuple[str, 
     metavar="EXPRESSION",
     help="Exit with 3 where it holds, e.g. 'device.peak>+2%'; repeatable.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def diff(a: str, b: str, limits: tuple[Limit, ...], as_json: bool) -> None:
+@click.option("--json", "want_json", is_flag=True, help="Print JSON, for programs.")
+def diff(a: str, b: str, limits: tuple[Limit, ...], want_json: bool) -> None:
     """Compare run B with run A: two traces, or two folders with one trace a rank.
 
     With a sign an expression is about the change from A to B, NAME>+2% or NAME>+100MiB, NAME<-5% for what should not fall;
-    without, about B alone: NAME>38GiB. Of several ranks, each is compared with itself and the worst is shown. What one of the
-    runs did not see is absent and not compared, nor are bytes that were recorded at different levels; a --fail-on about them
-    fails.
+    without, about B alone: NAME>38GiB. Of several ranks, each is compared with itself and the worst is shown. Where one of both
+    is of `zprof simulate`, predicted and measured are compared over the steps alone, and the simulated rank stands beside every
+    rank of the run. What one of the runs did not see is absent and not compared, nor are bytes that were recorded at different
+    levels; a --fail-on about them fails.
 
     \b
     zprof diff main.zprof branch.zprof --fail-on 'device.peak>+2%' --fail-on 'step.median_ms>+5%'
+    zprof diff plan.zprof run.zprof --fail-on 'device.peak>+3%'
     """
-    from zprof.timing.measured import measured
-
-    before, after = measured([a]), measured([b])
-    pairs, apart = _pairs(before, after)
+    pairs, apart = compared([a], [b])
     broken = [(pair, limit) for limit in limits for pair in pairs if _broken(pair, limit)]
     damaged = [run for pair in pairs for run in (pair.before, pair.after) if run.damage]
-    if as_json:
-        click.echo(json.dumps(_as_json(pairs, apart, broken), indent=2, allow_nan=False))
+    if want_json:
+        click.echo(json.dumps(as_json(pairs, apart, broken), indent=2, allow_nan=False))
     else:
-        _show(a, b, pairs, apart)
+        show(a, b, pairs, apart)
         for pair, limit in broken:
             click.echo(_failure(pair, limit), err=True)
     if broken:
@@ -118,8 +117,28 @@ def diff(a: str, b: str, limits: tuple[Limit, ...], as_json: bool) -> None:
         raise click.exceptions.Exit(Problem.exit_code)
 
 
+def compared(before: Sequence[str], after: Sequence[str]) -> tuple[list[Pair], list[str]]:
+    """Each rank of both runs, files or folders, and lines for what only one has.
+
+    Raises:
+        Problem: they have no rank in common.  TraceError: a file is no trace.
+    """
+    from zprof.timing.measured import measured, simulated
+
+    # What a simulation leaves out, building the model, must not count in the run beside it.
+    mixed = len({simulated(run) for run in (*before, *after)}) > 1
+    return _pairs(measured(before, steps_only=mixed), measured(after, steps_only=mixed))
+
+
 def _pairs(before: Sequence[Measured], after: Sequence[Measured]) -> tuple[list[Pair], list[str]]:
-    """Each rank of both, and lines for ranks that only one has."""
+    if before[0].simulated or after[0].simulated:
+        # One simulated rank stands for all.
+        short, long = sorted((before, after), key=len)
+        if len(short) == 1 and short[0].simulated:
+            pairs = [Pair(run, short[0]) if short is after else Pair(short[0], run) for run in long]
+            one, other = pairs[0].before, pairs[0].after
+            said = f"{printable(one.path)} is of {one.world} ranks, {printable(other.path)} of {other.world}: not of one job"
+            return pairs, [said] if one.world != other.world else []
     if len(before) == len(after) == 1:
         # Two files are compared whatever ranks they are of.
         return [Pair(before[0], after[0])], []
@@ -216,9 +235,18 @@ def _named(pairs: Sequence[Pair]) -> tuple[list[str], list[str]]:
     return sorted(after - before), sorted(before - after)
 
 
-def _show(a: str, b: str, pairs: Sequence[Pair], apart: Sequence[str]) -> None:
+def _label(path: str, runs: Sequence[Measured], *, told: bool) -> str:
+    """A column's heading: which is predicted, where one is."""
+    return f"{path} ({'predicted' if runs[0].simulated else 'measured'})" if told else path
+
+
+def show(a: str, b: str, pairs: Sequence[Pair], apart: Sequence[str]) -> None:
+    """Print what differs, in a table with a column for each."""
     from rich.console import Console
 
+    before, after = [pair.before for pair in pairs], [pair.after for pair in pairs]
+    told = bool(before[0].simulated or after[0].simulated)
+    a, b = _label(a, before, told=told), _label(b, after, told=told)
     for run in (run for pair in pairs for run in (pair.before, pair.after) if run.damage):
         click.echo(f"{printable(run.path)}: {printable(run.damage)}", err=True)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -283,15 +311,16 @@ def _table(headings: tuple[str, str, str], changes: Sequence[Change], *, ranks: 
     return table
 
 
-def _as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple[Pair, Limit]]) -> dict[str, object]:
+def as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple[Pair, Limit]]) -> dict[str, object]:
+    """What `show` prints, for programs."""
     appeared, vanished = _named(pairs)
     return {
         "ok": not broken,
         "ranks": [
             {
                 "rank": pair.after.rank,
-                "a": {"path": pair.before.path, "damage": pair.before.damage or None} | values_as_json(pair.before),
-                "b": {"path": pair.after.path, "damage": pair.after.damage or None} | values_as_json(pair.after),
+                "a": _side(pair.before),
+                "b": _side(pair.after),
             }
             for pair in pairs
         ],
@@ -305,6 +334,10 @@ def _as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple
             for pair, limit in broken
         ],
     }
+
+
+def _side(run: Measured) -> dict[str, object]:
+    return {"path": run.path, "simulated": run.simulated or None, "damage": run.damage or None} | values_as_json(run)
 
 
 def _change_json(change: Change) -> dict[str, object]:

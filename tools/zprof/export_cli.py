@@ -90,7 +90,8 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
         thinned = f"{lost:,} rows were thinned out or lost while it was recorded: short events are missing" if lost else ""
         for line in filter(None, (damage, thinned)):
             click.echo(f"{printable(str(trace.path))}: {printable(line)}", err=True)
-    click.echo(f"{printable(str(path))}: {printable(said)}")
+    predicted = "predicted; " if traces[0].header.simulated else ""
+    click.echo(f"{printable(str(path))}: {predicted}{printable(said)}")
 
 
 def _writable(path: Path, *, folder: bool, force: bool) -> None:

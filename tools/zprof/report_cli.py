@@ -45,8 +45,9 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     callback=_at,
     help="When: at each tier's highest moment of the run, or within step N, counted from 0.",
 )
+@click.option("--against", metavar="PLAN", type=click.Path(), help="Also set it beside a trace of zprof simulate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs; its keys are listed above.")
-def report(runs: tuple[str, ...], by: str, at: int | None, as_json: bool) -> None:
+def report(runs: tuple[str, ...], by: str, at: int | None, against: str | None, as_json: bool) -> None:
     """Say where the bytes and milliseconds of a run went: who held what at the peak, what process or allocator say beyond that,
     what the run waited for and the remedy, achieved bandwidths, and how ranks differ.
 
@@ -57,13 +58,14 @@ def report(runs: tuple[str, ...], by: str, at: int | None, as_json: bool) -> Non
       zprof report run.zprof
       zprof report run.*.zprof --by module
       zprof report runs/ --by rank --at step:12
+      zprof report run.zprof --against plan.zprof
       zprof report run.zprof --json | jq .runs[0].tiers.device.bytes
 
     \b
     JSON: keys stay while "version" is 1, new ones may be added. Keys named
     bytes hold bytes, at_s seconds since the recording began; absent is null.
       version, by, at
-      runs[]      file rank world host device level argv versions duration_s
+      runs[]      file rank world simulated (the hardware, of a simulation) host device level argv versions duration_s
                   rows dropped_rows damage below_zero (series that end
                   below zero) bench_problem end{exit reason}
                   steps{count marked_by}
@@ -90,18 +92,45 @@ def report(runs: tuple[str, ...], by: str, at: int | None, as_json: bool) -> Non
                   work_ms{} step_ms{}; skew and stragglers null if not seen
         skew[]    what key rank late_ns times count total_ns
         stragglers[]  rank host work_ns median_ns
+      against     with --against, what zprof diff PLAN RUN --json prints
       next[]      do why
     """
     from zprof.reports.findings import report as found_out
 
     _keep_freed_memory()
+    if against is not None:
+        _check_plan(against, runs)
     report = found_out(runs, by=by, step=at)  # type: ignore[arg-type]
+    if against is not None:
+        from zprof import diff_cli
+
+        pairs, apart = diff_cli.compared([against], runs)
+    if as_json and against is not None:
+        report["against"] = diff_cli.as_json(pairs, apart, ())
     if as_json:
         click.echo(json.dumps(report, indent=2))
         return
     from zprof.reports.text import show
 
     show(report)
+    if against is not None:
+        click.echo("\npredicted beside measured")
+        diff_cli.show(against, runs[0] if len(runs) == 1 else "run", pairs, apart)
+
+
+def _check_plan(plan: str, runs: tuple[str, ...]) -> None:
+    """Which of both is predicted.
+
+    Raises:
+        Misuse: it is not the other one alone.
+    """
+    from zprof.problem import Misuse
+    from zprof.timing.measured import simulated
+
+    if not simulated(plan):
+        raise Misuse(f"--against {plan}: expected a trace of zprof simulate, found one of a run; compare runs with zprof diff")
+    if any(simulated(run) for run in runs):
+        raise Misuse(f"--against {plan}: expected the report of a run, found one of a simulation; compare them with zprof diff")
 
 
 def _keep_freed_memory() -> None:

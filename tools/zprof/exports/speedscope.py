@@ -60,7 +60,8 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     profiles: list[dict[str, Any]] = []
     drawn = 0
     for one, mine, shift in zip(reads, kept, shifts(reads), strict=True):
-        rank, ledger = f"rank {one.trace.header.rank}", one.ledger
+        predicted = ", predicted" if one.trace.header.simulated else ""
+        rank, ledger = f"rank {one.trace.header.rank}{predicted}", one.ledger
         covered = coverage(one.trace, ledger.tiers)
         for tier in ledger.tiers:
             missing = ", ".join(covered.missing(tier)) if covered.tier(tier) else ""

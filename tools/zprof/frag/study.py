@@ -152,7 +152,8 @@ def _of_trace(trace: Trace, path: str, limit: int | None, others: Sequence[Setti
     event, moment = _moment(base, len(recording.events), at)
     segments = replay(recording.events.first(event + 1), DEFAULTS, limit=limit).segments
     reserved = sum(segment.total_size for segment in segments)
-    notes = [f"{trace.path.name} was recorded on {trace.device}: what torch's CUDA allocator would do, by replay"]
+    made = "simulated for" if trace.header.simulated else "recorded on"
+    notes = [f"{trace.path.name} was {made} {trace.device}: what torch's CUDA allocator would do, by replay"]
     if trace.damage:
         notes.append(f"the trace is damaged, what can be read is used: {trace.damage}")
     return Study(

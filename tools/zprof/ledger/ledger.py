@@ -115,23 +115,28 @@ class Ledger:
             return self._named(self._tally.tier_peaks[TIERS.index(tier)], TIERS.index(tier), self.count)
         return self._tally.place_peaks[PLACES.index((category, tier))]
 
-    def peak_between(self, tier: str, begin_ns: int, end_ns: int) -> Moment:
+    def peak_between(self, tier: str, begin_ns: int, end_ns: int, category: str | None = None) -> Moment:
         """As `peak`, within a part of the run, its beginning and end included."""
         begin, end = self._rows_until(begin_ns - 1), self._rows_until(end_ns)
         log, number = self._log, TIERS.index(tier)
+        if category is not None:
+            mine = np.array([(each.category, each.tier) == (category, tier) for each in self.series], np.bool_)
+            start = Moment(begin_ns, int(self._levels(begin)[mine].sum()), begin)
+            return _highest([start, *self._walked(mine, begin, end)])
+        on = self._on(number)
         whole = log.rows[log.whole]
         first, last = np.searchsorted(whole, begin), np.searchsorted(whole, end, side="right") - 1
-        candidates: list[Moment] = [Moment(begin_ns, int(self._levels(begin)[self._on(number)].sum()), begin)]
+        candidates: list[Moment] = [Moment(begin_ns, int(self._levels(begin)[on].sum()), begin)]
         if first > last:
-            return self._named(_highest(candidates + self._walked(number, begin, end)), number, end)
+            return self._named(_highest(candidates + self._walked(on, begin, end)), number, end)
         inside = (log.rows >= whole[first]) & (log.rows <= whole[last])
         totals = self._totals(number)
-        candidates += self._walked(number, begin, int(whole[first]))
+        candidates += self._walked(on, begin, int(whole[first]))
         candidates += [
             Moment(int(log.time_ns[at]), int(totals[at]), int(log.rows[at]))
             for at in [int(np.flatnonzero(inside)[np.argmax(totals[inside])])]
         ]
-        return self._named(_highest(candidates + self._walked(number, int(whole[last]), end)), number, end)
+        return self._named(_highest(candidates + self._walked(on, int(whole[last]), end)), number, end)
 
     # Levels.
 
@@ -246,12 +251,12 @@ class Ledger:
             found.append((first + at, times[at], held.series, held.change))
         return found
 
-    def _walked(self, tier: int, begin: int, end: int) -> list[Moment]:
+    def _walked(self, on: NDArray[np.bool_], begin: int, end: int) -> list[Moment]:
         """The highest moments of rows ``begin`` to ``end``, from the rows themselves."""
         if begin >= end:
             return []
         stored, counted, done = self._state(begin)
-        on, moments = self._on(tier), []
+        moments = []
         level = int((stored + counted)[on].sum())
         for at, times, series, change in self._changes(done, end, counted):
             levels = level + np.cumsum(np.where(on[series], change, 0))

@@ -111,6 +111,13 @@ def traces_of(runs: Sequence[str | Path]) -> list[Trace]:
     found: dict[int, Trace] = {}
     for path in dict.fromkeys(path for run in runs for path in _files(Path(run))):
         trace = Trace.open(path)
+        first = next(iter(found.values()), trace)
+        if bool(trace.header.simulated) != bool(first.header.simulated):
+            kinds = ("a simulation", "a run") if trace.header.simulated else ("a run", "a simulation")
+            raise TraceError(
+                f"{path}: of {kinds[0]}, {first.path} of {kinds[1]}; expected one or the other, set them side by side with "
+                "`zprof diff`"
+            )
         other = found.setdefault(trace.header.rank, trace)
         if other is not trace:
             again = f"rank {trace.header.rank} is in {other.path} already"

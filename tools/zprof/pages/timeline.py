@@ -166,7 +166,10 @@ def _notes(reads: Sequence[_Read], by: Sequence[str]) -> list[str]:
     if walled:
         notes.append(f"{walled} of {len(by)} ranks are from another host or boot: set beside the first by the wall clock.")
     for read in reads:
-        rank = f"rank {read.trace.header.rank}"
+        header = read.trace.header
+        rank = f"rank {header.rank}"
+        if header.simulated:
+            notes.append(f"Predicted, on no hardware: {header.simulated}; this rank stands for all {header.world}.")
         if read.table.open is not None:
             notes.append(f"{rank}: {len(read.table.open):,} spans had not ended when the recording did; drawn to its end.")
         notes += [f"{rank}: {line}" for line in read.covered.lines()]

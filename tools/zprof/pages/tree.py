@@ -65,7 +65,8 @@ def flamegraph(trace: Trace, step: int | None = None) -> dict[str, Any]:
     header = trace.header
     covered = coverage(trace, ledger.tiers)
     missing = [line for line in covered.lines() if not line.startswith("waits")]
-    about = [f"rank {header.rank} of {header.world}", f"{trace.device} on {header.host}", f"level {header.level}"]
+    predicted = [f"predicted for {header.simulated}"] if header.simulated else []
+    about = [*predicted, f"rank {header.rank} of {header.world}", f"{trace.device} on {header.host}", f"level {header.level}"]
     return {
         "page": "flamegraph",
         "at": "peak" if step is None else f"step {step}",

@@ -92,6 +92,7 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
         "file": str(trace.path),
         "rank": header.rank,
         "world": header.world,
+        "simulated": header.simulated or None,
         "host": header.host,
         "device": trace.device,
         "level": header.level,
@@ -244,10 +245,11 @@ def _ms(time_ns: int | None) -> float | None:
 def _ranks(lanes: Sequence[Lane]) -> Body:
     here = {lane.header.rank for lane in lanes}
     tiers = [tier for tier in TIERS if any(lane.peaks.get(tier) for lane in lanes)]
+    simulated = bool(lanes[0].header.simulated)
     timed = all(lane.work_ns is not None for lane in lanes)
     return {
         "world": lanes[0].header.world,
-        "missing": [rank for rank in range(min(lanes[0].header.world, MOST_MISSING)) if rank not in here],
+        "missing": [rank for rank in range(min(lanes[0].header.world, MOST_MISSING)) if rank not in here and not simulated],
         "clocks": [asdict(clock) for clock in clocks(lanes)],
         "skew": [asdict(skew) for skew in skews(lanes, MOST_SKEWS)] if all(lane.collectives for lane in lanes) else None,
         "stragglers": [asdict(straggler) for straggler in stragglers(lanes)] if timed else None,

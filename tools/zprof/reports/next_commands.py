@@ -29,13 +29,16 @@ def _all(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if ranks and ranks["missing"] and len(list(folder.glob("*.zprof"))) > len(report["runs"]):
         yield f"zprof report {shlex.quote(str(folder))}", "more ranks are in this folder; together they show who is late"
     large = [line for line in run["reconciliation"] if line["said_bytes"] > 0 and line["bytes"] > LARGE * line["said_bytes"]]
+    if run["simulated"]:
+        why = "predicted beside measured, of a run by zprof run --level alloc"
+        yield f"zprof diff {shlex.quote(run['file'])} run.zprof", why
     if run["level"] == "events" and any("unexplained" in line["name"] for line in large):
         yield _recorded_again(report), "a good part of memory is not explained; this level sees every storage"
     if any(line["name"].startswith("reserved") for line in large):
         yield f"zprof frag {shlex.quote(run['file'])}", "the allocator reserved a good part that is not in use"
     if run["waits"]:
         yield f"zprof timeline {files}", "shows each wait beside the compute it holds up"
-    if run["rates"] and not any(rate["bench_bytes_per_s"] for rate in run["rates"]):
+    if run["rates"] and not run["simulated"] and not any(rate["bench_bytes_per_s"] for rate in run["rates"]):
         yield "zprof bench", "measures what this machine can do, for the bandwidths to compare with"
     if run["tiers"]:
         yield f"zprof flamegraph {shlex.quote(run['file'])}", "shows the bytes at the peak by module tree"

@@ -44,8 +44,8 @@ def _or_dash(value: Any, drawn: Callable[[Any], str]) -> str:
     return "-" if value is None else drawn(value)
 
 
-def ranks_lines(ranks: Mapping[str, Any]) -> list[Any]:
-    """What follows from it, in sentences and a table of who is late."""
+def ranks_lines(ranks: Mapping[str, Any], *, simulated: bool = False) -> list[Any]:
+    """What follows from it, in sentences and a table of who is late; a simulated rank stands for all."""
     lines: list[Any] = []
     for tier, found in ranks["peak_bytes"].items():
         peaks = {rank: nbytes for rank, nbytes in found.items() if nbytes is not None}
@@ -67,7 +67,9 @@ def ranks_lines(ranks: Mapping[str, Any]) -> list[Any]:
         if clock["by"] == "wall" and abs(clock["drift_ns"]) > MOST_DRIFT_NS:
             moved = f"{clock['drift_ns'] / 1e6:.3g} ms against its monotonic one"
             lines.append(Text(f"rank {clock['rank']}: its wall clock moved {moved} meanwhile: skews are off by as much"))
-    if ranks["missing"]:
+    if simulated:
+        lines.append(Text(f"simulated: this rank stands for all {ranks['world']}"))
+    elif ranks["missing"]:
         lines.append(Text(f"not in this report, of {ranks['world']} ranks: {_listed(ranks['missing'])}"))
     return lines
 

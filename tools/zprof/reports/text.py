@@ -37,16 +37,19 @@ def show(report: Mapping[str, Any]) -> None:
     for line in _heading(report, run):
         console.print(line)
     mark = "\N{FULL BLOCK}" if console.encoding.startswith("utf") else "#"
-    _section(console, _when(report), _held(report, run, mark))
+    _section(console, f"{_when(report)}{' (predicted)' if run['simulated'] else ''}", _held(report, run, mark))
     if report["by"] not in ("module", "unit"):
         _section(console, "most held by", _holders(run))
     _section(console, "residual states", _residual(run))
-    _section(console, "reconciliation", _reconciled(run))
-    _section(console, "time", _times(run))
-    _section(console, "bandwidth", _rates(run))
+    if not run["simulated"]:
+        # There is no process that could say more than the ledger.
+        _section(console, "reconciliation", _reconciled(run))
+    predicted = " (predicted)" if run["simulated"] else ""
+    _section(console, f"time{predicted}", _times(run))
+    _section(console, f"bandwidth{predicted}", _rates(run))
     _section(console, "large batch", list(_growing(run)))
     if report["ranks"]:
-        _section(console, "ranks", [ranks_table(report), *ranks_lines(report["ranks"])])
+        _section(console, "ranks", [ranks_table(report), *ranks_lines(report["ranks"], simulated=bool(run["simulated"]))])
     if run["oom"]:
         _section(console, "out of memory", [Text(plain(line)) for line in run["oom"]["lines"]])
     _section(console, "not recorded", [Text(plain(line)) for line in _not_recorded(report["runs"])])

@@ -105,14 +105,20 @@ def _all() -> Iterator[Measure]:
 MEASURES: dict[str, Measure] = {measure.name: measure for measure in _all()}
 
 
-def measures(trace: Trace, ledger: Ledger, times: Times | None = None) -> dict[str, Value]:
-    """All of `MEASURES` for a run, by name; ``times`` where they are there already, else in another pass."""
+def measures(
+    trace: Trace, ledger: Ledger, times: Times | None = None, *, within: tuple[int, int] | None = None
+) -> dict[str, Value]:
+    """All of `MEASURES` for a run, by name; ``times`` where they are there already, else in another pass.
+
+    Args:
+        within: count peaks of tiers between these times; over the whole run where it is None.
+    """
     from zprof.timing import analysis
 
     times = times or analysis.times(trace)
     covered = coverage(trace, ledger.tiers)
     found: dict[str, Value] = {"oom.count": float(times.oom), "rows.dropped": float(trace.dropped)}
-    for part in (_held(ledger, covered), _sampled(trace, ledger), _stepped(times, covered), _moved(times, covered)):
+    for part in (_held(ledger, covered, within), _sampled(trace, ledger), _stepped(times, covered), _moved(times, covered)):
         found |= part
     found["energy.joules_per_step"] = _joules(ledger, times, covered)
     assert found.keys() == MEASURES.keys(), f"not the measures there are: {sorted(found.keys() ^ MEASURES.keys())}"
@@ -124,12 +130,17 @@ def numbers(values: Mapping[str, Value]) -> dict[str, float]:
     return {name: value for name, value in values.items() if not isinstance(value, Unseen)}
 
 
-def _held(ledger: Ledger, covered: Coverage) -> dict[str, Value]:
+def _held(ledger: Ledger, covered: Coverage, within: tuple[int, int] | None) -> dict[str, Value]:
+    def most(tier: str, category: str | None = None) -> float:
+        if within is None or tier not in ledger.tiers:
+            return float(ledger.peak(tier, category).nbytes)
+        return float(ledger.peak_between(tier, *within, category).nbytes)
+
     found: dict[str, Value] = {}
     for tier in TIERS:
-        found[f"{tier}.peak"] = covered.tier(tier) or float(ledger.peak(tier).nbytes)
+        found[f"{tier}.peak"] = covered.tier(tier) or most(tier)
         for category in CATEGORIES:
-            found[f"{tier}.{category}.peak"] = covered.place(category, tier) or float(ledger.peak(tier, category).nbytes)
+            found[f"{tier}.{category}.peak"] = covered.place(category, tier) or most(tier, category)
     return found
 
 

@@ -34,6 +34,7 @@ class Header:
         level: one of `LEVELS`. device: "cpu", "cuda:0" and so on.
         rss_nbytes: resident memory of the process when the recording began.
         versions: of what was imported, e.g. {"torch": "2.13"}. budgets: tier -> bytes, None for no bound.
+        simulated: the hardware profile a simulation was of, whose times and bytes are predicted; "" for what was measured.
     """
 
     version: int = VERSION
@@ -50,6 +51,7 @@ class Header:
     argv: tuple[str, ...]
     versions: dict[str, str]
     budgets: dict[str, int | None]
+    simulated: str = ""
 
     def packed(self) -> dict[str, object]:
         """The header as a map of plain values, over-long texts cut so that every header written can be read."""
@@ -69,7 +71,7 @@ class Header:
             raise TraceError(f"{where}: its header is not a map; it is damaged, record the run again")
         values: dict[str, object] = {}
         for name, (expected, right) in _CHECKS.items():
-            value = fields.get(name)
+            value = fields.get(name, _DEFAULTS.get(name))
             if not right(value):
                 raise TraceError(f"{where}: header key {name}: expected {expected}, found {_short(value)}; record it again")
             values[name] = tuple(value) if isinstance(value, list) else value
@@ -129,7 +131,10 @@ _CHECKS: dict[str, _Check] = {
     "argv": ("a list of short texts", _is_argv),
     "versions": ("a map of short texts", _is_versions),
     "budgets": ("a map of tiers to bytes", _is_budgets),
+    "simulated": _TEXT,
 }
+#: Of keys that older files lack.
+_DEFAULTS = {"simulated": ""}
 
 
 def _cut(text: str) -> str:

@@ -54,7 +54,7 @@ class Seen:
 
     Attributes:
         state: "recording", "ended", "killed" for one that left no end and whose process is gone, "silent" for one that
-            stopped writing and whose process lives, or cannot be seen from this host.
+            stopped writing and whose process lives, or cannot be seen from this host, "predicted" for a simulation.
         tiers: tier -> bytes held, of what is recorded; None where nothing on it is.
         samples: "rss", "cgroup memory" and the like -> the last value.
         step_ms: median over the last steps; None before the second one ended. steps: ended so far.
@@ -207,6 +207,8 @@ class Followed:
 
     def _state(self) -> str:
         header = self._trace.header
+        if header.simulated:
+            return "predicted"
         try:
             changed = wall_ns() - self._trace.path.stat().st_mtime_ns
         except OSError:
