@@ -1,0 +1,218 @@
+"""``zprof simulate``: its trace is the simulation, every command reads it as one, and diff sets it beside a run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import Pool
+from tests.support.zprof_command import Zprof
+from zprof.rows import RowKind
+from zprof.trace.reader import Trace
+
+JOB = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)])
+    return model, torch.optim.AdamW(model.parameters())
+
+def step(model, optimizer, rows=1024):
+    print("a step")
+    model(torch.empty(rows, 512, device="virtual")).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def small():
+    return build, step
+
+def huge():
+    return build, lambda *given: step(*given, rows=1 << 25)
+
+def reading():
+    def read(model, optimizer):
+        print(model(torch.empty(4, 512, device="virtual")).sum().item())
+    return build, read
+
+def broken():
+    def fail(model, optimizer):
+        raise ValueError("no such batch")
+    return build, fail
+
+def number():
+    return (lambda: 3), step
+"""
+TIERED = """
+[parameter]
+tier = "disk"
+[gradient]
+tier = "host"
+[optimizer]
+tier = "host"
+[activation]
+tier = "host"
+min_bytes = "64KiB"
+[units]
+min_numel = 0
+"""
+
+
+def line_of(words: str) -> int:
+    """Where the job says so."""
+    return next(number for number, line in enumerate(JOB.splitlines(), 1) if words in line)
+
+
+#: Words after ``zprof simulate``, by the name under which their results are kept.
+COMMANDS = {
+    "small": "job.py:small --nodes 2 --mesh replicate=2,shard=8 -o small.zprof --steps 3 --json",
+    "again": "job.py:small --nodes 2 --mesh replicate=2,shard=8 -o again.zprof --steps 3 --json",
+    "tiered": "job.py:small --policy tiered.toml -o tiered.zprof --json",
+    "text": "job:small --ranks 2",
+    "huge": "job.py:huge --hardware rtx4090 --ranks 1 -o huge.zprof",
+    "near": "job.py:small --hardware h10",
+    "reading": "job.py:reading -o reading.zprof",
+    "broken": "job.py:broken -o broken.zprof",
+    "number": "job.py:number",
+    "missing": "job.py:smal",
+    "mesh": "job.py:small --mesh shard=3",
+    "axes": "job.py:small --mesh shard",
+    "both": "job.py:small --nodes 1 --ranks 2",
+    "exists": "job.py:small -o job.py",
+    "policy": "job.py:small --policy none.toml -o policy.zprof",
+}
+
+
+def run_all(folder: str) -> None:
+    """In the process of the virtual device: every command, into files."""
+    from click.testing import CliRunner
+
+    from zprof.cli import main
+
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for name, words in COMMANDS.items():
+            found = CliRunner().invoke(main, ["simulate", *words.split()], prog_name="zprof")
+            body = {"code": found.exit_code, "out": found.stdout, "err": found.stderr, "raised": repr(found.exception)}
+            Path(f"{name}.result").write_text(json.dumps(body))
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, virtual_ranks: Pool) -> Path:
+    """The folder with the results of all `COMMANDS`."""
+    folder = tmp_path_factory.mktemp("simulated")
+    (folder / "job.py").write_text(JOB)
+    (folder / "tiered.toml").write_text(TIERED)
+    virtual_ranks.run(f"{run_all.__module__}:run_all", folder=str(folder))
+    return folder
+
+
+def result(made: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((made / f"{name}.result").read_text())
+    return found
+
+
+def rows_of(path: Path) -> Iterator[tuple[Any, ...]]:
+    trace = Trace.open(path)
+    for rows in trace.chunks():
+        names = [trace.strings[what] for what in rows.what], [trace.strings[key] for key in rows.key]
+        yield from zip(rows.kind.tolist(), *names, rows.nbytes.tolist(), rows.time_ns.tolist(), strict=True)
+    trace.close()
+
+
+def measures(zprof: Zprof, path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(zprof("check", path, "--json").stdout)["runs"][0]["measures"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["small", "tiered"])
+def test_the_trace_says_what_the_simulation_says(made: Path, zprof: Zprof, name: str) -> None:
+    found = json.loads(result(made, name)["out"])["simulation"]
+    seen = measures(zprof, made / f"{name}.zprof")
+    assert seen["device.peak"] == found["device"]["nbytes"] and seen["host.peak"] == found["host"]["nbytes"]
+    assert seen["step.median_ms"] == pytest.approx(found["step_s"] * 1e3, rel=0.02)
+    held = {"parameter", "gradient", "optimizer"}
+    assert all(seen[f"{'host' if name == 'tiered' else 'device'}.{each}.peak"] for each in held - {"parameter"})
+    assert (seen["disk.parameter.peak"] > 0) == (name == "tiered")
+    assert seen["rss.peak"] is None and seen["rows.dropped"] == 0
+
+
+def test_nothing_of_this_computer_is_in_the_trace(made: Path) -> None:
+    rows = list(rows_of(made / "small.zprof"))
+    assert rows == list(rows_of(made / "again.zprof")) and len(rows) > 200
+    assert rows[0][4] == 0
+    header = Trace.open(made / "small.zprof").header
+    assert (header.simulated, header.world, header.host, header.pid) == ("h100", 16, "h100 (simulated)", 0)
+
+
+def test_transfers_and_operations_have_the_times_of_their_streams(made: Path) -> None:
+    def spans(what: str) -> list[tuple[int, int]]:
+        begins = [row[4] for row in rows if row[:2] == (RowKind.BEGIN, what)]
+        return list(zip(begins, [row[4] for row in rows if row[:2] == (RowKind.END, what)], strict=True))
+
+    rows = list(rows_of(made / "small.zprof"))
+    for what in ("operation", "gather", "reduce"):
+        found = spans(what)
+        assert found and all(begin < end for begin, end in found)
+        ordered = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found))
+        assert ordered or what == "reduce", "it has a stream for each axis, the others one"
+    compute = spans("operation")
+    # A prefetched gather runs while the device computes.
+    assert any(begin < end_too and begin_too < end for begin, end in spans("gather") for begin_too, end_too in compute)
+
+
+def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: Path) -> None:
+    found = result(made, "text")
+    assert found["code"] == 0 and found["out"].startswith("h100 x 2: ")
+    assert "\nnext\n" in found["out"] and "-o plan.zprof\n" in found["out"]
+    assert found["err"] == "a step\n" * 2
+    said = json.loads(result(made, "small")["out"])
+    assert (said["nodes"], said["fits"], said["trace"], said["version"]) == (2, True, "small.zprof", 1)
+    assert said["simulation"]["world"] == 16 and said["simulation"]["races"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("near", 1, 'hardware: expected one of a100-80, b200, h100, h200, rtx4090, v100-32, found "h10"; did you mean h100?'),
+        ("reading", 1, f"/job.py:{line_of('item()')}: expected code that needs no values"),
+        ("broken", 1, f"/job.py:{line_of('no such batch')}: step of job.py:broken raised ValueError: no such batch"),
+        ("number", 1, "attach: expected a torch.nn.Module, found int."),
+        ("missing", 2, "did you mean small?"),
+        ("mesh", 2, "--mesh: expected axes whose sizes multiply to 8 ranks, found 3"),
+        ("axes", 2, "expected sizes of axes such as replicate=16,shard=64"),
+        ("both", 2, "--ranks: expected --nodes or --ranks, found both"),
+        ("exists", 1, "job.py: is what is read"),
+        ("policy", 1, "none.toml: no such policy file"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_in_a_line_and_leaves_no_file(made: Path, name: str, code: int, said: str) -> None:
+    found = result(made, name)
+    assert found["code"] == code and found["out"] == "" and said in found["err"].strip().splitlines()[-1]
+    assert "Traceback" not in found["err"] and not (made / f"{name}.zprof").exists()
+
+
+def test_a_step_that_the_hardware_cannot_hold_is_said_and_its_trace_shows_why(made: Path, zprof: Zprof) -> None:
+    found = result(made, "huge")
+    assert found["code"] == 3 and "\ndevice: does not fit: the step holds " in "\n" + found["err"]
+    assert "rtx4090 has 24 GiB a rank" in found["err"]
+    assert zprof("check", made / "huge.zprof", "--max", "device.peak=24GiB").exit_code == 3
+
+
+def test_every_command_reads_it(made: Path, zprof: Zprof) -> None:
+    plan = made / "tiered.zprof"
+    for words in ("report", "timeline -o page.html", "flamegraph -o flames.html", "check", "frag", "top --once"):
+        name, *options = words.split()
+        assert zprof(name, plan, *options).exit_code == 0, words
+    for kind in ("perfetto", "speedscope", "csv", "prometheus", "tensorboard", "torch-snapshot"):
+        assert zprof("export", plan, "-f", kind, "-o", f"out.{kind}").exit_code == 0, kind
+    assert zprof("diff", plan, plan).stdout == "no measure changed\n"
