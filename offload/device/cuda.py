@@ -205,7 +205,7 @@ class CudaDevice(Device):
     def watch(self, event: Any, call: Callable[[], None]) -> None:
         """Run ``call`` in a thread of the device's once ``event`` has passed, or the device has failed."""
         self._watch.start()
-        self._watch.submit(partial(_after, event, call))
+        self._watch.submit(partial(after, event, call))
 
     def on_host(self, tensor: Tensor) -> bool:
         return not self.calls.here(tensor)
@@ -280,7 +280,8 @@ class CudaDevice(Device):
                 self.bus.end(*copies.popleft().span)
 
 
-def _after(event: Any, call: Callable[[], None]) -> None:
+def after(event: Any, call: Callable[[], None]) -> None:
+    """What a thread that watches does: wait for the event, and go on with ``call``."""
     with suppress(RuntimeError):
         # A failed device: whoever continues hears of it from the copy.
         event.synchronize()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.budget import Bound, Facts
-from offload.device.cuda import CudaCalls, CudaDevice
+from offload.device.cuda import CudaCalls, CudaDevice, after
 from offload.device.interface import HostMemory, Mark
 from offload.pages import round_up
 from offload.text import as_size
@@ -76,6 +76,7 @@ class VirtualDevice(CudaDevice):
         super().__init__(torch.device(NAME, ACCELERATOR), VirtualCalls(machine))
         self.addresses_host = not machine.costs.accelerated
         self._beside = machine.side("host copies")
+        self._watched: list[tuple[Moment, Any]] = []
 
     @property
     def facts(self) -> Facts:
@@ -104,11 +105,17 @@ class VirtualDevice(CudaDevice):
         with machine.using(self._beside), torch.no_grad(), torch.inference_mode(out.is_inference()):
             out.copy_(source)
         self.bus.end("copy h2h", key, out.nbytes)
-        return VirtualWork(machine, machine.moment(self._beside))
+        return VirtualWork(machine, machine.moment(self._beside), "thread of host copies")
 
     def watch(self, event: Moment, call: Callable[[], None]) -> None:
-        with self.machine.at(event):
-            call()
+        # The thread lets go of what it copied at the end of the copy, and the first thread has not come to that time yet.
+        self._watched += [(event, one._kept) for copies in self._in_flight.values() for one in copies if one._event is event]
+        with self.machine.thread("thread of copies"):
+            after(event, call)
+
+    def _reap(self) -> None:
+        super()._reap()
+        self._watched = [(event, kept) for event, kept in self._watched if not event.query()]
 
     def memory(self) -> tuple[int, int]:
         total = self.machine.costs.memory[ACCELERATOR]
@@ -142,8 +149,8 @@ class _Host:
 class VirtualWork:
     """Work that the host, or one of its threads, does: over at a moment."""
 
-    def __init__(self, machine: Machine, moment: Moment) -> None:
-        self._machine, self._moment = machine, moment
+    def __init__(self, machine: Machine, moment: Moment, thread: str = "thread of collectives") -> None:
+        self._machine, self._moment, self._thread = machine, moment, thread
 
     def wait(self) -> None:
         """The current stream goes on after it; what the host computes, the host."""
@@ -160,7 +167,8 @@ class VirtualWork:
         return self._moment.query()
 
     def when_over(self, call: Callable[[], None]) -> None:
-        with self._machine.at(self._moment):
+        with self._machine.thread(self._thread):
+            self._moment.synchronize()
             call()
 
 

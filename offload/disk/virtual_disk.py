@@ -22,6 +22,9 @@ from offload.work import HostWork
 
 __all__ = ["VirtualDisk"]
 
+#: How many requests are told apart by who looks for races: the next one is ordered after the one that many before it.
+_LANES = 16
+
 
 class VirtualDisk:
     """The scratch file that a rank would have.  Arguments and attributes as of `DiskFile`."""
@@ -33,7 +36,9 @@ class VirtualDisk:
         self._machine, self._bus = machine, Bus() if bus is None else bus
         self._space = Space(ALIGN)
         self._keys: dict[int, str] = {}
-        self._line = machine.side("disk")
+        #: Requests take their time one after the other, and are in no order but for who waits for them.
+        self._lanes = [machine.side(f"disk {number}") for number in range(_LANES)]
+        self._asked = 0
 
     @property
     def reserved(self) -> int:
@@ -68,13 +73,16 @@ class VirtualDisk:
         """By the disk's own threads, one request after the other, after what the host has done so far."""
         machine, what = self._machine, f"disk {verb.value}"
         key = key or self._keys[extent.offset]
-        machine.order(self._line, machine.host)
+        before, lane = (self._lanes[number % _LANES] for number in (self._asked - 1, self._asked))
+        self._asked += 1
+        lane.ready = before.ready
+        machine.order(lane, machine.host)
         self._bus.begin(what, key, tensor.nbytes)
         seconds = machine.costs.disk(verb.value, tensor.nbytes)
         uses = [access(tensor, writes=verb is Verb.READ)] if tensor.numel() else []
-        machine.do(what, self._line, seconds, tensor.nbytes, uses)
+        machine.do(what, lane, seconds, tensor.nbytes, uses)
         self._bus.end(what, key, tensor.nbytes)
-        return VirtualWork(machine, machine.moment(self._line))
+        return VirtualWork(machine, machine.moment(lane), f"thread of {lane.name}")
 
     def close(self) -> None:
         return None

@@ -10,7 +10,8 @@ Note: [Clocks]
 
 Note: [Threads]
     What another thread would go on with once something is over (a disk's worker starting the next copy) is done at once, by the
-    host's clock set to that moment, so that a run is the same every time.
+    host's clock set to that moment, so that a run is the same every time.  That thread is a stream of its own: it comes after
+    what was done when it was asked for, and after that moment, and what the first thread does later comes after neither.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class Machine:
 
     Attributes:
         now: the host's clock.
-        host: the host as a stream, for what it does itself.
+        host: the thread of the host that is running, as a stream for what it does itself.
         held, peak: bytes allocated now and at most, by index of the memory.
         mapped: addresses of allocations that a tier divides among what it holds; no storage of torch's.
     """
@@ -191,7 +192,8 @@ class Machine:
         self.host, self.now = Stream(self, "host", 0), 0.0
         self.held, self.peak = [0, 0], [0, 0]
         self.mapped: set[int] = set()
-        self._default = Stream(self, "compute", 1) if costs.accelerated else self.host
+        self._first = self.host
+        self._default = Stream(self, "compute", 1) if costs.accelerated else self._first
         self._sides: dict[str, Stream] = {}
         self._streams = 1
         self._using = threading.local()
@@ -218,7 +220,7 @@ class Machine:
     def stream(self, name: str = "") -> Stream:
         """A new one; the host itself where it does everything."""
         if not self.costs.accelerated:
-            return self.host
+            return self._first
         self._streams += 1
         return Stream(self, name or f"stream {self._streams}", self._streams)
 
@@ -239,16 +241,20 @@ class Machine:
     def current(self) -> Stream:
         """The one that this thread gives operations to."""
         chosen: Stream = getattr(self._using, "stream", self._default)
-        return chosen
+        return self.host if chosen is self._first else chosen
+
+    def use(self, stream: Stream) -> None:
+        """This thread gives operations to ``stream`` from now on."""
+        self._using.stream = stream
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
         before = self.current
-        self._using.stream = stream
+        self.use(stream)
         try:
             yield
         finally:
-            self._using.stream = before
+            self.use(before)
 
     def order(self, stream: Stream, after: Stream) -> None:
         """What ``stream`` is given from now on comes after what ``after`` has been given."""
@@ -259,14 +265,19 @@ class Machine:
         self.now = max(self.now, time)
 
     @contextmanager
-    def at(self, moment: Moment) -> Iterator[None]:
-        """Another thread of the host's, which goes on once the moment has come; see Note [Threads]."""
-        before = self.now
-        moment.synchronize()
+    def thread(self, name: str) -> Iterator[None]:
+        """Another thread of the host's; see Note [Threads]."""
+        before, host = self.now, self.host
+        thread = self.side(name)
+        if thread is not host:
+            self.order(thread, host)
+        self.host, self.now = thread, max(before, thread.ready)
         try:
-            yield
+            with self.using(self._default):
+                yield
         finally:
-            self.now = before
+            thread.ready = self.now
+            self.now, self.host = before, host
 
     def do(self, what: str, stream: Stream, seconds: float, nbytes: int, accesses: Sequence[Access]) -> Happening:
         """Give a stream something to do; the host does what is its own at once."""

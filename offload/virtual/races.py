@@ -60,8 +60,8 @@ class Race:
 
     def __str__(self) -> str:
         if self.second is None:
-            owner = "what the stream that took it takes next"
-            return f"freed in use, {self.nbytes} B: {self.first}, and nothing orders that before {owner}"
+            then = "what is taken in its place next"
+            return f"freed in use, {self.nbytes} B: {self.first}, and nothing orders that before {then}"
         return f"{self.kind}, {self.nbytes} B: {self.first}; {self.second}, and nothing makes the second wait for the first"
 
 
@@ -96,7 +96,7 @@ class Races:
         self._clocks: dict[int, Clock] = {}
         self._noted: list[_Noted] = []
         self._starts: list[int] = []
-        self._owner: dict[int, int] = {}
+        self._owner: dict[int, Stream] = {}
         self._kept: set[tuple[int, int]] = set()
         #: Uses of memory that was freed and may be taken again on a stream: bytes, the user's stream and count, the use.
         self._given_back: dict[int, list[tuple[int, int, int, Use]]] = {}
@@ -166,6 +166,7 @@ class Races:
         self._kept.add((stream.number, access.start))
 
     def allocated(self, address: int, nbytes: int, index: int, stream: Stream) -> None:
+        self._owner[address] = stream
         if index != ACCELERATOR:
             return
         clock = dict(self._clock(stream))
@@ -173,23 +174,33 @@ class Races:
         for overlap, number, count, use in self._given_back.pop(stream.number, ()):
             if clock.get(number, 0) < count:
                 self._find("freed in use", overlap, use, None)
-        self._owner[address] = stream.number
 
     def freed(self, address: int, nbytes: int, index: int) -> None:
-        """What is taken next on the stream that took it may be this memory: see ``allocated``."""
-        owner = self._owner.pop(address, None)
-        if owner is None or not nbytes:
+        """What is taken next on the stream that took it may be this memory: see ``allocated``.  The host's is gone at once.
+
+        What the thread that frees it has waited for is over, whoever takes it next, and so is what the streams it is kept for
+        have been given or wait for.
+        """
+        stream = self._owner.pop(address, None)
+        if stream is None or not nbytes:
             return
-        runs = self._over(address, address + nbytes)
-        keeping = {number for number, start in self._kept if address <= start < address + nbytes}
-        self._kept = {(number, start) for number, start in self._kept if not address <= start < address + nbytes}
-        back = self._given_back.setdefault(owner, [])
+        runs, known = self._over(address, address + nbytes), dict(self._clock(stream.machine.host))
+        inside = {(number, start) for number, start in self._kept if address <= start < address + nbytes}
+        self._kept -= inside
+        for number, _ in inside:
+            _join(known, self._clocks.get(number, {}))
+        on_device = index == ACCELERATOR
+        back = self._given_back.setdefault(stream.number, [])
         for noted in runs:
             uses = [noted.write] if noted.write is not None else []
-            uses += [(stream, count, use) for stream, (count, use) in noted.reads.items()]
-            for stream, count, use in uses:
-                if stream != owner and stream not in keeping:
-                    back.append((noted.stop - noted.start, stream, count, use))
+            uses += [(user, count, use) for user, (count, use) in noted.reads.items()]
+            for user, count, use in uses:
+                if known.get(user, 0) >= count or (on_device and user == stream.number):
+                    continue
+                if on_device:
+                    back.append((noted.stop - noted.start, user, count, use))
+                else:
+                    self._find("freed in use", noted.stop - noted.start, use, None)
         self._forget(runs)
 
     def _forget(self, runs: Iterable[_Noted]) -> None:

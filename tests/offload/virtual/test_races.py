@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offload.disk import VirtualDisk
 from offload.virtual import Machine, Races
 from tests.support.virtual import machine, on_virtual
 
@@ -93,6 +94,62 @@ def test_memory_freed_under_a_use_on_another_stream_is_found_when_it_is_taken_ag
         again = torch.empty(8, device="virtual")
         assert kinds(races) == ([] if kept or waits else ["freed in use"])
         del again
+
+
+@on_virtual()
+def test_what_a_stream_waits_for_is_over_in_memory_that_is_kept_for_it() -> None:
+    with watched() as (made, races):
+        filling, using = made.stream("filling"), made.stream("using")
+        x = torch.empty(8, device="virtual")
+        used(made, filling, x, writes=True)
+        using.wait_event(made.moment(filling))
+        used(made, using, x, writes=False)
+        made.keep(x, using)
+        del x
+        torch.empty(8, device="virtual")
+        assert kinds(races) == []
+
+
+@on_virtual(waits=(False, True))
+def test_host_memory_freed_under_a_copy_is_found_at_once(waits: bool) -> None:
+    with watched() as (made, races):
+        side, x = made.stream("side"), torch.empty(8, device="virtual")
+        on_host = torch.empty(8, device="virtual:1")
+        with made.using(side):
+            on_host.copy_(x, non_blocking=True)
+        if waits:
+            side.synchronize()
+        del on_host
+        assert kinds(races) == ([] if waits else ["freed in use"])
+
+
+@on_virtual(joined=(False, True))
+def test_what_another_thread_has_waited_for_is_over_for_that_thread_alone(joined: bool) -> None:
+    with watched() as (made, races):
+        x, one, two = torch.empty(8, device="virtual"), made.stream("one"), made.stream("two")
+        used(made, one, x, writes=True)
+        with made.thread("other"):
+            made.moment(one).synchronize()
+            used(made, two, x, writes=False)
+            end = made.moment(made.host)
+        assert kinds(races) == []
+        if joined:
+            end.synchronize()
+        used(made, made.current, x, writes=True)
+        # The read by the other thread's stream is under way either way.
+        assert kinds(races) == ["write after read"] if joined else ["write after write", "write after read"]
+
+
+@on_virtual(waits=(False, True))
+def test_requests_of_a_disk_are_in_no_order_but_for_who_waits_for_them(waits: bool) -> None:
+    with watched() as (made, races):
+        disk, memory = VirtualDisk(made), torch.empty(4096, device="virtual:1", dtype=torch.uint8)
+        extent, other = disk.allocate(4096, "one"), disk.allocate(4096, "other")
+        write = disk.write(extent, memory)
+        if waits:
+            write.synchronize()
+        disk.read(other, memory).synchronize()
+        assert kinds(races) == ([] if waits else ["write after read"])
 
 
 @on_virtual()
