@@ -32,8 +32,8 @@ from zhooks.optim import (
     Stepper,
     Updater,
     WholeUpdater,
-    Worker,
     kernels_of,
+    open_worker,
 )
 from zhooks.plan import STAGED_NBYTES, Admission, Need, admit, admit_any
 from zhooks.run import Runtime
@@ -210,7 +210,7 @@ def open_stepper(
     if policy.optimizer.overlap:
         axis = reducer.comm.stage.axis
         # On a device that computes by itself an update takes none of backward's time.
-        worker = Worker() if place is Tier.HOST else None
+        worker = open_worker(store.compute) if place is Tier.HOST else None
         overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
     reducer.update_early(overlap)
     whole = open_whole(policy, bus, runtime, optimizers, OverTiers(store, ahead=min(policy.schedule.prefetch, 1)))

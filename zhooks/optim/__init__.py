@@ -5,7 +5,7 @@ from __future__ import annotations
 from zhooks.optim.choose_kernel import kernels_of
 from zhooks.optim.closures import Closures
 from zhooks.optim.optimizers import Optimizers, about_state, holders, optimizer_facts, partitions
-from zhooks.optim.overlap import Overlap, Worker
+from zhooks.optim.overlap import Overlap
 from zhooks.optim.owned_states import OwnedStates, flags_of, nbytes_of, plain_parts, tensors_in, with_owners
 from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.rounding import Rounding, check_rounding
@@ -13,6 +13,7 @@ from zhooks.optim.states import sharded_states, state_keys, states_of
 from zhooks.optim.step_hooks import Stepper, watch_steps
 from zhooks.optim.stored_states import plain_states_of
 from zhooks.optim.tiered_update import Updater
+from zhooks.optim.update_thread import open_worker
 from zhooks.optim.vector_states import mapped, shard_vectors, vectors_in, whole_copies, whole_vectors
 from zhooks.optim.whole_tiers import InMemory, OverTiers
 from zhooks.optim.whole_update import WholeUpdater
@@ -30,7 +31,6 @@ __all__ = [
     "Updater",
     "Whole",
     "WholeUpdater",
-    "Worker",
     "about_state",
     "check_rounding",
     "flags_of",
@@ -38,6 +38,7 @@ __all__ = [
     "kernels_of",
     "mapped",
     "nbytes_of",
+    "open_worker",
     "optimizer_facts",
     "partitions",
     "plain_parts",

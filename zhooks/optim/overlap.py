@@ -39,29 +39,16 @@ from torch.optim import Optimizer
 
 from offload.errors import ZhooksError
 from offload.kernels import flushes_denormals
-from offload.threads import Task, Workers
+from offload.threads import Task
+from offload.work import DONE, HostWork
 from zhooks.grad import Gradient
 from zhooks.optim.kernel import NO_ARGUMENTS, Arguments, FlatUpdate
 from zhooks.optim.tiered_update import Fetched, Mine, Updater, group_options, same_options
+from zhooks.optim.update_thread import Worker
 from zhooks.refusals import not_stepped, too_late
 from zhooks.unit import Flat
 
-__all__ = ["Overlap", "Worker"]
-
-class Worker:
-    """The thread that updates are made on.
-
-    Raises:
-        CapabilityError: the system does not allow another thread.
-    """
-
-    def __init__(self) -> None:
-        self._threads = Workers("zhooks-update")
-        self._threads.start()
-        self.close = weakref.finalize(self, self._threads.stop)
-
-    def submit(self, update: Update) -> None:
-        self._threads.submit(update.over.run)
+__all__ = ["Overlap"]
 
 
 class Update:
@@ -76,6 +63,8 @@ class Update:
         self.optimizers = [optimizer for optimizer, _ in mine]
         self._updater, self._left = updater, [(_stand_in(optimizer, update), update) for optimizer, update in mine]
         self._thread: int | None = None
+        #: The end of the thread's work on it, for the streams of a device on paper.
+        self.ended: HostWork = DONE
         self._mode = torch.get_num_threads(), torch.get_default_device(), flushes_denormals()
 
     def __call__(self) -> None:
@@ -94,6 +83,7 @@ class Update:
                 for stand_in, update in left:
                     self._updater.update(stand_in, update, NO_ARGUMENTS)
         finally:
+            self._thread = None
             for stand_in, _ in left:
                 # Who looks for optimizers of these parameters must not find it.
                 stand_in.param_groups = []
@@ -101,9 +91,10 @@ class Update:
     def wait(self) -> None:
         if threading.get_ident() != self._thread:
             self.over.join()
+            self.ended.synchronize()
 
     def done(self) -> bool:
-        return self.over.done()
+        return self.over.done() and self.ended.done()
 
 
 def _stand_in(optimizer: Optimizer, update: FlatUpdate) -> Optimizer:
@@ -244,7 +235,7 @@ class Overlap:
         flat.written()
         flat.buffer.lend(partial(self._reclaim, update))
         self._under_way.append(update)
-        worker.submit(update)
+        update.ended = worker.submit(update.over.run)
 
     def _reclaim(self, update: Update) -> None:
         while update in self._under_way:
@@ -259,6 +250,7 @@ class Overlap:
         """Put away what the oldest update has made; an error is kept for the step."""
         update = self._under_way[0]
         flat = update.flat
+        update.wait()
         found = update.over.error()
         self._under_way.popleft()
         for lease in update.fetched.leases:
