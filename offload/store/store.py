@@ -87,6 +87,11 @@ class Store:
         """Bytes of host memory that blocks pass through now."""
         return self._staging.used[Tier.HOST]
 
+    @property
+    def staged_on_device(self) -> int:
+        """Bytes of the device's that values of other tiers are in: fetched ahead, in use, or still being written back."""
+        return self._staging.used[Tier.DEVICE]
+
     def put(self, key: str, numel: int, dtype: torch.dtype, tier: Tier) -> Block:
         """A new block of zeros.
 

@@ -121,6 +121,9 @@ def memory_report(
     held = buffers(flats, reducer, comm)
     transient = {"gathered units": gathered} | {name: buffer.now for name, buffer in held.items()}
     transient |= _ignored(ignored, optimizers)
+    store = flats[0].store
+    if store is not None and not store.device.addresses_host:
+        transient["staging on device"] = store.staged_on_device
     if reducer.pool.arena is not None:
         transient["arena, unused"] = reducer.pool.arena.report().unused
     bounds = {name: buffer.most for name, buffer in held.items()}
@@ -130,7 +133,7 @@ def memory_report(
     advised = advice(_on_device(seen), residual.terms) if residual.counted else None
     return replace(
         seen,
-        rest=tuple(unaccounted(flats[0].kind.device, seen.by_tier, flats[0].store)),
+        rest=tuple(unaccounted(flats[0].kind.device, seen.by_tier, store)),
         notes=(*_over_tp(comm), *notes(residual), *([advised] if advised else [])),
     )
 
