@@ -147,7 +147,7 @@ SIMULATE = ("tools/zprof/simulate_cli.py", "tools/zprof/plan_cli.py")
 #: From the top down: what is in a package imports from its own line and from lines below.
 ORDER = {
     "zhooks": (
-        "__init__", "simulation integrations", "attach attached_control attached_state", "build", "plan", "report",
+        "__init__", "simulation integrations", "attach attached_control attached_state", "build", "planning", "plan", "report",
         "checkpoint", "run", "optim", "activation", "grad", "unit", "tensor", "comm", "layout", "refusals tiling compiled",
     ),
     "offload": (

@@ -23,7 +23,7 @@ from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
 from zhooks.integrations import from_pretrained
-from zhooks.simulation import Simulation, simulate
+from zhooks.simulation import Proposals, Simulation, find_policy, simulate
 from zhooks.tensor import ShardedTensor
 from zhooks.tiling import TiledLinear
 
@@ -38,6 +38,7 @@ __all__ = [
     "LayoutError",
     "Policy",
     "PolicyError",
+    "Proposals",
     "Recorder",
     "ScaleError",
     "ShardedOpError",
@@ -48,6 +49,7 @@ __all__ = [
     "TiledLinear",
     "ZhooksError",
     "attach",
+    "find_policy",
     "from_pretrained",
     "simulate",
 ]

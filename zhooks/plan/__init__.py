@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zhooks.plan.arena import rest_reserve, shards_reserve
 from zhooks.plan.checks import check_holds, check_ignored, check_scaled
-from zhooks.plan.device_budget import DeviceBudget, ignored_here
+from zhooks.plan.device_budget import DeviceBudget, device_floor, ignored_here, state_nbytes
 from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import STAGED_NBYTES, Layouts
 from zhooks.plan.plan import Plan, look
@@ -25,6 +25,7 @@ __all__ = [
     "check_holds",
     "check_ignored",
     "check_scaled",
+    "device_floor",
     "ignored_here",
     "initialiser_of",
     "is_meta",
@@ -32,4 +33,5 @@ __all__ = [
     "read",
     "rest_reserve",
     "shards_reserve",
+    "state_nbytes",
 ]

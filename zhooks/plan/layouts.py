@@ -75,10 +75,15 @@ class Layouts:
     @classmethod
     def of(cls, model: nn.Module, policy: Policy, comm: Comm, device: torch.device) -> Layouts:
         """How ``policy`` has ``model`` laid out over these ranks."""
+        return cls.over(model, policy, comm.shard.axis.world, comm.replicate.axis.world, device)
+
+    @classmethod
+    def over(cls, model: nn.Module, policy: Policy, ranks: int, replicas: int, device: torch.device) -> Layouts:
+        """How it would be over so many ranks, and replicas of their shards."""
         # Parameters of batch and instance norms stay in their own dtype beside their running statistics.
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]
         wide = frozenset(id(param) for norm in norms for param in norm.parameters(recurse=False))
-        bound = Bound(policy.comm.buffer, comm.shard.axis.world, comm.replicate.axis.world)
+        bound = Bound(policy.comm.buffer, ranks, replicas)
         return cls(policy, Table.of(policy.table()), bound, device, wide)
 
     def units(self, groups: Sequence[Group]) -> tuple[UnitPlan, ...]:

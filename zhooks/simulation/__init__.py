@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zhooks.simulation.policy_search import find_policy
+from zhooks.simulation.proposals import Bandwidth, Proposal, Proposals
 from zhooks.simulation.run import Simulation, simulate
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["Bandwidth", "Proposal", "Proposals", "Simulation", "find_policy", "simulate"]

@@ -1,0 +1,138 @@
+"""The policy that is found: it fits, it is what ``simulate`` says of it; where nothing fits the least that would is named."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload.hardware import Hardware
+from offload.policy import Policy
+from offload.text import as_size, parse_size
+from offload.tier import Tier
+from tests.support.virtual import on_virtual
+from zhooks import BudgetError, SimulationError
+from zhooks.simulation import Proposals, find_policy, simulate
+
+WIDTH, BLOCKS, ROWS = 512, 3, 2048
+BF16 = {"precision": {"param": "bf16"}, "units": {"names": ["?"]}}
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
+    )
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.empty(ROWS, WIDTH, device="virtual")).float().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def divided(model: nn.Module, optimizer: torch.optim.Optimizer, *, micro_batch: int = 32, accumulation: int = 1) -> None:
+    for _ in range(accumulation):
+        model(torch.empty(micro_batch * ROWS // 32, WIDTH, device="virtual")).float().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def found(change: Any = step, **given: Any) -> Proposals:
+    return find_policy(build, change, **{"world": 8, "policy": BF16, **given})
+
+
+@on_virtual()
+def test_each_policy_found_is_what_a_simulation_says_of_it() -> None:
+    proposals = found()
+    assert len(proposals.best) == 5 and proposals.ranking.simulations <= 10
+    first = proposals.best[0]
+    again = simulate(build, step, world=8, policy=first.policy)
+    assert again.step_s == first.simulation.step_s
+    assert again.device.nbytes == pytest.approx(first.memory.device, rel=0.2)
+    busy = sum(first.busy.get(each, 0.0) for each in ("compute", "update"))
+    assert busy == pytest.approx(again.compute_s)
+
+
+@on_virtual()
+def test_the_policy_is_written_with_its_reasons_and_loads_back() -> None:
+    proposals = found(device=80 << 20)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.toml"
+        path.write_text(proposals.policy_text())
+        loaded = Policy.load(path)
+        assert loaded == proposals.best[0].policy
+        text = path.read_text()
+    assert re.search(r"^# does not fit: .*: needs .*device .* of 80 MiB", text, re.MULTILINE)
+    assert simulate(build, step, world=8, policy=loaded).device.nbytes <= 80 << 20
+
+
+@on_virtual()
+def test_less_memory_of_the_device_moves_states_away_or_recomputes() -> None:
+    free = found().best[0]
+    for share in (0.9, 0.6):
+        bound = int(free.memory.device * share)
+        tight = found(device=bound)
+        assert all(each.memory.device <= bound for each in tight.best)
+        assert tight.best[0].simulation.step_s >= free.simulation.step_s * 0.995
+        assert tight.best[0].policy != free.policy
+
+
+@on_virtual()
+def test_where_nothing_fits_the_least_memory_that_would_is_named_by_tier() -> None:
+    with pytest.raises(BudgetError) as raised:
+        found(device=1 << 20)
+    said = str(raised.value)
+    least = re.findall(r"device ([\d.]+ \w+)", said)
+    assert len(least) == 4, "what was asked, and the least with each further tier"
+    # The least that it names with the host does.
+    at_least = parse_size(least[2])
+    assert found(device=int(at_least * 1.01)).best[0].memory.device <= at_least * 1.01
+
+
+@on_virtual()
+def test_tiers_that_are_not_there_are_not_used() -> None:
+    proposals = found(host=0, disk=0, device=80 << 20)
+    assert all(each.memory.host == each.memory.disk == 0 for each in proposals.best)
+
+
+@on_virtual()
+def test_a_step_that_lets_its_batch_be_divided_is_divided_where_activations_do_not_fit() -> None:
+    whole = found(divided)
+    assert whole.best[0].candidate.batch is not None and whole.best[0].candidate.batch.micro_batch == 32
+    tight = found(divided, device=60 << 20, host=0, disk=0)
+    batch = tight.best[0].candidate.batch
+    assert batch is not None and batch.micro_batch * batch.accumulation == 32 and batch.micro_batch < 32
+    assert f"micro_batch = {batch.micro_batch}" in tight.policy_text()
+
+
+@on_virtual()
+def test_a_batch_that_can_be_divided_needs_defaults_that_say_how_large_it_is() -> None:
+    with pytest.raises(SimulationError, match=r"expected defaults from 1"):
+        found(lambda model, optimizer, micro_batch=0, accumulation=1: None)
+
+
+@on_virtual()
+def test_several_nodes_may_hold_replicas_of_shards() -> None:
+    slow = Hardware.of("h100").replaced(network={"bandwidth": "10 Gb/s"})
+    proposals = found(world=32, hardware=slow, keep=8)
+    number, best = next((number, each) for number, each in enumerate(proposals.best) if each.mesh is not None)
+    assert best.mesh == {"replicate": 4, "shard": 8} and "Attach over a mesh" in proposals.policy_text(number)
+    assert simulate(build, step, world=32, hardware=slow, mesh=best.mesh, policy=best.policy).step_s == best.simulation.step_s
+
+
+@on_virtual()
+def test_the_text_says_memory_a_tier_what_binds_and_what_the_links_must_carry() -> None:
+    proposals = found()
+    said, first = str(proposals), proposals.best[0]
+    assert f"{first.simulation.step_s * 1e3:,.1f} ms" in said and as_size(first.memory.on(Tier.DEVICE)) in said
+    assert first.binds in said and re.search(r"gathers, over links: .* FLOP a byte; needs .* GB/s, has .* GB/s", said)
+    needs = first.bandwidths()["gather"]
+    assert needs.needed == pytest.approx(needs.nbytes / first.busy["compute"])
+    told = proposals.as_dict()
+    assert len(told["best"]) == 5 and Policy.of(told["best"][0]["policy"]) == first.policy

@@ -1,0 +1,29 @@
+"""Policies searched by bounds and simulations: candidates, what they hold and take at least, and the search."""
+
+from __future__ import annotations
+
+from zhooks.planning.axes import Batch, Candidate, batches, candidates, changed, saves
+from zhooks.planning.best_first import TIE, Bound, Limits, Memory, Outcome, Ranking, Tried, search
+from zhooks.planning.bounds import Bounds, Seconds
+from zhooks.planning.needs import Need, Needs
+
+__all__ = [
+    "TIE",
+    "Batch",
+    "Bound",
+    "Bounds",
+    "Candidate",
+    "Limits",
+    "Memory",
+    "Need",
+    "Needs",
+    "Outcome",
+    "Ranking",
+    "Seconds",
+    "Tried",
+    "batches",
+    "candidates",
+    "changed",
+    "saves",
+    "search",
+]

@@ -1,0 +1,182 @@
+"""The policies that are searched: one value a candidate, all of them in the order of preference, and each as a policy.
+
+``simulation/policy_search.py`` enumerates them; ``automatic.py`` those that differ in bytes alone.  Pure: it looks at no model.
+
+Note: [Axes]
+    Stage, the tiers of parameters, gradients and optimizer states, where updates are computed, recomputation, whether units
+    stay gathered between forward and backward, units gathered ahead, micro-batches, and nested replicas.  A state never lies
+    nearer to the compute than one that is used more often: parameters, then gradients, then optimizer states.  Everything
+    else is the user's policy's.  Axes for ``tp`` and ``pp`` are not searched: dividing a model over them is its code's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+from typing import Any, Literal
+
+from offload.errors import PolicyError
+from offload.policy import Policy
+from offload.tier import Tier, Tiers
+
+__all__ = ["ON_DEVICE", "Batch", "Candidate", "batches", "candidates", "changed", "saves"]
+
+ON_DEVICE = Tiers(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
+_CELLS = ("parameter", "gradient", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How a step's samples of a rank are divided: ``micro_batch`` at once, ``accumulation`` times."""
+
+    micro_batch: int
+    accumulation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What is searched of a policy.
+
+    Attributes:
+        compute: where updates are computed.
+        kept: units stay gathered between forward and backward (at stage 3).
+        batch: None where the step does not let it be chosen.
+        replicate: ranks of the outer axis, over which shards are replicated; 1 is no such axis.
+    """
+
+    stage: int
+    tiers: Tiers = ON_DEVICE
+    compute: Literal["device", "host"] = "device"
+    checkpoint: Literal["none", "unit"] = "none"
+    kept: bool = False
+    prefetch: int = 1
+    batch: Batch | None = None
+    replicate: int = 1
+
+    def policy(self, base: Policy) -> Policy:
+        """``base`` with the keys of this candidate.
+
+        Raises:
+            PolicyError: ``base`` rules it out.
+        """
+        values = base.values()
+        for cell in _CELLS:
+            values[cell].pop("partition", None)
+            values[cell]["tier"] = getattr(self.tiers, cell).value
+        values["stage"] = self.stage
+        values["optimizer"]["compute"] = self.compute
+        values["activation"]["checkpoint"] = self.checkpoint
+        values["schedule"]["prefetch"] = self.prefetch
+        values["schedule"]["reshard_after_forward"] = False if self.kept else "auto"
+        return Policy.of(changed(Policy(), Policy.of(values)))
+
+    def mesh(self, world: int) -> dict[str, int] | None:
+        """Sizes of the axes of this many ranks, for ``simulate``; None is one axis."""
+        return None if self.replicate == 1 else {"replicate": self.replicate, "shard": world // self.replicate}
+
+    def __str__(self) -> str:
+        said = [f"stage {self.stage}"]
+        off = {cell: getattr(self.tiers, cell) for cell in _CELLS if getattr(self.tiers, cell) is not Tier.DEVICE}
+        for tier in (Tier.HOST, Tier.DISK):
+            cells = [cell for cell, where in off.items() if where is tier]
+            said += [f"{' and '.join(cells)} on {tier.value}"] if cells else []
+        said += ["updated on the host"] if self.compute == "host" else []
+        said += ["recomputed"] if self.checkpoint == "unit" else []
+        said += ["kept gathered"] if self.kept else []
+        said += [f"prefetch {self.prefetch}"] if self.prefetch != 1 else []
+        said += [f"{self.replicate} replicas"] if self.replicate > 1 else []
+        if self.batch is not None:
+            said.append(f"micro-batch {self.batch.micro_batch} x {self.batch.accumulation}")
+        return ", ".join(said)
+
+
+def changed(old: Policy, new: Policy) -> dict[str, Any]:
+    """The keys in which ``new`` differs from ``old``, and its stage: plain values that `Policy.of` takes."""
+    before, after = old.values(), new.values()
+    out: dict[str, Any] = {"stage": new.stage}
+    for name, table in after.items():
+        if isinstance(table, Mapping):
+            keys = {key: value for key, value in table.items() if before[name].get(key) != value}
+            out |= {name: keys} if keys else {}
+    return out | ({"rule": after["rule"]} if after["rule"] else {})
+
+
+def batches(micro_batch: int, accumulation: int) -> tuple[Batch, ...]:
+    """As many samples a step in smaller and smaller micro-batches, the given one first."""
+    out = [Batch(micro_batch, accumulation)]
+    while out[-1].micro_batch % 2 == 0:
+        out.append(Batch(out[-1].micro_batch // 2, out[-1].accumulation * 2))
+    return tuple(out)
+
+
+def candidates(
+    base: Policy,
+    world: int,
+    *,
+    tiers: Sequence[Tier] = tuple(Tier),
+    host_updates: bool = True,
+    batched: Sequence[Batch | None] = (None,),
+    replicas: Sequence[int] = (1,),
+) -> Iterator[Candidate]:
+    """Every candidate that ``base`` allows, what changes plain training least first.
+
+    Args:
+        tiers: that the hardware has.
+        host_updates: the host is another place to compute updates in.
+        replicas: sizes of the outer axis that may be tried.
+    """
+    for batch in batched:
+        for checkpoint in ("none", "unit"):
+            for bare in _placed(world, tiers, host_updates, replicas):
+                each = replace(bare, checkpoint=checkpoint, batch=batch, prefetch=max(1, base.schedule.prefetch))
+                if _possible(each, base):
+                    yield each
+
+
+def _placed(world: int, tiers: Sequence[Tier], host_updates: bool, replicas: Sequence[int]) -> Iterator[Candidate]:
+    """By stage, tiers and mesh."""
+    if world > 1:
+        yield Candidate(0)
+    depth = [tier for tier in Tier if tier in tiers]
+    # Tiers from the device down: no state lies nearer than one before it.
+    rows = [Tiers(*row) for row in combinations_with_replacement(depth, 3)]
+    for stage in (1, 2, 3) if world > 1 else (3,):
+        for row in rows:
+            if stage < 3 and row.parameter is not Tier.DEVICE:
+                continue
+            for replicate in replicas:
+                bare = Candidate(stage, row, replicate=replicate)
+                yield bare
+                if stage == 3 and row.parameter is Tier.DEVICE and world > 1:
+                    yield replace(bare, kept=True)
+                if host_updates and Tier.DEVICE not in (row.gradient, row.optimizer):
+                    yield replace(bare, compute="host")
+
+
+def _possible(candidate: Candidate, base: Policy) -> bool:
+    try:
+        candidate.policy(base)
+    except PolicyError:
+        return False
+    return True
+
+
+def saves(candidate: Candidate, beside: Candidate, *, one_memory: bool) -> bool:
+    """``candidate`` differs from the other only by what saves memory and makes no step quicker: states farther from the
+    compute, recomputation, smaller micro-batches.
+
+    Args:
+        one_memory: the device's memory is the host's, so that the host tier costs nothing.
+    """
+    # Keeping units gathered is an axis of its own: the best of both is worth knowing.
+    same = all(getattr(candidate, key) == getattr(beside, key) for key in ("stage", "replicate", "prefetch", "kept"))
+    if not same or candidate == beside or (candidate.checkpoint == "none" and beside.checkpoint == "unit"):
+        return False
+    if candidate.batch is not None and beside.batch is not None and candidate.batch.micro_batch > beside.batch.micro_batch:
+        return False
+    if one_memory or (candidate.compute != beside.compute and beside.tiers.optimizer is not Tier.DEVICE):
+        return (candidate.tiers, candidate.compute) == (beside.tiers, beside.compute)
+    order = list(Tier)
+    pairs = [(getattr(candidate.tiers, cell), getattr(beside.tiers, cell)) for cell in _CELLS]
+    return all(order.index(mine) >= order.index(theirs) for mine, theirs in pairs)

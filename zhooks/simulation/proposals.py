@@ -1,0 +1,211 @@
+"""What ``find_policy`` returns: the best policies with what they take and hold, what binds them, and what did not fit.
+
+``zprof plan`` prints it and writes the policy.  Plain values and their text; it computes nothing but ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload.policy import Policy, Table, written
+from offload.text import as_size, toml_value
+from offload.tier import Tier
+from zhooks.planning import Candidate, Limits, Memory, Ranking, Tried
+from zhooks.simulation.run import Simulation
+from zhooks.simulation.watch import RESOURCES
+
+__all__ = ["Bandwidth", "Proposal", "Proposals"]
+
+#: Of what did not fit, how many are shown.
+_SHOWN = 3
+#: Transfers that could hide behind compute, and what carries them.
+_CARRIED = {
+    "gather": "gathers, over links",
+    "reduce": "reductions, over links",
+    "copies": "copies, to and from the host",
+    "disk": "disk",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What a transfer needs so that it takes no longer than the step computes, beside what the hardware gives it.
+
+    Attributes:
+        intensity: FLOPs of the step for each byte that is moved.
+        needed, found: bytes a second.
+
+    Source: ZeRO-Infinity, arXiv:2104.07857, section 4: bandwidth needed is compute's rate over arithmetic intensity.
+    """
+
+    nbytes: int
+    intensity: float
+    needed: float
+    found: float
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One policy that fits.
+
+    Attributes:
+        policy: under it ``simulate`` finds the same, over ``mesh`` and with the candidate's batch.
+        memory: the most on each tier; of disk what is stored there.
+        busy: seconds by resource in the step.
+        moved: bytes by resource.
+    """
+
+    candidate: Candidate
+    policy: Policy
+    mesh: Mapping[str, int] | None
+    simulation: Simulation
+    memory: Memory
+    busy: Mapping[str, float]
+    moved: Mapping[str, int]
+
+    @property
+    def binds(self) -> str:
+        """The resource that is busy the longest."""
+        return max(RESOURCES, key=lambda name: self.busy.get(name, 0.0))
+
+    def bandwidths(self) -> dict[str, Bandwidth]:
+        """By transfer, of those that this policy has."""
+        compute, flops = self.busy.get("compute", 0.0), self.simulation.flops
+        return {
+            name: Bandwidth(moved, flops / moved, moved / compute, moved / self.busy[name])
+            for name in _CARRIED
+            if (moved := self.moved.get(name, 0)) and compute and self.busy.get(name)
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        batch = self.candidate.batch
+        return {
+            "says": str(self.candidate),
+            "policy": self.policy.values(),
+            "mesh": None if self.mesh is None else dict(self.mesh),
+            "batch": None if batch is None else asdict(batch),
+            "step_s": self.simulation.step_s,
+            "memory": asdict(self.memory),
+            "binds": self.binds,
+            "busy_s": {name: self.busy.get(name, 0.0) for name in RESOURCES},
+            "bandwidths": {name: asdict(each) for name, each in self.bandwidths().items()},
+            "simulation": self.simulation.as_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """The best policies, the quickest first.
+
+    Attributes:
+        limits: bytes a rank.
+        candidates: how many there were.
+        ranking: the whole search.
+        numel: parameters of the model.
+    """
+
+    hardware: str
+    world: int
+    limits: Limits
+    candidates: int
+    best: tuple[Proposal, ...]
+    ranking: Ranking[Candidate]
+    numel: int
+    kind: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        ranking = self.ranking
+        return {
+            "version": 1,
+            "hardware": self.hardware,
+            "world": self.world,
+            "limits": asdict(self.limits),
+            "candidates": self.candidates,
+            "simulations": ranking.simulations,
+            "untried": len(ranking.untried),
+            "gap": ranking.gap,
+            "best": [each.as_dict() for each in self.best],
+            "unfit": [
+                {"says": str(each.candidate), "simulated": each.simulated, "memory": asdict(each.memory), "why": each.why}
+                for each in ranking.unfit
+            ],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        tiers = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self._limits() if nbytes)
+        yield f"{self.hardware} x {self.world}, {self.numel:,} parameters; a rank may hold: {tiers} (predicted, on no hardware)"
+        yield f"{'':>3} {'step':>12} {'device':>10} {'host':>10} {'disk':>10}  {'binds':<12} policy"
+        for number, each in enumerate(self.best, 1):
+            held = [as_size(each.memory.on(tier)) if each.memory.on(tier) else "-" for tier in Tier]
+            columns = "".join(f" {size:>10}" for size in held)
+            yield f"{number:>2}. {each.simulation.step_s * 1e3:>9,.1f} ms{columns}  {each.binds:<12} {each.candidate}"
+        yield from self.reasons()
+
+    def reasons(self) -> Iterator[str]:
+        """Why the first one: what it is busy with, what its tiers need, what would be quicker and does not fit."""
+        best = self.best[0]
+        busy = ", ".join(f"{name} {best.busy[name] * 1e3:,.1f} ms" for name in RESOURCES if best.busy.get(name, 0.0) >= 5e-5)
+        yield f"first: busy with {busy}"
+        for name, each in best.bandwidths().items():
+            enough = "hides behind compute" if each.needed <= each.found else "does not hide behind compute"
+            yield (
+                f"  {_CARRIED[name]}: {as_size(each.nbytes)} a step, {each.intensity:,.0f} FLOP a byte; needs "
+                f"{each.needed / 1e9:,.1f} GB/s, has {each.found / 1e9:,.1f} GB/s: {enough}"
+            )
+        quicker = [each for each in self.ranking.unfit if each.seconds < best.simulation.step_s]
+        for tried in self._shown(quicker):
+            at = f"{tried.seconds * 1e3:,.1f} ms" if tried.simulated else f"at least {tried.seconds * 1e3:,.1f} ms"
+            yield f"does not fit: {tried.candidate} ({at}): {tried.why}"
+        if len(quicker) > _SHOWN:
+            yield f"  and {len(quicker) - _SHOWN} more that would be quicker"
+        yield self._searched()
+
+    def _shown(self, quicker: list[Tried[Candidate]]) -> list[Tried[Candidate]]:
+        # What was simulated says more than what a bound excluded.
+        return sorted(quicker, key=lambda each: not each.simulated)[:_SHOWN]
+
+    def _searched(self) -> str:
+        ranking = self.ranking
+        said = f"searched {self.candidates} policies by bounds, {ranking.simulations} by simulation"
+        if not ranking.untried:
+            return f"{said}; no other is quicker than the first by its bound"
+        more = f"of {len(ranking.untried)} more it is not known whether they fit"
+        return f"{said}; {more}; they could be quicker by at most {ranking.gap:.1%}"
+
+    def _limits(self) -> list[tuple[str, int]]:
+        named = [(tier.value, int(getattr(self.limits, tier.value))) for tier in Tier]
+        return [("device and host", self.limits.host), *named[2:]] if self.limits.one_memory else named
+
+    def policy_text(self, number: int = 0) -> str:
+        """A policy file of one of them, with the reasons as comments; it loads back to an equal policy."""
+        chosen = self.best[number]
+        said = list(self._lines()) if number == 0 else [str(chosen.candidate)]
+        use = [] if chosen.mesh is None else [f"Attach over a mesh of {dict(chosen.mesh)}."]
+        if chosen.candidate.batch is not None:
+            batch = chosen.candidate.batch
+            use.append(f"Step with micro_batch = {batch.micro_batch} and accumulation = {batch.accumulation}.")
+        head = [f"# {line}".rstrip() for line in (f"Found by zprof plan: {chosen.candidate}.", *use, "", *said)]
+        return "\n".join([*head, "", *_keys(chosen.policy)]) + "\n"
+
+
+def _keys(policy: Policy) -> Iterator[str]:
+    """What differs from the defaults."""
+    plain = Policy()
+    yield f"stage = {policy.stage}"
+    for name, table in policy:
+        if isinstance(table, Table):
+            before = getattr(plain, name)
+            keys = {key: value for key, value in table if value is not None and value != getattr(before, key)}
+            yield from ("", f"[{name}]") if keys else ()
+            yield from (f"{key} = {written(type(table), key, value)}" for key, value in keys.items())
+    for rule in policy.rule:
+        yield from ("", "[[rule]]", f"match = {toml_value(rule.match)}")
+        says = rule.says().items()
+        yield from (f"{table}.{key} = {toml_value(value)}" for table, keys in says for key, value in keys.items())
