@@ -32,7 +32,7 @@ from zhooks.optim import (
     Stepper,
     Updater,
     WholeUpdater,
-    kernels_of,
+    choices_of,
     open_worker,
 )
 from zhooks.plan import STAGED_NBYTES, Admission, Need, admit, admit_any
@@ -196,13 +196,11 @@ def open_stepper(
     optimizers: Optimizers,
 ) -> Stepper:
     """What steps ``optimizers`` over the tiers, listening from now on; ``units`` may change under it."""
-    place = Tier.HOST if policy.optimizer.compute == "host" else Tier.DEVICE
     updater = Updater(
         store,
         bus,
         lambda: [flat for unit in units for flat in unit.flats],
-        kernel_of=kernels_of(policy, rounding),
-        place=place,
+        choice_of=choices_of(policy, rounding),
         ahead=min(policy.schedule.prefetch, 1),
     )
     reducer = runtime.reducer
@@ -210,7 +208,7 @@ def open_stepper(
     if policy.optimizer.overlap:
         axis = reducer.comm.stage.axis
         # On a device that computes by itself an update takes none of backward's time.
-        worker = open_worker(store.compute) if place is Tier.HOST else None
+        worker = open_worker(store.compute) if policy.optimizer.compute == "host" else None
         overlap = Overlap(updater, optimizers, worker, rank=axis.ranks[axis.rank])
     reducer.update_early(overlap)
     whole = open_whole(policy, bus, runtime, optimizers, OverTiers(store, ahead=min(policy.schedule.prefetch, 1)))

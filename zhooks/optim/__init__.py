@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zhooks.optim.choose_kernel import kernels_of
+from zhooks.optim.choose_kernel import choices_of
 from zhooks.optim.closures import Closures
 from zhooks.optim.optimizers import Optimizers, about_state, holders, optimizer_facts, partitions
 from zhooks.optim.overlap import Overlap
@@ -33,9 +33,9 @@ __all__ = [
     "WholeUpdater",
     "about_state",
     "check_rounding",
+    "choices_of",
     "flags_of",
     "holders",
-    "kernels_of",
     "mapped",
     "nbytes_of",
     "open_worker",

@@ -1,6 +1,6 @@
 """How one flat buffer's parameters are updated: what a kernel is given, what it promises, and torch's own arithmetic.
 
-``choose_kernel.py`` says which kernel is for an optimizer, ``tiered_update.py`` calls it with everything it needs in memory.
+``choose_kernel.py`` says which kernel is for a flat, ``tiered_update.py`` calls it with everything it needs in memory.
 It never moves a value between tiers.
 """
 

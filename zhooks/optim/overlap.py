@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from offload.errors import ZhooksError
 from offload.kernels import flushes_denormals
 from offload.threads import Task
+from offload.tier import Tier
 from offload.work import DONE, HostWork
 from zhooks.grad import Gradient
 from zhooks.optim.kernel import NO_ARGUMENTS, Arguments, FlatUpdate
@@ -206,10 +207,12 @@ class Overlap:
                 made = Made(optimizer, self._known)
                 self._made.append(made)
             made.add(update)
-        if self._worker is not None and all(self._updater.kernel_of(one).apart(one) for one, _ in mine):
+        beside = self._worker is not None and self._updater.place_of(flat) is Tier.HOST
+        if self._worker is not None and beside and all(self._updater.kernel_of(flat).apart(one) for one, _ in mine):
             self._begin(self._worker, flat, mine)
         else:
-            self._wait()
+            if beside:
+                self._wait()
             for optimizer, update in mine:
                 self._updater.make_way([flat])
                 self._updater.run(optimizer, [update], NO_ARGUMENTS)

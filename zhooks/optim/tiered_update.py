@@ -8,6 +8,11 @@ Note: [One step, many calls]
     flat's parameters: for element-wise optimizers that is the same arithmetic, bit for bit.  What a call changes beside the
     parameters and their states (a counter, in a group or an attribute) is undone, for the outer call changes it once; in
     groups it must come out the same from every call: an optimizer that couples parameters is refused by name.
+
+Note: [Both sides at once]
+    Of flats whose states are on the device and others ([optimizer] device_share, rules) a step begins with what keeps more
+    than one side busy.  Updates on the host come last: an accelerator works on its own meanwhile.  Where all are updated on
+    the device, what has to be fetched comes first: the last of it is written back while the device updates what it has.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from offload.errors import BudgetError, ShardedOpError, ZhooksError
 from offload.events import Bus
 from offload.store import Block, BlockRange, Lease, Mode, Store
 from offload.tier import Tier
+from zhooks.layout import Kind
+from zhooks.optim.choose_kernel import Choice
 from zhooks.optim.counters import options_kept
 from zhooks.optim.kernel import Arguments, FlatUpdate, Kernel, grad_of
 from zhooks.optim.states import sharded_states
@@ -76,8 +83,7 @@ class Updater:
 
     Args:
         flats: the flats to be updated here, now.
-        kernel_of: how the parameters of an optimizer are updated.
-        place: where updates are computed, DEVICE or HOST.
+        choice_of: how a flat of some kind is updated, and where.
         ahead: flats fetched while one is updated.
     """
 
@@ -87,13 +93,20 @@ class Updater:
         bus: Bus,
         flats: Callable[[], Iterable[Flat]],
         *,
-        kernel_of: Callable[[Optimizer], Kernel],
-        place: Tier,
+        choice_of: Callable[[Kind], Choice],
         ahead: int,
     ) -> None:
-        self._store, self._bus, self.flats, self.kernel_of = store, bus, flats, kernel_of
-        self._place, self._ahead = place, ahead
+        self._store, self._bus, self.flats, self._choice_of = store, bus, flats, choice_of
+        self._ahead = ahead
         self._present = _Present()
+
+    def kernel_of(self, flat: Flat) -> Kernel:
+        """What updates it."""
+        return self._choice_of(flat.kind).kernel
+
+    def place_of(self, flat: Flat) -> Tier:
+        """Where that is computed, DEVICE or HOST."""
+        return self._choice_of(flat.kind).place
 
     @property
     def present(self) -> FlatUpdate | None:
@@ -112,7 +125,12 @@ class Updater:
                 flat = place.get(id(param))
                 if flat is not None:
                     by_flat.setdefault(flat.number, (flat, [[] for _ in range(count)]))[1][number].append(param)
-        return [FlatUpdate(flat, tuple(tuple(group) for group in groups)) for _, (flat, groups) in sorted(by_flat.items())]
+        ordered = sorted(by_flat.values(), key=lambda one: self._turn(one[0]))
+        return [FlatUpdate(flat, tuple(tuple(group) for group in groups)) for flat, groups in ordered]
+
+    def _turn(self, flat: Flat) -> tuple[bool, bool, int]:
+        """What a step's flats are sorted by; see Note [Both sides at once]."""
+        return self.place_of(flat) is Tier.HOST, flat.kind.tiers.optimizer is Tier.DEVICE, flat.number
 
     def check(self, optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
         """Before anything of a step is updated.
@@ -121,7 +139,7 @@ class Updater:
             ShardedOpError: the kernel cannot.
         """
         for update in _with_gradients(updates):
-            self.kernel_of(optimizer).check(optimizer, update, arguments)
+            self.kernel_of(update.flat).check(optimizer, update, arguments)
 
     def step(self, optimizer: Optimizer, updates: Sequence[FlatUpdate], arguments: Arguments) -> None:
         """All that is left of one step."""
@@ -165,14 +183,15 @@ class Updater:
         self._store.evict()
 
     def fetch(self, mine: Sequence[Mine]) -> Fetched:
-        """Start bringing everything that these updates of one flat need to where they are computed.
+        """Start bringing everything that these updates, one or more of one flat, need to where they are computed.
 
         Raises:
             BudgetError, TierError: there is no room, or an earlier write-back failed; nothing stays fetched.
         """
         wanted: dict[int, tuple[Block, Mode]] = {}
+        place = self.place_of(mine[0][1].flat)
         for optimizer, update in mine:
-            if self._place is Tier.HOST and update.flat.kind.device.type != "cpu":
+            if place is Tier.HOST and update.flat.kind.device.type != "cpu":
                 self._bring_strays(optimizer, update)
             for param in update.params():
                 for tensor in (param, grad_of(param), *optimizer.state.get(param, {}).values()):
@@ -180,13 +199,13 @@ class Updater:
                     if block is not None:
                         wanted[id(block)] = (block, Mode.UPDATE)
             copy = update.flat.buffer.copy
-            if copy is not None and self.kernel_of(optimizer).writes_copy(update.flat):
+            if copy is not None and self.kernel_of(update.flat).writes_copy(update.flat):
                 wanted[id(copy)] = (copy, Mode.WRITE_ALL)
         fetched = Fetched()
         with ExitStack() as undo:
             undo.push(fetched)
             for block, mode in wanted.values():
-                fetched.leases.append(fetched.enter_context(self._store.fetched(block, self._place, mode)))
+                fetched.leases.append(fetched.enter_context(self._store.fetched(block, place, mode)))
             undo.pop_all()
         return fetched
 
@@ -206,7 +225,7 @@ class Updater:
             self._bus.begin("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
         self._present.update = update
         try:
-            self.kernel_of(optimizer).update(optimizer, update, arguments)
+            self.kernel_of(flat).update(optimizer, update, arguments)
         finally:
             self._present.update = None
         if self._bus.active:
@@ -216,7 +235,7 @@ class Updater:
     def put_away(self, optimizer: Optimizer, flat: Flat) -> None:
         """What follows from an update that was made: new states go to their tier, the masters' copy is made."""
         self.adopt(optimizer, flat)
-        flat.buffer.updated(self._place, copied=self.kernel_of(optimizer).writes_copy(flat))
+        flat.buffer.updated(self.place_of(flat), copied=self.kernel_of(flat).writes_copy(flat))
 
     def adopt(self, optimizer: Optimizer, flat: Flat) -> None:
         """States that are wherever they were made or loaded move to their tier: one block a kind of state."""
@@ -236,7 +255,7 @@ class Updater:
         if block is None:
             name = f"optimizer/{key}/{flat.name}"
             block = self._store.put(name, flat.shard_numel, states[0][1].dtype, flat.kind.tiers.optimizer)
-        with self._store.lease(block, self._place, Mode.WRITE_ALL if fresh else Mode.UPDATE) as values:
+        with self._store.lease(block, self.place_of(flat), Mode.WRITE_ALL if fresh else Mode.UPDATE) as values:
             if fresh:
                 values.zero_()
             for index, state in states:

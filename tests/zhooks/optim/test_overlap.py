@@ -348,7 +348,7 @@ def test_whoever_gathers_in_backward_gathers_after_the_update(kernel: str) -> No
 @on_ranks(1, 2)
 def test_an_update_beside_backward_that_fails_is_raised_in_the_step_with_its_unit_and_rank() -> None:
     training = Training(compute="host").warm()
-    kernel: Any = stepper_of(training.attachment).updater.kernel_of(training.optimizer)
+    kernel: Any = stepper_of(training.attachment).updater.kernel_of(units_of(training.attachment)[0].flats[0])
     update = kernel.update
 
     def fail(optimizer: Any, job: Any, arguments: Any) -> None:

@@ -6,6 +6,7 @@ pytest runs it on ranks over Gloo; the kernels alone are tested in tests/offload
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 import zhooks
 from offload.errors import ShardedOpError
 from offload.policy import Policy
+from offload.tier import Tier
 from tests.support.on_ranks import on_ranks, place
-from zhooks.optim import Rounding, kernels_of
+from zhooks.layout import kind_of
+from zhooks.optim import Rounding, choices_of
 
 STEPS = 5
 
@@ -144,7 +147,19 @@ def test_groups_and_parameters_without_a_gradient_are_told_apart(tier: str) -> N
         ("numba", "stochastic", "NumbaKernel"),
     ],
 )
-def test_the_policy_chooses_how_an_optimizer_is_updated(kernel: str, rounding: str, kind: str) -> None:
+def test_the_policy_chooses_how_a_flat_is_updated(kernel: str, rounding: str, kind: str) -> None:
     policy = Policy.of({"optimizer": {"kernel": kernel, "rounding": rounding}})
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    assert type(kernels_of(policy, Rounding(0))(optimizer)).__name__ == kind
+    flat = kind_of(["weight"], nn.Parameter(torch.ones(2)), policy, torch.device("cpu"))
+    choice = choices_of(policy, Rounding(0))(flat)
+    assert (type(choice.kernel).__name__, choice.place) == (kind, Tier.DEVICE)
+
+
+@pytest.mark.parametrize(("device", "kernel"), [("cpu", "NumbaKernel"), ("meta", "TorchKernel")])
+def test_what_stays_on_the_device_is_updated_there_and_by_torch_on_an_accelerator(device: str, kernel: str) -> None:
+    there = {"tier": "host"}
+    policy = Policy.of({"parameter": there, "gradient": there, "optimizer": {**there, "kernel": "numba", "compute": "host"}})
+    choice_of = choices_of(policy, Rounding(0))
+    away = kind_of(["weight"], nn.Parameter(torch.ones(2)), policy, torch.device(device))
+    here = replace(away, tiers=replace(away.tiers, optimizer=Tier.DEVICE))
+    found = [(type(choice_of(kind).kernel).__name__, choice_of(kind).place) for kind in (away, here)]
+    assert found == [("NumbaKernel", Tier.HOST), (kernel, Tier.DEVICE)]
