@@ -236,7 +236,7 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
         """Take everything over to a policy that was found possible.  Collective."""
         optimizers = self._optimizers.with_ranges("apply")
         layouts = Layouts.of(self.model, chosen, self._comm, self._device)
-        plans = [layouts.anew(plan) for plan in self._plans()]
+        plans = layouts.anew(self._plans())
         before = self._tiers
         self._tiers = before.change(chosen, self._device, plans, self._comm, self._bus)
         self.policy, self._table = chosen, Table.of(chosen.table())

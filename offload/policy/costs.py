@@ -8,7 +8,8 @@ Source: ZeRO, arXiv:1910.02054, section 3, with the masters in fp32 and gradient
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from offload.policy.policy import Policy
 from offload.policy.rules import CELLS
@@ -115,24 +116,40 @@ def cost(policy: Policy, numel: int, ranks: int) -> Cost:
 
     With ``rounding = "stochastic"`` the parameters are bf16, and nothing of them is kept in fp32.
 
-    Rules are left out: which parameters they match only a model can say.
+    Rules are left out: which parameters they match only a model can say.  Of ``device_share`` the elements are divided to one.
     """
-    narrow = policy.optimizer.rounding == "stochastic"
-    half = policy.precision.param in ("bf16", "fp16") and not narrow
-    # The 16-bit copy is apart from the masters where every rank has it whole, and where the two are on tiers.
-    apart = half and (policy.partition("parameter") == "replicate" or _placed(policy))
-    master = _HALF_NBYTES if narrow else _MASTER_NBYTES
+    tiers = Tiers(*(Tier(getattr(policy, cell).tier) for cell in CELLS))
     placed = policy.table()
     # A partial sum is sharded by the end of a backward that steps.
     shard = numel if placed["optimizer"] == "R" else -(-numel // ranks)
-    taken = footprint(
-        Tiers(*(Tier(getattr(policy, cell).tier) for cell in CELLS)),
-        parameter=numel if placed["parameter"] == "R" else shard,
-        shard=shard,
-        master=master,
-        compute=_HALF_NBYTES,
-        apart=apart,
+    kept = numel if placed["parameter"] == "R" else shard
+    # At most that share: what is left is on the tier.
+    near, near_kept = (int(policy.optimizer.device_share * count) for count in (shard, kept))
+    parts = [(tiers, kept - near_kept, shard - near), (replace(tiers, optimizer=Tier.DEVICE), near_kept, near)]
+    found: dict[tuple[int, Tier, int, str], CellCost] = {}
+    for where, parameter, updated in [part for part in parts if any(part[1:])] or parts[:1]:
+        for place, cell in enumerate(_cells(policy, where, parameter, updated)):
+            key = place, cell.tier, cell.per_numel, cell.holds
+            found[key] = replace(cell, numel=cell.numel + (found[key].numel if key in found else 0))
+    ordered = tuple(found[key] for key in sorted(found, key=lambda key: key[0]))
+    return Cost(numel, ranks, ordered, _by_tier(policy, ordered))
+
+
+def _by_tier(policy: Policy, cells: Sequence[CellCost]) -> tuple[TierCost, ...]:
+    return tuple(
+        TierCost(tier, sum(cell.nbytes for cell in cells if cell.tier is tier), getattr(policy.budget, tier.value))
+        for tier in Tier
     )
+
+
+def _cells(policy: Policy, tiers: Tiers, parameter: int, shard: int) -> Iterator[CellCost]:
+    """The three cells of elements on these tiers: so many of parameters, so many that the rank updates."""
+    narrow = policy.optimizer.rounding == "stochastic"
+    half = policy.precision.param in ("bf16", "fp16") and not narrow
+    # The 16-bit copy is apart from the masters where every rank has it whole, and where the two are on tiers.
+    apart = half and (policy.partition("parameter") == "replicate" or _placed(policy, tiers))
+    master = _HALF_NBYTES if narrow else _MASTER_NBYTES
+    taken = footprint(tiers, parameter=parameter, shard=shard, master=master, compute=_HALF_NBYTES, apart=apart)
     words = "bf16" if narrow else "fp32"
     states = {"optimizer": _STATES_NBYTES}
     holds = {
@@ -140,19 +157,12 @@ def cost(policy: Policy, numel: int, ranks: int) -> Cost:
         "gradient": f"{words} gradients",
         "optimizer": f"fp32 {'masters and ' if apart else ''}moments",
     }
-    cells = tuple(
-        CellCost(cell.what, cell.tier, cell.numel, cell.itemsize + states.get(cell.what, 0), holds[cell.what])
-        for cell in taken
-    )
-    tiers = tuple(
-        TierCost(tier, sum(cell.nbytes for cell in cells if cell.tier is tier), getattr(policy.budget, tier.value))
-        for tier in Tier
-    )
-    return Cost(numel, ranks, cells, tiers)
+    for cell in taken:
+        yield CellCost(cell.what, cell.tier, cell.numel, cell.itemsize + states.get(cell.what, 0), holds[cell.what])
 
 
-def _placed(policy: Policy) -> bool:
-    """Parameters or masters may lie off the device, by a table or by a rule."""
-    cells = ("parameter", "optimizer")
-    ruled = [rule.tiers().get(cell) for rule in policy.rule for cell in cells]
-    return any(tier not in (None, "device") for tier in [*(getattr(policy, cell).tier for cell in cells), *ruled])
+def _placed(policy: Policy, tiers: Tiers) -> bool:
+    """Parameters or masters lie off the device, or may by a rule."""
+    ruled = [rule.tiers().get(cell) for rule in policy.rule for cell in ("parameter", "optimizer")]
+    here = tiers.parameter is Tier.DEVICE and tiers.optimizer is Tier.DEVICE
+    return not here or any(tier not in (None, "device") for tier in ruled)

@@ -332,8 +332,20 @@ def _offload(read: _Reading, stage: int) -> dict[str, Any]:
         elif stage == 0:
             _ignore_offload(read, place, "DeepSpeed too offloads nothing at stage 0")
         else:
-            policy |= {"gradient": {"tier": tier}, "optimizer": {"tier": tier}}
+            policy |= {"gradient": {"tier": tier}, "optimizer": {"tier": tier} | _divided(read, stage)}
     return policy
+
+
+def _divided(read: _Reading, stage: int) -> dict[str, Any]:
+    """ratio is the share of the states that leaves the device, at stage 3."""
+    place = ("zero_optimization", "offload_optimizer", "ratio")
+    away = read.bounded(0.0, 1.0, *place)
+    if away is None or away == 1:
+        return {}
+    if stage < 3:
+        read.ignore(place, "DeepSpeed too divides the states at stage 3 alone")
+        return {}
+    return {"device_share": round(1 - away, 12)}
 
 
 def _ignore_offload(read: _Reading, place: Place, why: str) -> None:

@@ -89,7 +89,6 @@ _OFFLOAD_OPTIMIZER = {
     "pipeline_read": Other("reading, updating and writing back always overlap", (True, False)),
     "pipeline_write": Other("reading, updating and writing back always overlap", (True, False)),
     "fast_init": Other(_DETAIL, (True, False)),
-    "ratio": Other("use [[rule]] to place some parameters", (1,)),
     "super_offload": Other('set [optimizer] kernel = "numba"'),
     "cpuadam_cores_perc": Other("threads are torch's and numba's own setting", ()),
 }
@@ -211,7 +210,7 @@ HONOURED: Mapping[tuple[str, ...], frozenset[str]] = {
         }
     ),
     ("zero_optimization", "offload_param"): frozenset({"device", "nvme_path", "pin_memory"}),
-    ("zero_optimization", "offload_optimizer"): frozenset({"device", "nvme_path", "pin_memory"}),
+    ("zero_optimization", "offload_optimizer"): frozenset({"device", "nvme_path", "pin_memory", "ratio"}),
     ("fp16",): frozenset(
         {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
     ),

@@ -207,7 +207,7 @@ class Policy(Table):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         """Refuse cells that contradict the stage, that spell none or several of the four rows, or that cannot be placed."""
-        problems = self._rows() or self._misplaced() or self._unkept() or self._uncomputed()
+        problems = self._rows() or self._misplaced() or self._undivided() or self._unkept() or self._uncomputed()
         problems = problems or misscaled(self.precision, self.optimizer) or uncast(self.precision)
         if problems:
             raise PydanticCustomError("policy_cells", "cells contradict", {"problems": problems})
@@ -241,6 +241,17 @@ class Policy(Table):
             for place, tier in tiers.items()
             if tier not in (None, "device")
         ]
+
+    def _undivided(self) -> list[tuple[Place, str]]:
+        """A share of what is on the device anyway is none."""
+        chosen = self.optimizer
+        if not chosen.device_share or chosen.tier != "device":
+            return []
+        why = (
+            f'found {chosen.device_share:g} and tier = "device", where all of it is: it divides what [optimizer] tier places '
+            'elsewhere; write tier = "host" or "disk" too, or leave it out'
+        )
+        return [(("optimizer", "device_share"), why)]
 
     def _unkept(self) -> list[tuple[Place, str]]:
         """Only the inputs of recomputed units are the same on all ranks of an axis."""
@@ -334,7 +345,7 @@ class Policy(Table):
         table = self.table()
         lines = [f"# {'what':<10} partition  placed  tier"]
         for cell in CELLS:
-            lines.append(f"# {cell:<10} {self.partition(cell):<9}  {table[cell]:<6}  {getattr(self, cell).tier}")
+            lines.append(f"# {cell:<10} {self.partition(cell):<9}  {table[cell]:<6}  {self._tier_in_words(cell)}")
         lines += ["# R replicated, S sharded, P a partial sum on every rank until the accumulation boundary", ""]
         lines.append(f"stage = {self.stage}")
         for name, section in self:
@@ -345,6 +356,10 @@ class Policy(Table):
             says = rule.says().items()
             lines += [f"{table}.{key} = {toml_value(value)}" for table, keys in says for key, value in keys.items()]
         return "\n".join(lines)
+
+    def _tier_in_words(self, cell: str) -> str:
+        share = self.optimizer.device_share if cell == "optimizer" else 0
+        return f"{getattr(self, cell).tier}{f', {share:g} of it on the device' if share else ''}"
 
     def _line(self, section: str, key: str, value: object) -> str:
         note = self._meaning(section, key, value)

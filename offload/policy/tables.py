@@ -103,6 +103,16 @@ class Gradient(Placed):
 class Optimizer(Placed):
     """[optimizer]: the states and the masters, and how they are updated."""
 
+    device_share: float = words(
+        0.0,
+        expected="a number from 0 to 1",
+        does="The share of the elements that tier places whose states and masters stay on the device all the same, and are "
+        "updated there: whole flat buffers of the first units, never more than the share.",
+        why="0 is the least device memory; a share trades it for transfers and for updates on the host.",
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+    )
     kernel: Literal["torch", "numba"] = words(
         "torch",
         expected='"torch" or "numba"',

@@ -42,6 +42,10 @@ FACTORS: dict[str, tuple[Choice, ...]] = {
     "activation": ("kept", "recomputed"),
 }
 
+# Choices that are tried by name: in every pair they would cost the covering array a row for each model. host30: all on
+# the host but the states of 30 % of the elements, which stay on the device.
+BY_NAME: dict[str, tuple[Choice, ...]] = {"tier": ("host30", "host70", "disk30", "disk70")}
+
 # Parameter, gradient, optimizer.
 TIERS = {
     "host": ("host", "host", "host"),
@@ -91,6 +95,7 @@ class Cell:
             raise ValueError(f"{name}: expected {len(FACTORS)} words, found {len(words)}")
         row: Row = {}
         for (factor, values), word in zip(FACTORS.items(), words, strict=True):
+            values = values + BY_NAME.get(factor, ())
             spelled = {f"{factor}{value}" if isinstance(value, int) else value: value for value in values}
             if word not in spelled:
                 raise ValueError(f"{name}: {factor}: expected one of {', '.join(spelled)}, found {word}")
@@ -143,8 +148,11 @@ class Cell:
             cells = {"gradient": {"tier": "host"}, "optimizer": {"tier": "disk"}}
             weights = {"match": "*weight", **cells, **({"parameter": {"tier": "disk"}} if moves else {})}
             return {"rule": [weights, {"match": "*bias", "optimizer": {"tier": "host"}}]}
-        parameter, gradient, optimizer = TIERS.get(self.tier, ("device", "device", "device"))
-        placed = {"gradient": {"tier": gradient}, "optimizer": {"tier": optimizer}}
+        tier, share = (self.tier[:-2], int(self.tier[-2:]) / 100) if self.tier in BY_NAME["tier"] else (self.tier, 0)
+        parameter, gradient, optimizer = TIERS.get(tier, ("device", "device", "device"))
+        placed: dict[str, Any] = {"gradient": {"tier": gradient}, "optimizer": {"tier": optimizer}}
+        if share:
+            placed["optimizer"]["device_share"] = share
         return placed | ({"parameter": {"tier": parameter}} if moves else {})
 
 

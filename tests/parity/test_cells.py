@@ -41,6 +41,12 @@ def test_a_name_says_the_whole_cell() -> None:
     assert [Cell.parse(cell_of(row).name) for row in ROWS] == [cell_of(row) for row in ROWS]
 
 
+def test_a_choice_that_is_tried_by_name_is_parsed_too() -> None:
+    cell = Cell(tier="disk70")
+    assert Cell.parse(cell.name) == cell
+    assert cell.policy()["optimizer"] == {"tier": "disk", "device_share": 0.7}
+
+
 def test_an_unknown_word_in_a_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"optimizer: expected one of sgd, adamw, .*, found adam$"):
         Cell.parse(Cell().name.replace("sgd", "adam"))

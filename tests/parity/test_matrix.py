@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.parity import oracle, run
-from tests.parity.cells import FACTORS, Cell, cell_of, pairwise, sample, why_excluded
+from tests.parity.cells import BY_NAME, FACTORS, Cell, cell_of, pairwise, sample, why_excluded
 from tests.parity.closeness import EXACT, REORDERED, differences, state_differences, tolerance_of
 from tests.support.ranks import Pool
 
@@ -39,6 +39,17 @@ def test_accumulated_gradients_are_added_in_the_order_of_plain_training(
     stage: int, world: int, transport: str, ranks: Callable[[int], Pool]
 ) -> None:
     cell = Cell("recursion", stage, "bf16reduce", world, "twicequiet", optimizer="rmsprop", transport=transport)
+    assert tolerance_of(cell) == EXACT
+    hold_to_the_oracle(cell, ranks)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("tier", BY_NAME["tier"])
+@pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (0, "fp32"), (2, "bf16")])
+def test_states_divided_over_the_device_and_a_tier_train_as_plain_ones(
+    stage: int, precision: str, tier: str, world: int, ranks: Callable[[int], Pool]
+) -> None:
+    cell = Cell("gpt", stage, precision, world, optimizer="adamw", tier=tier)
     assert tolerance_of(cell) == EXACT
     hold_to_the_oracle(cell, ranks)
 

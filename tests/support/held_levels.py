@@ -81,4 +81,5 @@ POLICIES: dict[str, dict[str, Any]] = {
     "bf16": {"stage": 2, "precision": {"param": "bf16"}},
     "host": {"stage": 3, **TIERED},
     "disk": {"stage": 3, "optimizer": {"tier": "disk"}},
+    "share": {"stage": 3, **TIERED, "optimizer": {"tier": "host", "device_share": 0.6}},
 }

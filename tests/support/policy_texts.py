@@ -65,6 +65,7 @@ compute = "host"
 overlap = true
 rounding = "stochastic"
 seed = 11
+device_share = 0.25
 [activation]
 tier = "host"
 checkpoint = "unit"

@@ -165,6 +165,13 @@ def test_each_change_saves_what_the_bytes_say() -> None:
     }
 
 
+def test_a_share_of_the_states_that_stays_on_the_device_may_go_to_the_others() -> None:
+    divided = policy(optimizer={"tier": "host", "device_share": 0.5})
+    found = by_name(Plight(held(3, 2), ("device",), 1, 2, divided, UNITS))
+    assert found["[optimizer] device_share = 0"].nbytes == (100 - 3 * 20) * MIB
+    assert "[optimizer] device_share = 0" not in by_name(Plight(held(3, 2), ("device",), 1, 2, policy(), UNITS))
+
+
 def test_a_higher_stage_saves_the_share_of_the_other_ranks_less_the_units_in_flight() -> None:
     units = {f"layers.{number}": 10 * MIB for number in range(8)}
     now = {("parameter", "device", unit): nbytes for unit, nbytes in units.items()}

@@ -154,6 +154,8 @@ class Updater:
         to_fetch, ahead = deque(updates), deque[Fetched]()
         done = 0
         try:
+            # All of them before the first: flats may have kernels of their own, and one of them may refuse.
+            self.check(optimizer, updates, arguments)
             with ExitStack() as opened:
                 for update in updates:
                     while to_fetch and len(ahead) <= self._ahead:

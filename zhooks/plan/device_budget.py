@@ -215,7 +215,8 @@ def _headroom(
     tier, what = "", f"{as_size(floor)} in all"
     if states:
         of = ", ".join(sorted({type(optimizer).__name__ for optimizer in found}))
-        tier = 'set [optimizer] tier = "host", '
+        divided = policy.optimizer.device_share
+        tier = "lower [optimizer] device_share, " if divided else 'set [optimizer] tier = "host", '
         what = f"{as_size(floor)}, and for the states of {of}, {as_size(states)}: {as_size(floor + states)} in all"
     raise BudgetError(
         f"[budget] device: expected memory for what is stored there and the units in flight, {what}, found "

@@ -18,6 +18,7 @@ from offload.policy import Policy
 from offload.text import as_size
 from zhooks.comm import Comm
 from zhooks.layout import ALIGN_BYTES, FLATS, FlatPlan, Group, Kind, Table, UnitPlan, flat_layout, kind_of
+from zhooks.plan.device_share import keep_on_device
 from zhooks.tensor import part_numel
 
 __all__ = ["STAGED_NBYTES", "Bound", "Layouts"]
@@ -93,19 +94,24 @@ class Layouts:
             PolicyError: [comm] buffer does not hold one aligned row.
             AttachError: under that bound a unit has too many flats.
         """
-        return tuple(self.unit(group, number) for number, group in enumerate(groups))
+        return keep_on_device([self.unit(group, number) for number, group in enumerate(groups)], self.policy)
 
-    def anew(self, plan: UnitPlan) -> UnitPlan:
-        """A unit that is laid out already, as it would be now."""
+    def anew(self, plans: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
+        """Units that are laid out already, as they would be now."""
+        return keep_on_device([self._anew(plan) for plan in plans], self.policy)
+
+    def following(self, plans: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
+        """The same plans, but for units with parameters that were frozen or unfrozen since: those are planned anew, and where
+        that moves the share of states that stay on the device, others too."""
+        frozen = [any(param.requires_grad != flat.kind.trainable for flat, _, param in plan.members()) for plan in plans]
+        if not any(frozen):
+            return tuple(plans)
+        now = [self._anew(plan) if changed else plan for plan, changed in zip(plans, frozen, strict=True)]
+        return keep_on_device(now, self.policy)
+
+    def _anew(self, plan: UnitPlan) -> UnitPlan:
         params = {name: param for _, name, param in plan.members()}
         return self.unit(Group(plan.name, plan.group.entries, params, plan.group.aliases), plan.number)
-
-    def following(self, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
-        """The same plans, but for units with parameters that were frozen or unfrozen since: those are planned anew."""
-        return [
-            self.anew(plan) if any(param.requires_grad != flat.kind.trainable for flat, _, param in plan.members()) else plan
-            for plan in plans
-        ]
 
     def unit(self, group: Group, number: int) -> UnitPlan:
         """The unit of one group."""

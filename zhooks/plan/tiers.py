@@ -114,6 +114,9 @@ def check_compute(policy: Policy, device: torch.device, units: Sequence[UnitPlan
         return
     for flat in [flat for unit in units for flat in unit.flats if flat.kind.trainable]:
         kind, tiers, name = flat.kind, flat.kind.tiers, flat.names[0]
+        if chosen.device_share and tiers.optimizer is Tier.DEVICE:
+            # It is updated there.
+            continue
         if Tier.DEVICE in (tiers.gradient, tiers.optimizer) or (tiers.parameter is Tier.DEVICE and not kind.apart):
             raise CapabilityError(
                 f'[optimizer] compute = "host": expected masters, gradient and states of {name} off the device, found '

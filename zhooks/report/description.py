@@ -68,6 +68,7 @@ def describe(
             f"Frozen and of tensor subclasses (quantised), left as they are on every rank: {len(names)} parameters, "
             f"{sum(map(ignored.nbytes, names)) / 2**20:,.2f} MiB ({', '.join(names[:3])}: {kinds})."
         )
+    lines.extend(_divided(units, policy))
     lines.extend(_chosen(policy))
     lines.extend(_unmatched(model, units, policy))
     lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")
@@ -82,6 +83,17 @@ def _axes(comm: Comm) -> str:
     sizes = [f"{name} x {axis.world}" for axis, name in (*data, *divided)]
     here = [f"{axis.rank} of {name}" for axis, name in divided]
     return ", ".join(sizes) + (f" (this is {', '.join(here)})" if here else "")
+
+
+def _divided(units: Sequence[Unit], policy: Policy) -> list[str]:
+    """What a share of the states came to, in whole flats."""
+    share = policy.optimizer.device_share
+    trained = [flat for unit in units for flat in unit.flats if flat.kind.trainable]
+    if not share or not trained:
+        return []
+    near = sum(flat.layout.numel for flat in trained if flat.kind.tiers.optimizer is Tier.DEVICE)
+    part = near / max(1, sum(flat.layout.numel for flat in trained))
+    return [f"[optimizer] device_share = {share:g}: masters and states of {part:.1%} of the elements on the device."]
 
 
 def _chosen(policy: Policy) -> list[str]:

@@ -145,6 +145,23 @@ def test_offload_is_a_tier_and_gradients_go_with_the_optimizer(
     assert ignored == ()
 
 
+@pytest.mark.parametrize(("ratio", "share"), [(0.3, 0.7), (0.7, 0.3), (0, 1), (1, 0), (1.0, 0), ("auto", 0)])
+def test_the_ratio_that_is_offloaded_leaves_the_rest_on_the_device(ratio: object, share: float) -> None:
+    policy, ignored = read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio}}})
+    assert (policy.optimizer.tier, policy.optimizer.device_share, ignored) == ("host", share, ())
+
+
+def test_a_ratio_is_of_stage_3_and_of_what_is_offloaded() -> None:
+    policy, ignored = read({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}})
+    listed = "zero_optimization.offload_optimizer.ratio = 0.3: DeepSpeed too divides the states at stage 3 alone"
+    assert policy.optimizer.device_share == 0 and ignored == (listed,)
+    policy, ignored = read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none", "ratio": 0.3}}})
+    assert policy == Policy() and ignored == ()
+    for wrong in (1.5, -1, "half", True):
+        with pytest.raises(PolicyError, match="expected a number from 0 to 1"):
+            read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": wrong}}})
+
+
 @pytest.mark.parametrize(
     ("zero", "listed"),
     [

@@ -67,6 +67,12 @@ def test_one_cell_is_enough_where_only_one_row_has_it(cell: str, partition: str,
     assert Policy.of({cell: {"partition": partition}}).stage == stage
 
 
+def test_the_table_says_which_share_of_the_states_stays_on_the_device() -> None:
+    policy = Policy.of({"optimizer": {"tier": "host", "device_share": 0.3}})
+    assert "# optimizer  shard      S       host, 0.3 of it on the device" in policy.describe()
+    assert Policy.of(tomllib.loads(policy.describe())) == policy
+
+
 def test_a_tier_alone_spells_no_stage() -> None:
     assert Policy.of({"parameter": {"tier": "device"}}).stage == 3
 
@@ -82,7 +88,7 @@ def test_every_key_of_a_file_arrives(write: Write) -> None:
     assert policy.schedule.model_dump() == {"reshard_after_forward": False, "prefetch": 3, "max_reductions": 4, "uneven": False}
     assert policy.optimizer.model_dump() == {
         "partition": "shard", "tier": "disk", "kernel": "numba", "compute": "host", "overlap": True,
-        "rounding": "stochastic", "seed": 11,
+        "rounding": "stochastic", "seed": 11, "device_share": 0.25,
     }  # fmt: skip
     assert policy.activation.model_dump() == {
         "tier": "host", "checkpoint": "unit", "partition": "tp", "sharded_inputs": ("layers.[0-3]",), "min_bytes": 64 << 10,

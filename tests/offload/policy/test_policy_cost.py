@@ -48,6 +48,23 @@ def test_on_tiers_the_16_bit_copy_and_the_masters_are_apart() -> None:
     assert [tier.nbytes for tier in spent.tiers] == [PSI, PSI // 2, 3 * PSI]
 
 
+def test_a_share_on_the_device_costs_there_what_it_would_alone() -> None:
+    placed = {"optimizer": {"tier": "host", "device_share": 0.25}, "precision": {"param": "bf16"}}
+    spent = cost(Policy.of(placed), PSI, 4)
+    assert [(cell.what, cell.tier.value, cell.per_numel, cell.numel) for cell in spent.cells] == [
+        ("parameter", "device", 2, PSI * 3 // 16),
+        ("parameter", "device", 4, PSI // 16),
+        ("gradient", "device", 4, PSI // 4),
+        ("optimizer", "host", 12, PSI * 3 // 16),
+        ("optimizer", "device", 8, PSI // 16),
+    ]
+    alone = cost(Policy.of({"precision": {"param": "bf16"}}), PSI, 4)
+    whole = cost(Policy.of({**placed, "optimizer": {"tier": "host", "device_share": 1}}), PSI, 4)
+    assert (whole.cells, whole.tiers) == (alone.cells, alone.tiers)
+    odd = Policy.of({"optimizer": {"tier": "disk", "device_share": 0.5}})
+    assert [cell.numel for cell in cost(odd, 7, 2).cells] == [4, 4, 2, 2]
+
+
 def test_a_rule_that_places_anything_sets_the_copy_apart_too() -> None:
     ruled: dict[str, Any] = {"precision": {"param": "bf16"}, "rule": [{"match": "*", "optimizer.tier": "host"}]}
     assert [cell.per_numel for cell in cost(Policy.of(ruled), PSI, 1).cells] == [2, 4, 12]

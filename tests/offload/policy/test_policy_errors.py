@@ -48,6 +48,19 @@ MISTAKES = {
         '[optimizer]\ntier = "nvme"\n',
         'policy.toml:2: [optimizer] tier: expected "device", "host" or "disk", found "nvme"',
     ),
+    "share out of range": (
+        '[optimizer]\ntier = "host"\ndevice_share = 1.5\n',
+        "policy.toml:3: [optimizer] device_share: expected a number from 0 to 1, found 1.5",
+    ),
+    "share in bytes": (
+        '[optimizer]\ntier = "host"\ndevice_share = "4 GiB"\n',
+        'policy.toml:3: [optimizer] device_share: expected a number from 0 to 1, found "4 GiB"',
+    ),
+    "share of what is on the device": (
+        "[optimizer]\ndevice_share = 0.3\n",
+        'policy.toml:2: [optimizer] device_share: found 0.3 and tier = "device", where all of it is: it divides what '
+        '[optimizer] tier places elsewhere; write tier = "host" or "disk" too, or leave it out',
+    ),
     "tier of replicated parameters": (
         'stage = 2\n[parameter]\ntier = "host"\n',
         'policy.toml:3: [parameter] tier: found "host" at stage 2: replicated parameters are on the device at every use; '

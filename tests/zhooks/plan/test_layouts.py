@@ -53,7 +53,7 @@ def test_a_unit_is_planned_anew_where_a_parameter_was_frozen_and_nowhere_else() 
     same, other = layouts.following(plans)
     assert same is plans[0] and len(other.flats) == 2
     models[1].weight.requires_grad_(True)
-    assert layouts.anew(other).flats == plans[1].flats
+    assert layouts.anew([other])[0].flats == plans[1].flats
 
 
 def test_a_parameter_above_the_bound_is_long_and_alone() -> None:

@@ -23,6 +23,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2, "optimizer": {"tier": "host"}, "gradient": {"tier": "host"}, "schedule": {"prefetch": 0}},
     "host": HOST_TIERS,
     "host update": HOST_TIERS | {"optimizer": {"tier": "host", "compute": "host"}},
+    "share on the device": HOST_TIERS | {"optimizer": {"tier": "host", "device_share": 0.4}},
+    "share, host update": HOST_TIERS | {"optimizer": {"tier": "host", "device_share": 0.4, "compute": "host", "overlap": True}},
+    "share, disk": DISK_TIERS | {"optimizer": {"tier": "disk", "device_share": 0.6, "overlap": True}},
     "disk": DISK_TIERS | {"schedule": {"prefetch": 4}},
     "activations on host": {"activation": {"tier": "host"}, "parameter": {"tier": "host"}},
     "activations on disk": {"activation": {"tier": "disk", "checkpoint": "unit"}, "optimizer": {"tier": "disk"}},
@@ -43,7 +46,7 @@ def train(name: str, policy: dict[str, Any], steps: int = 3) -> None:
     for step in range(steps):
         loss = specimen.loss(model, tuple(tensor.to("virtual") for tensor in specimen.batch(step, 0, 1)))
         loss.backward()
-        if not policy.get("optimizer", {}).get("overlap"):
+        if not attachment.policy.optimizer.overlap:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -70,6 +73,22 @@ def test_updates_on_the_host_beside_backward_take_the_same_time_in_every_run_and
             made.current.synchronize()
             seconds.append(made.now)
     assert seconds[0] == seconds[1] < seconds[2]
+
+
+@on_virtual()
+def test_an_optimizer_that_one_side_s_kernel_refuses_updates_nothing_on_the_other() -> None:
+    with machine() as made:
+        with torch.device("virtual"):
+            model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        update = {"tier": "host", "device_share": 0.5, "compute": "host", "kernel": "numba"}
+        attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, **HOST_TIERS, "optimizer": update})
+        optimizer = torch.optim.Adamax(model.parameters())
+        model(torch.empty(4, 8, device="virtual")).sum().backward()
+        with pytest.raises(zhooks.ShardedOpError, match=r"expected Adam, AdamW, SGD or Lion.*0 of 4 units had been updated"):
+            optimizer.step()
+        assert not optimizer.state
+        made.current.synchronize()
+        attachment.detach()
 
 
 @on_virtual(world=(1, 2, 1024))

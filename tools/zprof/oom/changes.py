@@ -143,7 +143,23 @@ def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
                 cost = f"{as_size(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
                 after = moved(cell, now, to, gathered, flying + staged)
                 yield Change(f'[{cell}] tier = "{to}"', cost, (price, 2 * at), about, after)
+    yield from _all_on_the_tier(plight, policy)
     yield from _on_the_host(plight, policy)
+
+
+def _all_on_the_tier(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
+    """The share of the states that stays on the device, beside the tier that has the others."""
+    share, tier = (_value(policy, "optimizer", key, default) for key, default in (("device_share", 0), ("tier", "device")))
+    stored = keys(plight.held, "optimizer", "device") if share else {}
+    at = sum(stored.values())
+    if at and "device" in plight.pool and tier not in plight.pool:
+        yield Change(
+            "[optimizer] device_share = 0",
+            f"{as_size(at)} read and written once a step, {_way('device', tier)}",
+            (_HOST if tier == "host" else _DISK, 2 * at),
+            _about("optimizer tier"),
+            moved("optimizer", "device", tier, flying=_staged(stored, policy)),
+        )
 
 
 def _on_the_host(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
