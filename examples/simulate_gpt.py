@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from gpt import GPT, GPTConfig
 from torch.nn import functional as F
+
+from gpt import GPT, GPTConfig
 
 Build = Callable[[], tuple[GPT, torch.optim.Optimizer]]
 Job = tuple[Build, Callable[..., None]]
