@@ -36,6 +36,10 @@ def small():
 def huge():
     return build, lambda *given: step(*given, rows=1 << 25)
 
+def first():
+    rows = iter((1 << 25, 1024, 1024))
+    return build, lambda *given: step(*given, rows=next(rows))
+
 def reading():
     def read(model, optimizer):
         print(model(torch.empty(4, 512, device="virtual")).sum().item())
@@ -76,6 +80,7 @@ COMMANDS = {
     "tiered": "job.py:small --policy tiered.toml -o tiered.zprof --json",
     "text": "job:small --ranks 2",
     "huge": "job.py:huge --hardware rtx4090 --ranks 1 -o huge.zprof",
+    "first": "job.py:first --hardware rtx4090 --ranks 1 --steps 3 --json",
     "near": "job.py:small --hardware h10",
     "reading": "job.py:reading -o reading.zprof",
     "broken": "job.py:broken -o broken.zprof",
@@ -203,9 +208,16 @@ def test_what_cannot_be_simulated_is_said_in_a_line_and_leaves_no_file(made: Pat
 
 def test_a_step_that_the_hardware_cannot_hold_is_said_and_its_trace_shows_why(made: Path, zprof: Zprof) -> None:
     found = result(made, "huge")
-    assert found["code"] == 3 and "\ndevice: does not fit: the step holds " in "\n" + found["err"]
+    assert found["code"] == 3 and "\ndevice: does not fit: a step holds " in "\n" + found["err"]
     assert "rtx4090 has 24 GiB a rank" in found["err"]
     assert zprof("check", made / "huge.zprof", "--max", "device.peak=24GiB").exit_code == 3
+
+
+def test_a_first_step_that_the_hardware_cannot_hold_is_not_passed_over(made: Path) -> None:
+    found = result(made, "first")
+    said = json.loads(found["out"])
+    assert (found["code"], said["fits"]) == (3, False) and "device: does not fit: " in found["err"]
+    assert said["simulation"]["device"]["nbytes"] < said["capacity"]["device"], "the last step would fit"
 
 
 def test_every_command_reads_it(made: Path, zprof: Zprof) -> None:

@@ -11,7 +11,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from zprof.problem import BudgetProblem, Misuse, Problem
 
 if TYPE_CHECKING:
     from offload.hardware import Hardware
+    from offload.virtual import Machine
     from zhooks import Simulation
     from zprof.recording.simulated import SimulatedRecorder
 
@@ -93,15 +94,17 @@ def simulate(
     if output is not None:
         inputs = [Path(each) for each in (policy, job.rpartition(":")[0] or job, hardware) if each is not None]
         check_output(output, inputs, force=force)
+    most: dict[str, int] = {}
     with redirect_stdout(sys.stderr):
         found = _simulated(
-            load_job(job), profile, output, force, world=world, mesh=mesh, policy=policy, steps=steps, check_races=races
-        )
+            load_job(job), profile, output, force, most,
+            world=world, mesh=mesh, policy=policy, steps=steps, check_races=races,
+        )  # fmt: skip
     beside = min(world, profile.device.count)
     capacity = {"device": profile.device.memory, "host": profile.host.memory // beside}
     lacking = [
-        f"{tier}: does not fit: the step holds {_size(held)}, {profile.name} has {_size(capacity[tier])} a rank"
-        for tier, held in (("device", found.device.nbytes), ("host", found.host.nbytes))
+        f"{tier}: does not fit: a step holds {_size(held)}, {profile.name} has {_size(capacity[tier])} a rank"
+        for tier, held in most.items()
         if held > capacity[tier]
     ]
     following = list(_next(found, output, fits=not lacking))
@@ -139,21 +142,33 @@ def _world(profile: Hardware, nodes: int | None, ranks: int | None) -> int:
 
 
 def _simulated(
-    job: Job, profile: Hardware, output: Path | None, force: bool, *, world: int, steps: int, **given: Any
+    job: Job, profile: Hardware, output: Path | None, force: bool, most: dict[str, int], *, world: int, steps: int, **given: Any
 ) -> Simulation:
+    """Run it; the most that any of its steps held goes into ``most``."""
     import zhooks
+    from zprof.recording.simulated_memory import Peaks
 
+    peaks = Peaks()
     recorder: SimulatedRecorder | None = None
     if output is not None:
         from zprof.recording.simulated import SimulatedRecorder
 
         words = ("zprof", *sys.argv[1:])
         recorder = SimulatedRecorder(output, hardware=profile.name, kind=profile.kind, world=world, argv=words, force=force)
-        given["follow"] = recorder.follow
+
+    @contextmanager
+    def follow(machine: Machine) -> Iterator[None]:
+        with ExitStack() as both:
+            for each in (peaks, recorder):
+                if each is not None:
+                    both.enter_context(each.follow(machine))
+            yield
+
     try:
         with _progress(job, steps) as shown:
-            step = shown.step if recorder is None else recorder.stepping(shown.step)
-            found = zhooks.simulate(shown.build, step, world=world, hardware=profile, steps=steps, **given)
+            step = peaks.stepping(shown.step if recorder is None else recorder.stepping(shown.step))
+            found = zhooks.simulate(shown.build, step, world=world, hardware=profile, steps=steps, follow=follow, **given)
+        most.update(peaks.most)
         if recorder is not None:
             recorder.close(_plain(found.as_dict()))
     except BaseException:

@@ -11,17 +11,19 @@ Note: [Named or inferred]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from offload.virtual import ACCELERATOR, HOST, Happening, Machine
+from offload.virtual import ACCELERATOR, HOST, Access, Happening, Machine, Moment, Stream
 from zprof.recording.modules import OPTIMIZER, Doing, Places
 from zprof.rows import TIERS, RowKind, placed, placement
 
-__all__ = ["SimulatedMemory"]
+__all__ = ["Peaks", "SimulatedMemory"]
 
 _COUNTER, _ALLOC, _FREE = int(RowKind.COUNTER), int(RowKind.ALLOC), int(RowKind.FREE)
 _SLACK = (placed("other", "host"), "(page-locked, not in use)")
@@ -37,6 +39,52 @@ class _Held:
     tier: str
     named: bool
     mapped: bool
+
+
+class Peaks:
+    """The most that any step held on the device and on the host; a simulation itself returns that of the last step.
+
+    Attributes:
+        most: bytes by tier.
+    """
+
+    def __init__(self) -> None:
+        self.most: dict[str, int] = {}
+        self._machine: Machine | None = None
+
+    @contextmanager
+    def follow(self, machine: Machine) -> Iterator[None]:
+        """Watch the machine, inside and from the first step of `stepping` on."""
+        self._machine = machine
+        try:
+            yield
+        finally:
+            if self in machine.listeners:
+                machine.listeners.remove(self)
+
+    def stepping(self, step: Callable[..., object]) -> Callable[..., object]:
+        """The same step; the first call of it begins to count."""
+
+        @functools.wraps(step)
+        def call(*args: object) -> object:
+            machine = self._machine
+            if machine is not None and self not in machine.listeners:
+                self.most = dict(zip(TIERS, machine.held, strict=False))
+                machine.listeners.append(self)
+            return step(*args)
+
+        return call
+
+    def allocated(self, address: int, nbytes: int, index: int, stream: Stream) -> None:
+        machine, tier = self._machine, TIERS[index]
+        if machine is not None:
+            self.most[tier] = max(self.most[tier], machine.held[index])
+
+    def freed(self, address: int, nbytes: int, index: int) -> None: ...
+    def happened(self, happening: Happening) -> None: ...
+    def recorded(self, moment: Moment, stream: Stream) -> None: ...
+    def awaited(self, moment: Moment, stream: Stream) -> None: ...
+    def kept(self, access: Access, stream: Stream) -> None: ...
 
 
 class SimulatedMemory:
