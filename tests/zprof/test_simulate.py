@@ -89,6 +89,7 @@ COMMANDS = {
     "mesh": "job.py:small --mesh shard=3",
     "axes": "job.py:small --mesh shard",
     "both": "job.py:small --nodes 1 --ranks 2",
+    "many": "job.py:small --nodes 1000000 -o many.zprof",
     "exists": "job.py:small -o job.py",
     "policy": "job.py:small --policy none.toml -o policy.zprof",
 }
@@ -196,6 +197,7 @@ def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: P
         ("mesh", 2, "--mesh: expected axes whose sizes multiply to 8 ranks, found 3"),
         ("axes", 2, "expected sizes of axes such as replicate=16,shard=64"),
         ("both", 2, "--ranks: expected --nodes or --ranks, found both"),
+        ("many", 2, "--nodes 1000000: expected at most 1,048,576 ranks, found 8,000,000"),
         ("exists", 1, "job.py: is what is read"),
         ("policy", 1, "none.toml: no such policy file"),
     ],

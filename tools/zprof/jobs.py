@@ -138,14 +138,14 @@ def _on_path(folder: Path) -> None:
 def _named(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _errors_of(what):
+        with _errors_of(what, function):
             return function(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def _errors_of(what: str) -> Iterator[None]:
+def _errors_of(what: str, function: object = None) -> Iterator[None]:
     """An error of the job's, or an end of the process, as one line; ours say what they are themselves.
 
     Raises:
@@ -156,21 +156,26 @@ def _errors_of(what: str) -> Iterator[None]:
     except (Problem, ZhooksError):
         raise
     except SystemExit as error:
-        raise Problem(f"{_where(error)}: {what} ended the process (SystemExit: {error.code}); a job returns") from error
+        why = f"ended the process (SystemExit: {error.code}); a job returns"
+        raise Problem(f"{_where(error, function)}: {what} {why}") from error
     except Exception as error:
         words = " ".join(str(error).split())
         words = words if len(words) <= _MOST else f"{words[:_MOST]} ..."
-        raise Problem(f"{_where(error)}: {what} raised {type(error).__name__}{f': {words}' if words else ''}") from error
+        why = f"{type(error).__name__}{f': {words}' if words else ''}"
+        raise Problem(f"{_where(error, function)}: {what} raised {why}") from error
 
 
-def _where(error: BaseException) -> str:
-    """The last line of the job's own that an error came through."""
+def _where(error: BaseException, function: object) -> str:
+    """The last line of the job's own that an error came through; of a function that could not be called, its first."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if not frame.filename.startswith((*_libraries(), "<frozen"))]
     last = (own or frames)[-1:]
-    return f"{last[0].filename}:{last[0].lineno}" if last else "?"
+    if last:
+        return f"{last[0].filename}:{last[0].lineno}"
+    code = getattr(function, "__code__", None)
+    return "?" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _libraries() -> tuple[str, ...]:

@@ -30,6 +30,8 @@ __all__ = ["simulate"]
 
 #: Of a step, above which something is worth a word.
 _LARGE = 0.1
+#: A trace says of no more.
+_MOST_RANKS = 1 << 20
 
 
 def _axes(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -48,8 +50,8 @@ def _axes(ctx: click.Context, param: click.Parameter, value: str | None) -> dict
 @click.command(epilog=HELP)
 @click.argument("job")
 @click.option("--hardware", default="h100", show_default=True, metavar="NAME|FILE", help="A profile: zprof hardware list.")
-@click.option("--nodes", type=click.IntRange(1, 1 << 20), help="How many nodes, each with all of its devices; 1 unless said.")
-@click.option("--ranks", type=click.IntRange(1, 1 << 20), help="How many ranks instead, for a part of a node.")
+@click.option("--nodes", type=click.IntRange(1, _MOST_RANKS), help="How many nodes, with all of their devices; 1 unless said.")
+@click.option("--ranks", type=click.IntRange(1, _MOST_RANKS), help="How many ranks instead, for a part of a node.")
 @click.option("--mesh", callback=_axes, metavar="AXES", help="Sizes of the mesh's axes, e.g. replicate=16,shard=64.")
 @click.option("--policy", type=click.Path(), metavar="FILE", help="A policy file; the default policy unless said.")
 @click.option("--steps", type=click.IntRange(2, 1000), default=2, show_default=True, help="How many; the last one counts.")
@@ -138,7 +140,10 @@ def _world(profile: Hardware, nodes: int | None, ranks: int | None) -> int:
         raise Misuse("--ranks: expected --nodes or --ranks, found both")
     if nodes is not None and nodes > 1 and profile.network is None:
         raise Misuse(f"--nodes {nodes}: expected one node, for {profile.name} has no [network]")
-    return ranks or (nodes or 1) * profile.device.count
+    world = ranks or (nodes or 1) * profile.device.count
+    if world > _MOST_RANKS:
+        raise Misuse(f"--nodes {nodes}: expected at most {_MOST_RANKS:,} ranks, found {world:,}")
+    return world
 
 
 def _simulated(
