@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.device.cuda import CudaCalls
 from offload.device.interface import Device, HostMemory
 from offload.device.open import open_device
-from offload.device.streams import OneStream, beside, calls_of, lane_of, one_stream
+from offload.device.streams import OneStream, StreamUses, beside, calls_of, lane_of, one_stream
 from offload.device.virtual import MemoryRun, VirtualDevice, VirtualWork
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "HostMemory",
     "MemoryRun",
     "OneStream",
+    "StreamUses",
     "VirtualDevice",
     "VirtualWork",
     "beside",

@@ -116,6 +116,52 @@ class OneStream:
                     calls.keep(tensor, current)
 
 
+class StreamUses:
+    """Which streams use memory that one of them took: they come after what filled it, and it is not used again before them.
+
+    Note: [Units on several streams]
+        Hooks gather a unit ahead, on whichever stream the unit before it runs, and free it as soon as its own forward has been
+        issued.  Where that ran on another stream, the allocator must hear of it; and who finds the unit gathered by another
+        stream waits for that one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._calls = calls_of(device)
+        self._owner: Any = None
+        self._filled: Any = None
+        self._others: list[Any] = []
+
+    def taken(self) -> None:
+        """The memory was taken on the current stream."""
+        self._others = []
+        if self._calls is not None:
+            self._owner = self._filled = self._calls.current()
+
+    def filled(self, tensor: Tensor) -> None:
+        """The current stream has waited for what fills ``tensor``, which lies in that memory, and uses it."""
+        if self._calls is not None:
+            self._filled = self._calls.current()
+            self._used(self._calls, tensor)
+
+    def used(self, tensor: Tensor) -> None:
+        """The current stream uses it, filled as it is."""
+        if self._calls is not None and self._calls.current() != self._filled:
+            _order(self._calls, self._calls.current(), self._filled)
+            self._used(self._calls, tensor)
+
+    def given(self) -> None:
+        """It goes back to who orders its uses by the stream that took it alone, and not by an allocator."""
+        for stream in self._others:
+            assert self._calls is not None
+            _order(self._calls, self._owner, stream)
+
+    def _used(self, calls: CudaCalls, tensor: Tensor) -> None:
+        current = calls.current()
+        if current != self._owner and current not in self._others:
+            calls.keep(tensor, current)
+            self._others.append(current)
+
+
 def one_stream(device: torch.device) -> OneStream:
     """The `OneStream` for work on ``device``."""
     return OneStream(calls_of(device))

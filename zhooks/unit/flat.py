@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.device import StreamUses
 from offload.errors import ShardedOpError, TierError
 from offload.events import Bus
 from offload.policy import Footprint
@@ -117,6 +118,7 @@ class Flat:
         # The nodes of graphs that live.
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._version = -1
+        self._uses = StreamUses(plan.kind.device)
         self._work: Work = DONE
 
     def members(self) -> Iterator[tuple[nn.Parameter, ParamShard]]:
@@ -189,6 +191,7 @@ class Flat:
         before, self._version = self._version, -1  # an interrupt leaves no buffer that passes for the values
         if self.full is None:
             self.full = self.pool.take(self.layout.padded, self.kind.compute, self.kind.device)
+            self._uses.taken()
         now = self.version()
         if before != now:
             self.views.stale(None)
@@ -209,8 +212,10 @@ class Flat:
             self.buffer.prepare()
 
     def finish_gather(self) -> None:
-        """Wait until the full buffer may be used."""
+        """Wait until the full buffer may be used, on the current stream."""
         if self.state is not State.GATHERING:
+            if self.full is not None:
+                self._uses.used(self.full)
             return
         work, self._work = self._work, DONE
         self.bus.begin("wait gather", self.name)
@@ -222,6 +227,8 @@ class Flat:
             self.abandon()
             raise
         self.buffer.sent()
+        if self.full is not None:
+            self._uses.filled(self.full)
         self._move("finish")
         if self.bus.active:
             self.bus.end("wait gather", self.name)
@@ -241,6 +248,8 @@ class Flat:
         self.views.drop(self.full)
         full, self.full = self.full, None
         if full is not None:
+            if self.pool.arena is not None:
+                self._uses.given()
             self.pool.give(full)
             self.bus.instant("release", self.name, full.nbytes)
 
@@ -311,4 +320,5 @@ class Flat:
         """Take the padded values of all parameters (master dtype): keep this rank's ranges, or the buffer itself."""
         if self.buffer.take(full):
             self.full = full
+            self._uses.taken()
             self.state, self._version = State.GATHERED, self.version()

@@ -11,6 +11,7 @@ from torch import nn
 
 import zhooks
 from offload.virtual import ACCELERATOR, HOST, Races
+from tests.support.two_streams import BRANCHES
 from tests.support.virtual import machine, on_virtual
 from tests.support.zoo import ZOO
 
@@ -38,7 +39,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def train(name: str, policy: dict[str, Any], steps: int = 3) -> None:
     """As users do, up to ``detach``."""
-    specimen = ZOO[name]
+    specimen = BRANCHES if name == BRANCHES.name else ZOO[name]
     with torch.device("virtual"):
         model = specimen.make()
     attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, **policy})
@@ -61,6 +62,17 @@ def test_no_use_of_memory_is_unordered_under_any_tier(policy: str) -> None:
         train("gpt", POLICIES[policy])
         gc.collect()
         assert races.checked > 1000
+        assert not races.found, "\n".join(map(str, races.found))
+
+
+@on_virtual(policy=("device", "host", "arena", "activations on host"))
+def test_units_on_two_streams_are_not_freed_under_the_second(policy: str) -> None:
+    with machine(world=4) as made:
+        races = Races()
+        made.listeners.append(races)
+        train(BRANCHES.name, POLICIES[policy])
+        gc.collect()
+        assert races.checked > 300
         assert not races.found, "\n".join(map(str, races.found))
 
 

@@ -1,0 +1,64 @@
+"""A model for the virtual device that computes on two streams, and what takes autograd from one to the other.
+
+Tests of races train it as users of CUDA streams would: a stream that begins waits for the one it was begun on, and is joined.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.virtual import Stream, running
+from tests.support.zoo import Specimen, draw_vectors, squared
+
+
+class Branches(nn.Module):
+    """Two branches that nothing orders, each on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, 5)
+        self.left, self.right = (nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) for _ in range(2))
+        self.second: Stream | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = running()
+        first = here.current
+        self.second = second = self.second or here.stream("second")
+        right = self.enter(x)
+        left = Switch.apply(right, first, second)
+        for layer in self.left:
+            left = layer(left)
+        here.use(first)
+        for layer in self.right:
+            right = layer(right)
+        # The second stream has gone on beside, and is joined here.
+        left = Switch.apply(left, second, first)
+        return self.leave(left + right)
+
+
+class Switch(torch.autograd.Function):
+    """What follows runs on another stream, in backward too: there autograd runs a node where its forward ran."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, before: Stream, after: Stream) -> Tensor:
+        ctx.streams = before, after
+        return _switched(tensor, before, after)
+
+    @staticmethod
+    def backward(ctx: Any, tensor: Tensor) -> tuple[Tensor, None, None]:
+        before, after = ctx.streams
+        return _switched(tensor, after, before), None, None
+
+
+def _switched(tensor: Tensor, before: Stream, after: Stream) -> Tensor:
+    here = running()
+    here.order(after, before)
+    here.keep(tensor, after)
+    here.use(after)
+    return tensor.view_as(tensor)
+
+
+BRANCHES = Specimen("branches", Branches, draw_vectors(8, 5), squared)
