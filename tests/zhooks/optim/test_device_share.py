@@ -5,6 +5,7 @@ pytest runs it on ranks over Gloo. Which flats stay on the device is tests/zhook
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 from torch import nn
 
 import zhooks
-from tests.support.inside import flats_of, tier_of
+from tests.support.inside import flats_of, stepper_of, tier_of
 from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, net, train
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.plain_matrices import check_equal, check_states, plain
 from tests.support.resuming import Run, stir
 from tests.support.tiers import adamw, loss_of, run, step, three_steps
+from tests.support.tp_runs import attached, data_place, mesh_of
+from tests.support.tp_runs import train as tp_train
 from tests.support.values import copies, same
 from tests.support.zoo import ZOO
 from zhooks.optim import tensors_in
@@ -188,6 +191,63 @@ def test_updates_on_the_device_come_in_backward_beside_those_on_the_host() -> No
     updated = {name.removeprefix("begin update ") for name in names[:end] if name.startswith("begin update")}
     assert updated == {flat.name for flat in flats_of(attachment)}
     attachment.detach()
+
+
+@on_ranks(1, 2)
+def test_an_update_on_the_device_in_backward_waits_for_none_on_the_host() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    attachment = zhooks.attach(model, policy=policy(0.7, compute="host", overlap=True))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def backward() -> None:
+        model(torch.ones(2, 8)).square().mean().backward()
+
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    *near, far = flats_of(attachment)
+    kernel: Any = stepper_of(attachment).updater.kernel_of(far)
+    update, begun, seen = kernel.update, threading.Event(), []
+
+    def watched(optimizer: Any, job: Any, arguments: Any) -> None:
+        if job.flat is far:
+            seen.append(begun.wait(60))
+        else:
+            begun.set()
+        update(optimizer, job, arguments)
+
+    kernel.update = watched
+    backward()
+    kernel.update = update
+    optimizer.step()
+    assert seen == [True] and {flat.kind.tiers.optimizer.value for flat in near} == {"device"}
+    attachment.detach()
+
+
+@on_ranks(1, 2, tier=("host", "disk"), compute=("device", "host"))
+def test_stochastic_rounding_draws_the_same_at_any_share(tier: str, compute: str) -> None:
+    found = [
+        run(three_steps("gpt"), policy(share, tier, compute=compute, rounding="stochastic"), build=half_of_gpt)
+        for share in (0, 0.5)
+    ]
+    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+
+
+def half_of_gpt() -> nn.Module:
+    return ZOO["gpt"].build(7).bfloat16()
+
+
+@on_ranks(2)
+def test_a_model_that_is_divided_over_tp_trains_the_same_at_any_share() -> None:
+    losses = []
+    for share in (0, 0.5):
+        mesh = mesh_of(2)
+        model, attachment = attached(mesh, 3, policy=policy(share))
+        losses.append(tp_train(model, torch.optim.AdamW(model.parameters()), data_place(mesh), 3))
+        assert share == 0 or {flat.kind.tiers.optimizer.value for flat in flats_of(attachment)} == {"device", "host"}
+        attachment.detach()
+    assert losses[0] == losses[1]
 
 
 def test_a_share_of_what_is_on_the_device_anyway_is_refused() -> None:
