@@ -124,7 +124,7 @@ def cost(policy: Policy, numel: int, ranks: int) -> Cost:
     shard = numel if placed["optimizer"] == "R" else -(-numel // ranks)
     kept = numel if placed["parameter"] == "R" else shard
     # At most that share: what is left is on the tier.
-    near, near_kept = (int(policy.optimizer.device_share * count) for count in (shard, kept))
+    near, near_kept = map(policy.optimizer.kept_on_device, (shard, kept))
     parts = [(tiers, kept - near_kept, shard - near), (replace(tiers, optimizer=Tier.DEVICE), near_kept, near)]
     found: dict[tuple[int, Tier, int, str], CellCost] = {}
     for where, parameter, updated in [part for part in parts if any(part[1:])] or parts[:1]:

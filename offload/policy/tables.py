@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -145,6 +146,10 @@ class Optimizer(Placed):
         ge=0,
         lt=1 << 63,
     )
+
+    def kept_on_device(self, numel: int) -> int:
+        """Of so many elements, the most that ``device_share`` keeps there: 0.29 of 100 are 29, whatever a float is."""
+        return int(Fraction(str(self.device_share)) * numel)
 
 
 class Activation(Table):

@@ -8,11 +8,14 @@ Note: [Which flats]
     for a transfer to hide behind, and the next forward begins with their parameters.  Layouts are the same whatever the
     share, so that checkpoints are read under any other.  In which order a step updates them is Note [Both sides at once] in
     ``optim/tiered_update.py``.
+
+    Where parameters were frozen or unfrozen nothing else moves: a budget was held to what lay on the device before.  What was
+    unfrozen takes the room that is left of the share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from offload.policy import Policy
@@ -22,37 +25,40 @@ from zhooks.layout import FlatPlan, UnitPlan
 __all__ = ["keep_on_device"]
 
 
-def keep_on_device(plans: Sequence[UnitPlan], policy: Policy) -> tuple[UnitPlan, ...]:
+def keep_on_device(
+    plans: Sequence[UnitPlan], policy: Policy, laid: Container[UnitPlan] = frozenset()
+) -> tuple[UnitPlan, ...]:
     """The units, with at most ``device_share`` of what [optimizer] tier places kept on the device; see Note [Which flats].
 
-    Units where nothing changes are the same objects.
+    Args:
+        laid: units that stay as they are: what they keep on the device counts, and they are returned as the same objects.
     """
     if not policy.optimizer.device_share:
         return tuple(plans)
     tier = Tier(policy.optimizer.tier)
     # What a rule placed on another tier is where the rule has it.
-    divided = {
-        flat.number: flat.layout.numel
+    divided = [
+        (plan, flat)
         for plan in plans
         for flat in plan.flats
         if flat.kind.trainable and policy.tiers(*plan.group.names(flat.names[0])).optimizer is tier
-    }
-    room = round(policy.optimizer.device_share * sum(divided.values()))
+    ]
+    room = policy.optimizer.kept_on_device(sum(flat.layout.numel for _, flat in divided))
+    room -= sum(flat.layout.numel for plan, flat in divided if plan in laid and flat.kind.tiers.optimizer is Tier.DEVICE)
     on_device: set[int] = set()
-    for number, numel in divided.items():
-        if numel <= room:
-            on_device.add(number)
-            room -= numel
+    for flat in (flat for plan, flat in divided if plan not in laid):
+        if flat.layout.numel <= room:
+            on_device.add(flat.number)
+            room -= flat.layout.numel
 
     def placed(flat: FlatPlan) -> FlatPlan:
-        if flat.number not in divided:
+        if flat.number not in on_device:
             return flat
-        tiers = replace(flat.kind.tiers, optimizer=Tier.DEVICE if flat.number in on_device else tier)
-        return flat if tiers == flat.kind.tiers else replace(flat, kind=replace(flat.kind, tiers=tiers))
+        return replace(flat, kind=replace(flat.kind, tiers=replace(flat.kind.tiers, optimizer=Tier.DEVICE)))
 
-    out = []
-    for plan in plans:
-        flats = tuple(map(placed, plan.flats))
-        same = all(new is old for new, old in zip(flats, plan.flats, strict=True))
-        out.append(plan if same else UnitPlan(plan.group, plan.number, flats))
-    return tuple(out)
+    return tuple(
+        UnitPlan(plan.group, plan.number, tuple(map(placed, plan.flats)))
+        if any(flat.number in on_device for flat in plan.flats)
+        else plan
+        for plan in plans
+    )

@@ -101,13 +101,10 @@ class Layouts:
         return keep_on_device([self._anew(plan) for plan in plans], self.policy)
 
     def following(self, plans: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
-        """The same plans, but for units with parameters that were frozen or unfrozen since: those are planned anew, and where
-        that moves the share of states that stay on the device, others too."""
+        """The same plans, but for units with parameters that were frozen or unfrozen since: those are planned anew."""
         frozen = [any(param.requires_grad != flat.kind.trainable for flat, _, param in plan.members()) for plan in plans]
-        if not any(frozen):
-            return tuple(plans)
         now = [self._anew(plan) if changed else plan for plan, changed in zip(plans, frozen, strict=True)]
-        return keep_on_device(now, self.policy)
+        return keep_on_device(now, self.policy, frozenset(plans)) if any(frozen) else tuple(plans)
 
     def _anew(self, plan: UnitPlan) -> UnitPlan:
         params = {name: param for _, name, param in plan.members()}

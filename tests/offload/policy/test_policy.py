@@ -73,6 +73,11 @@ def test_the_table_says_which_share_of_the_states_stays_on_the_device() -> None:
     assert Policy.of(tomllib.loads(policy.describe())) == policy
 
 
+@pytest.mark.parametrize(("share", "numel", "kept"), [(0.29, 100, 29), (0.7, 10, 7), (0.3, 5, 1), (1, 3, 3), (1e-7, 10**8, 10)])
+def test_a_share_keeps_whole_elements_and_never_more(share: float, numel: int, kept: int) -> None:
+    assert Policy.of({"optimizer": {"tier": "host", "device_share": share}}).optimizer.kept_on_device(numel) == kept
+
+
 def test_a_tier_alone_spells_no_stage() -> None:
     assert Policy.of({"parameter": {"tier": "device"}}).stage == 3
 

@@ -75,18 +75,26 @@ def test_any_share_has_the_same_layout() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_freezing_moves_the_share_to_what_is_still_trained_and_leaves_other_units_alone() -> None:
+def test_freezing_moves_nothing_else_and_what_is_unfrozen_takes_the_room_that_is_left() -> None:
     layouts, groups = layouts_of({"optimizer": {**HOST, "device_share": 0.5}}), groups_of(5, 5, 5, 5)
+
+    def train(*trained: int) -> None:
+        for place, group in enumerate(groups):
+            group.params[f"{place}.weight"].requires_grad_(place in trained)
+
     plans = layouts.units(groups)
     assert on_device(plans) == ["0", "1"] and layouts.following(plans) == plans
-    for place in (0, 1):
-        groups[place].params[f"{place}.weight"].requires_grad_(False)
+    train(1, 2, 3)
     later = layouts.following(plans)
-    assert [flat.kind.tiers.optimizer for plan in later[2:] for flat in plan.flats] == [Tier.DEVICE, Tier.HOST]
-    assert later[3] is plans[3]
-    for place in (0, 1):
-        groups[place].params[f"{place}.weight"].requires_grad_(True)
+    assert later[1:] == plans[1:]
+    train(0, 1, 2, 3)
     assert [plan.flats for plan in layouts.following(later)] == [plan.flats for plan in plans]
+    train(3)
+    few = layouts.units(groups)
+    train(0, 1, 2, 3)
+    later = layouts.following(few)
+    assert later[3] is few[3] and on_device(later) == ["0", "1"]
+    assert [plan.flats for plan in layouts.anew(later)] == [plan.flats for plan in plans]
 
 
 @on_ranks(1, 2, stage=(0, 1, 3), param=(None, "bf16"))
