@@ -43,6 +43,7 @@ from zhooks.plan import (
     rest_reserve,
     shards_reserve,
 )
+from zhooks.planning import chosen_for
 from zhooks.report import Calibrated, GradStatistics, MemoryReport, Observation, describe, memory_report, state_held
 from zhooks.run import Casts, Choices, Map, Runtime, batches, chart, install, remove
 from zhooks.tensor import Overflow, Registries
@@ -65,7 +66,8 @@ def attach(
     Args:
         model: any module, on the device it shall run on, or built under ``torch.device("meta")``.
         optimizer: needed only when it already holds state; its states are partitioned too.
-        policy: a path to a TOML or JSON file, a dict, a ``Policy``, or None (stage 3, everything on the device).
+        policy: a path to a TOML or JSON file, a dict, a ``Policy``, None (stage 3, everything on the device), or "auto": the
+            placement that moves the least of those that this machine holds; ``describe()`` says which, and why.
         mesh: a DeviceMesh over the whole process group with a ``shard`` (or ``dp``) axis and optionally ``replicate``, ``tp``
             and ``pp``; parameters that ``parallelize_module`` has made DTensors over ``tp`` are partitioned part by part.
             None is one shard axis over all ranks, or a world of one without a process group.
@@ -90,6 +92,7 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
             asked = request()
         comm = open_comm(asked.mesh, asked.policy, asked.device, asked.facts, meeting)
         undo.callback(comm.close)
+        asked = chosen_for(asked, comm) if asked.automatic else asked
         return Attachment(look(asked, comm), comm, undo)
 
 
@@ -101,6 +104,7 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
         request, policy = plan.request, plan.request.policy
         self.model, self.policy, self._known = request.model, policy, request.known
         self._ignored = request.ignored
+        self._why = request.chosen
         self._comm, self._table, self._device, self._bus = comm, plan.table, request.device, Bus()
         self._pool = Pool(policy.comm.buffer, self._bus)
         self._rounding = Rounding(policy.optimizer.seed)
@@ -174,6 +178,8 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
     def _state_held(self) -> None:
         if self._runtime.saved.partition is not None:
             self._runtime.saved.partition.state_held()
+        if self._why:
+            self._bus.instant("policy chosen", self._why)
         state_held(self._live("observe", (), None), self.policy, self._tiers.store, self._optimizers.here())
         self._pool.state_held()
 
@@ -239,7 +245,7 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
         plans = layouts.anew(self._plans())
         before = self._tiers
         self._tiers = before.change(chosen, self._device, plans, self._comm, self._bus)
-        self.policy, self._table = chosen, Table.of(chosen.table())
+        self.policy, self._table, self._why = chosen, Table.of(chosen.table()), ""
         self._rounding.seed = chosen.optimizer.seed
         before.end_steps()
         self._pool.clear()
@@ -370,7 +376,8 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
 
     def describe(self) -> str:
         """A table: unit, parameters, numel, padding, placement; after a step also what the plan moves."""
-        return describe(self.model, self._units, self.policy, self._comm, self.payload(), self._runtime.scaling, self._ignored)
+        said = describe(self.model, self._units, self.policy, self._comm, self.payload(), self._runtime.scaling, self._ignored)
+        return f"{said}\n{self._why}" if self._why else said
 
     @property
     def loss_scale(self) -> float | None:

@@ -35,6 +35,9 @@ from zhooks.tensor import ShardedTensor
 
 __all__ = ["Request", "read"]
 
+#: In place of a policy: choose one.
+AUTO = "auto"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -44,6 +47,7 @@ class Request:
         ignored: what of the model stays as it is.
         device: where the parameters are, or shall be made.
         known: the optimizer that was passed, or none.
+        automatic: the policy is still to be chosen, from this one on; ``chosen`` says once it was why it is this.
         facts: what must be the same on every rank beside policy and mesh, by subject.
     """
 
@@ -56,6 +60,8 @@ class Request:
     sync: bool
     facts: Mapping[str, Facts]
     ignored: Ignored
+    automatic: bool = False
+    chosen: str = ""
 
 
 def read(
@@ -72,7 +78,8 @@ def read(
         PolicyError: the policy cannot be read.
         AttachError: model, optimizer or mesh cannot be attached.
     """
-    chosen = Policy.of(policy)
+    automatic = isinstance(policy, str) and policy == AUTO
+    chosen = Policy() if automatic else Policy.of(policy)
     check_arguments(optimizer, mesh, init, sync)
     check_module(model)
     model = uncompiled(model)
@@ -86,5 +93,7 @@ def read(
     check_division(model, axes.tp, ignored)
     check_axis(chosen, axes.names)
     check_initialisers(model, init)
-    facts = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, ignored.parameters(model))}
-    return Request(model, () if optimizer is None else (optimizer,), chosen, axes, device, init, sync, facts, ignored)
+    how = {"sync": str(sync), "policy": AUTO if automatic else "given"}
+    facts = {"attach": how, "optimizer": optimizer_facts(optimizer, ignored.parameters(model))}
+    known = () if optimizer is None else (optimizer,)
+    return Request(model, known, chosen, axes, device, init, sync, facts, ignored, automatic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zhooks.planning.automatic import chosen_for
 from zhooks.planning.axes import Batch, Candidate, batches, candidates, changed, saves
 from zhooks.planning.best_first import TIE, Bound, Limits, Memory, Outcome, Ranking, Tried, search
 from zhooks.planning.bounds import Bounds, Seconds
@@ -24,6 +25,7 @@ __all__ = [
     "batches",
     "candidates",
     "changed",
+    "chosen_for",
     "saves",
     "search",
 ]

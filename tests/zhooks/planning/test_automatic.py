@@ -1,0 +1,101 @@
+"""``attach(policy="auto")``: a placement that this machine holds, the same on all ranks, under which training is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zhooks
+from offload.budget import Bound, Machine
+from offload.events import Recorder
+from tests.support.on_ranks import from_first, on_ranks, place
+
+WIDTH = 256
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+
+
+def trained(policy: Any, steps: int = 3) -> tuple[list[Tensor], zhooks.Attachment]:
+    rank, _ = place()
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    attachment = zhooks.attach(model, optimizer, policy=policy)
+    for number in range(steps):
+        model(torch.full((4, WIDTH), 0.1 * (1 + rank + number))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor().clone() for param in model.parameters()], attachment
+
+
+def memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """The machine has so much of it for each of two ranks."""
+    monkeypatch.setattr(Machine, "memory_bounds", lambda self, pinned=False: [Bound("made up", nbytes, "none")])
+    monkeypatch.setattr(Machine, "is_memory", lambda self, folder: False)
+
+
+@on_ranks(1, 2)
+def test_training_under_the_chosen_policy_is_plain_training_bit_for_bit() -> None:
+    chosen, attachment = trained("auto")
+    given, _ = trained(None)
+    assert all(torch.equal(a, b) for a, b in zip(chosen, given, strict=True))
+    assert 'policy = "auto" chose stage' in attachment.describe()
+
+
+@on_ranks(2)
+def test_the_least_memory_of_any_rank_chooses_for_all() -> None:
+    rank, _ = place()
+    with pytest.MonkeyPatch.context() as patched:
+        # The model is 1 MiB, and its states as much twice: rank 1 cannot hold all that.
+        memory(patched, (1 << 30) if rank == 0 else (5 << 20))
+        _, attachment = trained("auto", steps=1)
+        with pytest.MonkeyPatch.context() as roomy:
+            memory(roomy, 1 << 30)
+            _, free = trained("auto", steps=1)
+    chosen = attachment.policy
+    assert "disk" in (chosen.parameter.tier, chosen.optimizer.tier) and chosen.stage == 3
+    assert (free.policy.parameter.tier, free.policy.optimizer.tier) == ("device", "device")
+    assert from_first(chosen.values()) == chosen.values()
+
+
+@on_ranks(1)
+def test_where_nothing_fits_it_is_refused_with_the_least_that_would_and_the_model_is_as_it_was() -> None:
+    model = net()
+    before = list(model.parameters())
+    with pytest.MonkeyPatch.context() as patched:
+        memory(patched, 1 << 10)
+        with pytest.raises(zhooks.BudgetError, match=r"found none\. The least that would: device .*; or device .* and disk"):
+            zhooks.attach(model, policy="auto")
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    assert not isinstance(before[0], zhooks.ShardedTensor)
+
+
+@on_ranks(1)
+def test_an_observer_hears_why_and_another_policy_ends_that() -> None:
+    _, attachment = trained("auto")
+    recorder = Recorder()
+    with attachment.observe(recorder):
+        pass
+    said = [event.key for event in recorder.events if event.what == "policy chosen"]
+    assert len(said) == 1 and said[0] in attachment.describe()
+    attachment.apply({"stage": 3, "schedule": {"prefetch": 2}})
+    assert "auto" not in attachment.describe()
+
+
+@on_ranks(2)
+def test_ranks_of_which_one_alone_says_auto_are_refused() -> None:
+    rank, _ = place()
+    with pytest.raises(zhooks.ZhooksError, match="policy"):
+        zhooks.attach(net(), policy="auto" if rank == 0 else None)
+
+
+def test_another_word_is_still_the_path_of_a_file() -> None:
+    with pytest.raises(zhooks.PolicyError, match="automatic"):
+        zhooks.attach(net(), policy="automatic")
+    with pytest.raises(zhooks.PolicyError):
+        zhooks.Policy.of("auto")

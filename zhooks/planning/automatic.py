@@ -1,0 +1,135 @@
+"""``attach(policy="auto")``: the policy that moves the least of those that this machine holds, the same on all ranks.
+
+``attach.py`` asks once ranks are connected.  There is no step to simulate, so it goes by bytes: what is at rest and gathered by
+the layouts that would be built, and a share of the device left for activations.  It never changes the model.
+
+Note: [Order of preference]
+    Of what fits, the one that moves the least over disk, then over the host's link, then over links; of equal ones the one that
+    holds the least.  Recomputation is not chosen: what it saves, only a forward can tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from offload.budget import available
+from offload.device import Device, open_device
+from offload.errors import BudgetError
+from offload.text import as_size
+from offload.tier import Tier
+from zhooks.comm import Comm, least
+from zhooks.plan import Request
+from zhooks.planning.axes import Candidate, candidates
+from zhooks.planning.best_first import Limits, Memory
+from zhooks.planning.needs import Need, Needs
+
+__all__ = ["ACTIVATIONS", "chosen_for"]
+
+#: The share of the memory that is free on the device which is left for activations and what is temporary.
+ACTIVATIONS = 0.5
+
+
+def chosen_for(request: Request, comm: Comm) -> Request:
+    """``request`` with the policy that was chosen, and why.  Collective.
+
+    Raises:
+        BudgetError: no placement fits; with the least memory that one needs, on every rank.
+    """
+    base, replicas = request.policy, comm.replicate.axis.world
+    limits = _agreed(_capacity(request, comm), comm)
+    trained = [param for param in request.model.parameters() if param.requires_grad]
+    # What is not known yet is taken to be Adam's.
+    optimizer = request.known[0] if request.known else torch.optim.AdamW(trained) if trained else None
+    world = comm.shard.axis.world * replicas
+    needs = Needs(request.model, optimizer, base, world, request.ignored, request.device)
+    cpu = request.device.type == "cpu"
+    # In a CPU's memory the host tier frees nothing.
+    tiers = [tier for tier in Tier if not (cpu and tier is Tier.HOST)]
+    listed = [
+        each
+        for each in candidates(base, world, tiers=tiers, host_updates=False, replicas=(replicas,))
+        if each.checkpoint == "none"
+    ]
+    held = {each: _held(each, needs.of(each)) for each in listed}
+    fits = [each for each in listed if not limits.exceeded(held[each])]
+    if not fits:
+        raise BudgetError(_refusal(listed, held, limits, tiers))
+    best = min(fits, key=lambda each: _moved(each, needs.of(each)))
+    memory = held[best]
+    used = ", ".join(f"{as_size(memory.on(tier))} on {tier.value}" for tier in Tier if memory.on(tier))
+    states = "" if request.known else "; states taken to be Adam's, for no optimizer was given"
+    why = (
+        f'policy = "auto" chose {best}: {used} a rank at the most beside activations, within {as_size(limits.device)} of the '
+        f"device ({ACTIVATIONS:.0%} of what is free, the rest for activations); {len(listed) - len(fits)} of {len(listed)} "
+        f"placements do not fit{states}."
+    )
+    return replace(request, policy=best.policy(base), chosen=why)
+
+
+def _capacity(request: Request, comm: Comm) -> Limits:
+    """What this rank may use."""
+    seam = open_device(request.device)
+    try:
+        return _limits(seam, request, comm)
+    finally:
+        seam.close()
+
+
+def _limits(seam: Device, request: Request, comm: Comm) -> Limits:
+    folder, ranks = request.policy.disk.folder, _beside(comm, request.device)
+    # What the model takes now is what it will be made of.
+    own = sum(param.nbytes for param in request.model.parameters() if param.device == request.device)
+    host = available(Tier.HOST, seam, folder, machine=seam.facts) // ranks
+    disk = 0 if seam.facts.is_memory(folder) else available(Tier.DISK, seam, folder, machine=seam.facts) // ranks
+    if request.device.type == "cpu":
+        both = int((host + own) * (1 - ACTIVATIONS))
+        return Limits(both, both, disk, one_memory=True)
+    return Limits(int((seam.memory()[0] + own) * (1 - ACTIVATIONS)), host, disk)
+
+
+def _beside(comm: Comm, device: torch.device) -> int:
+    """How many ranks share this machine, at the most."""
+    world = comm.stage.axis.world
+    return min(world, max(1, torch.cuda.device_count())) if device.type == "cuda" else world
+
+
+def _agreed(mine: Limits, comm: Comm) -> Limits:
+    """The least of any rank, so that all choose alike."""
+    device, host, disk = (least(comm.stage, nbytes) or 0 for nbytes in (mine.device, mine.host, mine.disk))
+    return Limits(device, host, disk, mine.one_memory)
+
+
+def _held(candidate: Candidate, need: Need) -> Memory:
+    kept = sum(flat.transient_nbytes for flat in need.flats) if candidate.kept else 0
+    return replace(need.stored, device=need.floor + kept)
+
+
+def _moved(candidate: Candidate, need: Need) -> tuple[int, int, int, int]:
+    """Bytes a step over disk, over the host's link and over links, and what is held."""
+    times = 1 if candidate.kept else 2
+    gathered = sum(flat.moved_nbytes * (times if flat.releasable else 1) for flat in need.flats)
+    # An all-reduce is a reduction and a gather.
+    reduced = sum(flat.sum_nbytes * (2 if flat.replicated else 1) for flat in need.flats if flat.kind.trainable)
+    return need.stored.disk, need.stored.host, gathered + reduced, _held(candidate, need).device
+
+
+def _refusal(listed: list[Candidate], held: dict[Candidate, Memory], limits: Limits, tiers: list[Tier]) -> str:
+    """The least that would do, with each further tier."""
+    lines = []
+    for number in range(1, len(tiers) + 1):
+        allowed = tiers[:number]
+        within = [each for each in listed if {*_tiers(each)} <= {*allowed}]
+        best = min(within, key=lambda each: held[each].device)
+        used = [f"{tier.value} {as_size(held[best].on(tier))}" for tier in Tier if held[best].on(tier)]
+        lines.append(f"{' and '.join(used)} ({best})")
+    there = ", ".join(f"{tier.value} {as_size(getattr(limits, tier.value))}" for tier in tiers)
+    return (
+        f'policy = "auto": expected a placement that fits {there} a rank, {ACTIVATIONS:.0%} of the device being left for '
+        f"activations, found none. The least that would: {'; or '.join(lines)}. Use more ranks or memory, or write a policy."
+    )
+
+
+def _tiers(candidate: Candidate) -> tuple[Tier, Tier, Tier]:
+    return candidate.tiers.parameter, candidate.tiers.gradient, candidate.tiers.optimizer
