@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DispatchKey
 
 from offload.virtual.memory import NAME, new
@@ -65,7 +68,27 @@ def _copy_from(source: Tensor, out: Tensor, non_blocking: bool = False) -> Tenso
 
 
 def _item(tensor: Tensor) -> Any:
+    if tensor.dtype is torch.bool and _initialises():
+        return False
     raise no_data("item()")
+
+
+def _initialises() -> bool:
+    """``trunc_normal_`` draws again while some value is outside of its bounds: values that are not there are none of these."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename == nn.init.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+#: Of the frames between a function of ``torch.nn.init`` and what it calls.
+_TORCH = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def _grouped_mm(*arguments: Any) -> Any:
+    return run(_aten._grouped_mm.default, *arguments)
 
 
 def _record_stream(tensor: Tensor, stream: Any) -> None:
@@ -114,6 +137,7 @@ def attention(
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
+    "_grouped_mm": _grouped_mm,
     "alias": _alias,
     "convolution_overrideable": _convolution,
     "convolution_backward_overrideable": _convolution_backward,

@@ -28,6 +28,7 @@ from offload.errors import SimulationError
 from offload.virtual.autocast import refuses_cuda
 from offload.virtual.memory import ACCELERATOR, HOST, NAME, reach
 from offload.virtual.operations import forget
+from offload.virtual.python_functions import PythonFunctions
 from offload.virtual.torch_device import register
 from offload.virtual.watcher import Operation, watch
 
@@ -209,7 +210,7 @@ class Machine:
         watch(self)
         _running = self
         try:
-            with refuses_cuda():
+            with refuses_cuda(), PythonFunctions():
                 yield self
         finally:
             _running = None

@@ -11,7 +11,7 @@ Note: [Calls alike]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
+from offload.errors import SimulationError
 from offload.virtual.memory import NAME, fresh, new, reach
 from offload.virtual.refused import no_data, other_autocast, user_line
 from offload.virtual.watcher import Operation, watcher
@@ -139,20 +140,65 @@ def _note(values: Iterable[Any], facts: list[Any], tensors: list[Tensor]) -> boo
 
 
 def _find_out(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
+    _check_places(overload, args, kwargs)
     twins = [_twin(value) for value in args]
     named = {name: _twin(value) for name, value in kwargs.items()}
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
     try:
-        found = overload(*twins, **named)
+        found = _SHAPES.get(overload, overload)(*twins, **named)
     except NotImplementedError as error:
         raise no_data(str(overload)) from error
+    except RuntimeError as error:
+        # "cannot repeat_interleave a meta tensor without output_size": torch's shape functions ask for values, too.
+        if "meta tensor" in str(error):
+            raise no_data(str(overload)) from error
+        raise
     resized: list[_Size | None] = []
     for place, name in _signature(overload).written:
         own, twin = (args[place], twins[place]) if place < len(args) else (kwargs[name], named[name])
         changed = isinstance(own, Tensor) and twin.shape != own.shape
         resized.append(_size(twin) if changed else None)
     return _Kind(_size(found), tuple(resized))
+
+
+def _check_places(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """As CUDA has it: beside numbers, what lies on the CPU is refused, but for indices."""
+    indexed = overload.overloadpacket in _INDEXED
+    for tensor in _tensors((*args[:1], *args[2:], *kwargs.values()) if indexed else (*args, *kwargs.values())):
+        if tensor.device.type != NAME and tensor.dim():
+            raise SimulationError(
+                f'{overload}{user_line()}: expected all tensors on device "{NAME}", found one of shape {tuple(tensor.shape)} '
+                f"on {tensor.device}. Move it first: tensor.to(x.device)."
+            )
+
+
+def _gru_cell(input_gates: Tensor, hidden_gates: Tensor, state: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What CUDA's kernel makes: the next state, and five gates for backward."""
+    return torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1])
+
+
+def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    gates, state = workspace.shape[1] // 5 * 3, workspace.shape[1] // 5
+    inputs, hidden = (workspace.new_empty(workspace.shape[0], gates) for _ in range(2))
+    biases = (workspace.new_empty(gates), workspace.new_empty(gates)) if has_bias else (None, None)
+    return (inputs, hidden, workspace.new_empty(workspace.shape[0], state), *biases)
+
+
+def _grouped_mm(first: Tensor, second: Tensor, offs: Tensor, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """torch's shape function knows bf16 alone; CUDA's kernel takes other dtypes, too."""
+    overload = _aten._grouped_mm.default
+    made: Tensor = overload(first.bfloat16(), second.bfloat16(), offs, bias)
+    return made.to(out_dtype or first.dtype)
+
+
+_INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+#: Shape functions that torch lacks.
+_SHAPES: dict[Any, Callable[..., Any]] = {
+    _aten._grouped_mm.default: _grouped_mm,
+    _aten._thnn_fused_gru_cell.default: _gru_cell,
+    _aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+}
 
 
 def _twin(value: Any) -> Any:

@@ -6,6 +6,7 @@ Kernels and operations raise them.  It decides nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +19,32 @@ from offload.errors import SimulationError
 __all__ = ["no_data", "other_autocast", "user_line"]
 
 
+#: What to do instead, by what asked.
+_SHAPES = (
+    "a shape that depends on values cannot be known: compute over all elements with a mask or weights (torch.where with three "
+    "arguments, masked_fill), or give sizes as Python numbers. Experts of transformers: model.config._experts_implementation = "
+    '"grouped_mm" or "batched_mm"'
+)
+_INSTEAD = {
+    "nonzero": _SHAPES,
+    "masked_select": _SHAPES,
+    "unique": _SHAPES,
+    "repeat_interleave": "give output_size=, or repeats as a Python number",
+    "bincount": "use torch.zeros(n).scatter_add_(...) or torch.histc",
+    "a copy to": "keep on the device what is only computed with, and log outside of what is simulated",
+    "()": (
+        "log losses outside of what is simulated, and give sizes, lengths and flags as Python numbers; a mask that is looked "
+        "at (attention_mask.all()) can be left out, or given in the 4-D form that is used as it is"
+    ),
+}
+
+
 def no_data(what: str) -> SimulationError:
-    """The error of code that asks for a value, with the line of the user's that did."""
-    where = user_line()
+    """The error of code that asks for a value, with the line that did."""
+    instead = next((text for name, text in _INSTEAD.items() if name in what), "compute it from shapes, or on the CPU")
     return SimulationError(
-        f"{what}{where}: expected code that needs no values, for tensors of the virtual device have shapes and no data; found "
-        "one that reads them. Log losses outside of what is simulated, and pass sizes, masks and lengths as Python numbers "
-        "or as tensors on the CPU."
+        f"{what}{user_line()}: expected code that needs no values, for tensors of the virtual device have shapes and no data; "
+        f"found one that reads them. Instead: {instead}."
     )
 
 
@@ -40,19 +60,32 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(P
 
 
 def user_line(traceback: TracebackType | None = None) -> str:
-    """The innermost line that is neither torch's nor ours: of an error's way, or of what is running."""
+    """The innermost line that is neither torch's nor ours, and the user's that called it where it is a library's.
+
+    Of what is running, or of the way of an error.
+    """
     if traceback is None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-            frame = frame.f_back
-        return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-    lines = ((each.tb_frame.f_code.co_filename, each.tb_lineno) for each in _way(traceback))
-    theirs = [f" at {file}:{number}" for file, number in lines if not file.startswith((*_OURS, _CONTEXTS))]
-    return theirs[-1] if theirs else ""
+        lines = [(frame.f_code.co_filename, frame.f_lineno) for frame in _frames()]
+    else:
+        lines = [(each.tb_frame.f_code.co_filename, each.tb_lineno) for each in _way(traceback)][::-1]
+    lines = [line for line in lines if not line[0].startswith((*_OURS, *_PASSING))]
+    if not lines:
+        return ""
+    (file, number), theirs = lines[0], [line for line in lines if _LIBRARIES not in line[0]]
+    called = f", called from {theirs[0][0]}:{theirs[0][1]}" if theirs and theirs[0] != lines[0] else ""
+    return f" at {file}:{number}{called}"
 
 
-#: Where context managers are entered and left.
-_CONTEXTS = contextlib.__file__
+#: Files that calls only pass through.
+_PASSING = (contextlib.__file__, functools.__file__, "<frozen")
+_LIBRARIES = "site-packages"
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _way(traceback: TracebackType) -> Iterator[TracebackType]:

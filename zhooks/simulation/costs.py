@@ -21,7 +21,7 @@ __all__ = ["HardwareCosts"]
 _aten: Any = torch.ops.aten
 #: They read rows of a table, and not all of it.
 _ROWS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
-_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm})
+_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm})
 _COPIES = {(ACCELERATOR, ACCELERATOR): "d2d", (ACCELERATOR, HOST): "d2h", (HOST, ACCELERATOR): "h2d", (HOST, HOST): "h2h"}
 
 
@@ -97,6 +97,11 @@ def _reach(tensor: Tensor) -> int:
 
 
 def _flops(operation: Operation) -> int:
+    if operation.overload.overloadpacket is _aten._grouped_mm:
+        # torch has no formula: each row, or column, meets the matrix of one group.
+        first, second = operation.args[:2]
+        rows = second.dim() == 2 < first.dim()
+        return 2 * int(second.numel() * first.shape[-2] if rows else first.numel() * second.shape[-1])
     formula = flop_registry.get(operation.overload.overloadpacket)
     if formula is None:
         return 0

@@ -141,6 +141,7 @@ def simulate(
             built = build()
         given = built if isinstance(built, tuple) else (built,)
         model: Any = given[0]
+        _move(model)
         attachment = attach(model, *given[1:2], policy=policy, mesh=_mesh(mesh, world))
         try:
             with attachment.observe(holders):
@@ -162,7 +163,11 @@ def simulate(
             abandon(attachment)
             return result
         # The way back uses memory, too, and what is freed after it may have been in use.
-        attachment.detach()
+        try:
+            attachment.detach()
+        except SimulationError:
+            # States that one rank owns whole go through the real host on their way.
+            abandon(attachment)
         del model, built, given, attachment
         gc.collect()
     return replace(result, races=tuple(races.found))
@@ -217,6 +222,16 @@ def _ranks(world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@torch.no_grad()
+def _move(model: nn.Module) -> None:
+    """What legacy constructors (``torch.Tensor(n)``) and real data made on the CPU; optimizers know parameters by identity."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            moved = tensor.to(NAME)
+            made = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+            torch.utils.swap_tensors(tensor, made)
 
 
 def _mesh(sizes: Mapping[str, int] | None, world: int) -> DeviceMesh | None:
