@@ -23,7 +23,7 @@ from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
 from zhooks.integrations import from_pretrained
-from zhooks.simulation import Proposals, Simulation, find_policy, simulate
+from zhooks.simulation import Proposals, Simulation, Slowdown, find_policy, simulate
 from zhooks.tensor import ShardedTensor
 from zhooks.tiling import TiledLinear
 
@@ -45,6 +45,7 @@ __all__ = [
     "ShardedTensor",
     "Simulation",
     "SimulationError",
+    "Slowdown",
     "TierError",
     "TiledLinear",
     "ZhooksError",

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from offload.hardware import Collective, CostModel, Hardware
 from offload.virtual import ACCELERATOR, HOST, Operation, access
+from zhooks.simulation.slowdown import Pace, slowed
 
 __all__ = ["HardwareCosts"]
 
@@ -26,15 +27,17 @@ _COPIES = {(ACCELERATOR, ACCELERATOR): "d2d", (ACCELERATOR, HOST): "d2h", (HOST,
 
 
 class HardwareCosts:
-    """Costs of one of ``world`` ranks, each with a device of its own.
+    """Costs of one of ``world`` ranks, each with a device of its own; of the slowest where there is a ``pace``.
 
     Attributes:
         flops: of all operations that were asked for so far.
         link_nbytes, network_nbytes: what this rank's collectives sent over its link, and a node over the network for them.
     """
 
-    def __init__(self, hardware: Hardware, world: int) -> None:
+    def __init__(self, hardware: Hardware, world: int, pace: Pace | None = None) -> None:
         self.hardware, self.model = hardware, CostModel(hardware)
+        self._compute = 1.0 if pace is None else pace.compute
+        self._links = self.model if pace is None else CostModel(slowed(hardware, pace))
         self.accelerated = hardware.kind == "gpu"
         self.issue = self.model.dispatch
         # What ranks of one node share.
@@ -65,13 +68,15 @@ class HardwareCosts:
             return self.model.host_update(read + written, flops, self._beside), 0
         dtype = next((str(tensor.dtype) for tensor in operation.reads if tensor.is_floating_point()), "float32")
         size = _smallest(operation) if packet in _PRODUCTS else None
-        return self.model.compute(flops, read + written, dtype, size), flops
+        return self._compute * self.model.compute(flops, read + written, dtype, size), flops
 
     def copy(self, source: int | None, out: int, nbytes: int) -> float:
         if not self.accelerated:
             return self.model.copy("h2h", nbytes, self._beside)
         direction = _COPIES[HOST if source is None else source, out]
-        return self.model.copy(direction, nbytes, 1 if direction == "d2d" else self._beside)
+        if direction == "d2d":
+            return self._compute * self.model.copy(direction, nbytes)
+        return self.model.copy(direction, nbytes, self._beside)
 
     def disk(self, verb: str, nbytes: int) -> float:
         return self.model.disk(verb, nbytes, sharing=self._beside)
@@ -82,7 +87,7 @@ class HardwareCosts:
         if known is None:
             group = self.model.group(ranks)
             sharing = group.alike(self.hardware.device.count)
-            known = self._collectives[key] = self.model.collective(kind, nbytes, group, sharing=sharing)
+            known = self._collectives[key] = self._links.collective(kind, nbytes, group, sharing=sharing)
         self.link_nbytes += known.link_nbytes
         self.network_nbytes += known.network_nbytes
         return known.seconds

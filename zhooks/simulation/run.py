@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
@@ -29,6 +29,7 @@ from offload.virtual import ACCELERATOR, HOST, NAME, Machine, Race, Races
 from zhooks.attach import abandon, attach
 from zhooks.simulation.costs import HardwareCosts
 from zhooks.simulation.measure import Holders, Peak, covered
+from zhooks.simulation.slowdown import Pace, Slowdown, slowest
 
 __all__ = ["Simulation", "simulate"]
 
@@ -54,6 +55,9 @@ class Simulation:
         mfu: FLOPs a second, of the highest of the device's peaks in bf16, fp16 and fp32.
         joules, price: of all devices, a step; None where the profile does not say.
         races: uses of memory that nothing orders, on the streams that CUDA would be given.
+        device_memory, host_memory: what there is on the hardware, of the host this rank's share.
+        rank: whose step it is: one that all are like, or the slowest.
+        waiting_s: seconds in which ranks that are not slow wait for those that are.
     """
 
     hardware: str
@@ -71,6 +75,15 @@ class Simulation:
     joules: float | None
     price: float | None
     races: tuple[Race, ...]
+    device_memory: int
+    host_memory: int
+    rank: int = 0
+    waiting_s: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """The device and the host have what is held there at most.  A step goes on where they have not."""
+        return self.device.nbytes <= self.device_memory and self.host.nbytes <= self.host_memory
 
     @property
     def tflops(self) -> float:
@@ -79,7 +92,7 @@ class Simulation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {**asdict(self), "tflops": self.tflops, "races": [str(race) for race in self.races]}
+        return {**asdict(self), "tflops": self.tflops, "fits": self.fits, "races": [str(race) for race in self.races]}
 
     def __str__(self) -> str:
         lines = [
@@ -89,9 +102,15 @@ class Simulation:
             f"  {self.tflops:,.1f} TFLOP/s a device, {self.mfu:.1%} of its peak",
             f"  sent a step: {as_size(int(self.link_nbytes))} over a device's link, {as_size(int(self.network_nbytes))} a node",
         ]
-        for what, peak in (("device", self.device), ("host", self.host)):
+        if self.waiting_s:
+            lines.append(f"  this is rank {self.rank}, the slowest: the others wait {self.waiting_s * 1e3:,.1f} ms for it")
+        places = (("device", self.device, self.device_memory), ("host", self.host, self.host_memory))
+        for what, peak, there in places:
             held = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in peak.holders.items())
             lines.append(f"  {what} memory: {as_size(peak.nbytes)} at {peak.at * 1e3:,.1f} ms" + (f" ({held})" if held else ""))
+            if peak.nbytes > there:
+                missing = as_size(peak.nbytes - there)
+                lines.append(f"  does not fit: {missing} more than the {as_size(there)} of the {what}")
         if self.joules is not None:
             lines.append(f"  {self.joules:,.0f} J a step" + ("" if self.price is None else f", {self.price:.4f} USD"))
         lines += [f"  race: {race}" for race in self.races]
@@ -109,6 +128,7 @@ def simulate(
     steps: int = 2,
     check_races: bool = True,
     follow: Callable[[Machine], AbstractContextManager[object]] | None = None,
+    slow: Slowdown | Sequence[Slowdown] = (),
 ) -> Simulation:
     """Predict a training step of ``world`` ranks on hardware, in this process, without any of it.
 
@@ -123,6 +143,8 @@ def simulate(
         check_races: also follow whether streams order all uses of memory.
         follow: called with the machine before ``build`` is; what it returns is entered, and left after the last step.  For who
             records what happens: it adds itself to the machine's listeners.
+        slow: ranks that are slower than the profile says; what is returned is the slowest rank's then, and ``build`` and
+            ``step`` are called for one without them as well.
     Raises:
         SimulationError: ``step`` needs data, or a process group is there already.
         HardwareError: the profile cannot be read, or lacks what is asked of it.
@@ -131,7 +153,11 @@ def simulate(
     profile = Hardware.of(hardware)
     if steps < 1 or world < 1:
         raise SimulationError(f"simulate: expected at least one step of one rank, found steps = {steps} and world = {world}.")
-    costs = HardwareCosts(profile, world)
+    pace = slowest(slow, world)
+    alike = None
+    if pace is not None:
+        alike = simulate(build, step, world=world, mesh=mesh, hardware=profile, policy=policy, steps=steps, check_races=False)
+    costs = HardwareCosts(profile, world, pace)
     holders, races = Holders(), Races()
     with Machine(costs).on() as machine, _ranks(world), ExitStack() as following:
         machine.listeners += [holders, races] if check_races else [holders]
@@ -154,6 +180,8 @@ def simulate(
                     machine.current.synchronize()
             following.close()
             result = _result(machine, costs, holders, world, begin, issued, before)
+            if pace is not None and alike is not None:
+                result = _beside(result, alike, pace, costs)
         except BaseException:
             # What the step raised is what counts, not that a model cannot be detached in the middle of it.
             with suppress(ZhooksError):
@@ -197,7 +225,17 @@ def _result(
         joules=cost.joules,
         price=cost.price,
         races=(),
+        device_memory=costs.memory[ACCELERATOR],
+        host_memory=costs.memory[HOST],
     )
+
+
+def _beside(found: Simulation, alike: Simulation, pace: Pace, costs: HardwareCosts) -> Simulation:
+    """The slowest rank's step, what the others wait, and the energy of both kinds."""
+    compute = pace.slow * found.compute_s + (found.world - pace.slow) * alike.compute_s
+    busy = min(1.0, compute / (found.world * found.step_s)) if found.step_s else 0.0
+    joules = costs.model.step(found.step_s, busy, found.world).joules
+    return replace(found, rank=pace.rank, waiting_s=found.step_s - alike.step_s, joules=joules)
 
 
 def _counted(costs: HardwareCosts) -> Counts:

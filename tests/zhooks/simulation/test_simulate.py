@@ -146,3 +146,17 @@ def test_what_cannot_be_simulated_is_refused_by_name_and_leaves_nothing_behind()
 def test_the_same_simulation_twice_is_the_same() -> None:
     one, other = simulated(), simulated()
     assert one.as_dict() == other.as_dict()
+
+
+@on_virtual()
+def test_what_is_more_than_the_hardware_has_is_said_and_the_step_goes_on() -> None:
+    from offload.hardware import Hardware
+
+    plenty = simulated()
+    assert plenty.fits and "does not fit" not in str(plenty) and plenty.as_dict()["fits"] is True
+    least = plenty.device.nbytes
+    small = Hardware.of("h100").replaced(device={"memory": least - (1 << 20)})
+    found = simulated(hardware=small)
+    assert not found.fits and found.device.nbytes == least and found.device_memory == least - (1 << 20)
+    assert "does not fit: 1 MiB more than the" in str(found) and "of the device" in str(found)
+    assert simulated(hardware=small.replaced(device={"memory": least})).fits
