@@ -102,7 +102,8 @@ class Pool:
         storage = buffer.untyped_storage()
         # One count for the tensor, one for the handle above; a buffer that is a view counts its base too.
         alone = torch._C._storage_Use_Count(storage._cdata) <= (3 if buffer._is_view() else 2)
-        nbytes = storage.nbytes()
+        # Not the storage's, which may be whole pages: the next taker asks for as many as this one did.
+        nbytes = buffer.nbytes
         if device_keeps(buffer.device) or not alone or nbytes > self.bound or self._held + nbytes > self.idle_nbytes:
             return
         self._held += nbytes
