@@ -60,7 +60,9 @@ class CostModel:
         """Seconds of the host to issue one operation; not in `compute`."""
         return self.hardware.host.dispatch
 
-    def compute(self, flops: float, nbytes: float, dtype: str = "fp32", size: int | None = None) -> float:
+    def compute(
+        self, flops: float, nbytes: float, dtype: str = "fp32", size: int | None = None, operation: str = ""
+    ) -> float:
         """Seconds of one kernel.
 
         Args:
@@ -68,19 +70,20 @@ class CostModel:
             nbytes: read and written, each once.
             dtype: what products compute in, "bf16" or torch's "bfloat16"; looked at only where there are flops.
             size: the smallest dimension of a product; None leaves the shape out.
+            operation: torch's name of it, for the curves that the profile has by operation.
         Raises:
             HardwareError: the profile has no rate for that dtype.
         """
-        device = self.hardware.device
+        device, bound = self.hardware.device, self.hardware.memory_bound
         _from_zero("compute: FLOPs", flops)
         _from_zero("compute: bytes", nbytes)
-        bandwidth = device.memory_bandwidth * fraction_at(self.hardware.memory_bound.points, nbytes)
+        bandwidth = device.memory_bandwidth * fraction_at(bound.by_operation.get(operation, bound.points), nbytes)
         seconds = max(device.launch, nbytes / bandwidth)
         if flops > 0:
-            seconds = max(seconds, flops / self.rate(dtype, flops, size))
+            seconds = max(seconds, flops / self.rate(dtype, flops, size, operation))
         return seconds
 
-    def rate(self, dtype: str, flops: float, size: int | None = None) -> float:
+    def rate(self, dtype: str, flops: float, size: int | None = None, operation: str = "") -> float:
         """FLOP a second that a matrix product of so many FLOPs reaches.
 
         Raises:
@@ -89,6 +92,9 @@ class CostModel:
         name = self.dtype(dtype)
         peak = getattr(self.hardware.peak, name)
         curves = self.hardware.matmul
+        own = curves.by_operation.get(operation)
+        if own is not None:
+            return float(peak * fraction_at(own, flops))
         reached: float = peak * fraction_at(getattr(curves, name) or curves.points, flops)
         return reached * (fraction_at(curves.by_dim, size) if curves.by_dim and size else 1.0)
 

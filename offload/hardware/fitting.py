@@ -28,7 +28,7 @@ __all__ = ["MEASURED", "Fit", "Residual", "Sample", "fit"]
 #: What a sample may be of.
 MEASURED = (
     "dispatch", "matmul", "memory", "h2d", "d2h", "h2h", "fresh", "disk read", "disk write", "all_gather", "reduce_scatter",
-    "all_reduce",
+    "all_reduce", "operation",
 )  # fmt: skip
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _LEAST_S = 1e-9
@@ -39,13 +39,15 @@ class Sample:
     """One measured time.
 
     Attributes:
-        what: one of `MEASURED`; "memory" is an operation that only moves bytes, "fresh" the first touch of new pages.
+        what: one of `MEASURED`; "memory" is an operation that only moves bytes, "fresh" the first touch of new pages,
+            "operation" one that ``name`` says, with a curve of its own.
         seconds: of one, the host's time to issue it included.
         nbytes: read and written, copied, or as `CostModel.collective` counts them.
         flops: of a matrix product.
         dtype: it computed in.
         size: its smallest dimension.
         ranks: of a collective, all on one node.
+        name: torch's, of an "operation".
     """
 
     what: str
@@ -55,6 +57,7 @@ class Sample:
     dtype: str = "fp32"
     size: int = 0
     ranks: int = 1
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ def fit(base: Hardware, samples: Sequence[Sample]) -> Fit:
     issued = dispatch if base.kind == "cpu" else 0.0
     _fit_products(values, by["matmul"], issued)
     _fit_memory(values, by["memory"], issued)
+    _fit_operations(values, by["operation"], issued)
     _fit_copies(values, by)
     _fit_disk(values, by)
     _fit_links(values, base, [s for what in _COLLECTIVES for s in by[what]])
@@ -131,6 +135,22 @@ def _fit_memory(values: dict[str, Any], samples: list[Sample], issued: float) ->
         best = _figure(_best([(s.nbytes, s) for s in samples], issued))
         values["device"]["memory_bandwidth"] = best
         values["memory_bound"]["points"] = _curve([(s.nbytes, s.nbytes / _less(s, issued)) for s in samples], best)
+
+
+def _fit_operations(values: dict[str, Any], samples: list[Sample], issued: float) -> None:
+    """A curve for each name: of what has FLOPs by these, of the rest by bytes."""
+    rates: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for s in samples:
+        table, amount = ("matmul", s.flops) if s.flops else ("memory_bound", s.nbytes)
+        rates.setdefault((table, s.name), []).append((amount, amount / _less(s, issued)))
+    best = {"matmul": values["peak"].get("fp32", 0.0), "memory_bound": values["device"]["memory_bandwidth"]}
+    for (table, name), found in rates.items():
+        values[table].setdefault("by_operation", {})[name] = _curve(_octaves(found), best[table])
+
+
+def _octaves(rates: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Rates of sizes that are alike put at one size."""
+    return [(2.0 ** round(math.log2(size)), rate) for size, rate in rates]
 
 
 def _fit_copies(values: dict[str, Any], by: dict[str, list[Sample]]) -> None:
@@ -195,7 +215,10 @@ def _hold(values: dict[str, Any]) -> None:
     if device_through > device["memory_bandwidth"]:
         # The curve is of the bandwidth: it is scaled down as that goes up, and predicts the same times.
         scale = device["memory_bandwidth"] / device_through
-        values["memory_bound"]["points"] = [[size, _figure(part * scale)] for size, part in values["memory_bound"]["points"]]
+        bound = values["memory_bound"]
+        for curves in (bound, bound.get("by_operation", {})):
+            for name in curves.keys() - {"by_operation", "source"}:
+                curves[name] = [[size, _figure(part * scale)] for size, part in curves[name]]
         device["memory_bandwidth"] = device_through
 
 
@@ -256,6 +279,7 @@ def _residuals(model: CostModel, by: dict[str, list[Sample]]) -> Iterable[Residu
         "dispatch": lambda s: host.dispatch,
         "matmul": lambda s: issued + model.compute(s.flops, s.nbytes, s.dtype, s.size),
         "memory": lambda s: issued + model.compute(0, s.nbytes),
+        "operation": lambda s: issued + model.compute(s.flops, s.nbytes, operation=s.name),
         "fresh": lambda s: model.fresh(s.nbytes),
         "h2d": lambda s: model.copy("h2d", s.nbytes),
         "d2h": lambda s: model.copy("d2h", s.nbytes),

@@ -195,7 +195,7 @@ class Hardware(Table):
             if isinstance(table, Table):
                 lines += ["", f"[{name}]"]
                 for key, value in table:
-                    if value is not None and value != "":
+                    if value is not None and value not in ("", {}):
                         lines.append(f"{key} = {_written(type(table).model_fields[key], value)}")
         return "\n".join(lines) + "\n"
 
@@ -224,6 +224,8 @@ def _above(place: Place, rate: float | None, *bounds: tuple[str, float] | None) 
 
 
 def _listed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _listed(each) for name, each in value.items()}
     return [list(point) for point in value] if isinstance(value, tuple) else value
 
 

@@ -7,6 +7,7 @@ computes a time.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator
@@ -38,6 +39,7 @@ PROFILE = Kind("hardware profile", HardwareError)
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 _MOST_POINTS = 64
+_MOST_CURVES = 1024
 _MOST_TEXT = 2000
 
 Point = tuple[float, float]
@@ -59,6 +61,15 @@ def _points(value: object) -> tuple[Point, ...]:
             raise ValueError("steeper than the size")
         points.append((size, fraction))
     return tuple(points)
+
+
+def _curves(value: object) -> dict[str, tuple[Point, ...]]:
+    """Curves by the name of an operation."""
+    if not isinstance(value, Mapping) or len(value) > _MOST_CURVES:
+        raise ValueError("not a table of curves")
+    if not all(isinstance(name, str) and name.isidentifier() for name in value):
+        raise ValueError("not the name of an operation")
+    return {name: _points(points) for name, points in value.items()}
 
 
 def _fraction(value: object) -> float:
@@ -91,6 +102,7 @@ Flops = Annotated[float, BeforeValidator(as_flops)]
 Seconds = Annotated[float, BeforeValidator(as_seconds)]
 Fraction = Annotated[float, BeforeValidator(_fraction)]
 Points = Annotated[tuple[Point, ...], BeforeValidator(_points)]
+Curves = Annotated[dict[str, tuple[Point, ...]], BeforeValidator(_curves)]
 Amount = Annotated[float, BeforeValidator(_amount)]
 Memory = Annotated[Size, AfterValidator(_nonzero)]
 Text = Annotated[str, AfterValidator(_text)]
@@ -101,6 +113,7 @@ _TIME = 'seconds, or text like "3.4 us"'
 _SIZE = 'bytes above 0 or a size like "80 GiB"'
 _PART = "a number above 0 and at most 1"
 _CURVE = "a list of [size, fraction], sizes growing, fractions above 0, at most 1 and growing no faster than sizes"
+_CURVES = "a table of such lists by torch's name of the operation"
 _COUNT = "an integer from 1 to 65536"
 
 
@@ -154,6 +167,9 @@ class Matmul(Table):
     by_dim: Points | None = words(
         None, expected=_CURVE, does="A further factor by the smallest dimension; unset is 1, whatever the shape."
     )
+    by_operation: Curves = words(
+        {}, expected=_CURVES, does="In the place of points and by_dim, in any dtype: convolutions, attention, recurrent layers."
+    )
     source: Text = _source()
 
 
@@ -161,6 +177,9 @@ class MemoryBound(Table):
     """[memory_bound]: how much of the device's memory bandwidth an operation reaches that computes little."""
 
     points: Points = words(..., expected=_CURVE, does="Fraction of the bandwidth by bytes, between two points by logarithms.")
+    by_operation: Curves = words(
+        {}, expected=_CURVES, does="In the place of points, for an operation that computes more than it moves, or moves badly."
+    )
     source: Text = _source()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offload.virtual.counting import flops, moved, name_of
 from offload.virtual.machine import Access, Costs, Happening, Listener, Machine, Moment, Stream, access, running
 from offload.virtual.memory import ACCELERATOR, HOST, NAME, memory_at, take_address
 from offload.virtual.races import Race, Races
@@ -22,7 +23,10 @@ __all__ = [
     "Races",
     "Stream",
     "access",
+    "flops",
     "memory_at",
+    "moved",
+    "name_of",
     "running",
     "take_address",
 ]

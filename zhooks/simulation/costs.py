@@ -1,7 +1,6 @@
 """What operations, copies and collectives take on a hardware profile: a machine's `Costs` from ``offload.hardware``.
 
-``run.py`` makes one for a simulation.  FLOPs are torch's own formulas (``torch.utils.flop_counter``), bytes those of the
-tensors.  It keeps no clock.
+``run.py`` makes one for a simulation.  What an operation does is counted by ``offload.virtual``; it keeps no clock.
 """
 
 from __future__ import annotations
@@ -10,18 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from offload.hardware import Collective, CostModel, Hardware
-from offload.virtual import ACCELERATOR, HOST, Operation, access
+from offload.virtual import ACCELERATOR, HOST, Operation, flops, moved, name_of
 from zhooks.simulation.slowdown import Pace, slowed
 
 __all__ = ["HardwareCosts"]
 
 _aten: Any = torch.ops.aten
-#: They read rows of a table, and not all of it.
-_ROWS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm})
 _COPIES = {(ACCELERATOR, ACCELERATOR): "d2d", (ACCELERATOR, HOST): "d2h", (HOST, ACCELERATOR): "h2d", (HOST, HOST): "h2h"}
 
@@ -59,16 +54,14 @@ class HardwareCosts:
         return seconds
 
     def _take(self, operation: Operation, index: int) -> tuple[float, int]:
-        flops, packet = _flops(operation), operation.overload.overloadpacket
-        written = sum(tensor.nbytes for tensor in operation.writes)
-        read = sum(_reach(tensor) for tensor in operation.reads)
-        if packet in _ROWS:
-            read = min(read, 2 * written)
+        overload, made = operation.overload, operation.made if operation.made is not None else operation.writes[0]
+        done = flops(overload, operation.args, operation.kwargs, made)
+        nbytes = moved(overload, operation.reads, operation.writes)
         if index == HOST and self.accelerated:
-            return self.model.host_update(read + written, flops, self._beside), 0
+            return self.model.host_update(nbytes, done, self._beside), 0
         dtype = next((str(tensor.dtype) for tensor in operation.reads if tensor.is_floating_point()), "float32")
-        size = _smallest(operation) if packet in _PRODUCTS else None
-        return self._compute * self.model.compute(flops, read + written, dtype, size), flops
+        size = _smallest(operation) if overload.overloadpacket in _PRODUCTS else None
+        return self._compute * self.model.compute(done, nbytes, dtype, size, name_of(overload)), done
 
     def copy(self, source: int | None, out: int, nbytes: int) -> float:
         if not self.accelerated:
@@ -91,28 +84,6 @@ class HardwareCosts:
         self.link_nbytes += known.link_nbytes
         self.network_nbytes += known.network_nbytes
         return known.seconds
-
-
-def _reach(tensor: Tensor) -> int:
-    """Bytes that lie under a tensor: of one that is expanded less than it has."""
-    if not tensor.numel():
-        return 0
-    found = access(tensor, writes=False)
-    return min(tensor.nbytes, found.stop - found.start)
-
-
-def _flops(operation: Operation) -> int:
-    if operation.overload.overloadpacket is _aten._grouped_mm:
-        # torch has no formula: each row, or column, meets the matrix of one group.
-        first, second = operation.args[:2]
-        rows = second.dim() == 2 < first.dim()
-        return 2 * int(second.numel() * first.shape[-2] if rows else first.numel() * second.shape[-1])
-    formula = flop_registry.get(operation.overload.overloadpacket)
-    if formula is None:
-        return 0
-    made = operation.made if operation.made is not None else operation.writes[0]
-    kwargs = {name: value for name, value in operation.kwargs.items() if name != "out"}
-    return int(formula(*operation.args, **kwargs, out_val=made))
 
 
 def _smallest(operation: Operation) -> int:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import psutil
 
 from offload.errors import CapabilityError
 from offload.hardware import Fit, Hardware, Sample, fit
+from zprof.bench.neighbours import neighbours
 from zprof.bench.shared_memory import file_nbytes
 
 __all__ = ["Step", "profile", "steps"]
@@ -37,8 +39,15 @@ def steps(folder: Path, most: int, ranks: int) -> Iterator[Step]:
     # Imported late: torch takes longer to start than everything before it.
     from zprof.bench.samples import measured
 
-    yield from measured(folder, most)
+    for name, measure in measured(folder, most):
+        yield name, partial(_beside, measure, ranks - 1)
     yield "collectives", lambda: collectives(ranks, most)
+
+
+def _beside(measure: Callable[[], list[Sample]], others: int) -> list[Sample]:
+    """What one rank measures while the others compute, as they do in a step."""
+    with neighbours(others):
+        return measure()
 
 
 def profile(name: str, folder: Path, samples: list[Sample], most: int) -> Fit:

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -17,6 +18,7 @@ from offload.device import Device, open_device
 from offload.disk import DiskFile
 from offload.hardware import Sample
 from offload.memory import HostPool
+from zprof.bench.operations import operations
 from zprof.clock import now_ns
 
 __all__ = ["REPEATS", "host_bandwidth", "measured"]
@@ -37,6 +39,7 @@ def measured(folder: Path, most: int = _MOST) -> Iterator[tuple[str, Callable[[]
     for name in _DTYPES:
         yield f"matmul {name}", lambda name=name: _products(name)  # type: ignore[misc]
     yield "memory", lambda: _plain(most)
+    yield "operations", lambda: _operations(most)
     yield "copies", lambda: _copies(most)
     yield "disk", lambda: _disk(folder, most)
 
@@ -63,9 +66,10 @@ def _products(name: str) -> list[Sample]:
     with _threads(1):
         for m, n, k in shapes:
             a, b = torch.ones(m, k, dtype=_DTYPES[name]), torch.ones(k, n, dtype=_DTYPES[name])
-            out = torch.empty(m, n, dtype=_DTYPES[name])
-            nbytes = a.nbytes + b.nbytes + out.nbytes
-            seconds = _seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
+            nbytes = a.nbytes + b.nbytes + m * n * a.element_size()
+            # As a layer's forward, its input's gradient and its weight's have them: each is called once a step.
+            layouts = [(a, b.t().contiguous().t()), (a, b), (a.t().contiguous().t(), b)]
+            seconds = fmean(_seconds(lambda a=a, b=b: torch.mm(a, b)) for a, b in layouts)  # type: ignore[misc]
             samples.append(Sample("matmul", seconds, nbytes, 2.0 * m * n * k, name, min(m, n, k)))
     return samples
 
@@ -78,6 +82,11 @@ def _plain(most: int) -> list[Sample]:
             seconds = _seconds(lambda a=a, b=b, out=out: torch.add(a, b, out=out))  # type: ignore[misc]
             samples.append(Sample("memory", seconds, 3 * a.nbytes))
     return samples
+
+
+def _operations(most: int) -> list[Sample]:
+    with _threads(1):
+        return operations(most)
 
 
 def _stream(nbytes: int) -> float:
