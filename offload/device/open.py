@@ -12,6 +12,11 @@ from offload.errors import CapabilityError
 from offload.virtual import NAME, running
 
 
+def computes_on_host(device: torch.device) -> bool:
+    """The host's own memory and threads are the device: of a CPU, real or virtual."""
+    return not running().accelerated if device.type == NAME else device.type == "cpu"
+
+
 def open_device(device: torch.device, *, addresses_host: bool | None = None) -> Device:
     """The `Device` for a torch device.
 

@@ -173,17 +173,17 @@ class VirtualWork:
 
 
 class MemoryRun:
-    """A run of one of the machine's memories, until it is closed."""
+    """A run of the host's memory, until it is closed; its tensors are at ``index``, where what computes with them looks."""
 
     def __init__(self, machine: Machine, nbytes: int, index: int) -> None:
         self._machine, self._nbytes, self._index = machine, nbytes, index
         self._address = take_address(nbytes)
         machine.mapped.add(self._address)
-        machine.allocated(self._address, nbytes, index)
+        machine.allocated(self._address, nbytes, HOST)
 
     def tensor(self, start: int, nbytes: int) -> Tensor:
         return memory_at(self._address + start, round_up(nbytes), nbytes, self._index)
 
     def close(self) -> None:
-        self._machine.freed(self._address, self._nbytes, self._index)
+        self._machine.freed(self._address, self._nbytes, HOST)
         self._machine.mapped.discard(self._address)

@@ -20,7 +20,7 @@ from offload.virtual.operations import run
 from offload.virtual.refused import no_data
 from offload.virtual.watcher import watcher
 
-__all__ = ["KERNELS", "attention"]
+__all__ = ["KERNELS"]
 
 _aten: Any = torch.ops.aten
 
@@ -106,34 +106,6 @@ def _convolution_backward(
     bias = [grad.shape[1]]
     arguments = (grad, value, weight, bias, stride, padding, dilation, transposed, output, groups, mask)
     return run(_aten.convolution_backward.default, *arguments)
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """The kernel that CUDA's choice would most likely fall on; its memory is that of the fused ones."""
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    fits = query.dim() == 4 and query.shape[-1] == value.shape[-1]
-    if fits and attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        flash: Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
-            0
-        ]
-        return flash
-    if fits and (attn_mask is None or not attn_mask.requires_grad):
-        bias = attn_mask
-        if bias is not None:
-            bias = torch.zeros_like(bias, dtype=query.dtype) if bias.dtype is torch.bool else bias
-            bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        needs = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-        efficient: Tensor = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, needs, dropout_p, is_causal, scale=scale
-        )[0]
-        return efficient
-    plain: Tensor = _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
-    return plain
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

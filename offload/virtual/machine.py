@@ -182,6 +182,7 @@ class Machine:
     """The host, the streams and the memories of one rank.
 
     Attributes:
+        accelerated: operations run beside the host.
         now: the host's clock.
         host: the thread of the host that is running, as a stream for what it does itself.
         held, peak: bytes allocated now and at most, by index of the memory.
@@ -190,6 +191,7 @@ class Machine:
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.listeners = costs, list[Listener]()
+        self.accelerated = costs.accelerated
         self.host, self.now = Stream(self, "host", 0), 0.0
         self.held, self.peak = [0, 0], [0, 0]
         self.mapped: set[int] = set()

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from offload.errors import SimulationError
+from offload.virtual.choices import made_whole
 from offload.virtual.memory import NAME, fresh, new, reach
 from offload.virtual.refused import no_data, other_autocast, user_line
 from offload.virtual.watcher import Operation, watcher
@@ -37,6 +38,8 @@ class _Signature:
     view: bool
     written: tuple[tuple[int, str], ...]
     returns: int
+    tensors: frozenset[int]
+    out: frozenset[str]
 
 
 @cache
@@ -48,7 +51,9 @@ def _signature(overload: Any) -> _Signature:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     view = not written and any(result.alias_info is not None for result in schema.returns)
-    return _Signature(view, written, len(schema.returns))
+    tensors = frozenset(place for place, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor")
+    out = frozenset(argument.name for argument in schema.arguments if argument.is_out)
+    return _Signature(view, written, len(schema.returns), tensors, out)
 
 
 def run(overload: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +72,7 @@ def run(overload: Any, *args: Any, **kwargs: Any) -> Any:
             _kinds[key] = kind
     alike = None if key is None else kind
     device = kwargs.get("device")
-    index = tensors[0].device.index if device is None else device.index or 0
+    index = (tensors or _tensors([*args, *kwargs.values()]))[0].device.index if device is None else device.index or 0
     if not signature.written:
         made = _made(kind.made, index)
         watcher().ran(Operation(alike, overload, args, kwargs, made, tuple(tensors), tuple(_tensors(made))))
@@ -112,12 +117,12 @@ def forget() -> None:
 
 
 def _key(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """What calls alike have in common, or None where more counts than that; tensors of this device are noted."""
+    """What calls alike have in common, or None where more counts than that; tensors of this device that are read are noted."""
     facts: list[Any] = [overload, torch.get_default_dtype()]
     known = _note(args, facts, tensors)
     for name, value in kwargs.items():
         facts.append(name)
-        known &= _note((value,), facts, tensors)
+        known &= _note((value,), facts, [] if name in _signature(overload).out else tensors)
     return tuple(facts) if known else None
 
 
@@ -141,7 +146,8 @@ def _note(values: Iterable[Any], facts: list[Any], tensors: list[Tensor]) -> boo
 
 def _find_out(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
     _check_places(overload, args, kwargs)
-    twins = [_twin(value) for value in args]
+    signature = _signature(overload)
+    twins = [_twin(_as_tensor(value, place, signature)) for place, value in enumerate(args)]
     named = {name: _twin(value) for name, value in kwargs.items()}
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
@@ -154,8 +160,9 @@ def _find_out(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
         if "meta tensor" in str(error):
             raise no_data(str(overload)) from error
         raise
+    found = made_whole(overload, args, found)
     resized: list[_Size | None] = []
-    for place, name in _signature(overload).written:
+    for place, name in signature.written:
         own, twin = (args[place], twins[place]) if place < len(args) else (kwargs[name], named[name])
         changed = isinstance(own, Tensor) and twin.shape != own.shape
         resized.append(_size(twin) if changed else None)
@@ -199,6 +206,11 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
     _aten._thnn_fused_gru_cell.default: _gru_cell,
     _aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
 }
+
+
+def _as_tensor(value: Any, place: int, signature: _Signature) -> Any:
+    """Numbers that the dispatcher has unwrapped as what the operation takes; not all of them take numbers."""
+    return torch.tensor(value, device="meta") if place in signature.tensors and isinstance(value, int | float) else value
 
 
 def _twin(value: Any) -> Any:

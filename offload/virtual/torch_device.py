@@ -23,9 +23,11 @@ import torch
 
 from offload.errors import CapabilityError
 from offload.virtual.autocast import autocast_kernels
-from offload.virtual.kernels import KERNELS, attention
+from offload.virtual.choices import Choices
+from offload.virtual.kernels import KERNELS
 from offload.virtual.memory import ACCELERATOR, NAME
 from offload.virtual.operations import run
+from offload.virtual.watcher import watcher
 
 __all__ = ["register"]
 
@@ -97,6 +99,5 @@ def register() -> None:
             aten.impl(name, kernel, "PrivateUse1")
         for name, kernel in autocast_kernels().items():
             aten.impl(name, kernel, "AutocastPrivateUse1")
-        for key in ("PrivateUse1", "AutogradPrivateUse1"):
-            aten.impl("scaled_dot_product_attention", attention, key)
+        Choices(run, lambda: watcher().accelerated).register(aten)
     _kept.extend((every, aten))

@@ -35,7 +35,12 @@ class Operation:
 
 
 class Watcher(Protocol):
-    """Who is told what happens on the device."""
+    """Who is told what happens on the device.
+
+    ``accelerated``: it is a GPU; else a CPU, for which torch has other kernels.
+    """
+
+    accelerated: bool
 
     def ran(self, operation: Operation) -> None:
         """An operation was issued by this thread."""
@@ -54,6 +59,8 @@ class Watcher(Protocol):
 
 
 class _Nobody:
+    accelerated = True
+
     def ran(self, operation: Operation) -> None: ...
     def copied(self, out: Tensor, source: Tensor, *, waits: bool) -> None: ...
     def allocated(self, address: int, nbytes: int, index: int) -> None: ...

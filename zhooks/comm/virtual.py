@@ -14,7 +14,7 @@ from torch import Tensor
 from offload.device import VirtualWork
 from offload.virtual import NAME, Machine, Moment, access, running
 from offload.work import Work
-from zhooks.comm.transport import CONTROL, Call, Nbytes
+from zhooks.comm.transport import CONTROL, Call, Nbytes, TwoSteps
 from zhooks.layout import Axis, Layout
 
 __all__ = ["VirtualTransport"]
@@ -40,6 +40,9 @@ class VirtualTransport:
         return self._start(call, "reduce_scatter", full.nbytes, reads=[full], writes=[out])
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
+        if not self._machine.accelerated:
+            # Of a CPU's ranks, through shared memory; with memory for a range.
+            return TwoSteps(self, call, full, layout)
         return self._start(call, "all_reduce", full.nbytes, reads=[], writes=[full])
 
     def exchange(

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.device import computes_on_host
 from offload.errors import BudgetError, ShardedOpError, ZhooksError
 from offload.events import Bus
 from offload.store import Block, BlockRange, Lease, Mode, Store
@@ -193,7 +194,7 @@ class Updater:
         wanted: dict[int, tuple[Block, Mode]] = {}
         place = self.place_of(mine[0][1].flat)
         for optimizer, update in mine:
-            if place is Tier.HOST and update.flat.kind.device.type != "cpu":
+            if place is Tier.HOST and not computes_on_host(update.flat.kind.device):
                 self._bring_strays(optimizer, update)
             for param in update.params():
                 for tensor in (param, grad_of(param), *optimizer.state.get(param, {}).values()):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.device import computes_on_host
 from offload.events import Bus
 from offload.memory import Arena, Use
 from offload.pages import aligned
@@ -88,7 +89,7 @@ class Pool:
             if shelf:
                 self._held -= nbytes
                 return shelf.pop().view(dtype)
-            if self._paged and not device_keeps(device):
+            if self._paged and device.type == "cpu":
                 return aligned(nbytes).view(dtype)
             return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
 
@@ -157,4 +158,4 @@ class Scratch:
 
 def device_keeps(device: torch.device) -> bool:
     """The device's own allocator keeps freed blocks."""
-    return device.type != "cpu"
+    return not computes_on_host(device)

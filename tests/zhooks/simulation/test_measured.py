@@ -1,0 +1,125 @@
+"""Predicted peaks beside measured ones: the same training on two real ranks and on the virtual device, to a few bytes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zhooks
+from offload.hardware import Hardware
+from tests.support.ranks import Pool
+from zhooks.simulation import simulate
+from zprof.ledger.ledger import Ledger
+from zprof.recording.recorder import Recorder
+from zprof.trace.reader import Trace
+
+WIDTH, ROWS, LENGTH = 128, 4, 32
+
+
+class Attending(nn.Module):
+    """Attention, dropout, a norm and an MLP, each with a kernel of its own on CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.wide = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        return x + F.dropout(self.narrow(F.silu(self.wide(x))), 0.1)
+
+
+class Recurring(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)[0]
+
+
+class Convolving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.norm = nn.Conv2d(ROWS, ROWS, 3, padding=1), nn.BatchNorm2d(ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.norm(self.kernel(x[None])))[0]
+
+
+BLOCKS = {"attention": Attending, "recurrent": Recurring, "convolution": Convolving}
+HOST = {cell: {"tier": "host"} for cell in ("parameter", "gradient", "optimizer")}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention, stage 3": ("attention", {"stage": 3}),
+    "attention, recomputed, optimizer on disk": (
+        "attention", {"activation": {"checkpoint": "unit"}, "optimizer": {"tier": "disk"}},
+    ),
+    "recurrent, on host": ("recurrent", HOST),
+    "convolution, stage 0": ("convolution", {"stage": 0}),
+    "convolution, stage 1": ("convolution", {"stage": 1}),
+}  # fmt: skip
+
+
+def programs(name: str) -> tuple[Callable[[], tuple[nn.Module, torch.optim.Optimizer]], Callable[..., None]]:
+    """``build`` and ``step``, on whatever the default device is then."""
+    batch: list[Tensor] = []
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*[BLOCKS[name]() for _ in range(3)], nn.Linear(WIDTH, WIDTH))
+        batch[:] = [torch.ones(ROWS, LENGTH, WIDTH)]
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(batch[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return build, step
+
+
+def measured(case: str, folder: str) -> int:
+    """The peak of two steps on this rank, as zprof's recorder counts storages."""
+    name, policy = CASES[case]
+    build, step = programs(name)
+    model, _ = build()
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, "disk": {"path": folder}, **policy})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        step(model, optimizer)
+    gc.collect()
+    path = Path(folder) / f"{attachment.rank}.zprof"
+    with Recorder(path, level="alloc").listen():
+        for _ in range(2):
+            step(model, optimizer)
+    attachment.detach()
+    return Ledger.of(Trace.open(path)).peak("device").nbytes
+
+
+def simulated(case: str, hardware: dict[str, Any]) -> int:
+    name, policy = CASES[case]
+    policy = {"units": {"min_numel": 0}, **policy}
+    return simulate(*programs(name), world=2, hardware=hardware, policy=policy, steps=3).device.nbytes
+
+
+def a_cpu() -> dict[str, Any]:
+    """Hardware whose devices are threads; of its figures none is looked at here."""
+    values = Hardware.of("h100").values() | {"kind": "cpu"}
+    return values | {"link": values["link"] | {"through": "memory", "bandwidth": "10 GB/s"}}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_is_what_two_ranks_of_a_cpu_hold(case: str, ranks2: Pool, virtual_ranks: Pool, tmp_path: Path) -> None:
+    held = max(ranks2.run(f"{__name__}:measured", case=case, folder=str(tmp_path)))
+    (predicted,) = virtual_ranks.run(f"{__name__}:simulated", case=case, hardware=a_cpu())
+    assert held / 1.03 <= predicted <= held * 1.03, f"{case}: predicted {predicted} bytes, measured {held}"
+    if not case.startswith("recurrent"):
+        # What is left is a few numbers'; of oneDNN's recurrent layers a copy that it makes inside is not known.
+        assert abs(predicted - held) <= 4096, f"{case}: predicted {predicted} bytes, measured {held}"
