@@ -27,8 +27,8 @@ __all__ = ["MEASURED", "Fit", "Residual", "Sample", "fit"]
 
 #: What a sample may be of.
 MEASURED = (
-    "dispatch", "matmul", "memory", "h2d", "d2h", "h2h", "fresh", "disk read", "disk write", "all_gather", "reduce_scatter",
-    "all_reduce", "operation",
+    "dispatch", "call", "matmul", "memory", "h2d", "d2h", "h2h", "fresh", "disk read", "disk write", "all_gather",
+    "reduce_scatter", "all_reduce", "operation",
 )  # fmt: skip
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _LEAST_S = 1e-9
@@ -39,8 +39,8 @@ class Sample:
     """One measured time.
 
     Attributes:
-        what: one of `MEASURED`; "memory" is an operation that only moves bytes, "fresh" the first touch of new pages,
-            "operation" one that ``name`` says, with a curve of its own.
+        what: one of `MEASURED`; "call" is a function that Python calls, "memory" an operation that only moves bytes, "fresh"
+            the first touch of new pages, "operation" one that ``name`` says, with a curve of its own.
         seconds: of one, the host's time to issue it included.
         nbytes: read and written, copied, or as `CostModel.collective` counts them.
         flops: of a matrix product.
@@ -98,6 +98,8 @@ def fit(base: Hardware, samples: Sequence[Sample]) -> Fit:
     by: dict[str, list[Sample]] = {what: [s for s in samples if s.what == what] for what in MEASURED}
     dispatch = _figure(min((s.seconds for s in by["dispatch"]), default=base.host.dispatch))
     values["host"]["dispatch"] = dispatch
+    if by["call"]:
+        values["host"]["call"] = _figure(statistics.median(s.seconds for s in by["call"]))
     # What the host takes to issue an operation is counted apart, and adds up only where the device is the host.
     issued = dispatch if base.kind == "cpu" else 0.0
     _fit_products(values, by["matmul"], issued)
@@ -277,6 +279,7 @@ def _residuals(model: CostModel, by: dict[str, list[Sample]]) -> Iterable[Residu
     host, issued = model.hardware.host, model.dispatch if model.hardware.kind == "cpu" else 0.0
     predict: dict[str, Callable[[Sample], float]] = {
         "dispatch": lambda s: host.dispatch,
+        "call": lambda s: host.call or 0.0,
         "matmul": lambda s: issued + model.compute(s.flops, s.nbytes, s.dtype, s.size),
         "memory": lambda s: issued + model.compute(0, s.nbytes),
         "operation": lambda s: issued + model.compute(s.flops, s.nbytes, operation=s.name),

@@ -235,6 +235,9 @@ class Host(Table):
         None, expected=_RATE, does="Bytes of new pages that one thread touches first a second; unset: not counted."
     )
     dispatch: Seconds = words(..., expected=_TIME, does="Of the host to issue one operation: Python, dispatcher, launch.")
+    call: Seconds | None = words(
+        None, expected=_TIME, does="Of one function that Python calls, beside the operations it issues; unset: not counted."
+    )
     source: Text = _source()
 
 

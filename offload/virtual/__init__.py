@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offload.virtual.calls import Calls
 from offload.virtual.counting import flops, moved, name_of
 from offload.virtual.machine import Access, Costs, Happening, Listener, Machine, Moment, Stream, access, running
 from offload.virtual.memory import ACCELERATOR, HOST, NAME, memory_at, take_address
@@ -13,6 +14,7 @@ __all__ = [
     "HOST",
     "NAME",
     "Access",
+    "Calls",
     "Costs",
     "Happening",
     "Listener",

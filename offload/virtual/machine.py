@@ -41,11 +41,13 @@ class Costs(Protocol):
     Attributes:
         accelerated: operations run beside the host, on streams.
         issue: of the host's, for every operation.
+        call: of the host's, for every function that Python calls; 0 counts none.
         memory: bytes of the accelerator, and for this rank of its host and its disk.
     """
 
     accelerated: bool
     issue: float
+    call: float
     memory: tuple[int, int, int]
 
     def operation(self, operation: Operation, index: int) -> float:

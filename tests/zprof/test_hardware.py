@@ -70,7 +70,7 @@ def test_how_well_the_profile_predicts_is_said_beside_it(measured: tuple[Path, d
     kinds = {each["what"] for each in told["residuals"]}
     assert kinds == {
         "dispatch", "matmul", "memory", "h2d", "h2h", "fresh", "disk read", "disk write", "all_gather", "reduce_scatter",
-        "operation",
+        "operation", "call",
     }  # fmt: skip
     assert "# measured       samples  median error   worst" in path.read_text()
 

@@ -34,7 +34,7 @@ class HardwareCosts:
         self._compute = 1.0 if pace is None else pace.compute
         self._links = self.model if pace is None else CostModel(slowed(hardware, pace))
         self.accelerated = hardware.kind == "gpu"
-        self.issue = self.model.dispatch
+        self.issue, self.call = self.model.dispatch, hardware.host.call or 0.0
         # What ranks of one node share.
         self._beside = min(world, hardware.device.count)
         disk = 0 if hardware.disk is None else hardware.disk.count * hardware.disk.capacity

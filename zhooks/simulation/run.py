@@ -27,6 +27,7 @@ from offload.policy import Policy
 from offload.text import as_size
 from offload.virtual import ACCELERATOR, HOST, NAME, Machine, Race, Races
 from zhooks.attach import abandon, attach
+from zhooks.simulation.calls import program_calls
 from zhooks.simulation.costs import HardwareCosts
 from zhooks.simulation.measure import Holders, Peak, covered
 from zhooks.simulation.slowdown import Pace, Slowdown, slowest
@@ -175,7 +176,8 @@ def simulate(
                 for _ in range(steps):
                     holders.reset()
                     begin, before = machine.now, _counted(costs)
-                    step(*given)
+                    with program_calls(machine):
+                        step(*given)
                     issued = machine.now - begin
                     machine.current.synchronize()
             following.close()

@@ -113,3 +113,24 @@ def test_latency_that_hides_the_rate_is_still_a_profile() -> None:
 def test_what_is_no_measurement_is_refused(sample: Sample) -> None:
     with pytest.raises(HardwareError, match="fit: expected a time above 0 of one of dispatch"):
         fit(threads(), [sample])
+
+
+def test_an_operation_with_a_name_is_predicted_by_its_own_curve_and_others_as_before() -> None:
+    size = 1 << 20
+    slow, product = DISPATCH + size / 0.5e9, DISPATCH + 1e9 / 20e9
+    samples = [
+        Sample("operation", slow, size, name="gelu"),
+        Sample("operation", product, size, 1e9, name="convolution"),
+    ]
+    before, after = fit(threads(), machine()), fit(threads(), [*machine(), *samples])
+    costs, others = CostModel(after.hardware), CostModel(before.hardware)
+    assert DISPATCH + costs.compute(0, size, operation="gelu") == pytest.approx(slow, rel=1e-3)
+    assert DISPATCH + costs.compute(1e9, size, operation="convolution") == pytest.approx(product, rel=1e-3)
+    assert costs.compute(0, size, operation="mul") == others.compute(0, size)
+    assert costs.compute(1e9, size, "fp32", 512, "mm") == others.compute(1e9, size, "fp32", 512)
+    assert Hardware.of(after.hardware.values()) == after.hardware
+
+
+def test_a_call_of_python_s_takes_what_was_measured() -> None:
+    assert fit(threads(), [*machine(), Sample("call", 3e-7)]).hardware.host.call == pytest.approx(3e-7)
+    assert fit(threads(), machine()).hardware.host.call is None

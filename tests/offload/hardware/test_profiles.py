@@ -211,3 +211,13 @@ def test_keys_are_replaced_and_checked_again() -> None:
     assert Hardware.of("h100").replaced(network=None).network is None
     with pytest.raises(HardwareError, match="more than"):
         Hardware.of("h100").replaced(network={"bandwidth": "9 TB/s"})
+
+
+def test_curves_by_operation_are_written_and_read_and_checked(tmp_path: Path) -> None:
+    curves = {"by_operation": {"gelu": [[1e6, 0.25]], "_softmax": [[1e4, 0.1], [1e6, 0.2]]}}
+    profile = Hardware.of("h100").replaced(memory_bound=curves)
+    file = tmp_path / "ours.toml"
+    file.write_text(profile.text())
+    assert Hardware.load(file).memory_bound == profile.memory_bound
+    with pytest.raises(HardwareError, match="by_operation"):
+        Hardware.of("h100").replaced(memory_bound={"by_operation": {"gelu": [[1e6, 2.0]]}})

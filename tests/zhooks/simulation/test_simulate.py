@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zhooks
+from offload.hardware import Hardware
 from offload.virtual import ACCELERATOR, Machine
 from tests.support.virtual import on_virtual
 from zhooks.simulation import Simulation, simulate
@@ -150,8 +151,6 @@ def test_the_same_simulation_twice_is_the_same() -> None:
 
 @on_virtual()
 def test_what_is_more_than_the_hardware_has_is_said_and_the_step_goes_on() -> None:
-    from offload.hardware import Hardware
-
     plenty = simulated()
     assert plenty.fits and "does not fit" not in str(plenty) and plenty.as_dict()["fits"] is True
     least = plenty.device.nbytes
@@ -160,3 +159,13 @@ def test_what_is_more_than_the_hardware_has_is_said_and_the_step_goes_on() -> No
     assert not found.fits and found.device.nbytes == least and found.device_memory == least - (1 << 20)
     assert "does not fit: 1 MiB more than the" in str(found) and "of the device" in str(found)
     assert simulated(hardware=small.replaced(device={"memory": least})).fits
+
+
+@on_virtual()
+def test_what_python_calls_takes_the_host_s_time_where_the_profile_says_how_long() -> None:
+    hardware = Hardware.of("h100")
+    without, once, twice = (
+        simulated(hardware=hardware.replaced(host={"call": call} if call else {})).host_s for call in (0, 1e-6, 2e-6)
+    )
+    assert without < once
+    assert twice - without == pytest.approx(2 * (once - without), rel=0.01)

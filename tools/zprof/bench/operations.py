@@ -11,6 +11,7 @@ Note: [Names]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from offload.hardware import Sample
 from offload.virtual import flops, moved, name_of
 from zprof.clock import now_ns
 
-__all__ = ["operations"]
+__all__ = ["Operations", "operations"]
 
 REPEATS = 5
 #: Plain products and sums are measured on their own, by shape and by size.
@@ -31,6 +32,7 @@ _MEASURED_ALONE = frozenset({"mm", "addmm", "bmm", "baddbmm", "add", "copy", "em
 _LARGE = 1 << 20
 _NUMELS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _WIDTH = 256
+_CACHED = 1 << 26
 _ROWS_OF_TABLE = 4096
 
 Program = Callable[[], object]
@@ -38,11 +40,11 @@ Key = tuple[str, int, int]
 
 
 class _Timing(TorchDispatchMode):
-    """Seconds of every operation by name, bytes and FLOPs, the least first."""
+    """Seconds of every operation by name, bytes and FLOPs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seconds: dict[Key, float] = {}
+        self.seconds: dict[Key, list[float]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         begin = now_ns()
@@ -52,13 +54,25 @@ class _Timing(TorchDispatchMode):
         if not func.is_view and name not in _MEASURED_ALONE:
             nbytes = moved(func, _tensors([args, kwargs]), _tensors(made))
             key = name, nbytes, flops(func, args, kwargs or {}, made)
-            self.seconds[key] = min(seconds, self.seconds.get(key, seconds))
+            self.seconds.setdefault(key, []).append(seconds)
         return made
+
+
+class Operations(TorchDispatchMode):
+    """Counts those that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
 
 
 def operations(most: int) -> list[Sample]:
     """What each operation takes at several sizes, up to about ``most`` bytes."""
-    found: dict[Key, float] = {}
+    found: dict[Key, list[float]] = {}
     with torch.random.fork_rng(devices=[]):
         for program in _programs(most):
             program()
@@ -66,13 +80,15 @@ def operations(most: int) -> list[Sample]:
             with timing:
                 for _ in range(REPEATS):
                     program()
-            found |= timing.seconds
+            # Of one that a program has warm and cold, between the two.
+            for key, seconds in timing.seconds.items():
+                found.setdefault(key, []).extend(seconds)
     beside = _beside()
     large = {name for name, nbytes, _ in found if nbytes >= _LARGE}
     return [
-        Sample("operation", max(seconds - beside, seconds / 10), nbytes, float(done), name=name)
+        Sample("operation", median(seconds) - beside, nbytes, float(done), name=name)
         for (name, nbytes, done), seconds in sorted(found.items())
-        if name in large and seconds > 2 * beside
+        if name in large and median(seconds) > 2 * beside
     ]
 
 
@@ -82,7 +98,7 @@ def _beside() -> float:
     with timing:
         for _ in range(100):
             torch.neg(one)
-    return min(timing.seconds.values())
+    return min(min(seconds) for seconds in timing.seconds.values())
 
 
 def _programs(most: int) -> Iterator[Program]:
@@ -143,9 +159,11 @@ def _rows(rows: int) -> Program:
 
 
 def _updates(numel: int) -> Program:
-    weight = nn.Parameter(torch.rand(numel))
-    weight.grad = torch.rand(numel)
-    adam, sgd = torch.optim.AdamW([weight], foreach=False), torch.optim.SGD([weight], 0.1, momentum=0.9, foreach=False)
+    # As many as caches do not hold: a step comes to each once.
+    weights = [nn.Parameter(torch.rand(numel)) for _ in range(max(1, min(64, _CACHED // (16 * numel))))]
+    for weight in weights:
+        weight.grad = torch.rand(numel)
+    adam, sgd = torch.optim.AdamW(weights, foreach=False), torch.optim.SGD(weights, 0.1, momentum=0.9, foreach=False)
 
     def run() -> None:
         adam.step()

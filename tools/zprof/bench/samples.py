@@ -7,6 +7,7 @@ profile, and stores and prints nothing.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ from offload.device import Device, open_device
 from offload.disk import DiskFile
 from offload.hardware import Sample
 from offload.memory import HostPool
-from zprof.bench.operations import operations
+from offload.virtual import Calls
+from zprof.bench.operations import Operations, operations
 from zprof.clock import now_ns
 
 __all__ = ["REPEATS", "host_bandwidth", "measured"]
@@ -31,11 +33,14 @@ _SQUARES = (16, 32, 64, 128, 256, 512, 1024)
 #: As many FLOPs as the square of 256, by products with a small dimension.
 _NARROW = ((4, 2048, 2048), (16, 1024, 1024), (64, 512, 512))
 _SMALL, _MOST = 1 << 12, 1 << 27
+#: More bytes than a core's share of caches.
+_CACHED, _MOST_COPIES = 1 << 26, 4096
 
 
 def measured(folder: Path, most: int = _MOST) -> Iterator[tuple[str, Callable[[], list[Sample]]]]:
     """What there is to measure by name, each as a function that does so; ``most`` bounds the bytes of one operation."""
     yield "dispatch", lambda: [Sample("dispatch", _alone(_dispatching()))]
+    yield "calls", _calls
     for name in _DTYPES:
         yield f"matmul {name}", lambda name=name: _products(name)  # type: ignore[misc]
     yield "memory", lambda: _plain(most)
@@ -60,6 +65,33 @@ def _dispatching() -> Callable[[], object]:
     return lambda: a + a
 
 
+def _calls() -> list[Sample]:
+    """Seconds of a Python call in a training step so small that its operations take no longer than to issue them."""
+    with _threads(1):
+        step, dispatch = _small_step(), _seconds(_dispatching())
+        step()
+        operations, calls = Operations(), Calls()
+        with operations:
+            step()
+        with calls.on():
+            step()
+        return [Sample("call", max(_seconds(step) - operations.count * dispatch, 0.0) / calls.count)]
+
+
+def _small_step() -> Callable[[], object]:
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(20)])
+    for module in model:
+        module.register_forward_pre_hook(lambda module, args: None)
+    optimizer, x = torch.optim.AdamW(model.parameters(), foreach=False), torch.ones(4, 4)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def _products(name: str) -> list[Sample]:
     shapes = [(n, n, n) for n in _SQUARES] + (list(_NARROW) if name == "fp32" else [])
     samples = []
@@ -69,9 +101,16 @@ def _products(name: str) -> list[Sample]:
             nbytes = a.nbytes + b.nbytes + m * n * a.element_size()
             # As a layer's forward, its input's gradient and its weight's have them: each is called once a step.
             layouts = [(a, b.t().contiguous().t()), (a, b), (a.t().contiguous().t(), b)]
-            seconds = fmean(_seconds(lambda a=a, b=b: torch.mm(a, b)) for a, b in layouts)  # type: ignore[misc]
+            seconds = fmean(_seconds(_from_memory(a, b)) for a, b in layouts)
             samples.append(Sample("matmul", seconds, nbytes, 2.0 * m * n * k, name, min(m, n, k)))
     return samples
+
+
+def _from_memory(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
+    """Their product, of copies in turn: more than caches hold, for in a step other layers come between."""
+    count = max(1, min(_MOST_COPIES, _CACHED // (a.nbytes + b.nbytes)))
+    copies = itertools.cycle([(a.clone(), b.clone()) for _ in range(count)])
+    return lambda: torch.mm(*next(copies))
 
 
 def _plain(most: int) -> list[Sample]:
