@@ -36,7 +36,7 @@ class Choices:
         for key in ("PrivateUse1", "AutogradPrivateUse1"):
             aten.impl("scaled_dot_product_attention", self._attention, key)
             aten.impl("lstm.input", self._lstm, key)
-        aten.impl("native_dropout", self._dropout, "AutogradPrivateUse1")
+            aten.impl("dropout", self._dropout, key)
         aten.impl("_safe_softmax", self._safe_softmax, "PrivateUse1")
         for name in _ONE_KERNEL:
             aten.impl(name, partial(self._run, getattr(_aten, name).default), "PrivateUse1")
@@ -77,15 +77,14 @@ class Choices:
         plain: Tensor = _aten._scaled_dot_product_attention_math(*arguments, scale=scale)[0]
         return plain
 
-    def _dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    def _dropout(self, x: Tensor, p: float, train: bool) -> Tensor:
         """A CPU has no fused kernel for it."""
-        if self._accelerated() or train is False or not 0 < p < 1:
-            with torch._C._AutoDispatchBelowAutograd():
-                made: tuple[Tensor, Tensor] = _aten.native_dropout(x, p, train)
-            return made
+        if self._accelerated() or not train or not 0 < p < 1 or not x.numel():
+            fused: Tensor = _aten.dropout.default._op_dk(DispatchKey.CompositeImplicitAutograd, x, p, train)
+            return fused
         noise = torch.empty_like(x).bernoulli_(1 - p)
         noise.div_(1 - p)
-        return x * noise, noise
+        return x * noise
 
     def _safe_softmax(self, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """One operation on a CPU, whatever is inside; on a GPU it is those it is made of."""

@@ -111,3 +111,20 @@ def test_nothing_is_attached_on_the_device_outside_of_a_simulation() -> None:
         model = nn.Linear(3, 3)
     with pytest.raises(SimulationError, match=r"expected a simulation around what uses it"):
         zhooks.attach(model, policy={"parameter": {"tier": "host"}})
+
+
+@on_virtual(accelerated=(True, False))
+def test_gradients_pass_through_what_gpus_and_cpus_have_other_kernels_for(accelerated: bool) -> None:
+    with machine(accelerated=accelerated):
+        x = torch.ones(2, 4, 8, 16, device="virtual", requires_grad=True)
+        rnn, norm = nn.LSTM(16, 16, device="virtual"), nn.LayerNorm(16, device="virtual")
+        attended = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        made = [F.dropout(x, 0.5), F.silu(x), norm(x), attended, rnn(x.flatten(0, 1))[0], F.group_norm(x, 2)]
+        for each in made:
+            x.grad = None
+            each.sum().backward()
+            assert x.grad is not None and x.grad.shape == x.shape
+        assert rnn.weight_hh_l0.grad is not None and norm.weight.grad is not None
+        # In evaluation, and without a graph, too.
+        with torch.no_grad():
+            assert F.dropout(x, 0.5, training=False).shape == rnn(x.flatten(0, 1))[0].unflatten(0, (2, 4)).shape == x.shape
