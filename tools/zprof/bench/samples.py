@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,14 +154,15 @@ def _copying(device: Device, out: torch.Tensor, source: torch.Tensor) -> Callabl
 
 
 def _touched(nbytes: int) -> float:
-    """Pages straight from the system each time: freed between repeats, and too many to be kept by the allocator."""
+    """Pages straight from the system each time: torch's allocator may have kept those of an earlier measurement."""
     seconds = []
     for _ in range(REPEATS):
-        pages = torch.empty(nbytes, dtype=torch.uint8)
-        begin = now_ns()
-        ctypes.memset(pages.data_ptr(), 1, nbytes)
-        seconds.append((now_ns() - begin) / 1e9)
-        del pages
+        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+            first = ctypes.c_char.from_buffer(pages)
+            begin = now_ns()
+            ctypes.memset(ctypes.addressof(first), 1, nbytes)
+            seconds.append((now_ns() - begin) / 1e9)
+            del first
     return min(seconds)
 
 
