@@ -10,6 +10,7 @@ from zhooks.comm.choose_transport import Comm, open_comm
 from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
 from zhooks.comm.rendezvous import Facts, meet, policy_facts, refused_by_all
 from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Nbytes, Transport
+from zhooks.comm.virtual_group import ranks_on_paper
 
 __all__ = [
     "CONTROL",
@@ -40,6 +41,7 @@ __all__ = [
     "open_comm",
     "own_ranges",
     "policy_facts",
+    "ranks_on_paper",
     "read",
     "refused_by_all",
     "text_digest",

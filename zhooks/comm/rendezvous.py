@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from offload import errors
 from offload.errors import AttachError, DivergenceError, ZhooksError
 from offload.policy import Policy
+from zhooks.comm.virtual_group import BACKEND
 
 __all__ = ["Facts", "Meeting", "difference", "error_of", "meet", "policy_facts", "refused_by_all"]
 
@@ -31,6 +32,8 @@ _ALIKE = {
     "optimizer": "Build the same optimizer on every rank",
     "versions": "Install the same versions for every rank",
 }
+#: Backends of process groups of which one process alone exists.
+_ON_PAPER = ("fake", BACKEND)
 _SHOWN = 200
 #: The most characters of one rank's refusal that the others repeat.
 _MOST_TEXT = 2048
@@ -151,7 +154,7 @@ class Meeting:
 
 def meet() -> Meeting | None:
     """The meeting of all ranks for this attach; None where there is nobody to meet."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in _ON_PAPER:
         return None
     return Meeting()
 

@@ -1,6 +1,6 @@
 """``simulate``: a training step of one rank of many, on hardware that is not there.
 
-The model is built and attached on the virtual device, under a process group of the "fake" backend, and steps as it would:
+The model is built and attached on the virtual device, under a process group on paper, and steps as it would:
 the planner, the hooks, the schedule, the tiers and the streams are those of a real run.  Every other rank is taken to be what
 this one is.
 """
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -27,6 +26,7 @@ from offload.policy import Policy
 from offload.text import as_size
 from offload.virtual import ACCELERATOR, HOST, NAME, Machine, Race, Races
 from zhooks.attach import abandon, attach
+from zhooks.comm import ranks_on_paper
 from zhooks.simulation.calls import program_calls
 from zhooks.simulation.costs import HardwareCosts
 from zhooks.simulation.measure import Holders, Peak, covered
@@ -34,7 +34,8 @@ from zhooks.simulation.slowdown import Pace, Slowdown, slowest
 
 __all__ = ["Simulation", "simulate"]
 
-_AXES = ("replicate", "shard", "dp")
+_TP = "tp"
+_AXES = ("replicate", "shard", "dp", _TP)
 #: FLOPs, bytes over the link, bytes over the network, so far.
 Counts = tuple[float, float, float]
 
@@ -119,7 +120,7 @@ class Simulation:
 
 
 def simulate(
-    build: Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]],
+    build: Callable[..., nn.Module | tuple[nn.Module, torch.optim.Optimizer]],
     step: Callable[..., object],
     *,
     world: int = 1,
@@ -138,7 +139,9 @@ def simulate(
             take no memory.  A model of its own for every simulation.
         step: called with what ``build`` returned, once a step: forward, backward, ``optimizer.step()``, ``zero_grad()``, on
             tensors that it makes on device "virtual".  It may read no value (``loss.item()``).
-        mesh: sizes of the axes "replicate" and "shard", in that order; None is one shard axis over all ranks.
+        mesh: sizes of the axes "replicate", "shard" and "tp", in that order; None is one shard axis over all ranks.  With
+            "tp" it is ``build``'s to divide the model over ``mesh["tp"]`` (``parallelize_module``): it is called with the
+            ``DeviceMesh``.
         hardware: a profile's name or file (``zprof hardware list``).
         steps: how many are run; the last one is what is returned, for the first records and plans.
         check_races: also follow whether streams order all uses of memory.
@@ -158,18 +161,22 @@ def simulate(
     alike = None
     if pace is not None:
         alike = simulate(build, step, world=world, mesh=mesh, hardware=profile, policy=policy, steps=steps, check_races=False)
+    if policy is not None and Policy.of(policy).activation.partition == _TP:
+        raise SimulationError(
+            'simulate: expected [activation] partition = "none", for ranks of tp compare the values of what they would divide; '
+            'found "tp". Leave it out, and count 1/t of the unit inputs that checkpoint = "unit" keeps.'
+        )
     costs = HardwareCosts(profile, world, pace)
     holders, races = Holders(), Races()
-    with Machine(costs).on() as machine, _ranks(world), ExitStack() as following:
+    with Machine(costs).on() as machine, ranks_on_paper(world), ExitStack() as following:
         machine.listeners += [holders, races] if check_races else [holders]
         if follow is not None:
             following.enter_context(follow(machine))
-        with torch.device(NAME):
-            built = build()
-        given = built if isinstance(built, tuple) else (built,)
+        axes = _mesh(mesh, world)
+        given = _built(build, axes)
         model: Any = given[0]
         _move(model)
-        attachment = attach(model, *given[1:2], policy=policy, mesh=_mesh(mesh, world))
+        attachment = attach(model, *given[1:2], policy=policy, mesh=axes)
         try:
             with attachment.observe(holders):
                 gc.collect()
@@ -198,7 +205,7 @@ def simulate(
         except SimulationError:
             # States that one rank owns whole go through the real host on their way.
             abandon(attachment)
-        del model, built, given, attachment
+        del model, given, attachment
         gc.collect()
     return replace(result, races=tuple(races.found))
 
@@ -216,7 +223,7 @@ def _result(
         world=world,
         step_s=seconds,
         compute_s=covered(compute),
-        exposed_s=covered(holders.on("gather", "reduce"), compute),
+        exposed_s=covered(holders.on("gather", "reduce", "collectives"), compute),
         host_s=issued,
         device=holders.peak(ACCELERATOR),
         host=holders.peak(HOST),
@@ -244,26 +251,6 @@ def _counted(costs: HardwareCosts) -> Counts:
     return float(costs.flops), costs.link_nbytes, costs.network_nbytes
 
 
-@contextmanager
-def _ranks(world: int) -> Iterator[None]:
-    """This process as the first of so many ranks."""
-    if dist.is_initialized():
-        raise SimulationError(
-            "simulate: expected a process without a process group, for it makes one of its own; found one. Simulate before "
-            "init_process_group, or in another process."
-        )
-    if world == 1:
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @torch.no_grad()
 def _move(model: nn.Module) -> None:
     """What legacy constructors (``torch.Tensor(n)``) and real data made on the CPU; optimizers know parameters by identity."""
@@ -277,8 +264,21 @@ def _move(model: nn.Module) -> None:
 def _mesh(sizes: Mapping[str, int] | None, world: int) -> DeviceMesh | None:
     if sizes is None:
         return None
+    if "pp" in sizes:
+        raise SimulationError(
+            "simulate: expected a mesh without pp, for stages of a pipeline wait for each other and one rank cannot stand for "
+            "all; found one. Simulate one stage as a model of its own, over the ranks that share it."
+        )
     if not set(sizes) <= set(_AXES) or math.prod(sizes.values()) != world:
         raise SimulationError(
-            f"simulate: expected a mesh of axes {' and '.join(map(repr, _AXES[:2]))} over {world} ranks, found {dict(sizes)}."
+            f"simulate: expected a mesh of axes {' and '.join(map(repr, _AXES[:2]))} and 'tp' over {world} ranks, "
+            f"found {dict(sizes)}."
         )
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(NAME, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _built(build: Callable[..., Any], mesh: DeviceMesh | None) -> tuple[Any, ...]:
+    """What ``build`` returns; layers over ``tp`` are divided by it, so that it is given the mesh then."""
+    with torch.device(NAME):
+        built = build(mesh) if mesh is not None and _TP in (mesh.mesh_dim_names or ()) else build()
+    return built if isinstance(built, tuple) else (built,)

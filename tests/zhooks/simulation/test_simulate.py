@@ -133,7 +133,7 @@ def test_what_cannot_be_simulated_is_refused_by_name_and_leaves_nothing_behind()
 
     with pytest.raises(zhooks.SimulationError, match=r"item\(\) at .*test_simulate.py:\d+: expected code that needs no values"):
         simulated(change=reads)
-    with pytest.raises(zhooks.SimulationError, match=r"expected a mesh of axes 'replicate' and 'shard' over 8 ranks"):
+    with pytest.raises(zhooks.SimulationError, match=r"expected a mesh of axes 'replicate' and 'shard' and 'tp' over 8 ranks"):
         simulated(mesh={"replicate": 3, "shard": 8})
     with pytest.raises(zhooks.HardwareError, match="did you mean h100"):
         simulated(hardware="h1oo")

@@ -1,0 +1,183 @@
+"""The process group of the virtual device: torch's own collectives, which DTensors and users start, take time and order memory.
+
+``simulation/run.py`` makes one of any number of ranks, of which this process is the first and all others are what it is.
+Nothing moves, and tensors of the real host are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.device import VirtualWork
+from offload.errors import SimulationError
+from offload.virtual import NAME, access, running
+
+__all__ = ["BACKEND", "ranks_on_paper"]
+
+BACKEND = "virtual"
+_C10d: Any = torch._C._distributed_c10d
+#: Its methods are declared with more ways to be called than torch has for them.
+_Group: Any = dist.ProcessGroup
+
+
+@contextmanager
+def ranks_on_paper(world: int) -> Iterator[None]:
+    """This process as the first of so many ranks; alone it needs no group.
+
+    Raises:
+        SimulationError: there is a process group already.
+    """
+    if dist.is_initialized():
+        raise SimulationError(
+            "simulate: expected a process without a process group, for it makes one of its own; found one. Simulate before "
+            "init_process_group, or in another process."
+        )
+    if world == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _register()
+    dist.init_process_group(BACKEND, rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@cache
+def _register() -> None:
+    dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu", NAME])
+
+
+def _make(options: Any, extra: Any = None) -> Any:
+    return VirtualGroup(options.group_rank, options.group_size, tuple(options.global_ranks_in_group))
+
+
+class VirtualGroup(_Group):  # type: ignore[misc]
+    """Some ranks; names of methods and their arguments are torch's."""
+
+    def __init__(self, rank: int, size: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(rank, size)
+        self._ranks, self._name, self._label = ranks or tuple(range(size)), "", "all ranks"
+
+    # What a group is.
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, label: str) -> None:
+        self._label = label.removeprefix("mesh_")
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._label
+
+    def shutdown(self) -> None:
+        return None
+
+    def abort(self) -> None:
+        return None
+
+    # Collectives.
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
+        return self._start("all_reduce", [], tensors)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
+        return self._start("broadcast", [], tensors)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None) -> Any:
+        return self._start("all_gather", inputs, [tensor for each in outputs for tensor in each])
+
+    def _allgather_base(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
+        return self._start("all_gather", [given], [output])
+
+    def allgather_into_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Any:
+        return self._start("all_gather", inputs, outputs)
+
+    def _reduce_scatter_base(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
+        return self._start("reduce_scatter", [given], [output])
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Any:
+        return self._start("reduce_scatter", inputs, outputs)
+
+    def alltoall_base(
+        self, output: Tensor, given: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], options: Any = None
+    ) -> Any:
+        return self._start("all_to_all", [given], [output])
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None) -> Any:
+        return self._start("all_to_all", [tensor for each in inputs for tensor in each], outputs)
+
+    def barrier(self, options: Any = None) -> Any:
+        return _Started(None, [])
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Any:
+        raise _one_stage()
+
+    def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Any:
+        raise _one_stage()
+
+    def _start(self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Any:
+        """On the group's own stream, as NCCL has it, after what the current one has been given."""
+        if not any(tensor.device.type == NAME for tensor in writes):
+            return _Started(None, writes)
+        machine = running()
+        stream = machine.side(f"collectives over {self._label}") if machine.costs.accelerated else machine.host
+        machine.order(stream, machine.current)
+        nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (reads, writes))
+        accesses = [access(tensor, writes=False) for tensor in reads if tensor.numel()]
+        accesses += [access(tensor, writes=True) for tensor in writes if tensor.numel()]
+        machine.communicate(kind, self._ranks, nbytes, stream, f"{kind} over {self._label}", accesses)
+        return _Started(VirtualWork(machine, machine.moment(stream)), writes, reads)
+
+
+class _Started(_C10d.Work):  # type: ignore[misc]
+    """What torch waits for; its tensors are kept until then."""
+
+    def __init__(self, work: VirtualWork | None, made: Sequence[Tensor], reads: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._work, self._made, self._kept = work, list(made), (*made, *reads)
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._work is not None:
+            self._work.wait()
+        self._kept = ()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.done()
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self._made)
+        return future
+
+
+def _one_stage() -> SimulationError:
+    return SimulationError(
+        "simulate: expected collectives, found a send or a receive between two ranks, whose time depends on what the other one "
+        "does; all ranks are taken to be what this one is. Simulate one stage of a pipeline as a model of its own."
+    )
+
