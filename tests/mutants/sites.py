@@ -1,0 +1,223 @@
+"""The calls of offload and zhooks that order streams, found in their sources, and the packages with one of them taken out.
+
+run.py takes them out one at a time; test_mutants.py holds the list to be what it should.  A call is changed where it stands,
+by giving its function other code, so that no other call of the same method is touched.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from tests.support.paths import ROOT
+
+#: What orders streams, or the host after them: the method's name, and what it may be called on ("" is anything).
+METHODS = {
+    "wait_event": "",
+    "record": "event",
+    "keep": "calls",
+    "synchronize": "",
+    "wait": "",
+    "append": "self._in_flight[stream]",
+}
+#: The same as plain functions.
+FUNCTIONS = frozenset({"keep", "_order"})
+
+#: What is not looked at, by how its path begins, and why.
+ELSEWHERE = {
+    "offload/virtual/": "the virtual device itself",
+    "offload/device/virtual.py": "the virtual device itself",
+    "zhooks/comm/virtual.py": "the virtual device itself",
+    "zhooks/simulation/": "the virtual device itself",
+    "offload/device/cpu.py": "threads of the host, on a CPU alone",
+    "offload/threads.py": "threads of the host",
+    "offload/disk/": "threads and files of a real disk",
+    "offload/shards/": "checkpoints, which need values",
+    "zhooks/checkpoint/": "checkpoints, which need values",
+    "zhooks/comm/": "the transports of real ranks",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One such call: its file below the root, the outermost function it is in, and which of the file's calls it is."""
+
+    path: str
+    function: str
+    number: int
+    line: int
+    text: str
+
+    @property
+    def key(self) -> str:
+        """What stays the same when lines move."""
+        return f"{self.function}: {self.text}"
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} {self.function}: {self.text}"
+
+
+def orders(call: ast.Call) -> bool:
+    """Whether it is one of them."""
+    match call.func:
+        case ast.Name(id=name):
+            return name in FUNCTIONS
+        case ast.Attribute(value=owner, attr=name) if name in METHODS:
+            return METHODS[name] in ("", ast.unparse(owner)) and not (name == "wait" and call.args)
+    return False
+
+
+@cache
+def sites() -> tuple[Site, ...]:
+    """All of them, in the order of files and lines."""
+    files = sorted((*(ROOT / "offload").rglob("*.py"), *(ROOT / "zhooks").rglob("*.py")))
+    paths = [file.relative_to(ROOT).as_posix() for file in files]
+    return tuple(site for path in paths if not path.startswith(tuple(ELSEWHERE)) for site in _sites_of(path))
+
+
+def _sites_of(path: str) -> Iterator[Site]:
+    walk = _Walk(path, lambda site, call: call)
+    walk.visit(_tree(path))
+    yield from walk.found
+
+
+def _tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+class _Walk(ast.NodeTransformer):
+    """Meets each site of a file, and puts what ``change`` makes of it in its place."""
+
+    def __init__(self, path: str, change: Callable[[Site, ast.Call], ast.expr]) -> None:
+        self.found: list[Site] = []
+        self._path, self._change = path, change
+        self._classes: list[str] = []
+        self._function = ""
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        self._classes.append(node.name)
+        self.generic_visit(node)
+        self._classes.pop()
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        outermost = not self._function
+        if outermost:
+            self._function = ".".join((*self._classes, node.name))
+        self.generic_visit(node)
+        if outermost:
+            self._function = ""
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not (self._function and orders(node)):
+            return node
+        site = Site(self._path, self._function, len(self.found), node.lineno, ast.unparse(node))
+        self.found.append(site)
+        return ast.copy_location(self._change(site, node), node)
+
+
+@contextmanager
+def without(site: Site) -> Iterator[None]:
+    """Inside, that one call is not made; what it is called on is still asked for, and so are the values it returns."""
+
+    def removed(here: Site, call: ast.Call) -> ast.expr:
+        return _nothing(call) if here == site else call
+
+    with _changed(site.path, removed, {site.function}):
+        yield
+
+
+def _nothing(call: ast.Call) -> ast.expr:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr in ("keep", "append"):
+        return ast.Constant(None)
+    owner = call.func.value
+    # A lease's ``wait`` returns what it has waited for.
+    text = "(lambda work: getattr(work, 'values', None))()"
+    made = ast.parse(text, mode="eval").body
+    assert isinstance(made, ast.Call)
+    made.args = [owner]
+    return made
+
+
+@contextmanager
+def counted(reached: set[Site]) -> Iterator[None]:
+    """Inside, each call that is made is added."""
+    by_path: dict[str, list[Site]] = {}
+    for site in sites():
+        by_path.setdefault(site.path, []).append(site)
+
+    def noting(here: Site, call: ast.Call) -> ast.expr:
+        made = ast.parse(f"(__reached__({here.number}), 0)[1]", mode="eval").body
+        assert isinstance(made, ast.Subscript) and isinstance(made.value, ast.Tuple)
+        made.value.elts[1] = call
+        return made
+
+    undo: list[Any] = []
+    try:
+        for path, here in by_path.items():
+            change = _changed(path, noting, {site.function for site in here}, reached=_noter(reached, here))
+            change.__enter__()
+            undo.append(change)
+        yield
+    finally:
+        for change in reversed(undo):
+            change.__exit__(None, None, None)
+
+
+def _noter(reached: set[Site], here: list[Site]) -> Callable[[int], None]:
+    return lambda number: reached.add(here[number])
+
+
+@contextmanager
+def _changed(
+    path: str,
+    change: Callable[[Site, ast.Call], ast.expr],
+    functions: set[str],
+    reached: Callable[[int], None] | None = None,
+) -> Iterator[None]:
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    tree = ast.fix_missing_locations(_Walk(path, change).visit(_tree(path)))
+    compiled = _codes(compile(tree, str(Path(ROOT / path)), "exec", dont_inherit=True))
+    live = {name: _function(module, name) for name in functions}
+    before = {name: function.__code__ for name, function in live.items()}
+    if reached is not None:
+        vars(module)["__reached__"] = reached
+    try:
+        for name, function in live.items():
+            function.__code__ = compiled[name]
+        yield
+    finally:
+        for name, function in live.items():
+            function.__code__ = before[name]
+        vars(module).pop("__reached__", None)
+
+
+def _codes(code: CodeType) -> dict[str, CodeType]:
+    """The code of each function and method, by qualified name."""
+    found: dict[str, CodeType] = {}
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            found[each.co_qualname] = each
+            found |= {name: inner for name, inner in _codes(each).items() if "<locals>" not in name}
+    return found
+
+
+def _function(module: Any, name: str) -> FunctionType:
+    found: Any = module
+    for part in name.split("."):
+        found = vars(found)[part]
+    if isinstance(found, property):
+        found = found.fget
+    found = getattr(found, "__func__", found)
+    found = getattr(found, "__wrapped__", found)
+    assert isinstance(found, FunctionType), f"{name}: expected a function, found {found!r}"
+    return found

@@ -1,0 +1,51 @@
+"""A call that orders streams and is left out of the CUDA code is found by the race detector on the virtual device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutants.run import UNSEEN, judge
+from tests.mutants.sites import Site, sites, without
+from tests.mutants.workloads import run
+from tests.support.virtual import on_virtual
+
+#: Calls of the CUDA device that "host" makes, a tier that all of them are for.
+SAMPLE = (
+    "_CudaCopy.wait: current.wait_event(self._event)",
+    "_CudaCopy.synchronize: self._event.synchronize()",
+    "CudaDevice.copy: stream.wait_event(self.mark() if after is None else after)",
+    "CudaDevice.mark: event.record(self.calls.current())",
+)
+PARTS = 12
+
+
+def of(key: str) -> Site:
+    (site,) = (site for site in sites() if site.key == key)
+    return site
+
+
+@on_virtual(key=SAMPLE)
+def test_a_missing_call_of_the_cuda_device_is_a_race(key: str) -> None:
+    with without(of(key)):
+        assert run("host").found
+
+
+@on_virtual()
+def test_the_same_training_with_all_calls_in_place_is_none() -> None:
+    assert not run("host").found
+
+
+def test_the_calls_that_are_looked_at_are_there() -> None:
+    """What is known of calls is of calls that the sources have."""
+    known = {site.key for site in sites()}
+    assert set(UNSEEN) <= known
+    for path in ("offload/device/cuda.py", "offload/device/streams.py", "zhooks/unit/flat.py", "offload/store/lease.py"):
+        assert any(site.path == path for site in sites())
+
+
+@pytest.mark.slow
+@on_virtual(part=tuple(range(PARTS)))
+def test_every_missing_call_of_the_seam_to_the_device_is_shown_but_those_that_are_known(part: int) -> None:
+    seam = [site for site in sites() if site.path.startswith("offload/device/")]
+    unseen = {site.key for site in seam[part::PARTS] if judge(site).shown_by is None}
+    assert unseen <= set(UNSEEN)
