@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zprof.frag.allocator_settings import UNBOUNDED, Settings
+from offload.allocator import UNBOUNDED, Settings
 
 SMALL = 1 << 20
 MIB = 1 << 20

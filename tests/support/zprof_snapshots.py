@@ -8,9 +8,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from zprof.frag.allocator_settings import parse_settings
+from offload.allocator import ALLOC, RELEASE, Events, parse_settings, replay
 from zprof.frag.recordings import replayed_snapshot
-from zprof.frag.replay import ALLOC, RELEASE, Events, replay
 from zprof.frag.snapshot import plain
 
 MIB = 1 << 20

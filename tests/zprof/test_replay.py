@@ -14,11 +14,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.allocator import (
+    ALLOC,
+    DEFAULTS,
+    EMPTY,
+    RELEASE,
+    REQUEST,
+    UNBOUNDED,
+    Events,
+    Lane,
+    Replayed,
+    Settings,
+    environment_line,
+    machine_code,
+    parse_settings,
+    replay,
+)
 from offload.errors import PolicyError
 from tests.support.zprof_allocator import Allocator
-from zprof.frag import machine_code
-from zprof.frag.allocator_settings import DEFAULTS, UNBOUNDED, Settings, environment_line, parse_settings
-from zprof.frag.replay import ALLOC, EMPTY, RELEASE, REQUEST, Events, Lane, Replayed, replay
 from zprof.frag.stranding import stranding
 
 MIB = 1 << 20
@@ -270,7 +283,7 @@ def test_arrays_grow_while_a_replay_runs() -> None:
 
 CHECK = """
 import sys
-from zprof.frag.replay import ALLOC, Events, replay
+from offload.allocator import ALLOC, Events, replay
 sys.exit(replay(Events.of([(ALLOC, 0, 5 << 20)])).peak_reserved != 20 << 20)
 """
 

@@ -64,7 +64,7 @@ def frag(
     \b
     Example:  zprof frag oom.pickle --need 512MiB --limit 40GiB --settings expandable_segments:True
     """
-    from zprof.frag.allocator_settings import parse_settings
+    from offload.allocator import parse_settings
     from zprof.frag.study import study
 
     try:

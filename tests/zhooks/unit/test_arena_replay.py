@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 import zhooks
+from offload.allocator import ALLOC, RELEASE, Events, replay
 from offload.events import Event, listen
 from tests.support.inside import pool_of
 from tests.support.ranks import Pool
 from tests.support.widening import VOCAB, Widening
-from zprof.frag.replay import ALLOC, RELEASE, Events, replay
 from zprof.recording.storages import Storages
 from zprof.recording.tracker import Tracker
 from zprof.rows import RowKind

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
+from offload.allocator import Settings
 from offload.text import as_size
-from zprof.frag.allocator_settings import Settings
 from zprof.frag.snapshot import ACTIVE, INACTIVE, Block, Segment
 
 __all__ = ["Answer", "Part", "parts", "total", "would_succeed"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 
-from zprof.frag.replay import Level
+from offload.allocator import Level
 from zprof.frag.snapshot import ACTIVE, INACTIVE, Entry, Snapshot
 
 __all__ = ["history"]

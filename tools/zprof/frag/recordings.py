@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from zprof.frag.allocator_settings import DEFAULTS
-from zprof.frag.replay import ALLOC, EMPTY, RELEASE, REQUEST, Events, Lane, Replayed, replay
+from offload.allocator import ALLOC, DEFAULTS, EMPTY, RELEASE, REQUEST, Events, Lane, Replayed, replay
 from zprof.frag.snapshot import INACTIVE, Entry, Frame, Snapshot, checked
 from zprof.rows import RowKind, TraceError, placement
 

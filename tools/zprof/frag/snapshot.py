@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from offload.allocator import Block, Entry, Frame, Segment
 from zprof.frag.snapshot_files import decoded, read_bytes
 from zprof.rows import TraceError
 
@@ -54,54 +55,6 @@ _MOST_TEXT = 4096
 #: No address or size is larger: sums of all of them stay whole numbers of 64 bits.
 _MOST_ADDRESS = 1 << 62
 _MOST_SIZE = 1 << 44
-
-
-class Frame(NamedTuple):
-    """One line of a stack."""
-
-    filename: str
-    line: int
-    name: str
-
-
-class Block(NamedTuple):
-    """A part of a segment; ``requested`` is what was asked for, 0 where it is free."""
-
-    address: int
-    size: int
-    requested: int
-    state: str
-    frames: tuple[Frame, ...] = ()
-
-
-class Entry(NamedTuple):
-    """One event of a device's history; ``size`` of an allocation is what was asked for. ``device_free``: of "oom" only."""
-
-    action: str
-    address: int
-    size: int
-    stream: int
-    time_us: int
-    pool: tuple[int, int] | None = None
-    device_free: int = 0
-    frames: tuple[Frame, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Memory of the device that the allocator holds; of an expandable segment one contiguous mapped range.
-
-    ``blocks`` lie one after the other, and fill it. ``pool`` is (0, 0), or the id of a graph's or a program's own pool.
-    """
-
-    device: int
-    address: int
-    total_size: int
-    stream: int
-    large: bool
-    pool: tuple[int, int]
-    expandable: bool
-    blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True, slots=True)

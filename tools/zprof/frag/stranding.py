@@ -6,7 +6,7 @@ never measures anything.
 
 from __future__ import annotations
 
-from zprof.frag.replay import ALLOC, RELEASE, Events
+from offload.allocator import ALLOC, RELEASE, Events
 
 __all__ = ["stranding"]
 

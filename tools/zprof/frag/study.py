@@ -9,14 +9,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload.allocator import DEFAULTS, Level, Replayed, Settings, parse_settings, replay
 from offload.errors import PolicyError
 from offload.regular_files import open_regular
 from offload.text import as_size
-from zprof.frag.allocator_settings import DEFAULTS, Settings, parse_settings
 from zprof.frag.fragmentation import Answer, Part, parts, would_succeed
 from zprof.frag.history import history
 from zprof.frag.recordings import Recording, Score, of_snapshot, of_trace, score
-from zprof.frag.replay import Level, Replayed, replay
 from zprof.frag.snapshot import Segment, Snapshot, checked, load_snapshot
 from zprof.rows import TraceError
 from zprof.trace.frames import MAGIC

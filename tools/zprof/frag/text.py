@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from offload.allocator import Level, Replayed, environment_line
 from offload.text import as_size
-from zprof.frag.allocator_settings import environment_line
 from zprof.frag.fragmentation import Answer, Part, total
-from zprof.frag.replay import Level, Replayed
 from zprof.frag.study import Study
 
 __all__ = ["as_json", "as_text"]

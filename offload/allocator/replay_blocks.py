@@ -26,7 +26,7 @@ import numpy as np
 from numba import boolean, int32, int64, njit, uint8, void
 from numpy.typing import NDArray
 
-from zprof.frag.machine_code import keeps
+from offload.allocator.machine_code import keeps
 
 Cells = NDArray[np.int64]
 Table = NDArray[np.int64]

@@ -16,7 +16,7 @@ Note: [What the model leaves out]
 
 from __future__ import annotations
 
-from zprof.frag.replay_blocks import (
+from offload.allocator.replay_blocks import (
     ACTIVE,
     ACTIVE_BYTES,
     ADDRESS,

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.allocator import machine_code
+from offload.allocator.segments import Block, Entry, Segment
+from offload.allocator.settings import DEFAULTS, Settings
 from offload.errors import CapabilityError
-from zprof.frag import machine_code
-from zprof.frag.allocator_settings import DEFAULTS, Settings
-from zprof.frag.snapshot import Block, Entry, Segment
 
 __all__ = ["ALLOC", "EMPTY", "RELEASE", "REQUEST", "Events", "Failure", "Lane", "Level", "Replayed", "replay"]
 
@@ -194,7 +194,7 @@ def _loops() -> tuple[Any, Any]:
 
 
 def _imported() -> tuple[Any, Any]:
-    return import_module("zprof.frag.replay_loops"), import_module("zprof.frag.replay_blocks")
+    return import_module("offload.allocator.replay_loops"), import_module("offload.allocator.replay_blocks")
 
 
 class _Memory:
