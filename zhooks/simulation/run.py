@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from offload.allocator import parse_settings
 from offload.errors import SimulationError, ZhooksError
 from offload.hardware import Hardware
 from offload.policy import Policy
@@ -30,6 +31,7 @@ from zhooks.comm import ranks_on_paper
 from zhooks.simulation.calls import program_calls
 from zhooks.simulation.costs import HardwareCosts
 from zhooks.simulation.measure import Holders, Peak, covered
+from zhooks.simulation.reserved import Allocations, Reserved
 from zhooks.simulation.slowdown import Pace, Slowdown, slowest
 
 __all__ = ["Simulation", "simulate"]
@@ -60,6 +62,7 @@ class Simulation:
         device_memory, host_memory: what there is on the hardware, of the host this rank's share.
         rank: whose step it is: one that all are like, or the slowest.
         waiting_s: seconds in which ranks that are not slow wait for those that are.
+        reserved: what torch's caching allocator would have reserved; None where none was asked for.
     """
 
     hardware: str
@@ -81,11 +84,13 @@ class Simulation:
     host_memory: int
     rank: int = 0
     waiting_s: float = 0.0
+    reserved: Reserved | None = None
 
     @property
     def fits(self) -> bool:
         """The device and the host have what is held there at most.  A step goes on where they have not."""
-        return self.device.nbytes <= self.device_memory and self.host.nbytes <= self.host_memory
+        placed = self.reserved is None or not self.reserved.failed
+        return placed and self.device.nbytes <= self.device_memory and self.host.nbytes <= self.host_memory
 
     @property
     def tflops(self) -> float:
@@ -113,6 +118,11 @@ class Simulation:
             if peak.nbytes > there:
                 missing = as_size(peak.nbytes - there)
                 lines.append(f"  does not fit: {missing} more than the {as_size(there)} of the {what}")
+        if self.reserved is not None:
+            most, stuck, failed = as_size(self.reserved.nbytes), as_size(self.reserved.stuck), self.reserved.failed
+            lines.append(f"  reserved by torch's allocator: {most}, up to {stuck} of it free and stuck")
+            if failed:
+                lines.append(f"  does not fit: the allocator failed at {failed} requests")
         if self.joules is not None:
             lines.append(f"  {self.joules:,.0f} J a step" + ("" if self.price is None else f", {self.price:.4f} USD"))
         lines += [f"  race: {race}" for race in self.races]
@@ -131,6 +141,7 @@ def simulate(
     check_races: bool = True,
     follow: Callable[[Machine], AbstractContextManager[object]] | None = None,
     slow: Slowdown | Sequence[Slowdown] = (),
+    allocator: str | None = None,
 ) -> Simulation:
     """Predict a training step of ``world`` ranks on hardware, in this process, without any of it.
 
@@ -149,11 +160,16 @@ def simulate(
             records what happens: it adds itself to the machine's listeners.
         slow: ranks that are slower than the profile says; what is returned is the slowest rank's then, and ``build`` and
             ``step`` are called for one without them as well.
+        allocator: settings of torch's caching allocator, as in PYTORCH_ALLOC_CONF ("" is torch's default): what it reserves is
+            found, too, by a compiled model (needs numba); None leaves it out.
     Raises:
         SimulationError: ``step`` needs data, or a process group is there already.
         HardwareError: the profile cannot be read, or lacks what is asked of it.
         BudgetError: the policy does not fit the hardware.
+        PolicyError: ``allocator`` cannot be read.
+        CapabilityError: ``allocator`` needs numba, or the virtual device a torch that takes devices written in Python.
     """
+    settings = None if allocator is None else parse_settings(allocator)
     profile = Hardware.of(hardware)
     if steps < 1 or world < 1:
         raise SimulationError(f"simulate: expected at least one step of one rank, found steps = {steps} and world = {world}.")
@@ -170,6 +186,9 @@ def simulate(
     holders, races = Holders(), Races()
     with Machine(costs).on() as machine, ranks_on_paper(world), ExitStack() as following:
         machine.listeners += [holders, races] if check_races else [holders]
+        allocations = Allocations(machine)
+        if settings is not None:
+            machine.listeners.append(allocations)
         if follow is not None:
             following.enter_context(follow(machine))
         axes = _mesh(mesh, world)
@@ -189,6 +208,9 @@ def simulate(
                     machine.current.synchronize()
             following.close()
             result = _result(machine, costs, holders, world, begin, issued, before)
+            if settings is not None:
+                machine.listeners.remove(allocations)
+                result = replace(result, reserved=allocations.reserved(settings, costs.memory[ACCELERATOR]))
             if pace is not None and alike is not None:
                 result = _beside(result, alike, pace, costs)
         except BaseException:
