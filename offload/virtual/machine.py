@@ -41,12 +41,14 @@ class Costs(Protocol):
     Attributes:
         accelerated: operations run beside the host, on streams.
         issue: of the host's, for every operation.
+        spare_cores: threads of the host's run beside the program.
         call: of the host's, for every function that Python calls; 0 counts none.
         memory: bytes of the accelerator, and for this rank of its host and its disk.
     """
 
     accelerated: bool
     issue: float
+    spare_cores: bool
     call: float
     memory: tuple[int, int, int]
 
@@ -230,7 +232,9 @@ class Machine:
         return Stream(self, name or f"stream {self._streams}", self._streams)
 
     def side(self, lane: str) -> Stream:
-        """The one of that name, made when it is first asked for; a thread of the host's is one, too."""
+        """The one of that name, made when it is first asked for; a thread of the host's is one if it has a core to run on."""
+        if not self.costs.spare_cores:
+            return self.host
         if lane not in self._sides:
             self._streams += 1
             self._sides[lane] = Stream(self, lane, self._streams)

@@ -26,6 +26,7 @@ class Flat:
     accelerated: bool = True
     issue: float = 0.25
     call: float = 0.0
+    spare_cores: bool = True
     memory: tuple[int, int, int] = (1 << 40, 1 << 40, 1 << 40)
     kernel: float = 1.0
     transfer: float = 10.0

@@ -37,6 +37,7 @@ class HardwareCosts:
         self.issue, self.call = self.model.dispatch, hardware.host.call or 0.0
         # What ranks of one node share.
         self._beside = min(world, hardware.device.count)
+        self.spare_cores = self.accelerated or hardware.host.cores > self._beside
         disk = 0 if hardware.disk is None else hardware.disk.count * hardware.disk.capacity
         self.memory = (hardware.device.memory, hardware.host.memory // self._beside, disk // self._beside)
         self.flops, self.link_nbytes, self.network_nbytes = 0, 0.0, 0.0

@@ -125,3 +125,12 @@ def test_a_device_says_what_is_free_of_the_machine_s_memory() -> None:
         del kept
         assert device.memory() == (1000, 1000)
         device.close()
+
+
+@on_virtual()
+def test_a_host_without_a_core_to_spare_does_the_work_of_its_threads_itself() -> None:
+    for spare in (True, False):
+        with machine(accelerated=False, spare_cores=spare) as made:
+            beside = made.side("disk")
+            made.do("disk read", beside, 7.0, 0, [])
+            assert (made.now == 0.0) is spare and (beside is made.host) is not spare
