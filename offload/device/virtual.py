@@ -90,7 +90,7 @@ class VirtualDevice(CudaDevice):
         return None
 
     def map_host(self, nbytes: int) -> HostMemory:
-        return MemoryRun(self.machine, nbytes, self.host.index)
+        return MemoryRun(self.machine, nbytes, HOST, self.host.index)
 
     def copy(self, out: Tensor, source: Tensor, key: str = "", *, after: Mark = None) -> HostWork:
         if self.addresses_host or not (self.calls.here(out) or self.calls.here(source)):
@@ -173,17 +173,22 @@ class VirtualWork:
 
 
 class MemoryRun:
-    """A run of the host's memory, until it is closed; its tensors are at ``index``, where what computes with them looks."""
+    """A run of one of the machine's memories, until it is closed.
 
-    def __init__(self, machine: Machine, nbytes: int, index: int) -> None:
-        self._machine, self._nbytes, self._index = machine, nbytes, index
+    Args:
+        memory: the one that it takes from.
+        index: of its tensors: where what computes with them looks.
+    """
+
+    def __init__(self, machine: Machine, nbytes: int, memory: int, index: int) -> None:
+        self._machine, self._nbytes, self._memory, self._index = machine, nbytes, memory, index
         self._address = take_address(nbytes)
         machine.mapped.add(self._address)
-        machine.allocated(self._address, nbytes, HOST)
+        machine.allocated(self._address, nbytes, memory)
 
     def tensor(self, start: int, nbytes: int) -> Tensor:
         return memory_at(self._address + start, round_up(nbytes), nbytes, self._index)
 
     def close(self) -> None:
-        self._machine.freed(self._address, self._nbytes, HOST)
+        self._machine.freed(self._address, self._nbytes, self._memory)
         self._machine.mapped.discard(self._address)

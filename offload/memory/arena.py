@@ -307,7 +307,7 @@ class _VirtualMemory:
     """On the virtual device, of the machine that is on."""
 
     def __init__(self, nbytes: int) -> None:
-        self._mapping = MemoryRun(running(), nbytes, ACCELERATOR) if nbytes else None
+        self._mapping = MemoryRun(running(), nbytes, ACCELERATOR, ACCELERATOR) if nbytes else None
 
     def range(self, start: int, whole: int, nbytes: int) -> tuple[Tensor, Any]:
         assert self._mapping is not None

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
+from offload.virtual.dispatch import by_key
+
 __all__ = ["Choices", "made_whole"]
 
 _aten: Any = torch.ops.aten
@@ -80,7 +82,7 @@ class Choices:
     def _dropout(self, x: Tensor, p: float, train: bool) -> Tensor:
         """A CPU has no fused kernel for it."""
         if self._accelerated() or not train or not 0 < p < 1 or not x.numel():
-            fused: Tensor = _aten.dropout.default._op_dk(DispatchKey.CompositeImplicitAutograd, x, p, train)
+            fused: Tensor = by_key(DispatchKey.CompositeImplicitAutograd, _aten.dropout.default, x, p, train)
             return fused
         noise = torch.empty_like(x).bernoulli_(1 - p)
         noise.div_(1 - p)
@@ -90,7 +92,7 @@ class Choices:
         """One operation on a CPU, whatever is inside; on a GPU it is those it is made of."""
         if not self._accelerated():
             return cast(Tensor, self._run(_aten._safe_softmax.default, x, dim, dtype))
-        made: Tensor = _aten._safe_softmax.default._op_dk(DispatchKey.CompositeExplicitAutograd, x, dim, dtype)
+        made: Tensor = by_key(DispatchKey.CompositeExplicitAutograd, _aten._safe_softmax.default, x, dim, dtype)
         return made
 
     def _lstm(
@@ -101,7 +103,7 @@ class Choices:
         plain = x.dtype is torch.float32 and has_biases and not bidirectional and weights[1].shape[1] == state[0].shape[-1]
         if self._accelerated() or not plain or not torch.backends.mkldnn.is_available():
             arguments = (x, state, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-            cells: tuple[Tensor, Tensor, Tensor] = _aten.lstm.input._op_dk(DispatchKey.CompositeImplicitAutograd, *arguments)
+            cells: tuple[Tensor, Tensor, Tensor] = by_key(DispatchKey.CompositeImplicitAutograd, _aten.lstm.input, *arguments)
             return cells
         x = x.transpose(0, 1) if batch_first else x
         hidden, cell = [], []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
 
+from offload.virtual.dispatch import by_key
 from offload.virtual.memory import NAME, new
 from offload.virtual.operations import run
 from offload.virtual.refused import no_data
@@ -50,13 +51,13 @@ def _empty_strided(
 
 
 def _set_storage(self: Tensor, source: Any, storage_offset: int, size: Sequence[int], stride: Sequence[int] = ()) -> Tensor:
-    out: Tensor = _aten.set_.source_Storage_storage_offset._op_dk(DispatchKey.CPU, self, source, storage_offset, size, stride)
+    out: Tensor = by_key(DispatchKey.CPU, _aten.set_.source_Storage_storage_offset, self, source, storage_offset, size, stride)
     return out
 
 
 def _alias(tensor: Tensor) -> Tensor:
     size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-    out: Tensor = _aten.as_strided.default._op_dk(DispatchKey.CPU, tensor, size, stride, offset)
+    out: Tensor = by_key(DispatchKey.CPU, _aten.as_strided.default, tensor, size, stride, offset)
     return out
 
 

@@ -29,7 +29,7 @@ from offload.virtual.autocast import refuses_cuda
 from offload.virtual.memory import ACCELERATOR, HOST, NAME, reach
 from offload.virtual.operations import forget
 from offload.virtual.python_functions import PythonFunctions
-from offload.virtual.torch_device import register
+from offload.virtual.torch_device import errors_of_backward, register
 from offload.virtual.watcher import Operation, watch
 
 __all__ = ["Access", "Costs", "Happening", "Listener", "Machine", "Moment", "Stream", "running"]
@@ -216,7 +216,7 @@ class Machine:
         watch(self)
         _running = self
         try:
-            with refuses_cuda(), PythonFunctions():
+            with errors_of_backward(), refuses_cuda(), PythonFunctions():
                 yield self
         finally:
             _running = None

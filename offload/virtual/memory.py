@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from offload.pages import ALIGN
+from offload.virtual.dispatch import by_key
 from offload.virtual.dlpack import Empty
 from offload.virtual.watcher import watcher
 
@@ -57,7 +58,7 @@ def _storage(address: int, nbytes: int, index: int) -> torch.UntypedStorage:
 
 def _over(storage: Any, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, index: int) -> Tensor:
     bare = _bare(dtype, index)
-    out: Tensor = _aten.set_.source_Storage_storage_offset._op_dk(DispatchKey.CPU, bare, storage, 0, size, stride)
+    out: Tensor = by_key(DispatchKey.CPU, _aten.set_.source_Storage_storage_offset, bare, storage, 0, size, stride)
     return out
 
 
@@ -69,7 +70,7 @@ def _template(dtype: torch.dtype, index: int) -> Tensor:
 
 
 def _bare(dtype: torch.dtype, index: int) -> Tensor:
-    bare: Tensor = _aten.as_strided.default._op_dk(DispatchKey.CPU, _template(dtype, index), (0,), (1,), 0)
+    bare: Tensor = by_key(DispatchKey.CPU, _aten.as_strided.default, _template(dtype, index), (0,), (1,), 0)
     return bare
 
 

@@ -22,6 +22,7 @@ from torch._C import DispatchKey
 
 from offload.errors import SimulationError
 from offload.virtual.choices import made_whole
+from offload.virtual.dispatch import by_key
 from offload.virtual.memory import NAME, fresh, new, reach
 from offload.virtual.refused import no_data, other_autocast, user_line
 from offload.virtual.watcher import Operation, watcher
@@ -60,7 +61,7 @@ def run(overload: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation with a tensor of this device among its arguments, below autograd."""
     signature = _signature(overload)
     if signature.view:
-        return overload._op_dk(DispatchKey.CPU, *args, **kwargs)
+        return by_key(DispatchKey.CPU, overload, *args, **kwargs)
     if torch.is_autocast_enabled("cuda"):
         raise other_autocast(user_line())
     tensors: list[Tensor] = []
@@ -249,4 +250,4 @@ def _tensors(value: Any) -> list[Tensor]:
 def _resize(own: Tensor, to: _Size) -> None:
     """An ``out`` argument that takes the shape of the result."""
     storage = fresh(reach(to.size, to.stride) * to.dtype.itemsize, own.device.index)
-    _aten.set_.source_Storage_storage_offset._op_dk(DispatchKey.CPU, own, storage, 0, to.size, to.stride)
+    by_key(DispatchKey.CPU, _aten.set_.source_Storage_storage_offset, own, storage, 0, to.size, to.stride)

@@ -10,18 +10,26 @@ Note: [Shapes without data]
     storages of their own.  So autograd, modules, optimizers and all code of ours take the ways they take on a GPU.  What asks
     for a value (``item()``, ``cpu()``, a mask's indices) cannot be answered, and is refused with the line that asked.
 
+Note: [Errors in backward]
+    Autograd asks our device guard for its device while an error of a saved tensor's hook is on its way, with that error still
+    pending in Python, which ends the process.  So the guard takes the error, and torch, which finds none then, raises a
+    SystemError; ``errors_of_backward`` puts the first one back in its place.
+
 Note: [Two places]
     Index 0 is the accelerator's memory, index 1 page-locked memory of its host: what is computed there is the host's work.
 """
 
 from __future__ import annotations
 
+import ctypes
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from offload.errors import CapabilityError
+from offload.errors import CapabilityError, SimulationError
 from offload.virtual.autocast import autocast_kernels
 from offload.virtual.choices import Choices
 from offload.virtual.kernels import KERNELS
@@ -29,7 +37,7 @@ from offload.virtual.memory import ACCELERATOR, NAME
 from offload.virtual.operations import run
 from offload.virtual.watcher import watcher
 
-__all__ = ["register"]
+__all__ = ["errors_of_backward", "register"]
 
 
 class _Backend:
@@ -65,6 +73,46 @@ class _Backend:
 
 
 _kept: list[Any] = []
+#: Errors that the guard took.
+_pending: list[BaseException] = []
+
+
+def _guard() -> Any:
+    guard: Any = torch._C._acc
+    kind: Any = torch._C._autograd
+    occurred = ctypes.pythonapi.PyErr_Occurred
+
+    class Guard(guard.DeviceGuard):  # type: ignore[misc]
+        def type_(self, pending: Any = occurred, take: Any = _pending.append, kind: Any = kind.DeviceType.PrivateUse1) -> Any:
+            # With an error pending, Python can do little but this: ctypes raises it here.
+            try:
+                pending()
+            except BaseException as error:
+                take(error)
+            return kind
+
+    return Guard()
+
+
+@contextmanager
+def errors_of_backward() -> Iterator[None]:
+    """See Note [Errors in backward]; also names the one cause of an assertion of torch's that its users meet here."""
+    _pending.clear()
+    try:
+        yield
+    except SystemError as error:
+        if not _pending:
+            raise
+        raise _pending[0] from error
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise SimulationError(
+            "simulate: expected a process in which no backward has run yet, for torch counts devices at its first; found one "
+            "that has run some. Simulate before training, or in another process."
+        ) from error
+    finally:
+        _pending.clear()
 
 
 def register() -> None:
@@ -88,7 +136,7 @@ def register() -> None:
             f'the virtual device: expected that no other backend of its kind is loaded, found "{known}". Simulate in a process '
             "that does not import it."
         )
-    setup(rename=NAME, backend_module=_Backend())
+    setup(rename=NAME, backend_module=_Backend(), device_guard=_guard())
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(run, "PrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from offload.errors import SimulationError
 from offload.virtual import ACCELERATOR, HOST
@@ -128,3 +131,51 @@ def test_gradients_pass_through_what_gpus_and_cpus_have_other_kernels_for(accele
         # In evaluation, and without a graph, too.
         with torch.no_grad():
             assert F.dropout(x, 0.5, training=False).shape == rnn(x.flatten(0, 1))[0].unflatten(0, (2, 4)).shape == x.shape
+
+
+@on_virtual()
+def test_tensors_share_no_versions_where_a_mode_surrounds_them() -> None:
+    with machine(), torch.device("virtual"):
+        first, second = torch.empty(4), torch.empty(4)
+        first.add_(1)
+        assert (first._version, second._version) == (1, 0)
+        view = first.view(2, 2)
+        view.add_(1)
+        assert first._version == 2
+
+
+@on_virtual()
+def test_an_error_of_what_backward_unpacks_is_raised_and_the_process_lives() -> None:
+    calls: list[None] = []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(None)
+        if len(calls) > 1:
+            x.sum().item()
+        return x.sin()
+
+    for _ in range(2):
+        calls.clear()
+        with pytest.raises(SimulationError, match=r"item\(\) at .*test_torch_device.py:\d+"), machine():
+            x = torch.ones(3, device="virtual", requires_grad=True)
+            checkpoint(forward, x, use_reentrant=False).sum().backward()
+    with pytest.raises(ValueError, match="of the user's"), machine():
+        x = torch.ones(3, device="virtual", requires_grad=True)
+        y = x.sin()
+        y.register_hook(raises)
+        y.sum().backward()
+
+
+def raises(grad: Tensor) -> None:
+    raise ValueError("of the user's")
+
+
+def test_a_simulation_after_the_process_s_first_backward_says_so() -> None:
+    program = """
+import torch, zhooks
+torch.ones(1, requires_grad=True).sum().backward()
+zhooks.simulate(lambda: torch.nn.Linear(4, 4), lambda model: model(torch.empty(2, 4, device="virtual")).sum().backward())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 1
+    assert "SimulationError: simulate: expected a process in which no backward has run yet" in done.stderr.splitlines()[-1]
