@@ -69,7 +69,9 @@ def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return change(value) if value.is_floating_point() else value
-    inner, structure = tree_flatten(value, is_leaf=lambda found: found is not value)
+    # By its identity: what torch flattens with is a cycle, which would keep the value's tensors until Python collects garbage.
+    own = id(value)
+    inner, structure = tree_flatten(value, is_leaf=lambda found: id(found) != own)
     if len(inner) == 1 and inner[0] is value:
         return _fields(value, change) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     changed = [each(found, change) for found in inner]

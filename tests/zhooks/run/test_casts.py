@@ -5,6 +5,8 @@ pytest runs it over real ranks. Modules that rules have compute in another dtype
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,3 +71,20 @@ def test_what_is_of_the_dtype_already_is_handed_on_as_it_is() -> None:
     given = Batch(torch.ones(2, 4, dtype=torch.bfloat16))
     model(given)
     assert model.seen[-1] is given
+
+
+@on_ranks(1, precision=({}, {"param": "bf16"}, {"param": "bf16", "cast_inputs": "unit"}, {"param": "fp16", "loss_scale": 8}))
+def test_what_a_forward_was_given_is_freed_without_collecting_garbage(precision: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zhooks.attach(model, policy={"precision": precision, "units": {"min_numel": 0}})
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            given = torch.ones(2, 4)
+            alive = weakref.ref(given)
+            model(given).float().sum().backward()
+            del given
+            assert alive() is None
+    finally:
+        gc.enable()
