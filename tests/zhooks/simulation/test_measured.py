@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.hardware import Hardware
+from tests.support.on_ranks import place
 from tests.support.ranks import Pool
 from zhooks.simulation import simulate
 from zprof.ledger.ledger import Ledger
@@ -89,17 +90,24 @@ def measured(case: str, folder: str) -> int:
     """The peak of two steps on this rank, as zprof's recorder counts storages."""
     name, policy = CASES[case]
     build, step = programs(name)
+    # What earlier work of this process has left is none of this model's.
+    before = peak(Path(folder) / "before.zprof", lambda: None)
     model, _ = build()
     attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, "disk": {"path": folder}, **policy})
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         step(model, optimizer)
-    gc.collect()
-    path = Path(folder) / f"{attachment.rank}.zprof"
-    with Recorder(path, level="alloc").listen():
-        for _ in range(2):
-            step(model, optimizer)
+    found = peak(Path(folder) / "steps.zprof", lambda: [step(model, optimizer) for _ in range(2)])
     attachment.detach()
+    return found - before
+
+
+def peak(path: Path, work: Callable[[], object]) -> int:
+    """The most bytes that this rank's storages hold meanwhile."""
+    gc.collect()
+    path = path.with_stem(f"{path.stem}.{place()[0]}")
+    with Recorder(path, level="alloc").listen():
+        work()
     return Ledger.of(Trace.open(path)).peak("device").nbytes
 
 
