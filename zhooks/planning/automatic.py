@@ -10,7 +10,9 @@ Note: [Order of preference]
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -19,7 +21,7 @@ from offload.device import Device, open_device
 from offload.errors import BudgetError
 from offload.text import as_size
 from offload.tier import Tier
-from zhooks.comm import Comm, least
+from zhooks.comm import CONTROL, Call, Comm, all_or_none, least, text_digest
 from zhooks.plan import Request
 from zhooks.planning.axes import Candidate, candidates
 from zhooks.planning.best_first import Limits, Memory
@@ -38,7 +40,10 @@ def chosen_for(request: Request, comm: Comm) -> Request:
         BudgetError: no placement fits; with the least memory that one needs, on every rank.
     """
     base, replicas = request.policy, comm.replicate.axis.world
-    limits = _agreed(_capacity(request, comm), comm)
+    ranks = _beside(comm)
+    with all_or_none(comm.stage, "attach"):
+        mine = _capacity(request, ranks)
+    limits = _agreed(mine, comm)
     trained = [param for param in request.model.parameters() if param.requires_grad]
     # What is not known yet is taken to be Adam's.
     optimizer = request.known[0] if request.known else torch.optim.AdamW(trained) if trained else None
@@ -68,17 +73,17 @@ def chosen_for(request: Request, comm: Comm) -> Request:
     return replace(request, policy=best.policy(base), chosen=why)
 
 
-def _capacity(request: Request, comm: Comm) -> Limits:
-    """What this rank may use."""
+def _capacity(request: Request, ranks: int) -> Limits:
+    """What this rank may use, being one of so many on its machine."""
     seam = open_device(request.device)
     try:
-        return _limits(seam, request, comm)
+        return _limits(seam, request, ranks)
     finally:
         seam.close()
 
 
-def _limits(seam: Device, request: Request, comm: Comm) -> Limits:
-    folder, ranks = request.policy.disk.folder, _beside(comm, request.device)
+def _limits(seam: Device, request: Request, ranks: int) -> Limits:
+    folder = request.policy.disk.folder
     # What the model takes now is what it will be made of.
     own = sum(param.nbytes for param in request.model.parameters() if param.device == request.device)
     host = available(Tier.HOST, seam, folder, machine=seam.facts) // ranks
@@ -89,10 +94,22 @@ def _limits(seam: Device, request: Request, comm: Comm) -> Limits:
     return Limits(int((seam.memory()[0] + own) * (1 - ACTIVATIONS)), host, disk)
 
 
-def _beside(comm: Comm, device: torch.device) -> int:
-    """How many ranks share this machine, at the most."""
-    world = comm.stage.axis.world
-    return min(world, max(1, torch.cuda.device_count())) if device.type == "cuda" else world
+def _beside(comm: Comm) -> int:
+    """How many ranks share this machine's memory and disk.  Collective."""
+    axis = comm.stage.axis
+    machines = torch.zeros(axis.world, dtype=torch.int64)
+    # Devices that a process sees do not tell: each rank may have been given one alone.
+    machines[axis.rank] = mine = text_digest(_machine())
+    comm.stage.all_reduce(Call(CONTROL, "count ranks", "of a machine"), machines, "sum")
+    return int((machines == mine).sum())
+
+
+def _machine() -> str:
+    """The same for all processes of a machine, whatever container they are in."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return socket.gethostname()
 
 
 def _agreed(mine: Limits, comm: Comm) -> Limits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.budget import Bound, Machine
 from offload.events import Recorder
+from offload.text import parse_size
 from tests.support.on_ranks import from_first, on_ranks, place
 
 WIDTH = 256
@@ -61,6 +64,36 @@ def test_the_least_memory_of_any_rank_chooses_for_all() -> None:
     assert "disk" in (chosen.parameter.tier, chosen.optimizer.tier) and chosen.stage == 3
     assert (free.policy.parameter.tier, free.policy.optimizer.tier) == ("device", "device")
     assert from_first(chosen.values()) == chosen.values()
+
+
+@on_ranks(2)
+def test_what_one_rank_cannot_find_out_is_refused_on_all() -> None:
+    rank, _ = place()
+
+    def gone(self: Machine, folder: Path) -> int:
+        raise zhooks.TierError("disk: gone")
+
+    with pytest.MonkeyPatch.context() as patched:
+        memory(patched, 1 << 30)
+        if rank == 1:
+            patched.setattr(Machine, "disk_free", gone)
+        with pytest.raises(zhooks.ZhooksError, match="disk: gone"):
+            zhooks.attach(net(), policy="auto")
+
+
+@on_ranks(2)
+def test_memory_is_divided_by_the_ranks_of_a_machine() -> None:
+    rank, _ = place()
+    with pytest.MonkeyPatch.context() as patched:
+        memory(patched, 1 << 24)
+        shared = zhooks.attach(net(), policy="auto").describe()
+    with pytest.MonkeyPatch.context() as patched:
+        memory(patched, 1 << 24)
+        patched.setattr(Path, "read_text", lambda self, encoding: f"machine-{rank}")
+        alone = zhooks.attach(net(), policy="auto").describe()
+    within = [parse_size(re.findall(r"within ([0-9.]+ \w+) of the device", text)[0]) for text in (shared, alone)]
+    # Half of a rank's 8 MiB or 16, and of the model's own 1.004 MiB.
+    assert within[1] - within[0] == pytest.approx(1 << 22, rel=0.01)
 
 
 @on_ranks(1)
