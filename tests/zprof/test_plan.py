@@ -98,6 +98,7 @@ def test_a_step_that_needs_data_is_one_line_that_names_its_own() -> None:
         (["planned_job.py:job", "--hardware", "h10"], 1, "did you mean h100"),
         (["planned_job.py:job", "--policy", "keeps.toml", "-o", "keeps.toml", "-f"], 1, "is what is read"),
         (["planned_job.py:job", "--policy", "none.toml"], 1, "none.toml"),
+        (["planned_job.py:job", "-o", "gone/found.toml"], 1, "gone/found.toml: cannot be written"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_is_simulated(arguments: list[str], code: int, said: str) -> None:

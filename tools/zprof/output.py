@@ -6,6 +6,7 @@ that a pipe, a link or a device is refused, and whatever fails leaves what was t
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ def check_output(path: Path, inputs: Sequence[Path], *, force: bool) -> None:
     """Refuse before the work starts what `write_output` could not or must not write.
 
     Raises:
-        Problem: something is there already and ``force`` was not said, or it is no plain file, or is one of the inputs.
+        Problem: something is there already and ``force`` was not said, its folder is not there, or it is no plain file,
+            or is one of the inputs.
     """
     if path.is_dir():
         raise Problem(f"{path}: expected a file to write, found a directory; name a file with -o")
@@ -28,6 +30,8 @@ def check_output(path: Path, inputs: Sequence[Path], *, force: bool) -> None:
         raise Problem(f"{path}: is what is read; name another file with -o")
     if os.path.lexists(path) and not force:
         raise Problem(f"{path}: exists already; overwrite it with -f, or name another with -o")
+    if not path.parent.exists():
+        raise Problem(f"{path}: cannot be written: {os.strerror(errno.ENOENT)}")
     try:
         replaceable(path)
     except (OSError, ValueError) as error:
