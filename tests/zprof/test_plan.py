@@ -99,6 +99,7 @@ def test_a_step_that_needs_data_is_one_line_that_names_its_own() -> None:
         (["planned_job.py:job", "--policy", "keeps.toml", "-o", "keeps.toml", "-f"], 1, "is what is read"),
         (["planned_job.py:job", "--policy", "none.toml"], 1, "none.toml"),
         (["planned_job.py:job", "-o", "gone/found.toml"], 1, "gone/found.toml: cannot be written"),
+        (["planned_job.py:job", "--device", "81GiB"], 1, "expected device from 0 to the 80 GiB that h100 has"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_is_simulated(arguments: list[str], code: int, said: str) -> None:

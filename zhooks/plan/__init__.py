@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zhooks.plan.arena import rest_reserve, shards_reserve
-from zhooks.plan.checks import check_holds, check_ignored, check_scaled
+from zhooks.plan.checks import check_holds, check_ignored, check_module, check_scaled
 from zhooks.plan.device_budget import DeviceBudget, device_floor, ignored_here, state_nbytes
 from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import STAGED_NBYTES, Layouts
@@ -24,6 +24,7 @@ __all__ = [
     "check_change",
     "check_holds",
     "check_ignored",
+    "check_module",
     "check_scaled",
     "device_floor",
     "ignored_here",

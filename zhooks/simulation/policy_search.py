@@ -23,6 +23,7 @@ from offload.text import as_size
 from offload.tier import Tier, Tiers
 from offload.virtual import NAME, Machine, running
 from zhooks.layout import Ignored
+from zhooks.plan import check_module
 from zhooks.planning import (
     TIE,
     Batch,
@@ -185,6 +186,7 @@ def _needs(build: Build, base: Policy, profile: Hardware, world: int) -> Needs:
     with Machine(HardwareCosts(profile, world)).on(), torch.device(NAME):
         built = build()
     model, *optimizers = built if isinstance(built, tuple) else (built,)
+    check_module(model)
     ignored = Ignored.of(model, base.units.ignore, ShardedTensor)
     place = next((param.device for param in model.parameters()), torch.device(NAME, 0))
     return Needs(model, optimizers[0] if optimizers else None, base, world, ignored, place)
@@ -196,6 +198,13 @@ def _limits(profile: Hardware, world: int, device: int | None, host: int | None,
     drives = 0 if profile.disk is None else profile.disk.count * profile.disk.capacity
     node_disk = drives if disk is None else disk
     own = profile.device.memory if device is None else device
+    there = {"device": (device, profile.device.memory), "host": (host, profile.host.memory), "disk": (disk, drives)}
+    for name, (asked, most) in there.items():
+        if asked is not None and not 0 <= asked <= most:
+            raise SimulationError(
+                f"find_policy: expected {name} from 0 to the {as_size(most)} that {profile.name} has, found "
+                f"{as_size(asked) if asked >= 0 else asked}. Ask for less, or name a profile of other hardware."
+            )
     if profile.kind == "cpu":
         # One memory: what bounds the device bounds the host tier beside it.
         both = min(node_host // beside, own if device is not None else node_host // beside)

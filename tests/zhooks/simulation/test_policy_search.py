@@ -16,7 +16,7 @@ from offload.policy import Policy
 from offload.text import as_size, parse_size
 from offload.tier import Tier
 from tests.support.virtual import on_virtual
-from zhooks import BudgetError, SimulationError
+from zhooks import AttachError, BudgetError, SimulationError
 from zhooks.simulation import Proposals, find_policy, simulate
 
 WIDTH, BLOCKS, ROWS = 512, 3, 2048
@@ -136,3 +136,15 @@ def test_the_text_says_memory_a_tier_what_binds_and_what_the_links_must_carry() 
     assert needs.needed == pytest.approx(needs.nbytes / first.busy["compute"])
     told = proposals.as_dict()
     assert len(told["best"]) == 5 and Policy.of(told["best"][0]["policy"]) == first.policy
+
+
+@on_virtual(tier=("device", "host", "disk"), nbytes=(-1, 1 << 60))
+def test_memory_that_the_hardware_has_not_is_refused(tier: str, nbytes: int) -> None:
+    with pytest.raises(SimulationError, match=rf"expected {tier} from 0 to the .* that h100 has, found"):
+        found(**{tier: nbytes})
+
+
+@on_virtual()
+def test_a_build_that_returns_no_module_is_refused() -> None:
+    with pytest.raises(AttachError, match=r"expected a torch\.nn\.Module, found int"):
+        find_policy(lambda: 3, step)  # type: ignore[arg-type, return-value]
