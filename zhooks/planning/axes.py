@@ -4,7 +4,8 @@
 
 Note: [Axes]
     Stage, the tiers of parameters, gradients and optimizer states, where updates are computed, recomputation, whether units
-    stay gathered between forward and backward, units gathered ahead, micro-batches, and nested replicas.  A state never lies
+    stay gathered between forward and backward, units gathered ahead, micro-batches, nested replicas, and a share of the
+    optimizer's states that stays on the device (of the best one alone).  A state never lies
     nearer to the compute than one that is used more often: parameters, then gradients, then optimizer states.  Everything
     else is the user's policy's.  Axes for ``tp`` and ``pp`` are not searched: dividing a model over them is its code's.
 """
@@ -43,6 +44,7 @@ class Candidate:
         kept: units stay gathered between forward and backward (at stage 3).
         batch: None where the step does not let it be chosen.
         replicate: ranks of the outer axis, over which shards are replicated; 1 is no such axis.
+        device_share: of the states that a tier holds, what stays on the device; 0 is what the user's policy says.
     """
 
     stage: int
@@ -53,6 +55,7 @@ class Candidate:
     prefetch: int = 1
     batch: Batch | None = None
     replicate: int = 1
+    device_share: float = 0.0
 
     def policy(self, base: Policy) -> Policy:
         """``base`` with the keys of this candidate.
@@ -66,6 +69,9 @@ class Candidate:
             values[cell]["tier"] = getattr(self.tiers, cell).value
         values["stage"] = self.stage
         values["optimizer"]["compute"] = self.compute
+        # Where all states are on the device there is nothing to share.
+        share = self.device_share or base.optimizer.device_share
+        values["optimizer"]["device_share"] = 0.0 if self.tiers.optimizer is Tier.DEVICE else share
         values["activation"]["checkpoint"] = self.checkpoint
         values["schedule"]["prefetch"] = self.prefetch
         values["schedule"]["reshard_after_forward"] = False if self.kept else "auto"
@@ -81,6 +87,7 @@ class Candidate:
         for tier in (Tier.HOST, Tier.DISK):
             cells = [cell for cell, where in off.items() if where is tier]
             said += [f"{' and '.join(cells)} on {tier.value}"] if cells else []
+        said += [f"device_share {self.device_share:g}"] if self.device_share else []
         said += ["updated on the host"] if self.compute == "host" else []
         said += ["recomputed"] if self.checkpoint == "unit" else []
         said += ["kept gathered"] if self.kept else []
@@ -170,7 +177,9 @@ def saves(candidate: Candidate, beside: Candidate, *, one_memory: bool) -> bool:
         one_memory: the device's memory is the host's, so that the host tier costs nothing.
     """
     # Keeping units gathered is an axis of its own: the best of both is worth knowing.
-    same = all(getattr(candidate, key) == getattr(beside, key) for key in ("stage", "replicate", "prefetch", "kept"))
+    same = all(
+        getattr(candidate, key) == getattr(beside, key) for key in ("stage", "replicate", "prefetch", "kept", "device_share")
+    )
     if not same or candidate == beside or (candidate.checkpoint == "none" and beside.checkpoint == "unit"):
         return False
     if candidate.batch is not None and beside.batch is not None and candidate.batch.micro_batch > beside.batch.micro_batch:

@@ -144,12 +144,15 @@ class Bounds:
         states = need.states + sum(cell.nbytes for flat in need.flats for cell in flat.footprint() if cell.what == "optimizer")
         gradients = sum(cell.nbytes for flat in need.flats for cell in flat.footprint() if cell.what == "gradient")
         passed = 2 * states + gradients
-        stored = candidate.tiers.optimizer
-        on_disk = states if stored is Tier.DISK else 0
-        copied = states if stored is not Tier.DEVICE and candidate.compute == "device" else 0
-        if candidate.compute == "host":
-            return copied, on_disk, on_disk, passed, 0
-        return copied, on_disk, on_disk, 0, passed
+        # A share of them, or what rules say, may lie elsewhere than the table says.
+        trained = [flat for flat in need.flats if flat.kind.trainable]
+        total = sum(flat.shard_numel for flat in trained)
+        away = sum(flat.shard_numel for flat in trained if flat.kind.tiers.optimizer is not Tier.DEVICE)
+        on_disk = sum(flat.shard_numel for flat in trained if flat.kind.tiers.optimizer is Tier.DISK)
+        stored = states * on_disk // total if total else 0
+        copied = states * away // total if total and candidate.compute == "device" else 0
+        on_host = passed * away // total if total and candidate.compute == "host" else 0
+        return copied, stored, stored, on_host, passed - on_host
 
 
 def _largest(need: Need) -> int:

@@ -34,6 +34,7 @@ from zhooks.planning import (
     Memory,
     Needs,
     Outcome,
+    Tried,
     batches,
     candidates,
     saves,
@@ -109,6 +110,11 @@ def find_policy(
     if space.accelerated and exposed > _EXPOSED and best.prefetch > 0:
         deeper = [replace(best, prefetch=depth) for depth in _PREFETCHES if depth > best.prefetch]
         further = search(space, deeper, limits, keep=keep, most=len(deeper))
+        further.fits = [each for each in further.fits if each.seconds < ranking.fits[0].seconds * (1 - TIE)]
+        ranking = ranking.joined(further)
+    shared = _shared(space, ranking.fits[0], limits)
+    if shared:
+        further = search(space, shared, limits, keep=keep, most=len(shared))
         further.fits = [each for each in further.fits if each.seconds < ranking.fits[0].seconds * (1 - TIE)]
         ranking = ranking.joined(further)
     proposals = tuple(space.proposal(each.candidate, each.memory) for each in ranking.fits[:keep])
@@ -220,6 +226,17 @@ def _replicas(profile: Hardware, world: int) -> tuple[int, ...]:
     """Shards over all ranks, or over those of a node with a replica on each."""
     devices = profile.device.count
     return (1, world // devices) if world > devices > 1 and world % devices == 0 else (1,)
+
+
+def _shared(space: _Space, best: Tried[Candidate], limits: Limits) -> list[Candidate]:
+    """The same with as many of its states on the device as the memory that is left takes, and with half as many."""
+    candidate, need = best.candidate, space.needs.of(best.candidate)
+    states = need.states + sum(cell.nbytes for flat in need.flats for cell in flat.footprint() if cell.what == "optimizer")
+    if not space.accelerated or candidate.tiers.optimizer is Tier.DEVICE or space.base.optimizer.device_share or not states:
+        return []
+    # In hundredths; of all of them a candidate of its own has been thought of.
+    most = min(99, 100 * (limits.device - best.memory.device) // states)
+    return [replace(candidate, device_share=share / 100) for share in (most, most // 2) if share > 0]
 
 
 def _batched(step: Callable[..., object]) -> tuple[Batch | None, ...]:

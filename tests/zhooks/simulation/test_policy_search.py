@@ -148,3 +148,33 @@ def test_memory_that_the_hardware_has_not_is_refused(tier: str, nbytes: int) -> 
 def test_a_build_that_returns_no_module_is_refused() -> None:
     with pytest.raises(AttachError, match=r"expected a torch\.nn\.Module, found int"):
         find_policy(lambda: 3, step)  # type: ignore[arg-type, return-value]
+
+
+@on_virtual()
+def test_memory_that_is_left_holds_a_share_of_the_states_of_the_quickest() -> None:
+    def wide() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(8)])
+        return model, torch.optim.AdamW(model.parameters())
+
+    def small(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.empty(64, 2048, device="virtual")).float().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # Masters and states are 384 MiB, of which the device has no room for all.
+    proposals = find_policy(wide, small, policy=BF16, device=360 << 20, disk=0)
+    best = proposals.best[0]
+    assert best.candidate.device_share > 0 and best.memory.device <= 360 << 20
+    alike = next(each.seconds for each in proposals.ranking.fits if not each.candidate.device_share)
+    assert best.simulation.step_s < alike
+    assert Policy.of(best.policy).optimizer.device_share == best.candidate.device_share
+    assert simulate(wide, small, policy=best.policy).step_s == best.simulation.step_s
+
+
+@on_virtual()
+def test_a_share_that_the_policy_keeps_counts_where_states_are_off_the_device_alone() -> None:
+    keeps = {**BF16, "optimizer": {"tier": "host", "device_share": 0.3}}
+    proposals = found(policy=keeps, most=2)
+    assert [each.policy.optimizer.device_share for each in proposals.best] == [
+        0.0 if each.policy.optimizer.tier == "device" else 0.3 for each in proposals.best
+    ]
