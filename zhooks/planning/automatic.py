@@ -97,10 +97,12 @@ def _limits(seam: Device, request: Request, ranks: int) -> Limits:
 def _beside(comm: Comm) -> int:
     """How many ranks share this machine's memory and disk.  Collective."""
     axis = comm.stage.axis
-    machines = torch.zeros(axis.world, dtype=torch.int64)
+    machines = torch.zeros(axis.world * comm.pp.axis.world, dtype=torch.int64)
     # Devices that a process sees do not tell: each rank may have been given one alone.
-    machines[axis.rank] = mine = text_digest(_machine())
-    comm.stage.all_reduce(Call(CONTROL, "count ranks", "of a machine"), machines, "sum")
+    machines[axis.ranks[axis.rank]] = mine = text_digest(_machine())
+    # Other stages of a pipeline may be on this machine, too.
+    for transport in (comm.stage, comm.pp):
+        transport.all_reduce(Call(CONTROL, "count ranks", "of a machine"), machines, "sum")
     return int((machines == mine).sum())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from offload.budget import Bound, Machine
@@ -91,9 +92,13 @@ def test_memory_is_divided_by_the_ranks_of_a_machine() -> None:
         memory(patched, 1 << 24)
         patched.setattr(Path, "read_text", lambda self, encoding: f"machine-{rank}")
         alone = zhooks.attach(net(), policy="auto").describe()
-    within = [parse_size(re.findall(r"within ([0-9.]+ \w+) of the device", text)[0]) for text in (shared, alone)]
+    with pytest.MonkeyPatch.context() as patched:
+        memory(patched, 1 << 24)
+        stages = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
+        beside = zhooks.attach(net(), policy="auto", mesh=stages).describe()
+    within = [parse_size(re.findall(r"within ([0-9.]+ \w+) of the device", text)[0]) for text in (shared, alone, beside)]
     # Half of a rank's 8 MiB or 16, and of the model's own 1.004 MiB.
-    assert within[1] - within[0] == pytest.approx(1 << 22, rel=0.01)
+    assert within[1] - within[0] == pytest.approx(1 << 22, rel=0.01) and within[2] == within[0]
 
 
 @on_ranks(1)
