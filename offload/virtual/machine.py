@@ -258,7 +258,8 @@ class Machine:
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        before = self.current
+        # What was chosen, not what that comes to now: the host may be another thread by the time it is chosen again.
+        before: Stream = getattr(self._using, "stream", self._default)
         self.use(stream)
         try:
             yield

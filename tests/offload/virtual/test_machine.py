@@ -29,6 +29,18 @@ def test_without_an_accelerator_the_host_computes_itself() -> None:
 
 
 @on_virtual()
+def test_without_an_accelerator_the_program_goes_on_by_itself_after_another_thread_has_run() -> None:
+    with machine(accelerated=False) as made:
+        x = torch.empty(8, device="virtual")
+        with made.thread("other"):
+            x.add_(1)
+            assert made.current is made.host is made.side("other")
+        assert made.current is made.host is not made.side("other")
+        x.add_(1)
+        assert (made.now, made.side("other").ready) == (1.25, 1.25), "each has computed once, at the same time"
+
+
+@on_virtual()
 def test_streams_overlap_until_an_event_orders_them() -> None:
     with machine(issue=0.0) as made:
         x, y = torch.empty(8, device="virtual"), torch.empty(8, device="virtual")
