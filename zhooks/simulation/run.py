@@ -171,8 +171,11 @@ def simulate(
     """
     settings = None if allocator is None else parse_settings(allocator)
     profile = Hardware.of(hardware)
-    if steps < 1 or world < 1:
-        raise SimulationError(f"simulate: expected at least one step of one rank, found steps = {steps} and world = {world}.")
+    if not _count(steps) or not _count(world):
+        raise SimulationError(
+            f"simulate: expected at least one step of one rank, found steps = {steps!r} and world = {world!r}."
+        )
+    _check_default_device()
     pace = slowest(slow, world)
     alike = None
     if pace is not None:
@@ -284,9 +287,25 @@ def _move(model: nn.Module) -> None:
             torch.utils.swap_tensors(tensor, made)
 
 
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_default_device() -> None:
+    """What attaching keeps on the real host would be made there, too."""
+    found = torch.get_default_device()
+    if found.type != "cpu":
+        raise SimulationError(
+            f'simulate: expected the CPU as torch\'s default device, found "{found}". Call it outside of torch.device(...), or '
+            'after torch.set_default_device(None); the step makes its inputs with device="virtual".'
+        )
+
+
 def _mesh(sizes: Mapping[str, int] | None, world: int) -> DeviceMesh | None:
     if sizes is None:
         return None
+    if not isinstance(sizes, Mapping) or not all(map(_count, sizes.values())):
+        raise SimulationError(f"simulate: expected a mesh as sizes of axes, such as {{'shard': {world}}}, found {sizes!r}.")
     if "pp" in sizes:
         raise SimulationError(
             "simulate: expected a mesh without pp, for stages of a pipeline wait for each other and one rank cannot stand for "
@@ -304,4 +323,8 @@ def _built(build: Callable[..., Any], mesh: DeviceMesh | None) -> tuple[Any, ...
     """What ``build`` returns; layers over ``tp`` are divided by it, so that it is given the mesh then."""
     with torch.device(NAME):
         built = build(mesh) if mesh is not None and _TP in (mesh.mesh_dim_names or ()) else build()
-    return built if isinstance(built, tuple) else (built,)
+    given = built if isinstance(built, tuple) else (built,)
+    if not given or not isinstance(given[0], nn.Module):
+        found = f"({', '.join(type(each).__name__ for each in given)})" if isinstance(built, tuple) else type(built).__name__
+        raise SimulationError(f"simulate: expected that build returns a model, or a model and its optimizer, found {found}.")
+    return given

@@ -12,7 +12,7 @@ Note: [The slowest rank]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from offload.errors import SimulationError
@@ -58,19 +58,23 @@ def slowest(given: Slowdown | Iterable[Slowdown], world: int) -> Pace | None:
     """All of them in one; None where nothing is slow.
 
     Raises:
-        SimulationError: a factor below 1, or ranks that are not there.
+        SimulationError: something else than slowdowns, a factor below 1, or ranks that are not there.
     """
-    every = [given] if isinstance(given, Slowdown) else list(given)
+    every = [given] if isinstance(given, Slowdown) else list(given) if isinstance(given, Iterable) else [given]
     for one in every:
+        if not isinstance(one, Slowdown):
+            raise SimulationError(f"slow: expected a Slowdown, or several of them, found {one!r}.")
         for name in ("compute", "link", "network"):
             factor = getattr(one, name)
-            if not 1.0 <= factor < math.inf:
+            if not isinstance(factor, int | float) or not 1.0 <= factor < math.inf:
                 raise SimulationError(
-                    f"slow: expected {name} as how many times as long it takes, from 1.0, found {factor}. A profile of its own "
-                    "says what is faster."
+                    f"slow: expected {name} as how many times as long it takes, from 1.0, found {factor!r}. A profile of its "
+                    "own says what is faster."
                 )
-        if not one.ranks or not all(0 <= rank < world for rank in one.ranks):
-            raise SimulationError(f"slow: expected ranks from 0 to {world - 1}, found {list(one.ranks)}.")
+        ranks: object = one.ranks
+        if not isinstance(ranks, Collection) or not ranks or not all(isinstance(at, int) and 0 <= at < world for at in ranks):
+            shown = list(ranks) if isinstance(ranks, range) else ranks
+            raise SimulationError(f"slow: expected ranks as numbers from 0 to {world - 1}, found {shown}.")
     every = [one for one in every if max(one.compute, one.link, one.network) > 1.0]
     if not every:
         return None

@@ -144,6 +144,21 @@ def test_what_cannot_be_simulated_is_refused_by_name_and_leaves_nothing_behind()
 
 
 @on_virtual()
+def test_arguments_of_other_kinds_are_refused_by_name() -> None:
+    given: Any
+    for given in ({"world": True}, {"world": 2.0}, {"steps": "2"}):
+        with pytest.raises(zhooks.SimulationError, match="expected at least one step of one rank, found steps = "):
+            simulated(**given)
+    for given in (8, {"shard": -8, "replicate": -1}, {"shard": 8.0}):
+        with pytest.raises(zhooks.SimulationError, match=r"expected a mesh as sizes of axes, such as {'shard': 8}, found "):
+            simulated(mesh=given)
+    with pytest.raises(zhooks.SimulationError, match=r"expected that build returns a model.*, found NoneType"):
+        zhooks.simulate(lambda: None, step)  # type: ignore[arg-type,return-value]
+    with torch.device("meta"), pytest.raises(zhooks.SimulationError, match='CPU as torch\'s default device, found "meta"'):
+        simulated()
+
+
+@on_virtual()
 def test_the_same_simulation_twice_is_the_same() -> None:
     one, other = simulated(), simulated()
     assert one.as_dict() == other.as_dict()
