@@ -37,7 +37,9 @@ def of_no_param(optimizer: Any) -> list[Mapping[Any, Any]]:
         for key, value in vars(optimizer).items()
         if key not in hidden and not (isinstance(value, OrderedDict) and key.endswith("_hooks"))
     }
-    state = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    # A copy, made at once: a thread that updates beside backward may hand states over meanwhile.
+    states = dict(optimizer.state)
+    state = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
     groups = [{key: value for key, value in group.items() if key not in OF_PARAMS} for group in optimizer.param_groups]
     return [own, state, *groups]
 

@@ -6,6 +6,7 @@ pytest runs it on ranks over Gloo. Which flats stay on the device is tests/zhook
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.tp_runs import train as tp_train
 from tests.support.values import copies, same
 from tests.support.zoo import ZOO
 from zhooks.optim import tensors_in
+from zhooks.optim.counters import options_kept
 from zhooks.tensor import StoredTensor
 
 CELLS = ("parameter", "gradient", "optimizer")
@@ -223,6 +225,27 @@ def test_an_update_on_the_device_in_backward_waits_for_none_on_the_host() -> Non
     optimizer.step()
     assert seen == [True] and {flat.kind.tiers.optimizer.value for flat in near} == {"device"}
     attachment.detach()
+
+
+class Asked:
+    """A key that does something when it is asked what it is."""
+
+    def __init__(self, does: Callable[[], None]) -> None:
+        self.does = does
+
+    @property
+    def __class__(self) -> Any:
+        self.does()
+        return object
+
+
+def test_states_may_be_handed_over_by_a_thread_while_another_update_begins() -> None:
+    # What stochastic rounding does beside backward: a stand-in's states for a parameter's.
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    optimizer.state[Asked(lambda: optimizer.state.update({nn.Parameter(torch.ones(1)): {}}))] = {}
+    with options_kept(optimizer):
+        optimizer.param_groups[0]["count"] = 1
+    assert "count" not in optimizer.param_groups[0]
 
 
 @on_ranks(1, 2, tier=("host", "disk"), compute=("device", "host"))
