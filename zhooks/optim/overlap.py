@@ -213,6 +213,9 @@ class Overlap:
         else:
             if beside:
                 self._wait()
+            elif flat.kind.tiers.anywhere:
+                # What it needs from tiers takes the room of one that is lent.
+                self._wait(_MOST - 1)
             for optimizer, update in mine:
                 self._updater.make_way([flat])
                 self._updater.run(optimizer, [update], NO_ARGUMENTS)

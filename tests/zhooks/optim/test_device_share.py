@@ -26,6 +26,7 @@ from tests.support.values import copies, same
 from tests.support.zoo import ZOO
 from zhooks.optim import tensors_in
 from zhooks.optim.counters import options_kept
+from zhooks.optim.overlap import Update
 from zhooks.tensor import StoredTensor
 
 CELLS = ("parameter", "gradient", "optimizer")
@@ -224,6 +225,40 @@ def test_an_update_on_the_device_in_backward_waits_for_none_on_the_host() -> Non
     kernel.update = update
     optimizer.step()
     assert seen == [True] and {flat.kind.tiers.optimizer.value for flat in near} == {"device"}
+    attachment.detach()
+
+
+def test_a_share_takes_no_more_room_beside_backward_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
+    # Two flats of 64 KiB a tensor under way, and what backward itself has of a third; a share of 0 needs as much.
+    room = {"budget": {"host": "600 KiB"}, "host": {"slab": "64 KiB"}}
+    attachment = zhooks.attach(model, policy=policy(0.5, "disk", compute="host", overlap=True) | room)
+    optimizer = torch.optim.AdamW(model.parameters())
+    far = flats_of(attachment)[3:5]
+    stepper: Any = stepper_of(attachment)
+    kernel = stepper.updater.kernel_of(far[0])
+    update, wait, go_on = kernel.update, Update.wait, threading.Event()
+
+    def held(optimizer: Any, job: Any, arguments: Any) -> None:
+        if job.flat in far:
+            assert go_on.wait(60)
+        update(optimizer, job, arguments)
+
+    def waited(job: Update) -> None:
+        if job.flat is far[-1]:
+            go_on.set()
+        wait(job)
+
+    for number in range(2):
+        if number:
+            monkeypatch.setattr(kernel, "update", held)
+            monkeypatch.setattr(Update, "wait", waited)
+        try:
+            model(torch.ones(2, 128)).square().mean().backward()
+        finally:
+            go_on.set()
+        optimizer.step()
+        optimizer.zero_grad()
     attachment.detach()
 
 
