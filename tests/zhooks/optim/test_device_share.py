@@ -251,6 +251,7 @@ def test_a_share_takes_no_more_room_beside_backward_than_none(monkeypatch: pytes
 
     for number in range(2):
         if number:
+            go_on.clear()
             monkeypatch.setattr(kernel, "update", held)
             monkeypatch.setattr(Update, "wait", waited)
         try:
