@@ -1,14 +1,14 @@
 """The process group of the virtual device: torch's own collectives, which DTensors and users start, take time and order memory.
 
 ``simulation/run.py`` makes one of any number of ranks, of which this process is the first and all others are what it is.
-Nothing moves, and tensors of the real host are left as they are.
+Nothing moves; tensors of the real host get what ranks alike would give them (``alike.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from offload.device import VirtualWork
 from offload.errors import SimulationError
 from offload.virtual import NAME, access, running
+from zhooks.comm.alike import gathered, reduced, scattered
 
 __all__ = ["BACKEND", "ranks_on_paper"]
 
@@ -100,37 +101,78 @@ class VirtualGroup(_Group):  # type: ignore[misc]
     # Collectives.
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
-        return self._start("all_reduce", [], tensors)
+        return self._start("all_reduce", [], tensors, partial(reduced, tensors, self.size(), options))
 
     allreduce_coalesced = allreduce
 
+    def reduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
+        return self._start("reduce", [], tensors, partial(reduced, tensors, self.size(), options))
+
     def broadcast(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
-        return self._start("broadcast", [], tensors)
+        return self._start("broadcast", [], tensors, lambda: None)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None) -> Any:
-        return self._start("all_gather", inputs, [tensor for each in outputs for tensor in each])
+        made = [tensor for each in outputs for tensor in each]
+        return self._start("all_gather", inputs, made, partial(gathered, outputs, inputs))
 
-    def _allgather_base(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
-        return self._start("all_gather", [given], [output])
+    def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
+        return self.all_gather_single_coalesced([output], [given], options)
 
-    def allgather_into_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Any:
-        return self._start("all_gather", inputs, outputs)
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Any:
+        rows = [output.view(self.size(), -1).unbind() for output in outputs]
+        return self._start("all_gather", inputs, outputs, partial(gathered, rows, inputs))
 
-    def _reduce_scatter_base(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
-        return self._start("reduce_scatter", [given], [output])
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None) -> Any:
+        made = [tensor for each in outputs for tensor in each]
+        return self._start("all_to_all", inputs, made, partial(gathered, outputs, inputs))
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Any:
-        return self._start("reduce_scatter", inputs, outputs)
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None) -> Any:
+        def fill() -> None:
+            for output, each in zip(outputs, inputs, strict=True):
+                scattered([output], each[self.rank()])
+                reduced([output], self.size(), options)
 
-    def alltoall_base(
+        return self._start("reduce_scatter", [tensor for each in inputs for tensor in each], outputs, fill)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced([output], [given], options)
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Any:
+        def fill() -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                scattered([output], given.view(self.size(), -1)[self.rank()])
+                reduced([output], self.size(), options)
+
+        return self._start("reduce_scatter", inputs, outputs, fill)
+
+    # Their names before torch 2.13.
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+
+    def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], options: Any = None
     ) -> Any:
-        return self._start("all_to_all", [given], [output])
+        def fill() -> None:
+            equal = [len(output) // self.size()] * self.size()
+            mine = given.split(list(input_sizes) or equal)[self.rank()]
+            scattered(output.split(list(output_sizes) or equal), mine)
+
+        return self._start("all_to_all", [given], [output], fill)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Any:
+        return self._start("all_to_all", inputs, outputs, partial(scattered, outputs, inputs[self.rank()]))
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None) -> Any:
-        return self._start("all_to_all", [tensor for each in inputs for tensor in each], outputs)
+        def fill() -> None:
+            # Who is not the root has no inputs.
+            for output, each in zip(outputs, inputs, strict=False):
+                scattered([output], each[self.rank()])
 
-    def barrier(self, options: Any = None) -> Any:
+        return self._start("all_to_all", [tensor for each in inputs for tensor in each], outputs, fill)
+
+    def barrier(self, opts: Any = None) -> Any:
         return _Started(None, [])
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Any:
@@ -139,9 +181,10 @@ class VirtualGroup(_Group):  # type: ignore[misc]
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Any:
         raise _one_stage()
 
-    def _start(self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Any:
-        """On the group's own stream, as NCCL has it, after what the current one has been given."""
-        if not any(tensor.device.type == NAME for tensor in writes):
+    def _start(self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], fill: Callable[[], object]) -> Any:
+        """On the group's own stream, as NCCL has it, after what the current one has been given; ``fill`` is for the host's."""
+        if not any(tensor.device.type == NAME for tensor in (*reads, *writes)):
+            fill()
             return _Started(None, writes)
         machine = running()
         stream = machine.side(f"collectives over {self._label}") if machine.costs.accelerated else machine.host

@@ -1,0 +1,54 @@
+"""What collectives give on tensors of the real host where every rank has said what this one has.
+
+``virtual_group.py`` calls it; tensors of the virtual device have no values and need none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.errors import SimulationError
+
+__all__ = ["gathered", "reduced", "scattered"]
+
+_Op = dist.ReduceOp
+_SAME = (_Op.AVG, _Op.MAX, _Op.MIN, _Op.BAND, _Op.BOR)
+
+
+def reduced(tensors: Sequence[Tensor], ranks: int, options: Any) -> None:
+    """Each tensor combined with as many like it, in place.
+
+    Raises:
+        SimulationError: by an operation whose result is not known here.
+    """
+    op = _Op.SUM if options is None else options.reduceOp
+    if not any(op == known for known in (_Op.SUM, _Op.PRODUCT, *_SAME)):
+        raise SimulationError(f"simulate: expected a sum, product, mean, maximum or minimum over ranks, found {op}.")
+    for tensor in tensors:
+        if op == _Op.SUM:
+            tensor.mul_(ranks)
+        elif op == _Op.PRODUCT:
+            tensor.pow_(ranks)
+
+
+def gathered(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
+    """Of each input one output a rank."""
+    for each, given in zip(outputs, inputs, strict=True):
+        for output in each:
+            output.copy_(given.view_as(output))
+
+
+def scattered(outputs: Sequence[Tensor], given: Tensor) -> None:
+    """What each rank has sent to the first one, which this is: the same from all.
+
+    Raises:
+        SimulationError: outputs of other sizes, which ranks that are alike do not send.
+    """
+    if any(output.numel() != given.numel() for output in outputs):
+        sizes, count = [output.numel() for output in outputs], given.numel()
+        raise SimulationError(f"simulate: expected {count} elements from every rank, for all send alike; found {sizes}.")
+    gathered([outputs], [given])
