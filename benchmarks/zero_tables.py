@@ -34,7 +34,7 @@ from zero_models import attached, build, loss_of, shape, step
 from zhooks.simulation import Simulation
 
 GB = 1e9
-#: Above the largest matrix: what is longer than `[comm] buffer` is moved in chunks of a copy a rank.
+#: Above the largest matrix: what is longer than `[comm] buffer` is moved in chunks.
 COMMON: dict[str, Any] = {"activation": {"checkpoint": "unit"}, "comm": {"buffer": "32 GiB"}}
 WORLDS = (1, 4, 16, 64, 256, 1024)
 #: Layers and width whose parameters come next to the paper's sizes.
@@ -146,8 +146,11 @@ class Largest:
 def largest(stage: int, dim: int, batch: int, ranks: int, memory: int) -> Largest:
     peaks = {0: 0}
 
+    # Without accumulation our stage 1 holds what stage 2 does.
+    held = 2 if stage == 1 else stage
+
     def states_fit(layers: int) -> bool:
-        return formula(stage, _parameters(layers, dim), ranks) <= memory
+        return formula(held, _parameters(layers, dim), ranks) <= memory
 
     def fits(layers: int) -> bool:
         # What the states alone overfill is not tried.
@@ -158,7 +161,7 @@ def largest(stage: int, dim: int, batch: int, ranks: int, memory: int) -> Larges
 
     layers = most(fits, max(1, most(states_fit, 1) // 2))
     psi = _parameters(layers, dim)
-    return Largest(layers, psi, peaks[layers], formula(stage, psi, ranks))
+    return Largest(layers, psi, peaks[layers], formula(held, psi, ranks))
 
 
 def table2(show: Console, batch: int) -> list[dict[str, Any]]:
