@@ -192,7 +192,7 @@ def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: P
         ("near", 1, 'hardware: expected one of a100-80, b200, h100, h200, rtx4090, v100-32, found "h10"; did you mean h100?'),
         ("reading", 1, f"/job.py:{line_of('item()')}: expected code that needs no values"),
         ("broken", 1, f"/job.py:{line_of('no such batch')}: step of job.py:broken raised ValueError: no such batch"),
-        ("number", 1, "attach: expected a torch.nn.Module, found int."),
+        ("number", 1, "simulate: expected that build returns a model, or a model and its optimizer, found int."),
         ("missing", 2, "did you mean small?"),
         ("mesh", 2, "--mesh: expected axes whose sizes multiply to 8 ranks, found 3"),
         ("axes", 2, "expected sizes of axes such as replicate=16,shard=64"),

@@ -197,8 +197,7 @@ def simulate(
         axes = _mesh(mesh, world)
         given = _built(build, axes)
         model: Any = given[0]
-        if isinstance(model, nn.Module):
-            _move(model)
+        _move(model)
         attachment = attach(model, *given[1:2], policy=policy, mesh=axes)
         try:
             with attachment.observe(holders):
