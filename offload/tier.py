@@ -29,6 +29,11 @@ class Tiers:
     optimizer: Tier
 
     @property
+    def cells(self) -> tuple[Tier, Tier, Tier]:
+        """All three, in that order."""
+        return self.parameter, self.gradient, self.optimizer
+
+    @property
     def anywhere(self) -> bool:
         """Something is kept off the device."""
-        return any(tier is not Tier.DEVICE for tier in (self.parameter, self.gradient, self.optimizer))
+        return any(tier is not Tier.DEVICE for tier in self.cells)

@@ -139,7 +139,7 @@ def _refusal(listed: list[Candidate], held: dict[Candidate, Memory], limits: Lim
     lines = []
     for number in range(1, len(tiers) + 1):
         allowed = tiers[:number]
-        within = [each for each in listed if {*_tiers(each)} <= {*allowed}]
+        within = [each for each in listed if {*each.tiers.cells} <= {*allowed}]
         best = min(within, key=lambda each: held[each].device)
         used = [f"{tier.value} {as_size(held[best].on(tier))}" for tier in Tier if held[best].on(tier)]
         lines.append(f"{' and '.join(used)} ({best})")
@@ -148,7 +148,3 @@ def _refusal(listed: list[Candidate], held: dict[Candidate, Memory], limits: Lim
         f'policy = "auto": expected a placement that fits {there} a rank, {ACTIVATIONS:.0%} of the device being left for '
         f"activations, found none. The least that would: {'; or '.join(lines)}. Use more ranks or memory, or write a policy."
     )
-
-
-def _tiers(candidate: Candidate) -> tuple[Tier, Tier, Tier]:
-    return candidate.tiers.parameter, candidate.tiers.gradient, candidate.tiers.optimizer
