@@ -39,6 +39,12 @@ def test_workers_are_kept_from_one_job_to_the_next_but_the_group_is_not(ranks2: 
     assert [visits for _, visits in first] == [visits for _, visits in second] == [2, 2]
 
 
+def test_what_a_job_wrote_into_the_environment_or_accelerates_state_is_gone_for_the_next(ranks1: Pool) -> None:
+    pytest.importorskip("accelerate")
+    assert ranks1.run("tests.test_ranks:leave_traces", precision="no", name="ZHOOKS_TEST_TRACE") == [True]
+    assert ranks1.run("tests.test_ranks:leave_traces", precision="bf16", name="ZHOOKS_TEST_TRACE") == [True]
+
+
 def test_four_ranks_meet(ranks4: Pool) -> None:
     assert ranks4.run("tests.test_ranks:add_ranks", start=0) == [(rank, 6) for rank in range(4)]
 
@@ -136,6 +142,17 @@ def process_and_visits() -> tuple[int, int]:
     store.add("visits", 1)
     dist.barrier()
     return os.getpid(), store.add("visits", 0)
+
+
+def leave_traces(precision: str, name: str) -> bool:
+    """Whether accelerate's state and the environment are as in a new process; they are not afterwards."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    clean = name not in os.environ and not AcceleratorState._shared_state
+    os.environ[name] = "left"
+    Accelerator(cpu=True, mixed_precision=precision)
+    return clean
 
 
 def has_group() -> bool:

@@ -319,6 +319,7 @@ def _answer(rank: int, world: int, store: Any, number: int, job: str, kwargs: An
     import torch
     import torch.distributed as dist
 
+    environment = dict(os.environ)
     try:
         if world > 1:
             timeout = timedelta(seconds=limit_s)
@@ -328,6 +329,8 @@ def _answer(rank: int, world: int, store: Any, number: int, job: str, kwargs: An
         return pickle.dumps((End.RETURNED, find(job)(**kwargs)))
     except BaseException:
         return pickle.dumps((End.RAISED, traceback.format_exc()))
+    finally:
+        _restore(environment)
 
 
 def _leave(world: int) -> bytes:
@@ -339,16 +342,34 @@ def _leave(world: int) -> bytes:
         if world > 1:
             dist.barrier()
             dist.destroy_process_group()
-        if "torch.distributed.tensor" in sys.modules:
-            # DTensor remembers what operations gave, meshes of this group included, and would hand them to the next job.
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            _clear_sharding_prop_cache()
+        _forget()
         # What a job has imported is here to stay too.
         gc.freeze()
         return pickle.dumps((End.RETURNED, None))
     except BaseException:
         return pickle.dumps((End.RAISED, f"while leaving the group, after the job returned\n{traceback.format_exc()}"))
+
+
+def _restore(environment: dict[str, str]) -> None:
+    """Undo what a job, or a library that it called, has written into os.environ."""
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+
+
+def _forget() -> None:
+    """Clear what libraries keep for a whole process, which the next job would find."""
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor remembers what operations gave, meshes of this job's group included.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+    if "accelerate" in sys.modules:
+        # Every Trainer makes this state, and the next Accelerator would have to agree with it.
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
 
 
 def find(job: str) -> Any:
