@@ -25,7 +25,8 @@ class HardwareCosts:
     """Costs of one of ``world`` ranks, each with a device of its own; of the slowest where there is a ``pace``.
 
     Attributes:
-        flops: of all operations that were asked for so far.
+        operations: how many of the device were asked for so far.
+        flops: of all of them, and of the host's.
         link_nbytes, network_nbytes: what this rank's collectives sent over its link, and a node over the network for them.
     """
 
@@ -40,7 +41,7 @@ class HardwareCosts:
         self.spare_cores = self.accelerated or hardware.host.cores > self._beside
         disk = 0 if hardware.disk is None else hardware.disk.count * hardware.disk.capacity
         self.memory = (hardware.device.memory, hardware.host.memory // self._beside, disk // self._beside)
-        self.flops, self.link_nbytes, self.network_nbytes = 0, 0.0, 0.0
+        self.operations, self.flops, self.link_nbytes, self.network_nbytes = 0, 0, 0.0, 0.0
         self._operations: dict[Any, tuple[float, int]] = {}
         self._collectives: dict[Any, Collective] = {}
 
@@ -51,6 +52,7 @@ class HardwareCosts:
             if operation.kind is not None:
                 self._operations[operation.kind, index] = known
         seconds, flops = known
+        self.operations += index == ACCELERATOR
         self.flops += flops
         return seconds
 

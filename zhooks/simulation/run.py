@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offload.allocator import parse_settings
-from offload.errors import SimulationError, ZhooksError
+from offload.errors import PolicyError, SimulationError, ZhooksError
 from offload.hardware import Hardware
 from offload.policy import Policy
 from offload.text import as_size
@@ -163,12 +163,17 @@ def simulate(
         allocator: settings of torch's caching allocator, as in PYTORCH_ALLOC_CONF ("" is torch's default): what it reserves is
             found, too, by a compiled model (needs numba); None leaves it out.
     Raises:
-        SimulationError: ``step`` needs data, or a process group is there already.
+        SimulationError: ``step`` needs data or runs nothing on the device, or a process group is there already.
         HardwareError: the profile cannot be read, or lacks what is asked of it.
         BudgetError: the policy does not fit the hardware.
         PolicyError: ``allocator`` cannot be read.
         CapabilityError: ``allocator`` needs numba, or the virtual device a torch that takes devices written in Python.
     """
+    if not isinstance(allocator, str | None):
+        raise PolicyError(
+            "simulate: expected allocator as a text like PYTORCH_ALLOC_CONF's (\"\" is torch's default), or None, found "
+            f'{allocator!r}. Write allocator="expandable_segments:True", or leave it out.'
+        )
     settings = None if allocator is None else parse_settings(allocator)
     profile = Hardware.of(hardware)
     if not _count(steps) or not _count(world):
@@ -202,11 +207,13 @@ def simulate(
         try:
             with attachment.observe(holders):
                 gc.collect()
-                for _ in range(steps):
+                for number in range(1, steps + 1):
                     holders.reset()
-                    begin, before = machine.now, _counted(costs)
+                    begin, before, operations = machine.now, _counted(costs), costs.operations
                     with program_calls(machine):
                         step(*given)
+                    if costs.operations == operations:
+                        raise _nothing_ran(number, steps)
                     issued = machine.now - begin
                     machine.current.synchronize()
             following.close()
@@ -261,6 +268,14 @@ def _result(
         races=(),
         device_memory=costs.memory[ACCELERATOR],
         host_memory=costs.memory[HOST],
+    )
+
+
+def _nothing_ran(number: int, steps: int) -> SimulationError:
+    return SimulationError(
+        f"simulate: expected that each call of step trains on tensors of device \"virtual\", found call {number} of {steps}, "
+        "in which the step ran nothing on the device. Run forward, backward and optimizer.step() in every call; an iterator of "
+        "batches that has run out ends a loop without a word."
     )
 
 

@@ -154,8 +154,25 @@ def test_arguments_of_other_kinds_are_refused_by_name() -> None:
             simulated(mesh=given)
     with pytest.raises(zhooks.SimulationError, match=r"expected that build returns a model.*, found NoneType"):
         zhooks.simulate(lambda: None, step)  # type: ignore[arg-type,return-value]
+    for given in (3, True, b"backend:native"):
+        with pytest.raises(zhooks.PolicyError, match=r"expected allocator as a text like PYTORCH_ALLOC_CONF's .*, found "):
+            simulated(allocator=given)
     with torch.device("meta"), pytest.raises(zhooks.SimulationError, match='CPU as torch\'s default device, found "meta"'):
         simulated()
+
+
+@on_virtual()
+def test_a_step_that_runs_nothing_on_the_device_is_refused_and_not_free() -> None:
+    rows = iter([ROWS])
+
+    def until_the_batches_end(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in rows:
+            step(model, optimizer)
+
+    with pytest.raises(zhooks.SimulationError, match="found call 1 of 2, in which the step ran nothing on the device"):
+        simulated(change=lambda model, optimizer: optimizer.zero_grad())
+    with pytest.raises(zhooks.SimulationError, match="found call 2 of 2, in which the step ran nothing on the device"):
+        simulated(change=until_the_batches_end)
 
 
 @on_virtual()
