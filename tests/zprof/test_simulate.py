@@ -52,6 +52,13 @@ def broken():
 
 def number():
     return (lambda: 3), step
+
+def ended():
+    batches = iter([1024])
+    def loop(model, optimizer):
+        for rows in batches:
+            step(model, optimizer, rows)
+    return build, loop
 """
 TIERED = """
 [parameter]
@@ -92,6 +99,15 @@ COMMANDS = {
     "many": "job.py:small --nodes 1000000 -o many.zprof",
     "exists": "job.py:small -o job.py",
     "policy": "job.py:small --policy none.toml -o policy.zprof",
+    "late": "job.py:small --slow 5:compute=2 --slow 0-3:compute=1.5,link=2 --allocator expandable_segments:True "
+    "-o late.zprof --json",
+    "full": "job.py:huge --hardware rtx4090 --ranks 1 --allocator= --no-races --json",
+    "ended": "job.py:ended -o ended.zprof",
+    "slow": "job.py:small --slow 5",
+    "faster": "job.py:small --slow 5:compute=0.5",
+    "nobody": "job.py:small --slow 8:compute=2",
+    "backwards": "job.py:small --slow 5-3:compute=2",
+    "setting": "job.py:small --allocator expandable_segment:True",
 }
 
 
@@ -200,6 +216,12 @@ def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: P
         ("many", 2, "--nodes 1000000: expected at most 1,048,576 ranks, found 8,000,000"),
         ("exists", 1, "job.py: is what is read"),
         ("policy", 1, "none.toml: no such policy file"),
+        ("ended", 1, "found call 2 of 2, in which the step ran nothing on the device."),
+        ("slow", 2, "'5': expected ranks and how many times as long they take, such as 5:compute=1.5"),
+        ("backwards", 2, "'5-3:compute=2': expected ranks and how many times as long they take"),
+        ("faster", 1, "slow: expected compute as how many times as long it takes, from 1.0, found 0.5."),
+        ("nobody", 1, "slow: expected ranks as numbers from 0 to 7, found [8]."),
+        ("setting", 1, "did you mean expandable_segments?"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_a_line_and_leaves_no_file(made: Path, name: str, code: int, said: str) -> None:
@@ -220,6 +242,21 @@ def test_a_first_step_that_the_hardware_cannot_hold_is_not_passed_over(made: Pat
     said = json.loads(found["out"])
     assert (found["code"], said["fits"]) == (3, False) and "device: does not fit: " in found["err"]
     assert said["simulation"]["device"]["nbytes"] < said["capacity"]["device"], "the last step would fit"
+
+
+def test_ranks_that_are_slow_and_an_allocator_are_simulated_too(made: Path, zprof: Zprof) -> None:
+    found = json.loads(result(made, "late")["out"])["simulation"]
+    assert (found["rank"], result(made, "late")["code"]) == (5, 0) and 0 < found["waiting_s"] < found["step_s"]
+    assert found["reserved"]["settings"] == "expandable_segments:True"
+    assert found["reserved"]["nbytes"] >= found["device"]["nbytes"]
+    # The trace is the slowest rank's alone, though one that is like the others was simulated, too.
+    assert measures(zprof, made / "late.zprof")["step.median_ms"] == pytest.approx(found["step_s"] * 1e3, rel=0.02)
+
+
+def test_requests_that_an_allocator_refuses_count_as_memory_that_lacks(made: Path) -> None:
+    found = result(made, "full")
+    assert json.loads(found["out"])["simulation"]["reserved"]["failed"] > 0
+    assert found["code"] == 3 and "\nallocator: does not fit: " in "\n" + found["err"]
 
 
 def test_every_command_reads_it(made: Path, zprof: Zprof) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ __all__ = ["simulate"]
 _LARGE = 0.1
 #: A trace says of no more.
 _MOST_RANKS = 1 << 20
+#: What of a rank may be slow.
+_SLOWED = ("compute", "link", "network")
+_FACTOR = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?")
 
 
 def _axes(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -47,6 +51,29 @@ def _axes(ctx: click.Context, param: click.Parameter, value: str | None) -> dict
     return sizes
 
 
+def _slowdowns(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[tuple[range, dict[str, float]]]:
+    """5:compute=1.5 and 8-15:network=2: ranks, and how many times as long what takes."""
+    return [_slowdown(value) for value in values]
+
+
+def _slowdown(value: str) -> tuple[range, dict[str, float]]:
+    ranks, _, factors = value.partition(":")
+    first, dash, last = ranks.partition("-")
+    found: dict[str, float] = {}
+    for part in factors.split(","):
+        name, _, factor = (each.strip() for each in part.partition("="))
+        if name not in _SLOWED or name in found or not _FACTOR.fullmatch(factor):
+            break
+        found[name] = float(factor)
+    else:
+        numbers = [number for number in (first, last if dash else first) if re.fullmatch("[0-9]{1,9}", number)]
+        if len(numbers) == 2 and int(numbers[0]) <= int(numbers[1]):
+            return range(int(numbers[0]), int(numbers[1]) + 1), found
+    raise click.BadParameter(
+        f"{value!r}: expected ranks and how many times as long they take, such as 5:compute=1.5 or 8-15:link=2,network=2"
+    )
+
+
 @click.command(epilog=HELP)
 @click.argument("job")
 @click.option("--hardware", default="h100", show_default=True, metavar="NAME|FILE", help="A profile: zprof hardware list.")
@@ -55,6 +82,18 @@ def _axes(ctx: click.Context, param: click.Parameter, value: str | None) -> dict
 @click.option("--mesh", callback=_axes, metavar="AXES", help="Sizes of the mesh's axes, e.g. replicate=16,shard=64.")
 @click.option("--policy", type=click.Path(), metavar="FILE", help="A policy file; the default policy unless said.")
 @click.option("--steps", type=click.IntRange(2, 1000), default=2, show_default=True, help="How many; the last one counts.")
+@click.option(
+    "--slow",
+    multiple=True,
+    callback=_slowdowns,
+    metavar="RANKS:WHAT=TIMES",
+    help="Ranks that take so many times as long, e.g. 5:compute=1.5 or 8-15:network=2; may be given several times.",
+)
+@click.option(
+    "--allocator",
+    metavar="SETTINGS",
+    help="Also what torch's allocator would reserve, under settings as in PYTORCH_ALLOC_CONF; '' is its default.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also write a trace of it.")
 @click.option("-f", "--force", is_flag=True, help="Write over an existing trace.")
 @click.option("--races/--no-races", default=True, help="Also look for uses of memory that no stream or event orders.")
@@ -67,6 +106,8 @@ def simulate(
     mesh: dict[str, int] | None,
     policy: str | None,
     steps: int,
+    slow: list[tuple[range, dict[str, float]]],
+    allocator: str | None,
     output: Path | None,
     force: bool,
     races: bool,
@@ -100,7 +141,7 @@ def simulate(
     with redirect_stdout(sys.stderr):
         found = _simulated(
             load_job(job), profile, output, force, most,
-            world=world, mesh=mesh, policy=policy, steps=steps, check_races=races,
+            world=world, mesh=mesh, policy=policy, steps=steps, check_races=races, slow=slow, allocator=allocator,
         )  # fmt: skip
     beside = min(world, profile.device.count)
     capacity = {"device": profile.device.memory, "host": profile.host.memory // beside}
@@ -109,6 +150,10 @@ def simulate(
         for tier, held in most.items()
         if held > capacity[tier]
     ]
+    if found.reserved is not None and found.reserved.failed:
+        lacking.append(
+            f"allocator: does not fit: {found.reserved.failed} requests fail on a device of {_size(found.device_memory)}"
+        )
     following = list(_next(found, output, fits=not lacking))
     if as_json:
         body = {
@@ -147,7 +192,16 @@ def _world(profile: Hardware, nodes: int | None, ranks: int | None) -> int:
 
 
 def _simulated(
-    job: Job, profile: Hardware, output: Path | None, force: bool, most: dict[str, int], *, world: int, steps: int, **given: Any
+    job: Job,
+    profile: Hardware,
+    output: Path | None,
+    force: bool,
+    most: dict[str, int],
+    *,
+    world: int,
+    steps: int,
+    slow: list[tuple[range, dict[str, float]]],
+    **given: Any,
 ) -> Simulation:
     """Run it; the most that any of its steps held goes into ``most``."""
     import zhooks
@@ -172,7 +226,11 @@ def _simulated(
     try:
         with _progress(job, steps) as shown:
             step = peaks.stepping(shown.step if recorder is None else recorder.stepping(shown.step))
-            found = zhooks.simulate(shown.build, step, world=world, hardware=profile, steps=steps, follow=follow, **given)
+            found = zhooks.simulate(
+                shown.build, step,
+                world=world, hardware=profile, steps=steps, follow=follow,
+                slow=[zhooks.Slowdown(ranks, **times) for ranks, times in slow], **given,
+            )  # fmt: skip
         most.update(peaks.most)
         if recorder is not None:
             recorder.close(_plain(found.as_dict()))
@@ -197,7 +255,8 @@ def _progress(job: Job, steps: int) -> Iterator[Job]:
         @functools.wraps(job.step)
         def step(*args: Any) -> object:
             nonlocal begun
-            begun += 1
+            # With ranks that are slow there is a simulation without them, too.
+            begun = begun % steps + 1
             status.update(f"{job.name}: step {begun} of {steps}")
             return job.step(*args)
 
