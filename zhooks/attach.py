@@ -202,7 +202,11 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
         plans = Layouts.of(self.model, self.policy, self._comm, self._device).following(now)
         # What was frozen may be unfrozen again.
         if any(plan is not before for plan, before in zip(plans, now, strict=True)):
+            spare = self._device_budget.lay_out(plans)
+            # As in `apply`: what stays gathered goes by the new layout alone.
+            self._keep_within(0)
             self._lay_out(plans, self._optimizers.agreed("lay out"))
+            self._keep_within(spare)
 
     def _lay_out(self, plans: Sequence[UnitPlan], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._runtime.reducer.reduce_owed()

@@ -149,12 +149,32 @@ class DeviceBudget:
         self._count(headroom)
         return headroom.spare
 
+    def lay_out(self, units: Sequence[UnitPlan]) -> int | None:
+        """Parameters were frozen or unfrozen, and units are to be laid out so; returns what ``Headroom.spare`` will be.
+        Collective.
+
+        Raises:
+            BudgetError: what is trained now does not fit; nothing has been laid out, on any rank.
+        """
+        if self._limit is None:
+            return None
+        after = (
+            " That is with the parameters that were unfrozen: freeze them again, or attachment.apply(policy). Nothing has been "
+            "changed."
+        )
+        headroom = self._headroom(list(self._counted), after, units)
+        self._count(headroom)
+        return headroom.spare
+
     def _count(self, headroom: Headroom) -> None:
         self._counted.update((optimizer, len(optimizer.param_groups)) for optimizer in headroom.foreseen)
 
-    def _headroom(self, optimizers: Iterable[Optimizer], after: str) -> Headroom:
+    def _headroom(
+        self, optimizers: Iterable[Optimizer], after: str, units: Sequence[UnitPlan] | None = None
+    ) -> Headroom:
+        """What is left beside ``units``, or as they are laid out now."""
         assert self._limit is not None
-        plans = [unit.plan for unit in self._units]
+        plans = [unit.plan for unit in self._units] if units is None else units
         return _headroom(self._limit, self._policy, plans, optimizers, self._comm, self._ignored, after)
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -285,3 +285,57 @@ def test_units_that_stay_while_others_run_are_counted_beside_those_under_way(pre
     if not tied:
         assert counted - seen.most <= max(seen.nbytes.values()) * prefetch
     attachment.detach()
+
+
+def frozen(budget: int | None = None) -> tuple[nn.Module, zhooks.Attachment]:
+    """Of the two layers the second does not train."""
+    model = net()
+    model[2].requires_grad_(False)  # type: ignore[index]
+    return model, zhooks.attach(model, policy=policy_of(3, budget))
+
+
+@on_ranks(1, 2)
+def test_what_is_unfrozen_must_fit_too_and_is_refused_before_anything_is_laid_out() -> None:
+    _, probe = frozen()
+    plans = plans_of(probe)
+    one = sum(flat.shard_numel * 4 for plan in plans for flat in plan.flats if flat.kind.trainable)
+    budget = device_floor(probe.policy, plans) + 2 * one
+    probe.detach()
+    model, attachment = frozen(budget)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    before, layers = values(model), list(model.parameters())[2:]
+    for param in layers:
+        param.requires_grad_(True)
+    for _ in range(2):
+        with pytest.raises(zhooks.BudgetError, match=r"\[budget\] device: .*were unfrozen: freeze them again, or .*apply"):
+            backward(model)
+    assert all(map(torch.equal, values(model), before))
+    for param in layers:
+        param.requires_grad_(False)
+    step(model, optimizer)
+    assert all(param.grad is None for param in layers) and on_device(attachment) <= budget
+    for param in layers:
+        param.requires_grad_(True)
+    attachment.apply(policy_of(3, 3 * budget))
+    step(model, optimizer)
+    assert all(param.grad is not None for param in layers)
+
+
+@on_ranks(1, 2)
+def test_what_is_frozen_leaves_its_memory_to_what_is_unfrozen_next() -> None:
+    _, probe = frozen()
+    plans = plans_of(probe)
+    one = sum(flat.shard_numel * 4 for plan in plans for flat in plan.flats if flat.kind.trainable)
+    # Either layer trains, not both.
+    budget = device_floor(probe.policy, plans) + 2 * one
+    probe.detach()
+    model, attachment = frozen(budget)
+    every = list(model.parameters())
+    step(model, torch.optim.AdamW(every[:2], lr=0.1))
+    model.zero_grad()
+    for param in every:
+        param.requires_grad_(not param.requires_grad)
+    step(model, torch.optim.AdamW(every[2:], lr=0.1))
+    assert [param.grad is None for param in every] == [True, True, False, False]
+    assert on_device(attachment) <= budget
