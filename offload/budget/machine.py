@@ -55,6 +55,16 @@ class Machine:
         bounds = [Bound("available memory (MemAvailable)", self._mem_available(), "end other processes or add memory")]
         return [*bounds, *self._cgroup_bounds(), *self._process_bounds(pinned)]
 
+    def resident(self) -> tuple[int, int]:
+        """Bytes that this process has in memory: now, and at most since it began."""
+        held = _counts(self._read("proc/self/status"))
+        if "VmRSS" not in held:
+            import psutil
+
+            now = int(psutil.Process().memory_info().rss)
+            return now, now
+        return held["VmRSS"], max(held["VmRSS"], held.get("VmHWM", 0))
+
     def disk_free(self, folder: Path) -> int:
         """Bytes this user may still write below ``folder``, or below what exists of it, without those of `kept_free`."""
         usage = shutil.disk_usage(existing(folder))

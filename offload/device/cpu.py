@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from offload.budget import THIS_MACHINE
 from offload.device.interface import Device, Mark, failed
 from offload.events import Bus
 from offload.pages import aligned
@@ -84,6 +85,9 @@ class CpuDevice(Device):
     def memory(self) -> tuple[int, int]:
         memory = psutil.virtual_memory()
         return int(memory.available), int(memory.total)
+
+    def used(self) -> tuple[int, int]:
+        return THIS_MACHINE.resident()
 
     def close(self) -> None:
         self._worker.close()

@@ -241,6 +241,9 @@ class CudaDevice(Device):
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + cached, total
 
+    def used(self) -> tuple[int, int]:
+        return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+
     def pins(self) -> bool:
         return True
 

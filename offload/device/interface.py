@@ -130,6 +130,10 @@ class Device(ABC):
     def memory(self) -> tuple[int, int]:
         """Bytes (free, total) of the device; what torch's allocator caches but does not use counts as free."""
 
+    @abstractmethod
+    def used(self) -> tuple[int, int]:
+        """Bytes of the device that this process uses: now, and at most since it began or last reset that count."""
+
     def pins(self) -> bool:
         """Whether `pin` locks anything here."""
         return False

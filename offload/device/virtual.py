@@ -121,6 +121,9 @@ class VirtualDevice(CudaDevice):
         total = self.machine.costs.memory[ACCELERATOR]
         return total - self.machine.held[ACCELERATOR], total
 
+    def used(self) -> tuple[int, int]:
+        return self.machine.held[ACCELERATOR], self.machine.peak[ACCELERATOR]
+
     def memlock_applies(self) -> bool:
         return False
 
