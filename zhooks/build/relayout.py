@@ -61,6 +61,8 @@ def _relayout_unit(
     for flat in unit.flats:
         values |= {id(param): value for value, param in zip(all_copies(flat, flat.shard), flat.params, strict=True)}
         carried.extend(_carried(flat, optimizers))
+    # Not before all of it is here: copies may need more memory than there is.
+    for flat in unit.flats:
         flat.release()
         flat.end_graph()
         flat.buffer.drop()
