@@ -21,6 +21,7 @@ from offload.errors import AttachError, PolicyError
 from offload.events import Bus, Observer
 from offload.policy import Policy
 from zhooks.activation import check_axis
+from zhooks.attached_choice import Chosen
 from zhooks.attached_control import Controlled
 from zhooks.attached_state import Stateful
 from zhooks.build import BuildContext, build_units, open_tiers, relayout_units, restore_units
@@ -43,7 +44,7 @@ from zhooks.plan import (
     rest_reserve,
     shards_reserve,
 )
-from zhooks.planning import chosen_for
+from zhooks.planning import Choice, chosen_for
 from zhooks.report import Calibrated, GradStatistics, MemoryReport, Observation, describe, memory_report, state_held
 from zhooks.run import Casts, Choices, Map, Runtime, batches, chart, install, remove
 from zhooks.tensor import Overflow, Registries
@@ -67,7 +68,8 @@ def attach(
         model: any module, on the device it shall run on, or built under ``torch.device("meta")``.
         optimizer: needed only when it already holds state; its states are partitioned too.
         policy: a path to a TOML or JSON file, a dict, a ``Policy``, None (stage 3, everything on the device), or "auto": the
-            placement that moves the least of those that this machine holds; ``describe()`` says which, and why.
+            placement that moves the least of those that this machine holds, looked at again after three steps; ``describe()``
+            says which, and why.
         mesh: a DeviceMesh over the whole process group with a ``shard`` (or ``dp``) axis and optionally ``replicate``, ``tp``
             and ``pp``; parameters that ``parallelize_module`` has made DTensors over ``tp`` are partitioned part by part.
             None is one shard axis over all ranks, or a world of one without a process group.
@@ -92,15 +94,16 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
             asked = request()
         comm = open_comm(asked.mesh, asked.policy, asked.device, asked.facts, meeting)
         undo.callback(comm.close)
-        asked = chosen_for(asked, comm) if asked.automatic else asked
-        return Attachment(look(asked, comm), comm, undo)
+        choice = chosen_for(asked, comm) if asked.automatic else None
+        return Attachment(look(asked if choice is None else choice.request, comm), comm, undo, choice)
 
 
-class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
+class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
     """A model under ZeRO.  Made by ``attach``; the model knows it until ``detach``."""
 
-    def __init__(self, plan: Plan, comm: Comm, undo: ExitStack) -> None:
-        """``undo`` puts everything back that was done before; it is taken over once all is done."""
+    def __init__(self, plan: Plan, comm: Comm, undo: ExitStack, choice: Choice | None) -> None:
+        """``undo`` puts everything back that was done before; it is taken over once all is done.  ``choice``: of the policy,
+        where it was left to us."""
         request, policy = plan.request, plan.request.policy
         self.model, self.policy, self._known = request.model, policy, request.known
         self._ignored = request.ignored
@@ -119,15 +122,16 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
             self._runtime = Runtime(
                 self.model, policy, comm, self._pool, self._bus,
                 spare=plan.headroom.spare, follow_freezes=self._follow_freezes, ignored=self._ignored,
+                training_begins=self._plan_again,
             )
             undo.callback(self._runtime.close)
         build_units(plan, self._context(), self._units)
         with all_or_none(comm.stage, "attach"):
             self._size_pool(plan.headroom.spare)
-            self._listen(plan, undo)
+            self._listen(plan, undo, choice)
         self._undo: ExitStack | None = undo.pop_all()
 
-    def _listen(self, plan: Plan, undo: ExitStack) -> None:
+    def _listen(self, plan: Plan, undo: ExitStack, choice: Choice | None) -> None:
         """Run the model that was built: modules, optimizers and observers are listened to from now on."""
         runtime, scaling = self._runtime, self._runtime.scaling
         runtime.take(self._units)
@@ -163,6 +167,9 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
             )
         )
         self._bus.stated_by(self._state_held)
+        self._replanning = None if choice is None else self._watched(choice)
+        if self._replanning is not None:
+            begin(self._replanning)
 
     def _context(self) -> BuildContext:
         """What flats are built on now."""
@@ -225,6 +232,12 @@ class Attachment(Stateful, Controlled, Calibrated, GradStatistics):
             BudgetError, TierError: a tier cannot take what should move there; what has moved stays moved, all of it usable.
         """
         self._check_attached("apply")
+        if self._replanning is not None:
+            self._replanning.close()
+        self._change(policy)
+
+    def _change(self, policy: Policy | str | Path | dict[str, Any]) -> None:
+        """As ``apply``."""
         with all_or_none(self._comm.stage, "apply"):
             if policy is None:
                 raise PolicyError("apply: expected a path, a mapping or a Policy, found None; name what shall change")

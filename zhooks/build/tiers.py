@@ -79,6 +79,10 @@ class Tiers:
     def adopt(self, optimizers: Sequence[torch.optim.Optimizer], flat: Flat) -> None:
         """States of a flat that were moved or loaded on the device go to their tier."""
 
+    def placed(self, tier: Tier) -> int:
+        """Bytes that are kept on a tier off the device."""
+        return 0
+
     def unwind(self) -> None:
         """The end is near: nothing is written back any more."""
 
@@ -111,6 +115,9 @@ class StoredTiers(Tiers):
         for optimizer in optimizers:
             self.stepper.updater.adopt(optimizer, flat)
             self.stepper.whole.adopt(optimizer, flat)
+
+    def placed(self, tier: Tier) -> int:
+        return self.store.budget.used(tier)
 
     def unwind(self) -> None:
         self.store.unwind()

@@ -70,6 +70,7 @@ class Gather(torch.autograd.Function):
         reducer = ctx.node.reducer
         if reducer is None:
             raise too_old(f"backward of unit {ctx.flat.name}")
+        ctx.flat.backward_came(ctx)
         if ctx.flat.node_asked:
             put_off_hooks(ctx, ctx.flat)
         parts, accumulating = ctx.flat.views.parts(grads), accumulates(ctx)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from zhooks.planning.automatic import chosen_for
+from zhooks.planning.automatic import Choice, chosen_for
 from zhooks.planning.axes import Batch, Candidate, batches, candidates, changed, saves
 from zhooks.planning.best_first import TIE, Bound, Limits, Memory, Outcome, Ranking, Tried, search
 from zhooks.planning.bounds import Bounds, Seconds
 from zhooks.planning.needs import Need, Needs
+from zhooks.planning.replanning import Replanning
 
 __all__ = [
     "TIE",
@@ -14,12 +15,14 @@ __all__ = [
     "Bound",
     "Bounds",
     "Candidate",
+    "Choice",
     "Limits",
     "Memory",
     "Need",
     "Needs",
     "Outcome",
     "Ranking",
+    "Replanning",
     "Seconds",
     "Tried",
     "batches",

@@ -1,7 +1,8 @@
 """``attach(policy="auto")``: the policy that moves the least of those that this machine holds, the same on all ranks.
 
 ``attach.py`` asks once ranks are connected.  There is no step to simulate, so it goes by bytes: what is at rest and gathered by
-the layouts that would be built, and a share of the device left for activations.  It never changes the model.
+the layouts that would be built, and a share of the device left for activations; ``replanning.py`` looks at what that came to.
+It never changes the model.
 
 Note: [Order of preference]
     Of what fits, the one that moves the least over disk, then over the host's link, then over links; of equal ones the one that
@@ -11,7 +12,7 @@ Note: [Order of preference]
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from offload.budget import available
 from offload.device import Device, open_device
 from offload.errors import BudgetError
+from offload.policy import Policy
 from offload.text import as_size
 from offload.tier import Tier
 from zhooks.comm import CONTROL, Call, Comm, all_or_none, least, text_digest
@@ -27,14 +29,40 @@ from zhooks.planning.axes import Candidate, candidates
 from zhooks.planning.best_first import Limits, Memory
 from zhooks.planning.needs import Need, Needs
 
-__all__ = ["ACTIVATIONS", "chosen_for"]
+__all__ = ["ACTIVATIONS", "Choice", "chosen_for", "held", "moved", "on_this_machine"]
 
 #: The share of the memory that is free on the device which is left for activations and what is temporary.
 ACTIVATIONS = 0.5
 
 
-def chosen_for(request: Request, comm: Comm) -> Request:
-    """``request`` with the policy that was chosen, and why.  Collective.
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """A policy that was chosen, and what that went by.
+
+    Attributes:
+        request: with the policy, and why.
+        base: what the choice leaves as it is.
+        tiers: that it may place on.
+        expected: bytes that it places, at the most.
+        activations: bytes of the device that it leaves for them.
+        world: data ranks.
+        ranks: of this machine, which share its memory and disk.
+        before: bytes of the device that this process used beside the model.
+    """
+
+    request: Request
+    base: Policy
+    tiers: tuple[Tier, ...]
+    candidate: Candidate
+    expected: Memory
+    activations: int
+    world: int
+    ranks: int
+    before: int
+
+
+def chosen_for(request: Request, comm: Comm) -> Choice:
+    """The policy for what was requested.  Collective.
 
     Raises:
         BudgetError: no placement fits; with the least memory that one needs, on every rank.
@@ -42,7 +70,7 @@ def chosen_for(request: Request, comm: Comm) -> Request:
     base, replicas = request.policy, comm.replicate.axis.world
     ranks = _beside(comm)
     with all_or_none(comm.stage, "attach"):
-        mine = _capacity(request, ranks)
+        mine, before = _capacity(request, ranks)
     limits = _agreed(mine, comm)
     trained = [param for param in request.model.parameters() if param.requires_grad]
     # What is not known yet is taken to be Adam's.
@@ -51,18 +79,18 @@ def chosen_for(request: Request, comm: Comm) -> Request:
     needs = Needs(request.model, optimizer, base, world, request.ignored, request.device)
     cpu = request.device.type == "cpu"
     # In a CPU's memory the host tier frees nothing.
-    tiers = [tier for tier in Tier if not (cpu and tier is Tier.HOST)]
+    tiers = tuple(tier for tier in Tier if not (cpu and tier is Tier.HOST))
     listed = [
         each
         for each in candidates(base, world, tiers=tiers, host_updates=False, replicas=(replicas,))
         if each.checkpoint == "none"
     ]
-    held = {each: _held(each, needs.of(each)) for each in listed}
-    fits = [each for each in listed if not limits.exceeded(held[each])]
+    found = {each: held(each, needs.of(each)) for each in listed}
+    fits = [each for each in listed if not limits.exceeded(found[each])]
     if not fits:
-        raise BudgetError(_refusal(listed, held, limits, tiers))
-    best = min(fits, key=lambda each: _moved(each, needs.of(each)))
-    memory = held[best]
+        raise BudgetError(_refusal(listed, found, limits, tiers))
+    best = min(fits, key=lambda each: moved(each, needs.of(each)))
+    memory = found[best]
     used = ", ".join(f"{as_size(memory.on(tier))} on {tier.value}" for tier in Tier if memory.on(tier))
     states = "" if request.known else "; states taken to be Adam's, for no optimizer was given"
     why = (
@@ -70,28 +98,32 @@ def chosen_for(request: Request, comm: Comm) -> Request:
         f"device ({ACTIVATIONS:.0%} of what is free, the rest for activations); {len(listed) - len(fits)} of {len(listed)} "
         f"placements do not fit{states}."
     )
-    return replace(request, policy=best.policy(base), chosen=why)
+    chosen = replace(request, policy=best.policy(base), chosen=why)
+    activations = int(limits.device * ACTIVATIONS / (1 - ACTIVATIONS))
+    return Choice(chosen, base, tiers, best, memory, activations, world, ranks, before)
 
 
-def _capacity(request: Request, ranks: int) -> Limits:
-    """What this rank may use, being one of so many on its machine."""
+def _capacity(request: Request, ranks: int) -> tuple[Limits, int]:
+    """What this rank may use, being one of so many on its machine; and what it uses of the device beside the model."""
     seam = open_device(request.device)
     try:
-        return _limits(seam, request, ranks)
+        # What the model takes now is what it will be made of.
+        own = sum(param.nbytes for param in request.model.parameters() if param.device == request.device)
+        there = on_this_machine(seam, request, ranks)
+        device = int((there.device + own) * (1 - ACTIVATIONS))
+        limits = replace(there, device=device, host=device if there.one_memory else there.host)
+        return limits, max(0, seam.used()[0] - own)
     finally:
         seam.close()
 
 
-def _limits(seam: Device, request: Request, ranks: int) -> Limits:
+def on_this_machine(seam: Device, request: Request, ranks: int) -> Limits:
+    """What is free on each tier for one of so many ranks of this machine."""
     folder = request.policy.disk.folder
-    # What the model takes now is what it will be made of.
-    own = sum(param.nbytes for param in request.model.parameters() if param.device == request.device)
     host = available(Tier.HOST, seam, folder, machine=seam.facts) // ranks
     disk = 0 if seam.facts.is_memory(folder) else available(Tier.DISK, seam, folder, machine=seam.facts) // ranks
-    if request.device.type == "cpu":
-        both = int((host + own) * (1 - ACTIVATIONS))
-        return Limits(both, both, disk, one_memory=True)
-    return Limits(int((seam.memory()[0] + own) * (1 - ACTIVATIONS)), host, disk)
+    one_memory = request.device.type == "cpu"
+    return Limits(host if one_memory else seam.memory()[0], host, disk, one_memory)
 
 
 def _beside(comm: Comm) -> int:
@@ -120,28 +152,31 @@ def _agreed(mine: Limits, comm: Comm) -> Limits:
     return Limits(device, host, disk, mine.one_memory)
 
 
-def _held(candidate: Candidate, need: Need) -> Memory:
+def held(candidate: Candidate, need: Need) -> Memory:
+    """What it places on each tier, at the most."""
     kept = sum(flat.transient_nbytes for flat in need.flats) if candidate.kept else 0
     return replace(need.stored, device=need.floor + kept)
 
 
-def _moved(candidate: Candidate, need: Need) -> tuple[int, int, int, int]:
+def moved(candidate: Candidate, need: Need) -> tuple[int, int, int, int]:
     """Bytes a step over disk, over the host's link and over links, and what is held."""
     times = 1 if candidate.kept else 2
     gathered = sum(flat.moved_nbytes * (times if flat.releasable else 1) for flat in need.flats)
     # An all-reduce is a reduction and a gather.
     reduced = sum(flat.sum_nbytes * (2 if flat.replicated else 1) for flat in need.flats if flat.kind.trainable)
-    return need.stored.disk, need.stored.host, gathered + reduced, _held(candidate, need).device
+    return need.stored.disk, need.stored.host, gathered + reduced, held(candidate, need).device
 
 
-def _refusal(listed: list[Candidate], held: dict[Candidate, Memory], limits: Limits, tiers: list[Tier]) -> str:
+def _refusal(
+    listed: list[Candidate], found: dict[Candidate, Memory], limits: Limits, tiers: tuple[Tier, ...]
+) -> str:
     """The least that would do, with each further tier."""
     lines = []
     for number in range(1, len(tiers) + 1):
         allowed = tiers[:number]
         within = [each for each in listed if {*each.tiers.cells} <= {*allowed}]
-        best = min(within, key=lambda each: held[each].device)
-        used = [f"{tier.value} {as_size(held[best].on(tier))}" for tier in Tier if held[best].on(tier)]
+        best = min(within, key=lambda each: found[each].device)
+        used = [f"{tier.value} {as_size(found[best].on(tier))}" for tier in Tier if found[best].on(tier)]
         lines.append(f"{' and '.join(used)} ({best})")
     there = ", ".join(f"{tier.value} {as_size(getattr(limits, tier.value))}" for tier in tiers)
     return (

@@ -52,6 +52,7 @@ class Needs:
 
     Attributes:
         world: ranks.
+        others: optimizers beside the first.
     """
 
     model: nn.Module
@@ -60,6 +61,7 @@ class Needs:
     world: int
     ignored: Ignored
     device: torch.device
+    others: Sequence[torch.optim.Optimizer] = ()
     numel: int = field(init=False)
     _groups: list[Group] = field(init=False)
     _known: dict[Candidate, Need] = field(init=False, default_factory=dict)
@@ -110,5 +112,6 @@ class Needs:
             # By rules some may lie elsewhere whatever the tables say: they count here, too.
             bare = self.base.model_copy(update={"rule": ()})
             _, units = self._units(Candidate(candidate.stage, replicate=candidate.replicate), bare)
-            self._states[key], _ = state_nbytes(self.optimizer, units, 0, wide=bare.optimizer.rounding == "stochastic")
+            wide = bare.optimizer.rounding == "stochastic"
+            self._states[key] = sum(state_nbytes(one, units, 0, wide=wide)[0] for one in (self.optimizer, *self.others))
         return self._states[key]

@@ -54,6 +54,7 @@ class Runtime:
     Args:
         spare: bytes for units that stay gathered between forward and backward; None where there is no budget.
         follow_freezes: lays parameters out anew that were frozen or unfrozen since the last step.  Collective.
+        training_begins: called before each training pass, when units may still be laid out anew.  Collective.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class Runtime:
         *,
         spare: int | None,
         follow_freezes: Callable[[], None],
+        training_begins: Callable[[], None],
         ignored: Ignored,
     ) -> None:
         schedule = policy.schedule
         unreduced = Table.of(policy.table()).accumulates_unreduced
         self.bus, self.members, self._follow_freezes = bus, Members(model, ignored), follow_freezes
+        self._training_begins = training_begins
         self.scaling = Scaling(comm, bus, policy.precision, self)
         self.reducer = Reducer(
             comm, pool, bus, self.scaling, self,
@@ -122,6 +125,13 @@ class Runtime:
             for flat in unit.flats:
                 flat.end_graph()
         return idle
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is open here that a layout made anew would end: no forward without its backward, no sum that is held back,
+        nothing that somebody keeps gathered."""
+        asked = self._resident or self._unsharded or self.reducer.open or self.reducer.accumulation.owed
+        return not asked and not any(flat.awaits_backward for unit in self._units for flat in unit.flats)
 
     # Forward.
 
@@ -216,6 +226,7 @@ class Runtime:
             self._finish_open(False)
         self.reducer.updates_due("forward")
         if grad:
+            self._training_begins()
             self.reducer.accumulation.begin(caller)
             self.check_overlap()
         label = self.paths.label(scope, training, grad)

@@ -115,8 +115,9 @@ class Flat:
         # Parameters that were updated early in this step (overlap.py), by name, and forwards whose backward is still to come.
         self.spent: set[str] = set()
         self.nodes = 0
-        # The nodes of graphs that live.
+        # The nodes of graphs that live, and of these the ones no backward has come to.
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
         self._version = -1
         self._uses = StreamUses(plan.kind.device)
         self._work: Work = DONE
@@ -287,7 +288,17 @@ class Flat:
         made = self.node(self)
         self.nodes += 1
         self._made.add(made[0].grad_fn)
+        self._waiting.add(made[0].grad_fn)
         return made
+
+    def backward_came(self, node: Any) -> None:
+        """A backward has come to one of its nodes."""
+        self._waiting.discard(node)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """A graph lives that no backward has gone through."""
+        return bool(self._waiting)
 
     def nodes_in_backward(self) -> list[Any]:
         """The nodes of this buffer that the backward that runs has reached, or will reach."""
