@@ -3,10 +3,15 @@
 ``flat.py`` and ``grad/gradient.py`` take and give; fresh host memory costs page faults at a sixteenth of the speed of a copy,
 so a released buffer is kept for the next taker of its size.  Where there is an arena that is where buffers lie, and nothing is
 kept here.  It never hands out memory that anybody else still holds.
+
+Note: [The last ones stay]
+    What was given back last is kept, and what has lain idle longest goes.  Were the first ones kept, sizes that nobody asks for
+    again would fill the bound, and what is idle would depend on all steps before: it differed from step to step of one loop.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,8 +54,9 @@ class Pool:
         self.idle_nbytes, self._paged = 0, False
         # Memory reserved ahead, where the policy wants it; of one device, as all of a model is.
         self._arenas: dict[torch.device, Arena] = {}
-        self._idle: dict[tuple[int, torch.device], list[Tensor]] = {}
-        self._held = 0
+        # Each with the number of its return: a shelf's oldest is its first.
+        self._idle: dict[tuple[int, torch.device], deque[tuple[int, Tensor]]] = {}
+        self._held = self._returns = 0
 
     @property
     def arena(self) -> Arena | None:
@@ -88,13 +94,13 @@ class Pool:
         with torch.inference_mode(False), torch.no_grad():
             if shelf:
                 self._held -= nbytes
-                return shelf.pop().view(dtype)
+                return shelf.pop()[1].view(dtype)
             if self._paged and device.type == "cpu":
                 return aligned(nbytes).view(dtype)
             return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
 
     def give(self, buffer: Tensor) -> None:
-        """Take ``buffer`` back, unless someone else holds its storage or enough lies idle already.
+        """Take ``buffer`` back, unless someone else holds its storage; see Note [The last ones stay].
 
         A range of the arena goes back there by itself, when its storage dies.
         """
@@ -105,14 +111,22 @@ class Pool:
         alone = torch._C._storage_Use_Count(storage._cdata) <= (3 if buffer._is_view() else 2)
         # Not the storage's, which may be whole pages: the next taker asks for as many as this one did.
         nbytes = buffer.nbytes
-        if device_keeps(buffer.device) or not alone or nbytes > self.bound or self._held + nbytes > self.idle_nbytes:
+        if device_keeps(buffer.device) or not alone or nbytes > min(self.bound, self.idle_nbytes):
             return
+        while self._held + nbytes > self.idle_nbytes:
+            self._drop_oldest()
         self._held += nbytes
+        self._returns += 1
         self.bus.hold("communication on device", "idle buffers", storage)
         with torch.inference_mode(False):
             empty = torch.empty(0, dtype=torch.uint8, device=buffer.device)
             whole = empty.set_(storage, 0, (nbytes,), (1,))
-        self._idle.setdefault((nbytes, buffer.device), []).append(whole)
+        self._idle.setdefault((nbytes, buffer.device), deque()).append((self._returns, whole))
+
+    def _drop_oldest(self) -> None:
+        key = min((key for key, shelf in self._idle.items() if shelf), key=lambda key: self._idle[key][0][0])
+        self._idle[key].popleft()
+        self._held -= key[0]
 
     def step_ended(self) -> None:
         """A backward is over."""
@@ -120,9 +134,13 @@ class Pool:
             arena.step_ended()
 
     def state_held(self) -> None:
-        """State what is reserved, for an observer that has just been added."""
+        """State what is reserved or idle, for an observer that has just been added."""
         for arena in self._arenas.values():
             arena.state()
+        # Copies: who begins to listen on another thread meets a step under way.
+        for shelf in tuple(self._idle.values()):
+            for _, buffer in tuple(shelf):
+                self.bus.hold("communication on device", "idle buffers", buffer.untyped_storage())
 
     def clear(self) -> None:
         """Give all memory that is idle or reserved back to the system."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,24 @@ def programs(name: str) -> tuple[Callable[[], tuple[nn.Module, torch.optim.Optim
     return build, step
 
 
+def uneven() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Units of several sizes: more buffers of other sizes come back in a step than may lie idle."""
+    widths = (96, 80, 100, 100, 100, 80)
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def uneven_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(4, 96, device="virtual")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def peak_of_step(number: int, hardware: dict[str, Any]) -> int:
+    policy = {"units": {"min_numel": 0}, "schedule": {"prefetch": 2}, **{cell: {"tier": "disk"} for cell in HOST}}
+    return simulate(uneven, uneven_step, world=2, hardware=hardware, policy=policy, steps=number).device.nbytes
+
+
 def measured(case: str, folder: str) -> int:
     """The peak of two steps on this rank, as zprof's recorder counts storages."""
     name, policy = CASES[case]
@@ -131,3 +150,8 @@ def test_the_peak_is_what_two_ranks_of_a_cpu_hold(case: str, ranks2: Pool, virtu
     if not case.startswith("recurrent"):
         # What is left is a few numbers'; of oneDNN's recurrent layers a copy that it makes inside is not known.
         assert abs(predicted - held) <= 4096, f"{case}: predicted {predicted} bytes, measured {held}"
+
+
+def test_every_step_of_a_loop_has_the_same_peak(virtual_ranks: Pool) -> None:
+    peaks = [virtual_ranks.run(f"{__name__}:peak_of_step", number=number, hardware=a_cpu()) for number in (3, 4, 5)]
+    assert peaks == [peaks[0]] * 3

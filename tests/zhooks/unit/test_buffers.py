@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.errors import AttachError, PolicyError
-from offload.events import Bus, Event
+from offload.events import Event
 from tests.support.buffer_census import counted
 from tests.support.inside import comm_of, flats_of, runtime_of
 from tests.support.on_ranks import on_ranks, place
@@ -25,7 +25,6 @@ from zhooks.comm import chunks_of, in_order, norms_of_runs, read
 from zhooks.comm.all_ranks import COLLECT_NBYTES
 from zhooks.layout import flat_layout
 from zhooks.report.memory_buffers import buffers
-from zhooks.unit import Pool, Reserve
 
 SMALL = 4096
 BF16 = {"precision": {"param": "bf16"}}
@@ -394,15 +393,3 @@ def test_norms_of_runs_combine_to_the_norm_of_all() -> None:
     norms = torch.stack(norms_of_runs(values, 2.0, 256))
     assert norms.numel() == 16
     torch.testing.assert_close(torch.linalg.vector_norm(norms), torch.linalg.vector_norm(values.float()))
-
-
-def test_a_buffer_on_pages_of_its_own_is_used_again_though_it_fills_no_whole_page() -> None:
-    pool = Pool(1 << 20, Bus())
-    pool.keep(Reserve({}, frozenset(), 1 << 20, paged=True), torch.device("cpu"))
-    first = pool.take(1000, torch.float32, torch.device("cpu"))
-    where = first.data_ptr()
-    pool.give(first)
-    assert pool.nbytes == 4000
-    del first
-    assert pool.take(1000, torch.float32, torch.device("cpu")).data_ptr() == where
-    assert pool.nbytes == 0
