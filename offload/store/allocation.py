@@ -11,6 +11,7 @@ Note: [Given back later]
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from offload.budget import Budget
 from offload.device import Device
 from offload.disk import Disk, Extent
+from offload.errors import ZhooksError
 from offload.memory import HostPool
 from offload.tier import Tier
 from offload.work import HostWork
@@ -127,9 +129,23 @@ class Allocator:
             self._later.append((allocation, list(after)))
         allocation.freed = True
 
-    def sweep(self) -> None:
-        """Give back what has become free."""
-        for _ in range(len(self._later)):
+    def wait_for_oldest(self) -> bool:
+        """Wait for work that keeps memory which nobody needs any more, the oldest first; False where there is none.
+
+        It is given back by the next ``sweep``.  What the work met with is said to who waits for its result.
+        """
+        for _, works in self._later:
+            for work in works:
+                if not work.done():
+                    with suppress(ZhooksError):
+                        work.synchronize()
+                    return True
+        return False
+
+    def sweep(self) -> bool:
+        """Give back what has become free; whether there was anything."""
+        before = len(self._later)
+        for _ in range(before):
             allocation, works = self._later.popleft()
             # What has ended may still refer to the memory it moved.
             works = [work for work in works if not work.done()]
@@ -137,6 +153,7 @@ class Allocator:
                 self._later.append((allocation, works))
             else:
                 self._give_back(allocation)
+        return len(self._later) < before
 
     def _give_back(self, allocation: Allocation) -> None:
         pools, tier, nbytes = self._pools, allocation.tier, allocation.nbytes

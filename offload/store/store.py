@@ -416,15 +416,20 @@ class Store:
         return sum(block.nbytes for block in self._writing_back.values() if block.lease and block.lease.at is Tier.DEVICE)
 
     def _admitted(self, take: Callable[[], Allocation]) -> Allocation:
-        """What ``take`` takes; where a tier is full, after waiting for what is being written back, or writing back what was
-        opened on demand."""
+        """What ``take`` takes; where a tier is full, after waiting for what is under way, or writing back what was opened on
+        demand."""
         while True:
             try:
                 return take()
             except BudgetError:
+                # A buffer that values only pass through is free once they have, whoever waits for them.
+                if self._staging.sweep() | self._blocks.sweep():
+                    continue
                 idle = [block for block in self._recent.values() if self._idle(block)]
                 if self._writing_back:
                     self._finish_write_back(next(iter(self._writing_back.values())))
+                elif self._staging.wait_for_oldest() or self._blocks.wait_for_oldest():
+                    pass
                 elif idle:
                     self._evict(idle[0])
                 else:

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import zhooks
+from offload.tier import Tier
 from offload.virtual import ACCELERATOR, HOST, Races
+from tests.support.inside import store_of
 from tests.support.two_streams import BRANCHES
 from tests.support.virtual import machine, on_virtual
 from tests.support.zoo import ZOO
@@ -152,3 +154,29 @@ def test_a_prefetched_gather_overlaps_compute_and_one_on_demand_does_not() -> No
 def test_a_budget_of_the_device_is_held_against_the_machine_s_memory() -> None:
     with machine(world=2, memory=(1 << 14, 1 << 40, 1 << 40)), pytest.raises(zhooks.BudgetError, match="device"):
         train("gpt", {"budget": {"device": "100%"}})
+
+
+@on_virtual(share=(0, 0.2, 0.5, 0.9), update=("device", "host", "host, in backward"))
+def test_what_passes_through_a_host_of_the_least_memory_waits_for_what_is_under_way(share: float, update: str) -> None:
+    # Flats of 64 KiB an array: those of an update and of the next; two that are lent, and a parameter on its way.
+    room = "576 KiB" if update == "host, in backward" else "512 KiB"
+    compute = {"compute": update.partition(",")[0], "overlap": update == "host, in backward"}
+    policy = {
+        "units": {"min_numel": 0},
+        "budget": {"host": room},
+        "host": {"slab": "64 KiB"},
+        **DISK_TIERS,
+        "optimizer": {"tier": "disk", "device_share": share, **compute},
+    }
+    with machine() as made:
+        with torch.device("virtual"):
+            model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
+        attachment = zhooks.attach(model, policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.empty(2, 128, device="virtual")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        store = store_of(attachment)
+        assert store.budget.high_water(Tier.HOST) == store.budget.limit(Tier.HOST)
+        attachment.detach()
