@@ -6,6 +6,7 @@ The policy's modules and ``zprof`` call it. It never reads a file and never know
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from offload.errors import PolicyError
 __all__ = [
     "UNITS",
     "Share",
+    "as_dollars",
     "as_size",
     "format_amount",
     "format_size",
@@ -90,6 +92,11 @@ def as_size(nbytes: int) -> str:
             value = nbytes / unit
             return f"{nbytes // unit if nbytes % unit == 0 else f'{value:.3g}' if value < 999.5 else f'{value:.0f}'} {name}"
     return f"{nbytes} B"
+
+
+def as_dollars(price: float) -> str:
+    """A price for a reader: cents, and of what is less than a dollar three digits."""
+    return f"{price:,.2f} USD" if price >= 1 or not price else f"{price:.{2 - math.floor(math.log10(price))}f} USD"
 
 
 def parse_amount(value: object) -> int | Share:

@@ -65,7 +65,7 @@ def run(overload: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.is_autocast_enabled("cuda"):
         raise other_autocast(user_line())
     tensors: list[Tensor] = []
-    key = _key(overload, args, kwargs, tensors)
+    key = _key(overload, args, kwargs, signature.out, tensors)
     kind = _kinds.get(key)
     if kind is None:
         kind = _find_out(overload, args, kwargs)
@@ -117,13 +117,15 @@ def forget() -> None:
     _kinds.clear()
 
 
-def _key(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+def _key(
+    overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: frozenset[str], tensors: list[Tensor]
+) -> Any:
     """What calls alike have in common, or None where more counts than that; tensors of this device that are read are noted."""
     facts: list[Any] = [overload, torch.get_default_dtype()]
     known = _note(args, facts, tensors)
     for name, value in kwargs.items():
         facts.append(name)
-        known &= _note((value,), facts, [] if name in _signature(overload).out else tensors)
+        known &= _note((value,), facts, [] if name in out else tensors)
     return tuple(facts) if known else None
 
 

@@ -24,7 +24,7 @@ from offload.allocator import parse_settings
 from offload.errors import PolicyError, SimulationError, ZhooksError
 from offload.hardware import Hardware
 from offload.policy import Policy
-from offload.text import as_size
+from offload.text import as_dollars, as_size
 from offload.virtual import ACCELERATOR, HOST, NAME, Machine, Race, Races
 from zhooks.attach import abandon, attach
 from zhooks.comm import ranks_on_paper
@@ -124,7 +124,7 @@ class Simulation:
             if failed:
                 lines.append(f"  does not fit: the allocator failed at {failed} requests")
         if self.joules is not None:
-            lines.append(f"  {self.joules:,.0f} J a step" + ("" if self.price is None else f", {self.price:.4f} USD"))
+            lines.append(f"  {self.joules:,.0f} J a step" + ("" if self.price is None else f", {as_dollars(self.price)}"))
         lines += [f"  race: {race}" for race in self.races]
         return "\n".join(lines)
 
