@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from offload.disk.disk_tier import Disk, DiskFile, Extent
 from offload.disk.io import BufferedIo, Bytes, Mover, SystemIo
+from offload.disk.kept import Kept
 from offload.disk.scratch import Owner, started_ticks
 from offload.disk.virtual_disk import VirtualDisk
 
@@ -13,6 +14,7 @@ __all__ = [
     "Disk",
     "DiskFile",
     "Extent",
+    "Kept",
     "Mover",
     "Owner",
     "SystemIo",

@@ -6,6 +6,11 @@ is waited for.  It never keeps memory past the transfer that uses it, and nothin
 Note: [One after the other]
     A request that overlaps one under way on the same extent, unless both read, starts after it: the call waits.  So does
     ``free``, or the next owner of the range would be overwritten.
+
+Note: [Kept for a reader]
+    Who saves keeps extents as they are (``keep``) and reads them while training goes on.  Nothing is written there any more:
+    ``renew`` gives the block another extent for its next values, and the kept one is free once its reader has closed it.
+    Where the file has no space for both, the writer waits for readers, who wait for nobody.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from torch import Tensor
 from offload.budget import cannot_admit
 from offload.disk.extent import CHECK, Extent, ExtentState, Request, Verb
 from offload.disk.io import Io, SystemIo
+from offload.disk.kept import Kept
 from offload.disk.scratch import ScratchFile, open_scratch, remove_stale, trouble
 from offload.errors import BudgetError, TierError
 from offload.events import Bus
@@ -62,6 +68,10 @@ class Disk(Protocol):
     def allocate(self, nbytes: int, key: str) -> Extent: ...
 
     def free(self, extent: Extent) -> None: ...
+
+    def keep(self, extent: Extent, key: str) -> Kept: ...
+
+    def renew(self, extent: Extent, key: str) -> Extent: ...
 
     def write(self, extent: Extent, source: Tensor, offset: int = 0, key: str = "") -> HostWork: ...
 
@@ -117,6 +127,8 @@ class DiskFile:
         self._mover = self._file.mover(self._block)
         self._space = Space(self._file.size)
         self._states: dict[int, ExtentState] = {}
+        #: Freed, but kept for a reader.
+        self._outgrown: dict[int, ExtentState] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._workers = Workers("zhooks-disk", threads)
@@ -153,8 +165,19 @@ class DiskFile:
             BudgetError: the limit or the disk does not hold it.  TierError: the file system fails, or the file is closed.
         """
         assert nbytes >= 0, f"{key}: {nbytes} bytes"
-        taken = _taken(nbytes)
         self._check_process(key)
+        while True:
+            try:
+                return self._allocate(nbytes, key)
+            except BudgetError:
+                with self._lock:
+                    reader = next((state.kept[0] for state in self._outgrown.values() if state.kept), None)
+                if reader is None:
+                    raise
+            reader.join()
+
+    def _allocate(self, nbytes: int, key: str) -> Extent:
+        taken = _taken(nbytes)
         with self._lock:
             self._check_open(key)
             start = self._space.take(taken)
@@ -177,8 +200,12 @@ class DiskFile:
                 if self._closed:
                     return
                 state = self._find(extent)
+                if state.kept:
+                    self._outgrown[extent.offset] = state
+                    return
                 if not state.flying:
                     del self._states[extent.offset]
+                    self._outgrown.pop(extent.offset, None)
                     taken = _taken(extent.nbytes)
                     self._space.give(extent.offset, taken)
                     self.used -= taken
@@ -186,6 +213,44 @@ class DiskFile:
                     return
                 before = state.flying[0]
             before.join()
+
+    def keep(self, extent: Extent, key: str) -> Kept:
+        """What the extent holds, for a reader on any thread until it is closed; see Note [Kept for a reader]."""
+        self._check_process(key)
+        kept = Kept(extent, lambda into, offset: self.read(extent, into, offset, key), self._let_go)
+        with self._lock:
+            self._check_open(key)
+            self._find(extent).kept.append(kept)
+        return kept
+
+    def renew(self, extent: Extent, key: str) -> Extent:
+        """Where the next values of the block that ``extent`` is of are to be written: there, or elsewhere while it is kept.
+
+        Raises:
+            TierError: as ``allocate``; the extent stays the block's.
+        """
+        with self._lock:
+            readers = list(self._find(extent).kept)
+        if not readers:
+            return extent
+        try:
+            new = self._allocate(extent.nbytes, key)
+        except BudgetError:
+            for reader in readers:
+                reader.join()
+            return extent
+        self.free(extent)
+        return new
+
+    def _let_go(self, kept: Kept) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            state = self._find(kept.extent)
+            state.kept.remove(kept)
+            over = not state.kept and kept.extent.offset in self._outgrown
+        if over:
+            self.free(kept.extent)
 
     def _grow(self, lacking: int, nbytes: int, key: str) -> None:
         """Make the file longer by ``lacking`` bytes, and by more where that costs nobody anything."""

@@ -114,15 +114,17 @@ class ExtentState:
     """An allocated extent and what it holds; moves of different chunks may run at once.
 
     Attributes:
-        flying: the requests under way; the disk tier's lock guards it.
+        flying: the requests under way.
+        kept: readers for whom it stays as it is.  The disk tier's lock guards both.
     """
 
-    __slots__ = ("_path", "_sums", "_written", "extent", "flying", "key")
+    __slots__ = ("_path", "_sums", "_written", "extent", "flying", "kept", "key")
 
     def __init__(self, extent: Extent, key: str, path: Path) -> None:
         chunks = -(-extent.nbytes // CHECK)
         self.extent, self.key = extent, key
         self.flying: list[Request] = []
+        self.kept: list[Ending] = []
         self._path = path
         self._sums = array("Q", bytes(8 * chunks))
         self._written = bytearray(chunks)

@@ -7,12 +7,14 @@ stored: it says when a transfer is over, and what memory it used.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 from torch import Tensor
 
 from offload.budget import cannot_admit
 from offload.device import VirtualWork
 from offload.disk.extent import Extent, Verb
+from offload.errors import SimulationError
 from offload.events import Bus
 from offload.free_ranges import Space
 from offload.pages import ALIGN, round_up
@@ -62,6 +64,12 @@ class VirtualDisk:
         self._space.give(extent.offset, taken)
         self.used -= taken
         del self._keys[extent.offset]
+
+    def keep(self, extent: Extent, key: str) -> NoReturn:
+        raise SimulationError(f"{key}: expected values to save, found the virtual disk, which stores none. Save in a run.")
+
+    def renew(self, extent: Extent, key: str) -> Extent:
+        return extent
 
     def write(self, extent: Extent, source: Tensor, offset: int = 0, key: str = "") -> HostWork:
         return self._move(Verb.WRITE, extent, source, key)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offload.budget import Budget
 from offload.device import Device
-from offload.disk import Disk
+from offload.disk import Disk, Extent, Kept
 from offload.errors import BudgetError, TierError, ZhooksError
 from offload.memory import HostPool
 from offload.store.allocation import Allocation, Allocator
@@ -224,6 +224,9 @@ class Store:
             return
         assert lease.fresh or lease.mode is not Mode.READ, f"block {block.key}: written by who said it would read"
         try:
+            if isinstance(block.stored, Extent):
+                # Elsewhere, while somebody saves what is stored.
+                block.allocation.memory = self.disk.renew(block.stored, block.key)
             lease.write_back = self._transfers.write(lease.values, block.stored, block.key)
         except BaseException:
             self._keep_open(block, lease)
@@ -348,6 +351,14 @@ class Store:
         if block.in_memory:
             block.outgoing = work
         return work
+
+    def keep(self, block: Block) -> Kept | None:
+        """What the block holds now, for who reads it later on another thread, whatever becomes of the block; None where its
+        values are not those on a disk: then they are in memory, to be copied.  After a `flush` all on a disk are."""
+        lease = block.lease
+        if not isinstance(block.stored, Extent) or block.blank or (lease is not None and (lease.write_back or lease.changed)):
+            return None
+        return self.disk.keep(block.stored, block.key)
 
     def change(self, block: Block, values: Tensor, *, add: bool) -> None:
         """The whole block becomes ``values`` (1-D, on the compute device), or they are added there; then it is written back."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.budget import Budget
 from offload.device import open_device
-from offload.disk import Bytes, DiskFile, SystemIo
+from offload.disk import Bytes, DiskFile, Kept, SystemIo
 from offload.disk.io import Io
 from offload.errors import BudgetError
 from offload.memory import HostPool
@@ -87,8 +87,9 @@ class Played:
         self.blocks: dict[str, Block] = {}
         self.plain: dict[str, Tensor] = {}
         self.held: list[tuple[str, Lease]] = []
+        self.kept: list[tuple[Kept, Tensor]] = []
         self.moves = [self.put, self.write, self.read, self.overwrite, self.add, self.into, self.move, self.drop]
-        self.moves += [self.fetch, self.fetch, self.close, self.flush, self.finish]
+        self.moves += [self.fetch, self.fetch, self.close, self.flush, self.finish, self.keep, self.read_kept]
 
     def play(self, count: int) -> None:
         for number in range(count):
@@ -106,6 +107,8 @@ class Played:
     def end(self) -> None:
         while self.held:
             self.close("")
+        while self.kept:
+            self.read_kept("")
         self.store.flush()
         for key, block in self.blocks.items():
             assert torch.equal(block.tensor(), self.plain[key])
@@ -207,6 +210,21 @@ class Played:
 
     def finish(self, key: str) -> bool:
         self.store.flush()
+        return False
+
+    def keep(self, key: str) -> bool:
+        self.store.flush()
+        kept = self.store.keep(self.blocks[key])
+        if kept is not None:
+            self.kept.append((kept, self.plain[key].clone()))
+        return False
+
+    def read_kept(self, key: str) -> bool:
+        if self.kept:
+            kept, expected = self.kept.pop(self.random.randrange(len(self.kept)))
+            chunks = [chunk.clone() for chunk in kept.chunks(0, expected.numel() * 4)]
+            assert torch.equal(torch.cat(chunks).view(torch.float32) if chunks else expected[:0], expected)
+            kept.close()
         return False
 
 
