@@ -21,8 +21,6 @@ Note: [What is ours]
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import re
 import stat
@@ -35,13 +33,12 @@ from offload.disk import Owner
 from offload.errors import CheckpointError
 from offload.pages import ALIGN
 from offload.shards.file import Record
-from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, encoded, read_manifest, shard_name
+from offload.shards.folder import EXCHANGE, OURS, Folder, lstat, renameat2, retire
+from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, encoded, shard_name
 from offload.text import shown, shown_path
 
 __all__ = ["Draft", "destination", "find"]
 
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-_OURS = re.compile(r"manifest\.json|rank-\d{5,}\.safetensors|saving-[0-9a-f]{16}")
 _TOKEN = "[0-9a-f]{16}"
 #: What a save adds to the name of its target while it works; a file name has at most 255 bytes.
 _NAME_MOST = 255 - len(".tmp-") - 16
@@ -81,7 +78,7 @@ def destination(path: str | os.PathLike[str], verb: str) -> Path:
 
 def _follow_ours(path: Path, verb: str) -> None:
     """As Linux protects links: in a folder where everybody may make files, another user's are not followed."""
-    status = _lstat(path)
+    status = lstat(path)
     if status is None or not stat.S_ISLNK(status.st_mode):
         return
     around = os.stat(path.parent)
@@ -91,106 +88,6 @@ def _follow_ours(path: Path, verb: str) -> None:
             f"{verb} {shown_path(path)}: expected a folder or a link of your own, found a link that another user (uid "
             f"{status.st_uid}) made in a folder for everybody. Name the folder itself."
         )
-
-
-def _lstat(path: Path) -> os.stat_result | None:
-    try:
-        return os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-class _Folder:
-    """A folder that is held open: entries are looked up in it alone, whatever becomes of its path.
-
-    Raises:
-        OSError: there is none, or what is there is a link or no folder.
-    """
-
-    def __init__(self, name: str | Path, within: _Folder | None = None) -> None:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if within else 0)
-        self.fd: int = os.open(name, flags, dir_fd=within.fd if within else None)
-        self.status = os.fstat(self.fd)
-
-    def __enter__(self) -> _Folder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def entry(self, name: str) -> os.stat_result | None:
-        """What is called so here, a link itself and not what it leads to; None where nothing is."""
-        try:
-            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-
-    def size(self, name: str) -> int | None:
-        """The size of a regular file; None where there is none."""
-        status = self.entry(name)
-        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
-
-    def folder(self, name: str) -> _Folder | None:
-        """The folder that is called so here; None where there is none, or a link to one."""
-        try:
-            return _Folder(name, self)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                return None
-            raise
-
-    def names(self) -> list[str]:
-        return os.listdir(self.fd)
-
-    def holds(self, folder: _Folder, name: str) -> bool:
-        """Whether ``folder`` still is what is called ``name`` here."""
-        status = self.entry(name)
-        return status is not None and os.path.samestat(status, folder.status)
-
-    def create(self, name: str, data: bytes) -> None:
-        """A new file, its owner's alone and durable."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(name, flags, 0o600, dir_fd=self.fd), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def rename(self, old: str, new: str) -> None:
-        os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-
-    def sync(self) -> None:
-        try:
-            os.fsync(self.fd)
-        except OSError as error:
-            # Some file systems cannot sync a folder; their renames are as durable as they get.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-
-    def token(self) -> str | None:
-        """The token of the manifest that lies here, where it can be read."""
-        try:
-            return read_manifest(self._by_descriptor()).token
-        except (CheckpointError, OSError):
-            return None
-
-    def complete(self) -> bool:
-        """Whether a checkpoint lies here, with every file as long as it should be."""
-        try:
-            files = read_manifest(self._by_descriptor()).files
-            return all(self.size(record.name) == record.nbytes for record in files)
-        except (CheckpointError, OSError):
-            return False
-
-    def _by_descriptor(self) -> Path:
-        return Path(f"/proc/self/fd/{self.fd}")
 
 
 class Draft:
@@ -205,8 +102,8 @@ class Draft:
         self.target, self.token = target, token
         self._name = f"{target.name}.tmp-{token}"
         self._old = f"{target.name}.old-{token}"
-        self._parent: _Folder | None = None
-        self._made: _Folder | None = None
+        self._parent: Folder | None = None
+        self._made: Folder | None = None
 
     def open(self) -> None:
         """Tidy what killed saves left and make the folder; one rank only.
@@ -214,13 +111,13 @@ class Draft:
         Raises:
             CheckpointError: ``target`` is something else than a checkpoint.  OSError: it cannot be written there.
         """
-        if _lstat(self.target.parent) is not None:
-            with _Folder(self.target.parent) as parent, self._earlier(parent, None):
+        if lstat(self.target.parent) is not None:
+            with Folder(self.target.parent) as parent, self._earlier(parent, None):
                 pass
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._parent = _Folder(self.target.parent)
+        self._parent = Folder(self.target.parent)
         os.mkdir(self._name, 0o700, dir_fd=self._parent.fd)
-        self._made = _Folder(self._name, self._parent)
+        self._made = Folder(self._name, self._parent)
         self._made.create(f"saving-{self.token}", Owner.here().page())
         _recover(self._parent, self.target.name, self._made)
         with self._earlier(self._parent, self._made):
@@ -234,7 +131,7 @@ class Draft:
             CheckpointError: the folder that the first rank made is not here.
         """
         try:
-            with _Folder(self.target.parent) as parent, _Folder(self._name, parent) as folder:
+            with Folder(self.target.parent) as parent, Folder(self._name, parent) as folder:
                 if folder.size(f"saving-{self.token}") is None:
                     raise FileNotFoundError
                 fd = os.dup(folder.fd)
@@ -278,9 +175,9 @@ class Draft:
             with suppress(OSError):
                 os.unlink(f"saving-{self.token}", dir_fd=self._made.fd)
             if earlier is not None:
-                _retire(self._parent, left, earlier, self._made)
+                retire(self._parent, left, earlier, self._made)
 
-    def _put_in_place(self, parent: _Folder, made: _Folder, earlier: _Folder | None) -> str:
+    def _put_in_place(self, parent: Folder, made: Folder, earlier: Folder | None) -> str:
         """See Note [Renames]; returns what the earlier checkpoint is called now, if there was one."""
         name = self.target.name
         if not parent.holds(made, self._name):
@@ -302,7 +199,7 @@ class Draft:
         return self._old
 
     @contextmanager
-    def _earlier(self, parent: _Folder, made: _Folder | None) -> Iterator[_Folder | None]:
+    def _earlier(self, parent: Folder, made: Folder | None) -> Iterator[Folder | None]:
         """What ``target`` is now, where this save may take its place: an empty folder or a checkpoint of this user's."""
         status = parent.entry(self.target.name)
         if status is None:
@@ -325,7 +222,7 @@ class Draft:
             "another path."
         )
 
-    def _check_visible(self, record: Record, made: _Folder) -> None:
+    def _check_visible(self, record: Record, made: Folder) -> None:
         found = made.size(record.name)
         if found != record.nbytes:
             raise CheckpointError(
@@ -336,7 +233,7 @@ class Draft:
     def discard(self) -> None:
         """Remove what was written; nothing was committed."""
         if self._parent is not None and self._made is not None:
-            _retire(self._parent, self._name, self._made, None)
+            retire(self._parent, self._name, self._made, None)
 
     def close(self) -> None:
         """Let go of the folders; idempotent."""
@@ -348,19 +245,7 @@ class Draft:
 
 def _exchange(parent_fd: int, one: str, other: str) -> bool:
     """Let two folders of one folder change places in one step; False where this system cannot."""
-    return _renameat2(parent_fd, one, parent_fd, other, _RENAME_EXCHANGE)
-
-
-def _renameat2(old_fd: int, old: str, new_fd: int, new: str, flag: int) -> bool:
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(ctypes.c_int(old_fd), os.fsencode(old), ctypes.c_int(new_fd), os.fsencode(new), ctypes.c_uint(flag)) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), new)
+    return renameat2(parent_fd, one, parent_fd, other, EXCHANGE)
 
 
 def find(target: Path) -> Path:
@@ -372,7 +257,7 @@ def find(target: Path) -> Path:
     if (target / MANIFEST).exists():
         return target
     if not _has_foreign(target) and target.parent.is_dir():
-        with _Folder(target.parent) as parent:
+        with Folder(target.parent) as parent:
             standing = _standing(parent, target.name)
         if standing is not None:
             return target.with_name(standing)
@@ -386,7 +271,7 @@ def find(target: Path) -> Path:
 # What killed saves left; see Note [What is ours].
 
 
-def _leftovers(parent: _Folder, name: str, kind: str) -> list[str]:
+def _leftovers(parent: Folder, name: str, kind: str) -> list[str]:
     """The tokens of the folders ``NAME.tmp-TOKEN`` or ``NAME.old-TOKEN``, the latest first; links are none of them."""
     prefix = f"{name}.{kind}-"
     found: dict[str, int] = {}
@@ -397,7 +282,7 @@ def _leftovers(parent: _Folder, name: str, kind: str) -> list[str]:
     return sorted(found, key=found.__getitem__, reverse=True)
 
 
-def _standing(parent: _Folder, name: str) -> str | None:
+def _standing(parent: Folder, name: str) -> str | None:
     """The checkpoint of a save that was killed between its renames: the new folder, or else the old one."""
     tokens = _leftovers(parent, name, "old")
     new = next((token for token in tokens if _token(parent, f"{name}.tmp-{token}") == token), None)
@@ -406,7 +291,7 @@ def _standing(parent: _Folder, name: str) -> str | None:
     return next((f"{name}.old-{token}" for token in tokens if _token(parent, f"{name}.old-{token}") is not None), None)
 
 
-def _token(parent: _Folder, name: str) -> str | None:
+def _token(parent: Folder, name: str) -> str | None:
     """Of the whole checkpoint that is called so in ``parent``."""
     folder = parent.folder(name)
     if folder is None:
@@ -415,7 +300,7 @@ def _token(parent: _Folder, name: str) -> str | None:
         return folder.token() if folder.complete() else None
 
 
-def _recover(parent: _Folder, name: str, made: _Folder) -> None:
+def _recover(parent: Folder, name: str, made: Folder) -> None:
     """Finish what a killed save began, and remove what is proven to be left of one.
 
     Args:
@@ -438,7 +323,7 @@ def _recover(parent: _Folder, name: str, made: _Folder) -> None:
             heir.close()
 
 
-def _tidy(parent: _Folder, name: str, token: str, made: _Folder, heir: _Folder | None, current: str | None) -> None:
+def _tidy(parent: Folder, name: str, token: str, made: Folder, heir: Folder | None, current: str | None) -> None:
     """Remove one leftover, if it is one."""
     with suppress(OSError):
         folder = parent.folder(name)
@@ -448,10 +333,10 @@ def _tidy(parent: _Folder, name: str, token: str, made: _Folder, heir: _Folder |
             if folder.status.st_uid != made.status.st_uid:
                 return
             if token == current or _is_over(folder, token, made):
-                _retire(parent, name, folder, heir)
+                retire(parent, name, folder, heir)
 
 
-def _is_over(folder: _Folder, token: str, made: _Folder) -> bool:
+def _is_over(folder: Folder, token: str, made: Folder) -> bool:
     """Whether ``folder`` is of the save of that token, and the save certainly does not run any more."""
     mark = f"saving-{token}"
     names, nbytes = folder.names(), folder.size(mark)
@@ -472,33 +357,11 @@ def _is_over(folder: _Folder, token: str, made: _Folder) -> bool:
     return elsewhere and made.status.st_mtime_ns - max(changed, default=0) > _SILENT_NS
 
 
-def _retire(parent: _Folder, name: str, folder: _Folder, heir: _Folder | None) -> None:
-    """Remove our files and the folder; what else lies in it goes to ``heir``, or keeps the folder."""
-    if not parent.holds(folder, name):
-        return
-    with suppress(OSError):
-        # The manifest last: what is half removed still says whose it was.
-        for each in sorted(folder.names(), key=lambda each: (each == MANIFEST, each)):
-            with suppress(OSError):
-                if _OURS.fullmatch(each) and folder.size(each) is not None:
-                    os.unlink(each, dir_fd=folder.fd)
-                elif heir is not None:
-                    _hand_on(folder, each, heir)
-        os.rmdir(name, dir_fd=parent.fd)
-
-
-def _hand_on(folder: _Folder, name: str, heir: _Folder) -> None:
-    """Move a file of the user's, never over anything."""
-    with suppress(FileExistsError):
-        if not _renameat2(folder.fd, name, heir.fd, name, _RENAME_NOREPLACE) and heir.entry(name) is None:
-            os.rename(name, name, src_dir_fd=folder.fd, dst_dir_fd=heir.fd)
-
-
 def _has_foreign(target: Path) -> bool:
-    return target.exists() and not (target.is_dir() and all(_OURS.fullmatch(path.name) for path in target.iterdir()))
+    return target.exists() and not (target.is_dir() and all(OURS.fullmatch(path.name) for path in target.iterdir()))
 
 
-def _replaceable(folder: _Folder) -> bool:
+def _replaceable(folder: Folder) -> bool:
     """Empty, or a checkpoint, damaged or not: anybody may call a file manifest.json."""
     names = folder.names()
     if not names:

@@ -1,0 +1,160 @@
+"""A folder that is held open, so that nobody's links and renames lead elsewhere: entries are looked up and removed in it.
+
+``commit.py`` and ``series.py`` touch checkpoints through it alone.  It removes nothing but regular files of our own names, and
+never decides which folder is ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from offload.errors import CheckpointError
+from offload.shards.manifest import MANIFEST, read_manifest
+
+__all__ = ["EXCHANGE", "OURS", "Folder", "lstat", "renameat2", "retire"]
+
+RENAME_NOREPLACE, EXCHANGE = 1, 2
+#: Files that a save makes, while it works and to stay.
+OURS = re.compile(r"manifest\.json|rank-\d{5,}\.safetensors|saving-[0-9a-f]{16}")
+
+
+def lstat(path: Path) -> os.stat_result | None:
+    """What is at a path, a link itself; None where nothing is."""
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+class Folder:
+    """A folder that is held open: entries are looked up in it alone, whatever becomes of its path.
+
+    Raises:
+        OSError: there is none, or what is there is a link or no folder.
+    """
+
+    def __init__(self, name: str | Path, within: Folder | None = None) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if within else 0)
+        self.fd: int = os.open(name, flags, dir_fd=within.fd if within else None)
+        self.status = os.fstat(self.fd)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def entry(self, name: str) -> os.stat_result | None:
+        """What is called so here, a link itself and not what it leads to; None where nothing is."""
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def size(self, name: str) -> int | None:
+        """The size of a regular file; None where there is none."""
+        status = self.entry(name)
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+
+    def folder(self, name: str) -> Folder | None:
+        """The folder that is called so here; None where there is none, or a link to one."""
+        try:
+            return Folder(name, self)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
+            raise
+
+    def names(self) -> list[str]:
+        return os.listdir(self.fd)
+
+    def holds(self, folder: Folder, name: str) -> bool:
+        """Whether ``folder`` still is what is called ``name`` here."""
+        status = self.entry(name)
+        return status is not None and os.path.samestat(status, folder.status)
+
+    def create(self, name: str, data: bytes) -> None:
+        """A new file, its owner's alone and durable."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(name, flags, 0o600, dir_fd=self.fd), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            # Some file systems cannot sync a folder; their renames are as durable as they get.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+
+    def token(self) -> str | None:
+        """The token of the manifest that lies here, where it can be read."""
+        try:
+            return read_manifest(self._by_descriptor()).token
+        except (CheckpointError, OSError):
+            return None
+
+    def complete(self) -> bool:
+        """Whether a checkpoint lies here, with every file as long as it should be."""
+        try:
+            files = read_manifest(self._by_descriptor()).files
+            return all(self.size(record.name) == record.nbytes for record in files)
+        except (CheckpointError, OSError):
+            return False
+
+    def _by_descriptor(self) -> Path:
+        return Path(f"/proc/self/fd/{self.fd}")
+
+
+def renameat2(old_fd: int, old: str, new_fd: int, new: str, flag: int) -> bool:
+    """Linux's rename with a flag; False where this system has it not."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(ctypes.c_int(old_fd), os.fsencode(old), ctypes.c_int(new_fd), os.fsencode(new), ctypes.c_uint(flag)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), new)
+
+
+def retire(parent: Folder, name: str, folder: Folder, heir: Folder | None) -> None:
+    """Remove our files and the folder; what else lies in it goes to ``heir``, or keeps the folder."""
+    if not parent.holds(folder, name):
+        return
+    with suppress(OSError):
+        # The manifest last: what is half removed still says whose it was.
+        for each in sorted(folder.names(), key=lambda each: (each == MANIFEST, each)):
+            with suppress(OSError):
+                if OURS.fullmatch(each) and folder.size(each) is not None:
+                    os.unlink(each, dir_fd=folder.fd)
+                elif heir is not None:
+                    _hand_on(folder, each, heir)
+        os.rmdir(name, dir_fd=parent.fd)
+
+
+def _hand_on(folder: Folder, name: str, heir: Folder) -> None:
+    """Move a file of the user's, never over anything."""
+    with suppress(FileExistsError):
+        if not renameat2(folder.fd, name, heir.fd, name, RENAME_NOREPLACE) and heir.entry(name) is None:
+            os.rename(name, name, src_dir_fd=folder.fd, dst_dir_fd=heir.fd)
