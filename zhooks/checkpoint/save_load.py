@@ -19,7 +19,8 @@ import torch
 from offload.errors import CheckpointError, ZhooksError
 from offload.shards import Draft, Manifest, Record, ShardReader, ShardWriter, destination, find, read_manifest, shard_name
 from offload.text import shown_path
-from zhooks.checkpoint.load_shard import Loading, check
+from zhooks.checkpoint.check_shard import check
+from zhooks.checkpoint.load_shard import Loading
 from zhooks.checkpoint.saved_layout import describe, difference
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
 from zhooks.comm import AllRanks, one_stage_a_path

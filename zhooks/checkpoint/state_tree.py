@@ -1,6 +1,6 @@
 """State dicts as JSON and tensors: what a scheduler, a scaler or an optimizer's group says of itself, without pickle.
 
-``shard_contents.py`` packs values before they are written, ``load_shard.py`` unpacks what was read; the tensors go to the
+``shard_contents.py`` packs values before they are written, ``check_shard.py`` unpacks what was read; the tensors go to the
 shard file beside the JSON.  It never builds anything but plain containers, numbers, texts and tensors.
 """
 
