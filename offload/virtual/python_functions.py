@@ -1,4 +1,4 @@
-"""Functions of tensors that torch writes in Python and that read memory: printing, ``numpy``, ``copy.deepcopy``.
+"""Functions of torch's in Python that read memory: printing, ``numpy``, ``copy.deepcopy``, objects sent between ranks.
 
 A machine enters `PythonFunctions` while it is on, a mode of torch's own; it leaves every other function to torch.  Threads of
 torch's (backward) are outside of it: there printing is refused as whatever reads values is.
@@ -7,9 +7,13 @@ torch's (backward) are outside of it: there printing is refused as whatever read
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -22,13 +26,38 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class PythonFunctions(TorchFunctionMode):
-    """``repr``, ``print``, f-strings without a format and deep copies of plain tensors of this device."""
+    """``repr``, ``print``, f-strings without a format, deep copies of plain tensors of this device; objects for other ranks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MAKING and sys._getframe(1).f_code.co_name in _OF_THE_HOST and _torch_distributed(sys._getframe(1)):
+            return _on_host(func, args, kwargs or {})
         known: Any = _KNOWN.get(func)
         if known is not None and type(args[0]) in _PLAIN and args[0].device.type == NAME:
             return known(*args)
         return func(*args, **(kwargs or {}))
+
+
+def _torch_distributed(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_DISTRIBUTED)
+
+
+def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What torch exchanges of objects and of schedules has values, which nothing but the real host can keep."""
+    if func is Tensor.to:
+        return args[0] if len(args) == 2 and torch.device(args[1]).type == NAME else func(*args, **kwargs)
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == NAME:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return func(*args, **kwargs)
+
+
+_DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
+_MAKING = frozenset({torch.tensor, torch.zeros, torch.empty, Tensor.to})
+#: Functions of torch.distributed that put small values on the device to send them, and read what they receive.
+_OF_THE_HOST = frozenset({
+    "_object_to_tensor", "_warmup_backward_result", "_warmup_forward_vote", "all_gather_object", "broadcast_object_list",
+    "recv_object_list", "send_object_list",
+})  # fmt: skip
 
 
 def _shown(tensor: Tensor) -> str:

@@ -68,6 +68,15 @@ class _Backend:
         return None
 
     @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        """There is nothing random without values."""
+        return torch.zeros(0, dtype=torch.uint8, device="cpu")
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        return None
+
+    @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
