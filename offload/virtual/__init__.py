@@ -7,6 +7,7 @@ from offload.virtual.counting import flops, moved, name_of
 from offload.virtual.machine import Access, Costs, Happening, Listener, Machine, Moment, Stream, access, running
 from offload.virtual.memory import ACCELERATOR, HOST, NAME, memory_at, take_address
 from offload.virtual.races import Race, Races
+from offload.virtual.turns import Turns
 from offload.virtual.watcher import Operation
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Race",
     "Races",
     "Stream",
+    "Turns",
     "access",
     "flops",
     "memory_at",

@@ -32,7 +32,9 @@ from offload.virtual.python_functions import PythonFunctions
 from offload.virtual.torch_device import errors_of_backward, register
 from offload.virtual.watcher import Operation, watch
 
-__all__ = ["Access", "Costs", "Happening", "Listener", "Machine", "Moment", "Stream", "running"]
+__all__ = [
+    "Access", "Costs", "Happening", "Listener", "Machine", "Moment", "Stream", "machines_on", "running", "turn_to",
+]  # fmt: skip
 
 
 class Costs(Protocol):
@@ -182,6 +184,37 @@ def running() -> Machine:
     return _running
 
 
+@contextmanager
+def machines_on() -> Iterator[None]:
+    """A simulation, of one machine or of several that take turns.
+
+    Raises:
+        SimulationError: there is one around this.
+    """
+    global _simulating
+    if _simulating:
+        raise SimulationError("simulate: expected one simulation at a time, found one around this. End it first.")
+    register()
+    forget()
+    _simulating = True
+    try:
+        with refuses_cuda():
+            yield
+    finally:
+        _simulating = False
+        turn_to(None)
+
+
+_simulating = False
+
+
+def turn_to(machine: Machine | None) -> None:
+    """Everything on the virtual device happens on ``machine`` from now on."""
+    global _running
+    _running = machine
+    watch(machine)
+
+
 class Machine:
     """The host, the streams and the memories of one rank.
 
@@ -208,19 +241,16 @@ class Machine:
     @contextmanager
     def on(self) -> Iterator[Machine]:
         """Everything on the virtual device inside happens here."""
-        global _running
-        if _running is not None:
-            raise SimulationError("simulate: expected one simulation at a time, found one around this. End it first.")
-        register()
-        forget()
-        watch(self)
-        _running = self
-        try:
-            with errors_of_backward(), refuses_cuda(), PythonFunctions():
+        with machines_on():
+            turn_to(self)
+            with self.thread_of_program():
                 yield self
-        finally:
-            _running = None
-            watch(None)
+
+    @contextmanager
+    def thread_of_program(self) -> Iterator[None]:
+        """What a thread of the program's needs beside a machine that is on; see `Turns`."""
+        with errors_of_backward(), PythonFunctions():
+            yield
 
     # Streams.
 
