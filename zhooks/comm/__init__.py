@@ -10,7 +10,8 @@ from zhooks.comm.choose_transport import Comm, open_comm
 from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
 from zhooks.comm.rendezvous import Facts, meet, policy_facts, refused_by_all
 from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Nbytes, Transport
-from zhooks.comm.virtual_group import ranks_on_paper
+from zhooks.comm.virtual_group import check_no_group, join_on_paper, ranks_on_paper
+from zhooks.comm.virtual_stages import Stages, stages_on_paper
 
 __all__ = [
     "CONTROL",
@@ -26,14 +27,17 @@ __all__ = [
     "Facts",
     "Nbytes",
     "SameGathers",
+    "Stages",
     "Transport",
     "Work",
     "all_or_none",
+    "check_no_group",
     "chunks_of",
     "disagreement",
     "even",
     "gather",
     "in_order",
+    "join_on_paper",
     "least",
     "meet",
     "norms_of_runs",
@@ -44,5 +48,6 @@ __all__ = [
     "ranks_on_paper",
     "read",
     "refused_by_all",
+    "stages_on_paper",
     "text_digest",
 ]

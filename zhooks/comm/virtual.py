@@ -1,20 +1,22 @@
-"""Collectives on paper: what takes how long, while every other rank is what this one is.
+"""Collectives on paper: what takes how long, while every other rank of its stage is what this one is.
 
 ``choose_transport.py`` opens it for models on the virtual device, over a process group of the "fake" backend.  Nothing moves:
 the machine is told how long each call takes and what memory it uses, on a stream for each channel as NCCL has one for each
-group.  Small facts of the real host are combined as if all ranks had said the same.
+group.  Small facts of the real host are combined as if all ranks of a stage had said the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from offload.device import VirtualWork
 from offload.virtual import NAME, Machine, Moment, access, running
 from offload.work import Work
 from zhooks.comm.transport import CONTROL, Call, Nbytes, TwoSteps
+from zhooks.comm.virtual_stages import channel_of
 from zhooks.layout import Axis, Layout
 
 __all__ = ["VirtualTransport"]
@@ -32,6 +34,7 @@ class VirtualTransport:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._machine = running()
+        self._channel = channel_of(axis.ranks)
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         return self._start(call, "all_gather", full.nbytes, reads=[shard], writes=[full])
@@ -60,13 +63,19 @@ class VirtualTransport:
             self._start(call, "all_reduce", tensor.nbytes, reads=[], writes=[tensor]).wait()
             return
         what, host = f"{call.what} {call.key}", self._machine.host
+        every = None if self._channel is None else self._channel.values("all_reduce", [tensor])
         self._machine.communicate("all_reduce", self.axis.ranks, tensor.nbytes, host, what, [])
-        if op == "sum":
+        if every is not None:
+            rows = torch.stack([theirs for (theirs,) in every])
+            tensor.copy_(rows.sum(0) if op == "sum" else rows.amax(0) if op == "max" else rows.amin(0))
+        elif op == "sum":
             tensor.mul_(self.axis.world)
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         if tensor.device.type == NAME:
             self._start(call, "broadcast", tensor.nbytes, reads=[], writes=[tensor]).wait()
+        elif self._channel is not None:
+            tensor.copy_(self._channel.values("broadcast", [tensor])[0][0])
 
     def close(self) -> None:
         self.closed = True
@@ -76,6 +85,8 @@ class VirtualTransport:
         machine = self._machine
         stream = machine.side(f"{_CHANNEL[call.channel]} over {self.axis.name}") if machine.costs.accelerated else machine.host
         machine.order(stream, machine.current)
+        if self._channel is not None:
+            self._channel.meet(kind, stream)
         accesses = [access(tensor, writes=False) for tensor in reads if tensor.numel()]
         accesses += [access(tensor, writes=True) for tensor in writes if tensor.numel()]
         machine.communicate(kind, self.axis.ranks, nbytes, stream, f"{call.what} {call.key}", accesses)

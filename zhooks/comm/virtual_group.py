@@ -1,7 +1,8 @@
 """The process group of the virtual device: torch's own collectives, which DTensors and users start, take time and order memory.
 
-``simulation/run.py`` makes one of any number of ranks, of which this process is the first and all others are what it is.
-Nothing moves; tensors of the real host get what ranks alike would give them (``alike.py``).
+``simulation/`` makes one of any number of ranks, of which this process is one and all others are what it is, but for those of
+other stages of a pipeline (``virtual_stages.py``).  Nothing moves; tensors of the real host get what ranks alike would give
+them (``alike.py``).
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from torch import Tensor
 from offload.device import VirtualWork
 from offload.errors import SimulationError
 from offload.virtual import NAME, access, running
-from zhooks.comm.alike import gathered, reduced, scattered
+from zhooks.comm.alike import combined, gathered, reduced, scattered
+from zhooks.comm.virtual_stages import Message, channel_of
 
-__all__ = ["BACKEND", "ranks_on_paper"]
+__all__ = ["BACKEND", "check_no_group", "join_on_paper", "ranks_on_paper"]
 
 BACKEND = "virtual"
+#: Collectives whose results on tensors of the real host are known where stages say different things.
+_VALUES = ("all_reduce", "reduce", "broadcast", "all_gather")
 _C10d: Any = torch._C._distributed_c10d
 #: Its methods are declared with more ways to be called than torch has for them.
 _Group: Any = dist.ProcessGroup
@@ -35,22 +39,34 @@ def ranks_on_paper(world: int) -> Iterator[None]:
     Raises:
         SimulationError: there is a process group already.
     """
+    check_no_group()
+    if world == 1:
+        yield
+        return
+    join_on_paper(0, world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def check_no_group() -> None:
+    """Raises:
+    SimulationError: there is a process group already.
+    """
     if dist.is_initialized():
         raise SimulationError(
             "simulate: expected a process without a process group, for it makes one of its own; found one. Simulate before "
             "init_process_group, or in another process."
         )
-    if world == 1:
-        yield
-        return
+
+
+def join_on_paper(rank: int, world: int) -> None:
+    """Make the process group of so many ranks, as one of them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _register()
-    dist.init_process_group(BACKEND, rank=0, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group(BACKEND, rank=rank, world_size=world, store=FakeStore())
 
 
 @cache
@@ -68,6 +84,7 @@ class VirtualGroup(_Group):  # type: ignore[misc]
     def __init__(self, rank: int, size: int, ranks: tuple[int, ...]) -> None:
         super().__init__(rank, size)
         self._ranks, self._name, self._label = ranks or tuple(range(size)), "", "all ranks"
+        self._channel = channel_of(self._ranks)
 
     # What a group is.
 
@@ -101,26 +118,31 @@ class VirtualGroup(_Group):  # type: ignore[misc]
     # Collectives.
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
-        return self._start("all_reduce", [], tensors, partial(reduced, tensors, self.size(), options))
+        return self._start("all_reduce", [], tensors, partial(self._reduced, tensors, options))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
-        return self._start("reduce", [], tensors, partial(reduced, tensors, self.size(), options))
+        return self._start("reduce", [], tensors, partial(self._reduced, tensors, options))
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
-        return self._start("broadcast", [], tensors, lambda: None)
+        def fill() -> None:
+            if self._channel is not None:
+                for tensor, theirs in zip(tensors, self._channel.values("broadcast", tensors)[options.rootRank], strict=True):
+                    tensor.copy_(theirs)
+
+        return self._start("broadcast", [], tensors, fill)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None) -> Any:
         made = [tensor for each in outputs for tensor in each]
-        return self._start("all_gather", inputs, made, partial(gathered, outputs, inputs))
+        return self._start("all_gather", inputs, made, partial(self._gathered, outputs, inputs))
 
     def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [given], options)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Any:
         rows = [output.view(self.size(), -1).unbind() for output in outputs]
-        return self._start("all_gather", inputs, outputs, partial(gathered, rows, inputs))
+        return self._start("all_gather", inputs, outputs, partial(self._gathered, rows, inputs))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None) -> Any:
         made = [tensor for each in outputs for tensor in each]
@@ -173,22 +195,55 @@ class VirtualGroup(_Group):  # type: ignore[misc]
         return self._start("all_to_all", [tensor for each in inputs for tensor in each], outputs, fill)
 
     def barrier(self, opts: Any = None) -> Any:
+        if self._channel is not None:
+            self._channel.meet("barrier")
         return _Started(None, [])
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Any:
-        raise _one_stage()
+        return self._message("send", tensors, rank, tag)
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Any:
-        raise _one_stage()
+        return self._message("receive", tensors, rank, tag)
+
+    def _message(self, verb: str, tensors: Sequence[Tensor], rank: int, tag: int) -> Any:
+        (tensor,) = tensors
+        message = None if self._channel is None else self._channel.message(verb, self._ranks[rank], tag, tensor)
+        if message is None:
+            raise _one_stage()
+        return _Started(message, tensors)
+
+    # Values of the real host.
+
+    def _reduced(self, tensors: Sequence[Tensor], options: Any) -> None:
+        if self._channel is None:
+            reduced(tensors, self.size(), options)
+        else:
+            combined(tensors, self._channel.values("all_reduce", tensors), options)
+
+    def _gathered(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
+        if self._channel is None:
+            gathered(outputs, inputs)
+            return
+        every = self._channel.values("all_gather", inputs)
+        for number, each in enumerate(outputs):
+            for output, theirs in zip(each, every, strict=True):
+                output.copy_(theirs[number].view_as(output))
 
     def _start(self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], fill: Callable[[], object]) -> Any:
         """On the group's own stream, as NCCL has it, after what the current one has been given; ``fill`` is for the host's."""
         if not any(tensor.device.type == NAME for tensor in (*reads, *writes)):
+            if self._channel is not None and kind not in _VALUES:
+                raise SimulationError(
+                    f"simulate: expected collectives of stages' values that are one of {', '.join(_VALUES)}, found {kind} of "
+                    f"tensors on the CPU over {self._label}. Keep them on the device, or exchange them by one of these."
+                )
             fill()
             return _Started(None, writes)
         machine = running()
         stream = machine.side(f"collectives over {self._label}") if machine.costs.accelerated else machine.host
         machine.order(stream, machine.current)
+        if self._channel is not None:
+            self._channel.meet(kind, stream)
         nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (reads, writes))
         accesses = [access(tensor, writes=False) for tensor in reads if tensor.numel()]
         accesses += [access(tensor, writes=True) for tensor in writes if tensor.numel()]
@@ -199,7 +254,7 @@ class VirtualGroup(_Group):  # type: ignore[misc]
 class _Started(_C10d.Work):  # type: ignore[misc]
     """What torch waits for; its tensors are kept until then."""
 
-    def __init__(self, work: VirtualWork | None, made: Sequence[Tensor], reads: Sequence[Tensor] = ()) -> None:
+    def __init__(self, work: VirtualWork | Message | None, made: Sequence[Tensor], reads: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._work, self._made, self._kept = work, list(made), (*made, *reads)
 
@@ -221,6 +276,7 @@ class _Started(_C10d.Work):  # type: ignore[misc]
 def _one_stage() -> SimulationError:
     return SimulationError(
         "simulate: expected collectives, found a send or a receive between two ranks, whose time depends on what the other one "
-        "does; all ranks are taken to be what this one is. Simulate one stage of a pipeline as a model of its own."
+        "does; all ranks but those of other stages are taken to be what this one is. Send between stages of a pipeline alone, "
+        "over mesh[\"pp\"]."
     )
 

@@ -18,6 +18,7 @@ Note: [Experts]
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,13 +92,7 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
         return Mesh(shard, replicate, tp, pp, data, stage, arrangement=_arranged((SHARD,), torch.arange(world)), averaged=world)
     whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     given = whole.mesh_dim_names or ((SHARD,) if whole.ndim == 1 else ())
-    names = tuple(_ALIASES.get(name, name) for name in given)
-    if not names or len(set(names)) != len(names) or not set(names) <= {SHARD, REPLICATE, TP, PP}:
-        raise AttachError(
-            f"mesh: expected axes named 'shard' (or 'dp'), 'replicate', 'tp' and 'pp' or 'ep', each once, found "
-            f"{given or 'no names'}. "
-            'Build it with mesh_dim_names=("replicate", "shard") or ("pp", "dp", "tp").'
-        )
+    names = axis_names(given)
     members = sorted(whole.mesh.flatten().tolist())
     if members != list(range(dist.get_world_size())):
         raise AttachError(
@@ -116,6 +111,22 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
     data, stage = axis(DATA, SHARD, REPLICATE), axis(STAGE, SHARD, REPLICATE, TP)
     averaged = data.world * (pp.world if EP in given else 1)
     return Mesh(shard, replicate, tp, pp, data, stage, names, _arranged(given, whole.mesh), averaged)
+
+
+def axis_names(given: Sequence[str]) -> tuple[str, ...]:
+    """The names that axes have here, of those that a mesh gives them, in any order.
+
+    Raises:
+        AttachError: there are none, others than these, or two of one axis.
+    """
+    names = tuple(_ALIASES.get(name, name) for name in given)
+    if not names or len(set(names)) != len(names) or not set(names) <= {SHARD, REPLICATE, TP, PP}:
+        raise AttachError(
+            f"mesh: expected axes named 'shard' (or 'dp'), 'replicate', 'tp' and 'pp' or 'ep', each once, found "
+            f"{tuple(given) or 'no names'}. "
+            'Build it with mesh_dim_names=("replicate", "shard") or ("pp", "dp", "tp").'
+        )
+    return names
 
 
 def _arranged(names: tuple[str, ...], ranks: Tensor) -> str:

@@ -2,7 +2,7 @@
 
 The model is built and attached on the virtual device, under a process group on paper, and steps as it would:
 the planner, the hooks, the schedule, the tiers and the streams are those of a real run.  Every other rank is taken to be what
-this one is.
+this one is, but for those of other stages of a pipeline, of which one each is simulated beside it (``stages.py``).
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from offload.allocator import parse_settings
+from offload.allocator import Settings, parse_settings
 from offload.errors import PolicyError, SimulationError, ZhooksError
 from offload.hardware import Hardware
 from offload.policy import Policy
 from offload.text import as_dollars, as_size
-from offload.virtual import ACCELERATOR, HOST, NAME, Machine, Race, Races
-from zhooks.attach import abandon, attach
+from offload.virtual import ACCELERATOR, HOST, Machine, Race, Races
+from zhooks.attach import Attachment, abandon, attach
 from zhooks.comm import ranks_on_paper
+from zhooks.simulation.arrangement import Arrangement, built, is_count
 from zhooks.simulation.calls import program_calls
 from zhooks.simulation.costs import HardwareCosts
 from zhooks.simulation.measure import Holders, Peak, covered
 from zhooks.simulation.reserved import Allocations, Reserved
 from zhooks.simulation.slowdown import Pace, Slowdown, slowest
+from zhooks.simulation.stages import pipeline
 
 __all__ = ["Simulation", "simulate"]
 
-_TP = "tp"
-_AXES = ("replicate", "shard", "dp", _TP)
 #: FLOPs, bytes over the link, bytes over the network, so far.
 Counts = tuple[float, float, float]
 
@@ -63,6 +62,9 @@ class Simulation:
         rank: whose step it is: one that all are like, or the slowest.
         waiting_s: seconds in which ranks that are not slow wait for those that are.
         reserved: what torch's caching allocator would have reserved; None where none was asked for.
+        bubble_s: seconds in which the device waited for other stages of the pipeline, at the end of the step too.
+        stages: of a pipeline each stage's own, by place on the pp axis.  Times, FLOPs and traffic of the whole are then means
+            over stages, peaks those of the stage that holds the most (``rank``), ``host_s`` the longest.
     """
 
     hardware: str
@@ -85,10 +87,14 @@ class Simulation:
     rank: int = 0
     waiting_s: float = 0.0
     reserved: Reserved | None = None
+    bubble_s: float = 0.0
+    stages: tuple[Simulation, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """The device and the host have what is held there at most.  A step goes on where they have not."""
+        """The device and the host have what is held there at most, on every stage.  A step goes on where they have not."""
+        if self.stages:
+            return all(stage.fits for stage in self.stages)
         placed = self.reserved is None or not self.reserved.failed
         return placed and self.device.nbytes <= self.device_memory and self.host.nbytes <= self.host_memory
 
@@ -99,7 +105,8 @@ class Simulation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {**asdict(self), "tflops": self.tflops, "fits": self.fits, "races": [str(race) for race in self.races]}
+        own = {"tflops": self.tflops, "fits": self.fits, "races": [str(race) for race in self.races]}
+        return {**asdict(replace(self, stages=())), **own, "stages": [stage.as_dict() for stage in self.stages]}
 
     def __str__(self) -> str:
         lines = [
@@ -111,6 +118,16 @@ class Simulation:
         ]
         if self.waiting_s:
             lines.append(f"  this is rank {self.rank}, the slowest: the others wait {self.waiting_s * 1e3:,.1f} ms for it")
+        if self.stages:
+            share = self.bubble_s / self.step_s if self.step_s else math.nan
+            lines.append(
+                f"  {len(self.stages)} stages wait for each other {self.bubble_s * 1e3:,.1f} ms each ({share:.1%}), on average"
+            )
+            lines += [
+                f"    stage {place}: compute {stage.compute_s * 1e3:,.1f} ms, waits {stage.bubble_s * 1e3:,.1f} ms, device "
+                f"{as_size(stage.device.nbytes)}, host {as_size(stage.host.nbytes)}" + ("" if stage.fits else ": does not fit")
+                for place, stage in enumerate(self.stages)
+            ]
         places = (("device", self.device, self.device_memory), ("host", self.host, self.host_memory))
         for what, peak, there in places:
             held = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in peak.holders.items())
@@ -150,14 +167,16 @@ def simulate(
             take no memory.  A model of its own for every simulation.
         step: called with what ``build`` returned, once a step: forward, backward, ``optimizer.step()``, ``zero_grad()``, on
             tensors that it makes on device "virtual".  It may read no value (``loss.item()``).
-        mesh: sizes of the axes "replicate", "shard" and "tp", in that order; None is one shard axis over all ranks.  With
-            "tp" it is ``build``'s to divide the model over ``mesh["tp"]`` (``parallelize_module``): it is called with the
-            ``DeviceMesh``.
+        mesh: sizes of the axes "replicate", "shard" (or "dp"), "tp" and "pp", in any order, the outermost first, as
+            ``init_device_mesh`` takes them; None is one shard axis over all ranks.  With "tp" or "pp" it is ``build``'s to
+            divide the model over ``mesh["tp"]`` (``parallelize_module``) or to return the module of the stage that is at
+            ``mesh["pp"].get_local_rank()``, or a list of modules: it is called with the ``DeviceMesh``, once for each stage.
+            What it returns after the optimizer, a schedule of ``torch.distributed.pipelining`` say, ``step`` is given, too.
         hardware: a profile's name or file (``zprof hardware list``).
         steps: how many are run; the last one is what is returned, for the first records and plans.
         check_races: also follow whether streams order all uses of memory.
         follow: called with the machine before ``build`` is; what it returns is entered, and left after the last step.  For who
-            records what happens: it adds itself to the machine's listeners.
+            records what happens: it adds itself to the machine's listeners.  Each stage of a pipeline has a machine.
         slow: ranks that are slower than the profile says; what is returned is the slowest rank's then, and ``build`` and
             ``step`` are called for one without them as well.
         allocator: settings of torch's caching allocator, as in PYTORCH_ALLOC_CONF ("" is torch's default): what it reserves is
@@ -176,68 +195,103 @@ def simulate(
         )
     settings = None if allocator is None else parse_settings(allocator)
     profile = Hardware.of(hardware)
-    if not _count(steps) or not _count(world):
+    if not is_count(steps) or not is_count(world):
         raise SimulationError(
             f"simulate: expected at least one step of one rank, found steps = {steps!r} and world = {world!r}."
         )
     _check_default_device()
+    arrangement = Arrangement.of(mesh, world)
     pace = slowest(slow, world)
-    alike = None
-    if pace is not None:
-        alike = simulate(build, step, world=world, mesh=mesh, hardware=profile, policy=policy, steps=steps, check_races=False)
-    if policy is not None and Policy.of(policy).activation.partition == _TP:
+    if policy is not None and Policy.of(policy).activation.partition == "tp":
         raise SimulationError(
             'simulate: expected [activation] partition = "none", for ranks of tp compare the values of what they would divide; '
             'found "tp". Leave it out, and count 1/t of the unit inputs that checkpoint = "unit" keeps.'
         )
+    job = Job(build, step, policy, arrangement, steps, check_races, follow, settings)
+    if arrangement.stages > 1:
+        if pace is not None:
+            raise SimulationError(
+                "simulate: expected no slow ranks on a mesh with pp, for their stage decides who waits; found some. Leave slow "
+                "out, or the pp axis."
+            )
+        return pipeline(job, profile, run_rank)
+    alike = None
+    if pace is not None:
+        alike = simulate(build, step, world=world, mesh=mesh, hardware=profile, policy=policy, steps=steps, check_races=False)
     costs = HardwareCosts(profile, world, pace)
+    with Machine(costs).on() as machine, ranks_on_paper(world):
+        result = run_rank(job, machine, costs, lambda: None)
+    return result if pace is None or alike is None else _beside(result, alike, pace, costs)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What ``simulate`` was asked for, checked; ``settings`` are the allocator's."""
+
+    build: Callable[..., Any]
+    step: Callable[..., object]
+    policy: Policy | str | Path | dict[str, Any] | None
+    arrangement: Arrangement
+    steps: int
+    check_races: bool
+    follow: Callable[[Machine], AbstractContextManager[object]] | None
+    settings: Settings | None
+
+
+def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[[], None]) -> Simulation:
+    """Build, attach and step as one rank, on its machine; ``begins`` is called before each step."""
     holders, races = Holders(), Races()
-    with Machine(costs).on() as machine, ranks_on_paper(world), ExitStack() as following:
-        machine.listeners += [holders, races] if check_races else [holders]
+    with ExitStack() as following:
+        machine.listeners += [holders, races] if job.check_races else [holders]
         allocations = Allocations(machine)
-        if settings is not None:
+        if job.settings is not None:
             machine.listeners.append(allocations)
-        if follow is not None:
-            following.enter_context(follow(machine))
-        axes = _mesh(mesh, world)
-        given = _built(build, axes)
-        model: Any = given[0]
-        _move(model)
-        attachment = attach(model, *given[1:2], policy=policy, mesh=axes)
+        if job.follow is not None:
+            following.enter_context(job.follow(machine))
+        axes = job.arrangement.mesh()
+        made = built(job.build, job.arrangement, axes)
+        attachments: list[Attachment] = []
         try:
-            with attachment.observe(holders):
+            for model in made.models:
+                attachments.append(attach(model, *made.optimizers, policy=job.policy, mesh=axes))
+            with ExitStack() as observed:
+                for attachment in attachments:
+                    observed.enter_context(attachment.observe(holders))
                 gc.collect()
-                for number in range(1, steps + 1):
+                for number in range(1, job.steps + 1):
+                    begins()
                     holders.reset()
                     begin, before, operations = machine.now, _counted(costs), costs.operations
                     with program_calls(machine):
-                        step(*given)
+                        job.step(*made.given)
                     if costs.operations == operations:
-                        raise _nothing_ran(number, steps)
+                        raise _nothing_ran(number, job.steps)
                     issued = machine.now - begin
                     machine.current.synchronize()
             following.close()
-            result = _result(machine, costs, holders, world, begin, issued, before)
-            if settings is not None:
+            result = _result(machine, costs, holders, job.arrangement.world, begin, issued, before)
+            if job.settings is not None:
                 machine.listeners.remove(allocations)
-                result = replace(result, reserved=allocations.reserved(settings, costs.memory[ACCELERATOR]))
-            if pace is not None and alike is not None:
-                result = _beside(result, alike, pace, costs)
+                result = replace(result, reserved=allocations.reserved(job.settings, costs.memory[ACCELERATOR]))
         except BaseException:
             # What the step raised is what counts, not that a model cannot be detached in the middle of it.
-            with suppress(ZhooksError):
-                attachment.detach()
+            for attachment in attachments:
+                with suppress(ZhooksError):
+                    attachment.detach()
             raise
-        if not check_races:
-            abandon(attachment)
+        if not job.check_races:
+            for attachment in attachments:
+                abandon(attachment)
             return result
         # The way back uses memory, too, and what is freed after it may have been in use.
-        try:
-            attachment.detach()
-        except SimulationError:
-            # States that one rank owns whole go through the real host on their way.
-            abandon(attachment)
-        del model, given, attachment
+        for attachment in attachments:
+            try:
+                attachment.detach()
+            except SimulationError:
+                # States that one rank owns whole go through the real host on their way.
+                abandon(attachment)
+        attachments.clear()
+        del model, made, attachment
         gc.collect()
     return replace(result, races=tuple(races.found))
 
@@ -291,20 +345,6 @@ def _counted(costs: HardwareCosts) -> Counts:
     return float(costs.flops), costs.link_nbytes, costs.network_nbytes
 
 
-@torch.no_grad()
-def _move(model: nn.Module) -> None:
-    """What legacy constructors (``torch.Tensor(n)``) and real data made on the CPU; optimizers know parameters by identity."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu":
-            moved = tensor.to(NAME)
-            made = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-            torch.utils.swap_tensors(tensor, made)
-
-
-def _count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _check_default_device() -> None:
     """What attaching keeps on the real host would be made there, too."""
     found = torch.get_default_device()
@@ -313,32 +353,3 @@ def _check_default_device() -> None:
             f'simulate: expected the CPU as torch\'s default device, found "{found}". Call it outside of torch.device(...), or '
             'after torch.set_default_device(None); the step makes its inputs with device="virtual".'
         )
-
-
-def _mesh(sizes: Mapping[str, int] | None, world: int) -> DeviceMesh | None:
-    if sizes is None:
-        return None
-    if not isinstance(sizes, Mapping) or not all(map(_count, sizes.values())):
-        raise SimulationError(f"simulate: expected a mesh as sizes of axes, such as {{'shard': {world}}}, found {sizes!r}.")
-    if "pp" in sizes:
-        raise SimulationError(
-            "simulate: expected a mesh without pp, for stages of a pipeline wait for each other and one rank cannot stand for "
-            "all; found one. Simulate one stage as a model of its own, over the ranks that share it."
-        )
-    if not set(sizes) <= set(_AXES) or math.prod(sizes.values()) != world:
-        raise SimulationError(
-            f"simulate: expected a mesh of axes {' and '.join(map(repr, _AXES[:2]))} and 'tp' over {world} ranks, "
-            f"found {dict(sizes)}."
-        )
-    return init_device_mesh(NAME, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def _built(build: Callable[..., Any], mesh: DeviceMesh | None) -> tuple[Any, ...]:
-    """What ``build`` returns; layers over ``tp`` are divided by it, so that it is given the mesh then."""
-    with torch.device(NAME):
-        built = build(mesh) if mesh is not None and _TP in (mesh.mesh_dim_names or ()) else build()
-    given = built if isinstance(built, tuple) else (built,)
-    if not given or not isinstance(given[0], nn.Module):
-        found = f"({', '.join(type(each).__name__ for each in given)})" if isinstance(built, tuple) else type(built).__name__
-        raise SimulationError(f"simulate: expected that build returns a model, or a model and its optimizer, found {found}.")
-    return given

@@ -168,7 +168,7 @@ def test_what_passes_through_a_host_of_the_least_memory_waits_for_what_is_under_
         **DISK_TIERS,
         "optimizer": {"tier": "disk", "device_share": share, **compute},
     }
-    with machine() as made:
+    with machine():
         with torch.device("virtual"):
             model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
         attachment = zhooks.attach(model, policy=policy)

@@ -119,6 +119,14 @@ def test_it_reports_in_words_and_as_plain_values_and_finds_no_race() -> None:
 
 
 @on_virtual()
+def test_axes_are_taken_in_any_order_and_by_all_names_that_attach_knows() -> None:
+    outer, inner = simulated(16, mesh={"dp_replicate": 2, "dp_shard": 8}), simulated(16, mesh={"fsdp": 8, "replicate": 2})
+    assert outer.device.holders == inner.device.holders
+    # The innermost axis lies within a node.
+    assert outer.network_nbytes < inner.network_nbytes, f"{outer.network_nbytes} {inner.network_nbytes}"
+
+
+@on_virtual()
 def test_replicas_over_a_mesh_hold_more_and_send_less_between_nodes() -> None:
     sharded, replicated = simulated(16), simulated(16, mesh={"replicate": 2, "shard": 8})
     assert replicated.network_nbytes < sharded.network_nbytes
@@ -133,8 +141,13 @@ def test_what_cannot_be_simulated_is_refused_by_name_and_leaves_nothing_behind()
 
     with pytest.raises(zhooks.SimulationError, match=r"item\(\) at .*test_simulate.py:\d+: expected code that needs no values"):
         simulated(change=reads)
-    with pytest.raises(zhooks.SimulationError, match=r"expected a mesh of axes 'replicate' and 'shard' and 'tp' over 8 ranks"):
+    with pytest.raises(zhooks.SimulationError, match=r"'tp' and 'pp' over 8 ranks, found {'replicate': 3, 'shard': 8} over 24"):
         simulated(mesh={"replicate": 3, "shard": 8})
+    for mesh in ({"shards": 8}, {"dp": 2, "shard": 4}, {}):
+        with pytest.raises(zhooks.SimulationError, match=r"'tp' and 'pp', each at most once, in any|expected a mesh as sizes"):
+            simulated(mesh=mesh)
+    with pytest.raises(zhooks.SimulationError, match="expected a mesh without 'ep'"):
+        simulated(mesh={"ep": 2, "dp": 4})
     with pytest.raises(zhooks.HardwareError, match="did you mean h100"):
         simulated(hardware="h1oo")
     with pytest.raises(zhooks.BudgetError, match="device"):
