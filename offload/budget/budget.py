@@ -49,28 +49,34 @@ class Budget:
         self._limits = {tier: limits.get(tier) for tier in Tier}
         self._used = dict.fromkeys(Tier, 0)
         self._high_water = dict.fromkeys(Tier, 0)
+        self._lent = dict.fromkeys(Tier, 0)
         self._note = "" if rank is None else f"on rank {rank}"
         #: Who holds what was admitted.
         self.account = Account()
-        self._change = threading.Lock()
+        self._change = threading.Condition()
 
     def admit(self, tier: Tier, key: str, nbytes: int) -> None:
-        """Count ``nbytes`` for block ``key`` as held by ``tier``.
+        """Count ``nbytes`` for block ``key`` as held by ``tier``; waits for what is lent where that is in the way.
 
         Raises:
             BudgetError: the limit does not allow it; nothing is counted.
         """
-        if not self.try_admit(tier, nbytes):
-            limit = self._limits[tier]
-            assert limit is not None, "a tier without a limit admits everything"
-            raise cannot_admit(tier, key, nbytes, used=self._used[tier], limit=limit, note=self._note)
+        lent = self._lent[tier]
+        while not self.try_admit(tier, nbytes):
+            if not lent:
+                limit = self._limits[tier]
+                assert limit is not None, "a tier without a limit admits everything"
+                raise cannot_admit(tier, key, nbytes, used=self._used[tier], limit=limit, note=self._note)
+            with self._change:
+                self._change.wait_for(lambda before=lent: self._lent[tier] < before)  # type: ignore[misc]
+                lent = self._lent[tier]
 
     def try_admit(self, tier: Tier, nbytes: int) -> bool:
         """As `admit`, answering instead of raising: for whoever can wait or evict."""
         assert nbytes >= 0, "a block's size is not negative"
         with self._change:
             used, limit = self._used[tier] + nbytes, self._limits[tier]
-            if limit is not None and used > limit and nbytes:
+            if limit is not None and used + self._lent[tier] > limit and nbytes:
                 return False
             self._used[tier] = used
             self._high_water[tier] = max(self._high_water[tier], used)
@@ -81,6 +87,25 @@ class Budget:
         with self._change:
             assert 0 <= nbytes <= self._used[tier], f"{tier.value}: {nbytes} B released, {self._used[tier]} B were admitted"
             self._used[tier] -= nbytes
+
+    def lend(self, tier: Tier, key: str, nbytes: int) -> None:
+        """Count ``nbytes`` that another thread gives back soon, whatever others do: who wants them meanwhile waits.
+
+        Raises:
+            BudgetError: beside the most that was ever held the limit does not allow it; nothing is counted.
+        """
+        with self._change:
+            taken, limit = self._high_water[tier] + self._lent[tier], self._limits[tier]
+            if limit is not None and nbytes and taken + nbytes > limit:
+                raise cannot_admit(tier, key, nbytes, used=taken, limit=limit, note=self._note)
+            self._lent[tier] += nbytes
+
+    def give_back(self, tier: Tier, nbytes: int) -> None:
+        """They are lent no longer; any thread."""
+        with self._change:
+            assert 0 <= nbytes <= self._lent[tier], f"{tier.value}: {nbytes} B given back, {self._lent[tier]} B were lent"
+            self._lent[tier] -= nbytes
+            self._change.notify_all()
 
     def used(self, tier: Tier) -> int:
         """Bytes held now."""

@@ -41,6 +41,30 @@ def test_a_full_tier_refuses_with_its_arithmetic_and_counts_nothing() -> None:
     assert budget.used(HOST) == budget.high_water(HOST) == int(31.6 * GIB)
 
 
+def test_what_is_lent_is_waited_for_and_never_counts_as_held() -> None:
+    budget, admitted = Budget({HOST: 100}), threading.Event()
+    budget.admit(HOST, "block", 60)
+    budget.release(HOST, 20)
+    with pytest.raises(BudgetError, match="60 of 100 B in use, 1 B short"):
+        budget.lend(HOST, "snapshot", 41)
+    budget.lend(HOST, "snapshot", 40)
+    assert (budget.used(HOST), budget.high_water(HOST)) == (40, 60) and not budget.try_admit(HOST, 21)
+
+    def admit() -> None:
+        budget.admit(HOST, "more", 50)
+        admitted.set()
+
+    waiter = threading.Thread(target=admit)
+    waiter.start()
+    budget.give_back(HOST, 10)
+    assert not admitted.is_set()
+    budget.give_back(HOST, 30)
+    waiter.join(60)
+    assert admitted.is_set() and budget.used(HOST) == 90
+    with pytest.raises(BudgetError, match=r"no hole|short"):
+        budget.admit(HOST, "too much", 20)
+
+
 def test_each_tier_names_its_own_remedy() -> None:
     said = {tier: str(cannot_admit(tier, "k", 2, used=0, limit=1)) for tier in Tier}
     assert said[DEVICE] == (
