@@ -22,6 +22,7 @@ from offload.errors import (
 from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
+from zhooks.checkpoint import Saving, latest
 from zhooks.integrations import from_pretrained
 from zhooks.simulation import Proposals, Simulation, Slowdown, find_policy, simulate
 from zhooks.tensor import ShardedTensor
@@ -40,6 +41,7 @@ __all__ = [
     "PolicyError",
     "Proposals",
     "Recorder",
+    "Saving",
     "ScaleError",
     "ShardedOpError",
     "ShardedTensor",
@@ -52,5 +54,6 @@ __all__ = [
     "attach",
     "find_policy",
     "from_pretrained",
+    "latest",
     "simulate",
 ]

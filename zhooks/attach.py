@@ -295,9 +295,11 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
 
         Raises:
             AttachError: it was detached already.
+            CheckpointError: a save beside training failed, and nobody was told; detach may be called again.
             TierError: a tier cannot be read; what is plain stays plain, and detach may be called again.
         """
         self._check_attached("detach")
+        self._finish_saving("detach")
         with self._runtime.laying_out():
             self._check_at_rest("detach")
             self._runtime.reducer.reduce_owed()

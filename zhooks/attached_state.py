@@ -6,6 +6,7 @@ decides what a state consists of.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from offload.errors import AttachError, CheckpointError
 from offload.events import Bus
 from offload.policy import Policy
-from offload.text import shown_path
+from offload.text import shown, shown_path
 from zhooks import checkpoint
 from zhooks.build import Tiers
 from zhooks.comm import AllRanks, Comm
@@ -44,6 +45,9 @@ class Stateful:
     _optimizers: Optimizers
     _undo: ExitStack | None
     _ignored: Ignored
+    _saving: checkpoint.Saving | None = None
+    #: Whose checkpoints later ones replace; a run that is resumed is the one that it loads.
+    _run: str = ""
 
     def _check_attached(self, verb: str) -> None:
         """What the attachment knew of the model is over once it is detached, and would be read or written in vain."""
@@ -138,7 +142,9 @@ class Stateful:
         *,
         objects: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
-    ) -> None:
+        wait: bool = True,
+        keep: int | None = None,
+    ) -> checkpoint.Saving:
         """Write what this run needs to go on, each rank its own shards from the tiers they are kept on.  Collective.
 
         ``folder`` becomes the new checkpoint in one rename once every rank has written and synced its file; an earlier one
@@ -150,17 +156,73 @@ class Stateful:
             optimizer: one, several, or () for none; None is the one known from ``attach``, else all that hold parameters.
             objects: anything with ``state_dict`` and ``load_state_dict`` (a scheduler, a scaler), by name.
             extra: plain data and tensors ``load`` shall return, e.g. the step.
+            wait: False returns once the state of this moment is held (copied to host memory; on the disk tier kept where it
+                is), and a thread writes it beside training.  The next save, load or detach waits for it, as does the end of
+                the program; [checkpoint] bounds the memory, and says what a save does meanwhile.
+            keep: how many of the checkpoints saved with ``keep`` by this run stay, this one among them: older ones in the
+                same parent folder, whose names differ in the last number alone, go once this one is committed.
+        Returns:
+            The save: over, or going on: ``done``, ``progress``, ``wait()``.
         Raises:
-            CheckpointError: on every rank, naming the first that failed; nothing was committed.
+            CheckpointError: on every rank, naming the first that failed; nothing was committed.  Also where the save before
+                failed beside training, and nobody was told: nothing was tried then.
         """
         self._check_at_rest("save")
+        ranks = AllRanks(self._comm.stage, "save", shown_path(folder))
+        self._check_save(ranks, wait, keep)
+        self._finish_saving("save")
         self._runtime.due()
         chosen = self._chosen("save", optimizer)
-        live = AllRanks(self._comm.stage, "save", shown_path(folder)).run(lambda: self._live("save", chosen, objects, extra))
+        live = ranks.run(lambda: self._live("save", chosen, objects, extra))
         for each in live.optimizers:
             # What torch loaded into it and no step has met yet is saved as ranges, too.
             self._optimizers.meet(each, "save")
-        checkpoint.save(live, folder, extra or {})
+        self._run = self._run or ranks.share(secrets.token_hex(8))
+        series = checkpoint.Series(self._run, keep)
+        if wait:
+            return checkpoint.save(live, folder, extra or {}, series)
+        self._saving = checkpoint.save_beside(live, folder, extra or {}, series, self._snapshot, self.policy.comm.timeout_s)
+        return self._saving
+
+    def _check_save(self, ranks: AllRanks, wait: Any, keep: Any) -> None:
+        """What ranks must agree on before anything.  Collective."""
+        refuse = self.policy.checkpoint.while_saving == "refuse"
+
+        def check() -> None:
+            if not isinstance(wait, bool):
+                raise CheckpointError(f"save: expected wait=True or False, found {shown(wait)}. Say whether to wait.")
+            if keep is not None and (type(keep) is not int or keep < 1):
+                raise CheckpointError(f"save: expected a number from 1 as keep, or None, found {shown(keep)}. Name a number.")
+            if refuse and self._saving is not None and not self._saving.done:
+                raise CheckpointError(
+                    f"save: expected the save to {shown_path(self._saving.folder)} to be over, found it at "
+                    f"{self._saving.progress.written} of {self._saving.progress.total} bytes. Save later, or set [checkpoint] "
+                    'while_saving = "wait".'
+                )
+
+        ranks.run(check)
+        if not ranks.same(f"{wait} {keep}"):
+            raise CheckpointError("save: expected the same wait and keep on every rank, found others. Pass the same.")
+
+    def _finish_saving(self, verb: str) -> None:
+        """Wait for the save that goes on beside training.  Collective where there is one.
+
+        Raises:
+            CheckpointError: it failed, and nobody was told; once.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None and not saving.settled:
+            try:
+                saving.wait()
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{verb}: expected the save to {shown_path(saving.folder)} beside training to end well, found: {error} "
+                    f"Nothing was done now; {verb} again."
+                ) from error
+
+    def _snapshot(self, tensors: Sequence[Any]) -> checkpoint.Snapshot:
+        store = self._tiers.store
+        return checkpoint.Snapshot(tensors, store, checkpoint.Room.of(self.policy, store, self._bus, self._comm.stage))
 
     def load(
         self,
@@ -180,13 +242,21 @@ class Stateful:
             CheckpointError: on every rank; the run is as it was, unless the message says that it is partly loaded.
         """
         self._check_at_rest("load")
+        self._finish_saving("load")
         self._runtime.due()
         chosen = self._chosen("load", optimizer)
         live = AllRanks(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", chosen, objects))
         extra = checkpoint.load(live, folder)
+        self._resume(folder)
         for each in live.optimizers:
             self._optimizers.admit(each)
         return extra
+
+    def _resume(self, folder: str | Path) -> None:
+        """Go on as the run that saved, whose checkpoints later ones may replace.  Collective."""
+        ranks = AllRanks(self._comm.stage, "load", shown_path(folder))
+        found = checkpoint.run_of(checkpoint.destination(folder, "load")) if ranks.first else ""
+        self._run = ranks.share(found or "")
 
     def _check_optimizers(self, optimizer: Any, verb: str) -> None:
         given = () if optimizer is None else (optimizer,)

@@ -26,6 +26,7 @@ from offload.policy.tables import (
     POLICY,
     Activation,
     Budget,
+    Checkpoint,
     Comm,
     DeviceMemory,
     Disk,
@@ -45,6 +46,7 @@ __all__ = [
     "Activation",
     "Argument",
     "Budget",
+    "Checkpoint",
     "Comm",
     "DeviceMemory",
     "Disk",
@@ -128,6 +130,7 @@ class Policy(Table):
     device: DeviceMemory = Field(DeviceMemory(), description="The memory of the device.")
     host: Host = Field(Host(), description="The memory of the host tier.")
     disk: Disk = Field(Disk(), description="The scratch file of the disk tier.")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="Saves that go on beside training.")
     comm: Comm = Field(Comm(), description="How ranks talk.")
     rule: Rules = words((), expected=_RULES, does="Other tiers and dtypes for parameters by name; the last wins.")
 

@@ -27,6 +27,7 @@ __all__ = [
     "Activation",
     "Amount",
     "Budget",
+    "Checkpoint",
     "Comm",
     "DeviceMemory",
     "Disk",
@@ -366,6 +367,24 @@ class Disk(Table):
     def folder(self) -> Path:
         """The folder meant, the system's own for temporary files where ``path`` is unset."""
         return Path(self.path if self.path is not None else tempfile.gettempdir()).expanduser()
+
+
+class Checkpoint(Table):
+    """[checkpoint]: saves that go on beside training (`wait=False`)."""
+
+    snapshot: Amount | None = words(
+        None,
+        expected=_AMOUNTS,
+        does="Host memory that a rank may copy its state to, while it is written beside training; what is on the disk tier is "
+        "kept there and not copied.",
+        why="Unset bounds nothing but [budget] host and what the machine has.",
+    )
+    while_saving: Literal["wait", "refuse"] = words(
+        "wait",
+        expected='"wait" or "refuse"',
+        does="What a save does while an earlier one still goes on.",
+        why="wait loses no checkpoint; refuse never holds up a step.",
+    )
 
 
 class Comm(Table):

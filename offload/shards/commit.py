@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ __all__ = ["Draft", "destination", "find"]
 _TOKEN = "[0-9a-f]{16}"
 #: What a save adds to the name of its target while it works; a file name has at most 255 bytes.
 _NAME_MOST = 255 - len(".tmp-") - 16
+#: Tokens of the saves of this process that still work.
+_working: set[str] = set()
 #: A save of another host, whose process cannot be looked at, is over when nothing of it has changed for so long.
 _SILENT_NS = 3600 * 10**9
 
@@ -118,6 +120,7 @@ class Draft:
         self._parent = Folder(self.target.parent)
         os.mkdir(self._name, 0o700, dir_fd=self._parent.fd)
         self._made = Folder(self._name, self._parent)
+        _working.add(self.token)
         self._made.create(f"saving-{self.token}", Owner.here().page())
         _recover(self._parent, self.target.name, self._made)
         with self._earlier(self._parent, self._made):
@@ -145,11 +148,16 @@ class Draft:
         finally:
             os.close(fd)
 
+    def folder(self) -> Folder:
+        """The folder itself, for a rank that writes beside training; every rank.  Raises as ``files``."""
+        with self.files() as fd:
+            return Folder(f"/proc/self/fd/{fd}")
+
     def path(self, name: str) -> Path:
         """Where a file of the folder is while the save works, for errors."""
         return self.target.with_name(self._name) / name
 
-    def commit(self, about: dict[str, Any], files: Sequence[Record]) -> None:
+    def commit(self, about: Mapping[str, Any], files: Sequence[Record]) -> None:
         """Write the manifest and put the folder in place of ``target``; one rank only, when all files are durable.
 
         Raises:
@@ -159,7 +167,8 @@ class Draft:
         for record in files:
             self._check_visible(record, self._made)
         manifest = Manifest(
-            format="zhooks sharded checkpoint", version=1, token=self.token, world=len(files), about=about, files=list(files)
+            format="zhooks sharded checkpoint", version=1, token=self.token, world=len(files), about=dict(about),
+            files=list(files),
         )
         raw = encoded(manifest)
         if len(raw) > MANIFEST_MOST:
@@ -241,6 +250,7 @@ class Draft:
             if folder is not None:
                 folder.close()
         self._parent = self._made = None
+        _working.discard(self.token)
 
 
 def _exchange(parent_fd: int, one: str, other: str) -> bool:
@@ -350,7 +360,9 @@ def _is_over(folder: Folder, token: str, made: Folder) -> bool:
     if owner is None:
         return False
     here = Owner.here()
-    if owner == here or owner.is_over():
+    if owner == here:
+        return token not in _working
+    if owner.is_over():
         return True
     elsewhere = (owner.host, owner.namespace) != (here.host, here.namespace)
     changed = [status.st_mtime_ns for name in names if (status := folder.entry(name)) is not None]

@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from offload.errors import CheckpointError
-from offload.shards.manifest import MANIFEST, read_manifest
+from offload.regular_files import read_regular
+from offload.shards.manifest import MANIFEST, Manifest, read_manifest
 
 __all__ = ["EXCHANGE", "OURS", "Folder", "lstat", "renameat2", "retire"]
 
 RENAME_NOREPLACE, EXCHANGE = 1, 2
 #: Files that a save makes, while it works and to stay.
-OURS = re.compile(r"manifest\.json|rank-\d{5,}\.safetensors|saving-[0-9a-f]{16}")
+OURS = re.compile(r"manifest\.json|rank-\d{5,}\.(safetensors|owner|outcome(-part)?)|saving-[0-9a-f]{16}")
 
 
 def lstat(path: Path) -> os.stat_result | None:
@@ -106,22 +107,39 @@ class Folder:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
 
-    def token(self) -> str | None:
-        """The token of the manifest that lies here, where it can be read."""
+    def read(self, name: str, most: int) -> bytes | None:
+        """A regular file of at most so many bytes; None where there is none."""
+        if self.size(name) is None:
+            return None
         try:
-            return read_manifest(self._by_descriptor()).token
+            return read_regular(self.path / name, most)
+        except FileNotFoundError:
+            return None
+
+    def manifest(self) -> Manifest | None:
+        """The manifest that lies here, where it can be read."""
+        try:
+            return read_manifest(self.path)
         except (CheckpointError, OSError):
             return None
 
+    def token(self) -> str | None:
+        """The token of that manifest."""
+        manifest = self.manifest()
+        return None if manifest is None else manifest.token
+
+    def whole(self, manifest: Manifest) -> bool:
+        """Whether every file that the manifest lists lies here, as long as it should be."""
+        return all(self.size(record.name) == record.nbytes for record in manifest.files)
+
     def complete(self) -> bool:
         """Whether a checkpoint lies here, with every file as long as it should be."""
-        try:
-            files = read_manifest(self._by_descriptor()).files
-            return all(self.size(record.name) == record.nbytes for record in files)
-        except (CheckpointError, OSError):
-            return False
+        manifest = self.manifest()
+        return manifest is not None and self.whole(manifest)
 
-    def _by_descriptor(self) -> Path:
+    @property
+    def path(self) -> Path:
+        """A path to what is open, whatever it is called now."""
         return Path(f"/proc/self/fd/{self.fd}")
 
 

@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
     "amsgrad": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.01), amsgrad=True),
     "plain": lambda params: torch.optim.SGD(params, lr=0.05),
+    "muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.05),
 }
 
 

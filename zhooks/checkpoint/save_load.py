@@ -1,8 +1,8 @@
 """Save and resume of sharded runs: every rank writes its own file, one rename commits them all, and every rank reads back.
 
-``attach.py`` calls ``save`` and ``load`` for the Attachment's methods.  Each step that can fail on one rank fails on all, so
-no rank is left waiting; before a load has been found possible everywhere, nothing is changed anywhere.  It never gathers a
-parameter and never decides on which tier values are.
+``attached_state.py`` calls ``save``, ``save_beside`` and ``load`` for the Attachment's methods.  Each step that can fail on
+one rank fails on all, so no rank is left waiting; before a load has been found possible everywhere, nothing is changed
+anywhere.  It never gathers a parameter and never decides on which tier values are.
 """
 
 from __future__ import annotations
@@ -17,24 +17,37 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError, ZhooksError
-from offload.shards import Draft, Manifest, Record, ShardReader, ShardWriter, destination, find, read_manifest, shard_name
+from offload.shards import (
+    Draft,
+    Manifest,
+    Record,
+    Series,
+    ShardReader,
+    ShardWriter,
+    destination,
+    find,
+    read_manifest,
+    shard_name,
+)
 from offload.text import shown_path
+from zhooks.checkpoint.background import Commit, Saving, Writing, write_file
 from zhooks.checkpoint.check_shard import check
 from zhooks.checkpoint.load_shard import Loading
 from zhooks.checkpoint.saved_layout import describe, difference
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
+from zhooks.checkpoint.snapshot import Snapshot
 from zhooks.comm import AllRanks, one_stage_a_path
 
-__all__ = ["load", "save"]
+__all__ = ["load", "save", "save_beside"]
+
+Take = Callable[[Sequence[FileTensor]], Snapshot]
 
 
 @torch.no_grad()
-def save(run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any]) -> None:
+def save(run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any], series: Series) -> Saving:
     """See ``Attachment.save``."""
-    ranks = AllRanks(run.comm.stage, "save", shown_path(folder))
-    target = ranks.run(lambda: destination(folder, "save"))
-    one_stage_a_path(run.comm, "save", ranks.share(str(target)))
-    draft = Draft(target, ranks.share(secrets.token_hex(8)))
+    ranks, draft = _begin(run, folder, series)
+    target = draft.target
     run.bus.begin("save", target.name)
     nbytes = 0
     try:
@@ -43,8 +56,8 @@ def save(run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any]
         record = ranks.run(lambda: _write(run, draft, extra, digests))
         nbytes = record.nbytes
         raws = ranks.collect(record.model_dump_json().encode())
-        about = {**run.about, **run.scaling.saved(), "flats": describe(run), "torch": torch.__version__}
-        ranks.on_first(lambda: draft.commit(about, [Record.model_validate_json(raw) for raw in raws]))
+        commit = Commit(draft, _about(run), series, run.bus)
+        ranks.on_first(lambda: commit([Record.model_validate_json(raw) for raw in raws]))
     except BaseException:
         if ranks.first:
             draft.discard()
@@ -52,27 +65,75 @@ def save(run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any]
     finally:
         draft.close()
         run.bus.end("save", target.name, nbytes)
+    return Saving(target, ranks, None, nbytes)
+
+
+@torch.no_grad()
+def save_beside(
+    run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any], series: Series, take: Take, patience_s: float
+) -> Saving:
+    """The same, written by a thread beside training: see ``Attachment.save``.
+
+    Args:
+        take: makes a snapshot of this rank's tensors.
+        patience_s: how long a rank may write nothing before the others give it up.
+    """
+    ranks, draft = _begin(run, folder, series)
+    held: list[Snapshot] = []
+    begun: list[Writing] = []
+
+    def snapshot() -> None:
+        held.append(take(contents(run, extra, digests)))
+
+    def begin() -> None:
+        begun.append(Writing(ranks, Commit(draft, about, series, run.bus), held[0], patience_s))
+
+    run.bus.begin("snapshot", draft.target.name)
+    try:
+        ranks.on_first(draft.open)
+        digests = ranks.share(ranks.run(lambda: whole_digests(run)))
+        about = _about(run)
+        ranks.run(snapshot)
+        ranks.run(begin)
+    except BaseException:
+        for writing in begun:
+            writing.cancel()
+        for each in held:
+            each.close()
+        if ranks.first:
+            draft.discard()
+        draft.close()
+        raise
+    finally:
+        run.bus.end("snapshot", draft.target.name, sum(each.copied_nbytes for each in held))
+    begun[0].go()
+    return Saving(draft.target, ranks, begun[0])
+
+
+def _begin(run: RunState, folder: str | os.PathLike[str], series: Series) -> tuple[AllRanks, Draft]:
+    """Where every rank writes to, found possible."""
+    ranks = AllRanks(run.comm.stage, "save", shown_path(folder))
+
+    def found() -> Path:
+        target = destination(folder, "save")
+        series.check(target)
+        return target
+
+    target = ranks.run(found)
+    one_stage_a_path(run.comm, "save", ranks.share(str(target)))
+    return ranks, Draft(target, ranks.share(secrets.token_hex(8)))
+
+
+def _about(run: RunState) -> dict[str, Any]:
+    return {**run.about, **run.scaling.saved(), "flats": describe(run), "torch": torch.__version__}
 
 
 def _write(run: RunState, draft: Draft, extra: Mapping[str, Any], digests: Mapping[str, str]) -> Record:
     """This rank's file, durable."""
     with draft.files() as dir_fd:
-        return _write_file(run, draft.path(shard_name(run.comm.stage.axis.rank)), dir_fd, contents(run, extra, digests))
-
-
-def _write_file(run: RunState, path: Path, dir_fd: int, tensors: Sequence[FileTensor]) -> Record:
-    writer = ShardWriter(path, [tensor.entry for tensor in tensors], dir_fd)
-    try:
-        for tensor in tensors:
-            if tensor.key:
-                run.bus.begin("save", tensor.key, tensor.entry.nbytes)
-            writer.write(tensor.entry.name, tensor.chunks())
-            if tensor.key:
-                run.bus.end("save", tensor.key, tensor.entry.nbytes)
-        return writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
+        tensors = contents(run, extra, digests)
+        writer = ShardWriter(draft.path(shard_name(run.comm.stage.axis.rank)), [each.entry for each in tensors], dir_fd)
+        return write_file(writer, tensors, run.bus, lambda nbytes: None)
 
 
 def load(run: RunState, saved: str | os.PathLike[str]) -> dict[str, Any]:

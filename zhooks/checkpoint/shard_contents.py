@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from offload.errors import CheckpointError
 from offload.events import Bus
 from offload.shards import Entry, digest
+from offload.store import BlockRange
 from offload.text import shown
 from zhooks.checkpoint.ignored_values import checksums_of, plain_of
 from zhooks.checkpoint.rank0_values import flats_of
@@ -71,13 +72,28 @@ class RunState:
         return list(dict.fromkeys(flat.kind.device for flat in self.flats))
 
 
+Piece = Tensor | BlockRange
+"""A run of a tensor to be written: values in memory, or where a tier keeps them."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileTensor:
     """A tensor to be written, its values opened only then; ``key`` names the flat buffer in events."""
 
     entry: Entry
-    chunks: Callable[[], Iterable[Tensor]]
+    pieces: Callable[[], Iterable[Piece]]
     key: str = ""
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Its values in order, in memory; a chunk on disk is open until the next is asked for."""
+        return (opened(piece) for piece in self.pieces())
+
+
+def opened(piece: Piece) -> Tensor:
+    """Its values in memory."""
+    if isinstance(piece, BlockRange):
+        return piece.open()
+    return piece.plain() if isinstance(piece, StoredTensor) else piece
 
 
 def tensor_name(number: int, what: str) -> str:
@@ -219,18 +235,18 @@ def check_handed(verb: str, objects: object, extra: object) -> None:
 # Tensors of one flat buffer, opened one at a time.
 
 
-def _shard(flat: Flat) -> Callable[[], Iterable[Tensor]]:
-    return lambda: (flat.shard,)
+def _shard(flat: Flat) -> Callable[[], Iterable[Piece]]:
+    return lambda: (flat.buffer.stored(),)
 
 
-def _one_chunk(value: Tensor) -> Callable[[], Iterable[Tensor]]:
-    return lambda: (value.plain() if isinstance(value, StoredTensor) else value,)
+def _one_chunk(value: Tensor) -> Callable[[], Iterable[Piece]]:
+    return lambda: (value,)
 
 
-def _laid(places: Sequence[tuple[int, int]], total: int, take: Callable[[int], Tensor | None], dtype: torch.dtype) -> Any:
-    """Chunks of a flat tensor of ``total`` elements: ``take(index)`` at each place, zeros where there is none."""
+def _laid(places: Sequence[tuple[int, int]], total: int, take: Callable[[int], Piece | None], dtype: torch.dtype) -> Any:
+    """Pieces of a flat tensor of ``total`` elements: ``take(index)`` at each place, zeros where there is none."""
 
-    def chunks() -> Iterator[Tensor]:
+    def pieces() -> Iterator[Piece]:
         at = 0
         for index, (start, numel) in enumerate(places):
             if numel == 0:
@@ -243,7 +259,7 @@ def _laid(places: Sequence[tuple[int, int]], total: int, take: Callable[[int], T
         if total > at:
             yield torch.zeros(total - at, dtype=dtype)
 
-    return chunks
+    return pieces
 
 
 def _spans(flat: Flat) -> list[tuple[int, int]]:
@@ -256,9 +272,9 @@ def _gradient(number: int, flat: Flat) -> tuple[list[int], FileTensor] | None:
     if not held:
         return None
 
-    def take(index: int) -> Tensor | None:
+    def take(index: int) -> Piece | None:
         grad = grads[index]
-        return None if grad is None else grad._local
+        return None if grad is None else grad._at
 
     dtype = flat.kind.master
     entry = Entry(tensor_name(number, "gradient"), dtype, (flat.shard_numel,))
@@ -292,9 +308,9 @@ def _sharded_states(flat: Flat, optimizer: torch.optim.Optimizer) -> list[tuple[
 def _state_chunks(flat: Flat, optimizer: torch.optim.Optimizer, key: Any, held: Sequence[int]) -> Any:
     states = states_of(flat, optimizer, key)
 
-    def take(index: int) -> Tensor | None:
+    def take(index: int) -> Piece | None:
         state: ShardedTensor | None = states[index] if index in held else None
-        return None if state is None else state._local
+        return None if state is None else state._at
 
     dtype = states[held[0]].dtype
     return _laid(_spans(flat), flat.shard_numel, take, dtype)

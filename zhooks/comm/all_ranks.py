@@ -78,7 +78,7 @@ class AllRanks:
         failed = self.size - int(lowest.item())
         mine = ""
         if problem is not None and self.rank == failed:
-            mine = f"{type(problem).__name__}\n{self._reason(problem)}"
+            mine = f"{type(problem).__name__}\n{self.reason(problem)}"
         kind, _, why = text_of(self._world, self._call("reason"), failed, mine[:_MOST_TEXT]).partition("\n")
         return failed, kind, why
 
@@ -123,7 +123,8 @@ class AllRanks:
     def _call(self, what: str) -> Call:
         return Call(CONTROL, f"{self._verb}: {what}", "all ranks")
 
-    def _reason(self, error: Exception) -> str:
+    def reason(self, error: Exception) -> str:
+        """What failed, as the other ranks are told."""
         if isinstance(error, ZhooksError):
             return str(error)
         about = f"{self._verb} {self._subject}".rstrip()

@@ -84,6 +84,10 @@ class Buffer:
         """The range in memory; short-lived where it is kept on disk.  Writes reach it."""
         return self._values
 
+    def stored(self) -> Tensor | BlockRange:
+        """The range where it is kept, opened by nobody."""
+        return self._values
+
     def overwritten(self) -> Tensor:
         """The range for whoever writes all of it: what it held is not read, and may have been lost."""
         return self._values
@@ -194,6 +198,10 @@ class StoreBuffer(Buffer):
     def values(self) -> Tensor:
         self._reclaim()
         return self.master.tensor()
+
+    def stored(self) -> Tensor | BlockRange:
+        self._reclaim()
+        return BlockRange(self.master, 0, self._layout.shard_numel)
 
     def overwritten(self) -> Tensor:
         return self.master.tensor(Mode.WRITE_ALL)

@@ -1,0 +1,163 @@
+"""How ranks that write beside training agree without a word to each other: each leaves in the folder what became of its file.
+
+``checkpoint/background.py`` calls it on the thread that writes.  It never communicates but by these files, never commits and
+never removes what a rank wrote.
+
+Note: [Who waits for whom]
+    Each rank makes a file that says which process it is, writes its shard file, and leaves an outcome: the record of the file,
+    or why there is none.  The first rank alone waits for all, and commits or removes the folder; the others see that the mark
+    of the save is gone, and whether a manifest is there.  Who waits gives up when a process it waits for has ended without an
+    outcome, or when nothing in the folder has changed for as long as ranks have patience with each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from pydantic import ValidationError
+
+from offload.disk import Owner
+from offload.errors import CheckpointError
+from offload.pages import ALIGN
+from offload.shards.file import Record
+from offload.shards.folder import Folder
+from offload.shards.manifest import MANIFEST, MANIFEST_MOST
+
+__all__ = ["FailedElsewhere", "Outcomes"]
+
+#: Seconds between looks into the folder: often at first, for most ranks end together.
+_SHORTEST, _LONGEST = 0.001, 0.2
+
+
+class FailedElsewhere(CheckpointError):
+    """What failed did so on another rank, which knows why."""
+
+
+class Outcomes:
+    """One rank's view of the folder of a save in which every rank writes at its own pace.
+
+    Args:
+        folder: held open until the rank is done.
+        subject: the target, for errors.
+        patience_s: how long nothing may change in the folder.
+    """
+
+    def __init__(self, folder: Folder, token: str, rank: int, world: int, subject: str, patience_s: float) -> None:
+        self._folder, self._mark, self._rank, self._world = folder, f"saving-{token}", rank, world
+        self._subject, self._patience_s = subject, patience_s
+        folder.create(_name(rank, "owner"), Owner.here().page())
+
+    def succeeded(self, record: Record) -> None:
+        """This rank's file is durable.
+
+        Raises:
+            FailedElsewhere: nobody waits for it any more.
+        """
+        try:
+            self._leave({"record": record.model_dump()})
+        except OSError as error:
+            if self._folder.entry(self._mark) is not None:
+                raise
+            raise self._given_up() from error
+
+    def failed(self, why: str) -> None:
+        """There is none; the folder may be gone."""
+        with suppress(OSError):
+            self._leave({"failed": why})
+
+    def _leave(self, outcome: dict[str, object]) -> None:
+        # Never seen half written.
+        name = _name(self._rank, "outcome")
+        self._folder.create(f"{name}-part", json.dumps(outcome).encode())
+        self._folder.rename(f"{name}-part", name)
+
+    def collect(self) -> list[Record]:
+        """Every rank's record, once no rank writes any more; the files that said so are removed.  The first rank only.
+
+        Raises:
+            FailedElsewhere: some rank has none.  CheckpointError: some rank will never say.
+        """
+        found: dict[int, Record | str] = {}
+
+        def missing() -> list[int]:
+            for rank in range(self._world):
+                outcome = None if rank in found else self._outcome(rank)
+                if outcome is not None:
+                    found[rank] = outcome
+            return [rank for rank in range(self._world) if rank not in found]
+
+        self._wait(missing)
+        records: list[Record] = []
+        for rank in range(self._world):
+            outcome = found[rank]
+            if isinstance(outcome, str):
+                raise FailedElsewhere(f"rank {rank}: {outcome}")
+            records.append(outcome)
+        for rank in range(self._world):
+            for kind in ("owner", "outcome"):
+                os.unlink(_name(rank, kind), dir_fd=self._folder.fd)
+        return records
+
+    def committed(self) -> None:
+        """Wait until the first rank has put the folder in its place; every other rank.
+
+        Raises:
+            FailedElsewhere: it never will.
+        """
+        self._wait(lambda: [] if self._folder.entry(self._mark) is None else [0])
+        if self._folder.size(MANIFEST) is None:
+            raise self._given_up()
+
+    def _given_up(self) -> FailedElsewhere:
+        return FailedElsewhere(
+            f"save {self._subject}: expected every rank to write its file, found that the first rank gave up. See its error."
+        )
+
+    def _outcome(self, rank: int) -> Record | str | None:
+        raw = self._folder.read(_name(rank, "outcome"), MANIFEST_MOST)
+        if raw is None:
+            return None
+        try:
+            outcome = json.loads(raw)
+            return str(outcome["failed"]) if "failed" in outcome else Record.model_validate(outcome["record"])
+        except (ValueError, KeyError, TypeError, ValidationError):
+            return "left an outcome that is damaged. Save again."
+
+    def _wait(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Until nobody is missing any more."""
+        pause, seen, since = _SHORTEST, None, time.monotonic()
+        while ranks := missing():
+            over = next((rank for rank in ranks if self._has_ended(rank)), None)
+            # It may have left its outcome and ended since.
+            if over is not None and over in missing():
+                raise CheckpointError(
+                    f"save {self._subject}: expected rank {over} to write its file, found that its process has ended. Load the "
+                    "last checkpoint."
+                )
+            now = self._signature()
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self._patience_s:
+                raise CheckpointError(
+                    f"save {self._subject}: expected rank {ranks[0]} to write its file, found that nothing has changed for "
+                    f"{self._patience_s:.0f} s ([comm] timeout_s). Look at that rank and its file system."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def _has_ended(self, rank: int) -> bool:
+        page = self._folder.read(_name(rank, "owner"), ALIGN)
+        owner = None if page is None else Owner.of_page(page)
+        return owner is not None and owner.is_over()
+
+    def _signature(self) -> list[tuple[str, int, int]]:
+        entries = [(name, self._folder.entry(name)) for name in sorted(self._folder.names())]
+        return [(name, status.st_size, status.st_mtime_ns) for name, status in entries if status is not None]
+
+
+def _name(rank: int, kind: str) -> str:
+    return f"rank-{rank:05d}.{kind}"
