@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.device.cuda import CudaCalls
 from offload.device.interface import Device, HostMemory
 from offload.device.open import computes_on_host, open_device
-from offload.device.streams import OneStream, StreamUses, beside, calls_of, lane_of, one_stream
+from offload.device.streams import OneStream, StreamUses, beside, calls_of, keep, lane_of, one_stream
 from offload.device.virtual import MemoryRun, VirtualDevice, VirtualWork
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "beside",
     "calls_of",
     "computes_on_host",
+    "keep",
     "lane_of",
     "one_stream",
     "open_device",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,34 +17,32 @@ from offload.virtual import NAME, running
 
 
 @contextmanager
-def beside(device: torch.device, lane: str, calls: CudaCalls | None = None) -> Iterator[Callable[[Tensor], None]]:
+def beside(device: torch.device, lane: str, calls: CudaCalls | None = None) -> Iterator[None]:
     """What is issued inside runs after what the current stream has queued, and after what is waited for inside, for which the
     current stream itself does not wait.  Nothing on a CPU.
 
-    Tensors used inside must outlive a later wait of the current stream for what was started; what others may free before that
-    is given to the function that is yielded.
+    Tensors used inside must outlive a stream's later wait for what was started; whoever lets go of them then calls `keep`.
     Args:
         lane: what shares a stream, one a device: things of one lane run in the order in which they were issued.
         calls: the streams of a device on paper, in tests.
     """
     calls = calls or calls_of(device)
     if calls is None:
-        yield _ignore
+        yield
         return
     event, side = calls.event(), calls.side(lane)
     event.record(calls.current())
     side.wait_event(event)
     with calls.using(side):
-        yield partial(_keep, calls, side)
+        yield
 
 
-def _keep(calls: CudaCalls, side: Any, tensor: Tensor) -> None:
-    if calls.here(tensor):
-        calls.keep(tensor, side)
-
-
-def _ignore(tensor: Tensor) -> None:
-    return None
+def keep(tensor: Tensor, calls: CudaCalls | None = None) -> None:
+    """The current stream has waited for every use of ``tensor``: once that is freed, its memory is not used again before what
+    this stream has been given by then, whichever stream took it."""
+    calls = calls or calls_of(tensor.device)
+    if calls is not None and calls.here(tensor):
+        calls.keep(tensor, calls.current())
 
 
 @functools.cache

@@ -27,12 +27,8 @@ class Verdict:
 
 #: Calls of the seam to the device that no workload shows to be missing, by function and text, and why.
 UNSEEN: dict[str, str] = {
-    "_CudaCopy.wait: calls.keep(tensor, current)": "where it counts, what is gathered is kept once more, by `_keep`",
-    "_keep: calls.keep(tensor, side)": "what a stream waits for is kept by `_CudaCopy.wait` already",
     "after: event.synchronize()": "its one caller, `_Then`, waits for the same copy again",
     "OneStream._ended: calls.keep(tensor, current)": "no workload takes memory on the second stream while gradients are used",
-    "StreamUses.given: _order(self._calls, self._owner, stream)": "a release waits for the stream that gathered, too",
-    "StreamUses._used: calls.keep(tensor, current)": "a release waits for the stream that gathered, too",
 }
 
 

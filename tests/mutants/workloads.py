@@ -21,7 +21,7 @@ from offload.tier import Tier
 from offload.virtual import Races, running
 from tests.support.inside import store_of
 from tests.support.matrix_optimizers import muon
-from tests.support.two_streams import BRANCHES, Switch
+from tests.support.two_streams import BRANCHES, TOWERS, Switch
 from tests.support.virtual import machine
 from tests.support.zoo import ZOO, Specimen
 
@@ -158,7 +158,7 @@ def placed(tier: str, **more: Any) -> Policy:
     return {cell: {"tier": tier} for cell in ("parameter", "gradient", "optimizer")} | more
 
 
-SPECIMENS = {**ZOO, BRANCHES.name: BRANCHES}
+SPECIMENS = {**ZOO, BRANCHES.name: BRANCHES, TOWERS.name: TOWERS}
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,10 @@ WORKLOADS: dict[str, Workload] = {
     "read over tiers": Workload(placed("disk"), read, costs=AHEAD),
     "moved": Workload(placed("host"), moved, costs=AHEAD),
     "two streams": Workload(loop=side_by_side),
+    "towers": Workload(loop=unclipped, model="towers"),
+    "towers over tiers": Workload(placed("host"), unclipped, model="towers"),
+    "towers in an arena": Workload({"device": {"arena": "all"}}, unclipped, model="towers"),
+    "towers, activations on the host": Workload({"activation": {"tier": "host", **SMALL}}, unclipped, model="towers"),
     "branches": Workload(loop=unclipped, model="branches"),
     "branches, kept gathered": Workload({"stage": 2}, read, model="branches"),
     "branches over tiers": Workload(placed("host"), unclipped, model="branches"),

@@ -39,6 +39,45 @@ class Branches(nn.Module):
         return self.leave(left + right)
 
 
+class Towers(nn.Module):
+    """Two towers on two streams, whose layers are issued in turn, in backward too: neither stream waits for the other before
+    the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, 5)
+        self.left, self.right = (nn.ModuleList(nn.Linear(16, 16) for _ in range(4)) for _ in range(2))
+        self.second: Stream | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = running()
+        first = here.current
+        self.second = second = self.second or here.stream("second")
+        right = self.enter(x)
+        left = Switch.apply(right, first, second)
+        for one, other in zip(self.left, self.right, strict=True):
+            here.use(second)
+            left = Turn.apply(torch.tanh(one(left)), second)
+            here.use(first)
+            right = Turn.apply(torch.tanh(other(right)), first)
+        left = Switch.apply(left, second, first)
+        return self.leave(left * right)
+
+
+class Turn(torch.autograd.Function):
+    """In backward what came before it runs on this stream, as autograd has it of a node whose forward ran there."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, stream: Stream) -> Tensor:
+        ctx.stream = stream
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, tensor: Tensor) -> tuple[Tensor, None]:
+        running().use(ctx.stream)
+        return tensor, None
+
+
 class Switch(torch.autograd.Function):
     """What follows runs on another stream, in backward too: there autograd runs a node where its forward ran."""
 
@@ -62,3 +101,4 @@ def _switched(tensor: Tensor, before: Stream, after: Stream) -> Tensor:
 
 
 BRANCHES = Specimen("branches", Branches, draw_vectors(8, 5), squared)
+TOWERS = Specimen("towers", Towers, draw_vectors(8, 5), squared)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload.device import beside
+from offload.device import beside, keep
 from offload.errors import ShardedOpError
 from offload.store import Block, BlockRange, Mode, Store
 from offload.tier import Tier
@@ -218,7 +218,11 @@ class StoreBuffer(Buffer):
 
     def sent(self) -> None:
         while self._sending:
-            self._store.close(self._sending.pop())
+            block = self._sending.pop()
+            assert block.lease is not None
+            # It may have been fetched on another stream than the one that has waited for the gather.
+            keep(block.lease.values)
+            self._store.close(block)
 
     def lend(self, reclaim: Callable[[], None]) -> None:
         self._reclaim, self.lent = reclaim, True
@@ -271,11 +275,8 @@ class SharedStoreBuffer(StoreBuffer):
 
     def fill(self, full: Tensor) -> Work:
         # What is computed next must not wait for this range's way from its tier: only the collective does.
-        with beside(self._kind.device, "gather") as keep:
-            shard = self._send(full)
-            # What was opened on demand is closed when others are, which may be before the gather has read it.
-            keep(shard)
-            return gather(self._transport, self._call, shard, full, self._layout)
+        with beside(self._kind.device, "gather"):
+            return gather(self._transport, self._call, self._send(full), full, self._layout)
 
     def prepare(self) -> None:
         self.refresh()

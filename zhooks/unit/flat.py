@@ -237,8 +237,9 @@ class Flat:
 
     def end_gather(self) -> None:
         """Finish what was gathered ahead and is not wanted any more: that its tier failed is nobody's concern."""
-        with suppress(TierError):
-            self.finish_gather()
+        if self.state is State.GATHERING:
+            with suppress(TierError):
+                self.finish_gather()
 
     def release(self) -> None:
         """Drop the full buffer; the shard remains."""
