@@ -11,6 +11,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from offload.device import keep
 from offload.events import Bus
 from offload.store.allocation import Allocation
 from offload.tier import Tier
@@ -80,6 +81,7 @@ class Lease:
 
     def lend(self, until: Work) -> None:
         """Another thread works on the values, which have arrived, until this is over: a wait of any other waits for it."""
+        assert self._arrived, f"block {self.key}: lent before its values were waited for"
         self._lent = until
 
     def take_back(self) -> None:
@@ -90,10 +92,9 @@ class Lease:
         """Another holder, who does this with the values."""
         if mode is self.mode:
             return
-        if self._lent is not None:
-            self._lent.wait()
-        # Until a whole write has been made, its buffer holds nothing of the block's.
-        assert self.mode is not Mode.WRITE_ALL or self.direct or self.writes, f"block {self.key}: read before it was written"
+        # Until a whole write has been made, its buffer holds nothing of the block's; one that is lent is waited for.
+        made = self.direct or self._lent is not None or self.writes
+        assert self.mode is not Mode.WRITE_ALL or made, f"block {self.key}: read before it was written"
         self.mode = Mode.UPDATE
 
     def wait(self) -> Tensor:
@@ -107,9 +108,13 @@ class Lease:
             self._arriving.synchronize() if self.at is Tier.HOST else self._arriving.wait()
             if waits and self._bus is not None:
                 self._bus.end("wait fetch", self.key)
-            self._arriving, self._arrived = DONE, True
+            self._arrived = True
             # What arrived counts as no change: nobody may write before this.
             self._opened = self.values._version
+        elif self.at is Tier.DEVICE:
+            # Whoever waited first may have been another stream.
+            self._arriving.wait()
+            keep(self.values)
         return self.values
 
     def arrived(self) -> bool:
@@ -144,7 +149,7 @@ class Lease:
         if allocation is not None:
             # No operation of torch's: this may be a finalizer, inside anybody's call.
             del self.values
-            free(allocation, self._arriving, self.write_back or DONE)
+            free(allocation, DONE if self._arrived else self._arriving, self.write_back or DONE)
 
 
 def seen(values: Tensor) -> Tensor:

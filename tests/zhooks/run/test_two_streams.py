@@ -1,11 +1,14 @@
-"""No race where units are used on several streams."""
+"""No race where units are used on several streams, and where a shard is read while its unit is on its way."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 import zhooks
 from offload.virtual import Races
@@ -37,4 +40,32 @@ def test_units_that_two_streams_use_in_turn_are_freed_after_both(policy: str) ->
         attachment.detach()
         gc.collect()
         assert races.checked > 300
+        assert not races.found, "\n".join(map(str, races.found))
+
+
+def _reads(ahead: nn.Linear) -> Callable[..., None]:
+    weight: Any = ahead.weight
+
+    def hook(*_: Any) -> None:
+        weight.to_local().sum()
+
+    return hook
+
+
+@on_virtual(prefetch=(1, 4))
+def test_a_shard_that_is_read_while_its_unit_is_gathered_ahead_waits_for_its_copy(prefetch: int) -> None:
+    with machine(world=4) as made, torch.no_grad():
+        races = Races()
+        made.listeners.append(races)
+        with torch.device("virtual"):
+            layers = [nn.Linear(8, 8) for _ in range(6)]
+        model = nn.Sequential(*layers)
+        policy = {"units": {"min_numel": 0}, "schedule": {"prefetch": prefetch}, **HOST_TIERS}
+        attachment = zhooks.attach(model, policy=policy)
+        for layer, ahead in pairwise(layers):
+            layer.register_forward_pre_hook(_reads(ahead))
+        for _ in range(2):
+            model(torch.empty(4, 8, device="virtual"))
+        attachment.detach()
+        assert races.checked > 100
         assert not races.found, "\n".join(map(str, races.found))
