@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.device import keep
 from offload.errors import BudgetError, TierError
 from offload.events import Bus
 from offload.stash.saved import START, Copy, Note, Saved, extent_of
@@ -286,6 +287,8 @@ class Stash:
             raise
         finally:
             self._bus.end("wait unstash", copy.key, copy.nbytes)
+        # Two streams may read it, and neither need be the one that fetched it ahead.
+        keep(back.values)
         return back.values
 
     def _drop(self, copy: Copy) -> None:

@@ -396,7 +396,8 @@ class Store:
             if isinstance(new.memory, Tensor):
                 new.memory.copy_(values)
             else:
-                self.disk.write(new.memory, as_bytes(values.to(self.device.host).contiguous()), 0, block.key).wait()
+                stored = as_bytes(values.to(self.device.host).contiguous())
+                self.disk.write(new.memory, stored, 0, block.key).synchronize()
         except BaseException:
             self._blocks.free(new)
             raise
