@@ -6,7 +6,7 @@ from offload.device.cuda import CudaCalls
 from offload.device.interface import Device, HostMemory
 from offload.device.open import computes_on_host, open_device
 from offload.device.streams import OneStream, StreamUses, beside, calls_of, keep, lane_of, one_stream
-from offload.device.virtual import MemoryRun, VirtualDevice, VirtualWork
+from offload.device.virtual import MemoryRun, VirtualDevice, VirtualTask, VirtualWork
 
 __all__ = [
     "CudaCalls",
@@ -16,6 +16,7 @@ __all__ = [
     "OneStream",
     "StreamUses",
     "VirtualDevice",
+    "VirtualTask",
     "VirtualWork",
     "beside",
     "calls_of",

@@ -21,7 +21,7 @@ from offload.text import as_size
 from offload.virtual import ACCELERATOR, HOST, NAME, Machine, Moment, Stream, memory_at, take_address
 from offload.work import HostWork
 
-__all__ = ["MemoryRun", "VirtualCalls", "VirtualDevice"]
+__all__ = ["MemoryRun", "VirtualCalls", "VirtualDevice", "VirtualTask"]
 
 
 class VirtualCalls(CudaCalls):
@@ -105,7 +105,7 @@ class VirtualDevice(CudaDevice):
         with machine.using(self._beside), torch.no_grad(), torch.inference_mode(out.is_inference()):
             out.copy_(source)
         self.bus.end("copy h2h", key, out.nbytes)
-        return VirtualWork(machine, machine.moment(self._beside), "thread of host copies")
+        return VirtualTask(machine, machine.moment(self._beside), "thread of host copies")
 
     def watch(self, event: Moment, call: Callable[[], None]) -> None:
         # The thread lets go of what it copied at the end of the copy, and the first thread has not come to that time yet.
@@ -150,7 +150,7 @@ class _Host:
 
 
 class VirtualWork:
-    """Work that the host, or one of its threads, does: over at a moment."""
+    """Work that is over at a moment."""
 
     def __init__(self, machine: Machine, moment: Moment, thread: str = "thread of collectives") -> None:
         self._machine, self._moment, self._thread = machine, moment, thread
@@ -173,6 +173,13 @@ class VirtualWork:
         with self._machine.thread(self._thread):
             self._moment.synchronize()
             call()
+
+
+class VirtualTask(VirtualWork):
+    """What a thread of the host's does: whoever waits for it is blocked, on an accelerator too."""
+
+    def wait(self) -> None:
+        self.synchronize()
 
 
 class MemoryRun:

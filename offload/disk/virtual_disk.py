@@ -12,20 +12,22 @@ from typing import NoReturn
 from torch import Tensor
 
 from offload.budget import cannot_admit
-from offload.device import VirtualWork
+from offload.device import VirtualTask
 from offload.disk.extent import Extent, Verb
 from offload.errors import SimulationError
 from offload.events import Bus
 from offload.free_ranges import Space
 from offload.pages import ALIGN, round_up
 from offload.tier import Tier
-from offload.virtual import Machine, access
+from offload.virtual import Access, Machine, access
 from offload.work import HostWork
 
 __all__ = ["VirtualDisk"]
 
 #: How many requests are told apart by who looks for races: the next one is ordered after the one that many before it.
 _LANES = 16
+#: Where the file lies for who looks for races: beyond all memory.
+_FILE = 1 << 60
 
 
 class VirtualDisk:
@@ -87,10 +89,13 @@ class VirtualDisk:
         machine.order(lane, machine.host)
         self._bus.begin(what, key, tensor.nbytes)
         seconds = machine.costs.disk(verb.value, tensor.nbytes)
-        uses = [access(tensor, writes=verb is Verb.READ)] if tensor.numel() else []
+        uses = []
+        if tensor.numel():
+            start = _FILE + extent.offset
+            uses = [access(tensor, writes=verb is Verb.READ), Access(start, start + tensor.nbytes, verb is Verb.WRITE)]
         machine.do(what, lane, seconds, tensor.nbytes, uses)
         self._bus.end(what, key, tensor.nbytes)
-        return VirtualWork(machine, machine.moment(lane), f"thread of {lane.name}")
+        return VirtualTask(machine, machine.moment(lane), f"thread of {lane.name}")
 
     def close(self) -> None:
         return None

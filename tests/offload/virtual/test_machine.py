@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.device import beside, open_device
+from offload.disk import VirtualDisk
 from offload.virtual import Moment, running
 from tests.support.virtual import machine, on_virtual
 
@@ -146,3 +147,11 @@ def test_a_host_without_a_core_to_spare_does_the_work_of_its_threads_itself() ->
             beside = made.side("disk")
             made.do("disk read", beside, 7.0, 0, [])
             assert (made.now == 0.0) is spare and (beside is made.host) is not spare
+
+
+@on_virtual()
+def test_whoever_waits_for_the_disk_is_blocked_beside_an_accelerator_too() -> None:
+    with machine(drive=100.0) as made:
+        disk = VirtualDisk(made)
+        disk.write(disk.allocate(4096, "block"), torch.empty(4096, device="virtual:1", dtype=torch.uint8)).wait()
+        assert made.now == 100.0

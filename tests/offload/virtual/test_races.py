@@ -161,3 +161,16 @@ def test_a_finding_names_both_uses_their_streams_and_lines() -> None:
         text = str(races.found[0])
         assert "read after write, 32 B" in text and "aten.add" in text and "sum" in text
         assert "on stream one at test_races.py:" in text and "on stream two at test_races.py:" in text
+
+
+@on_virtual(waits=(False, True))
+def test_a_request_of_an_extent_that_another_one_still_uses_is_a_race(waits: bool) -> None:
+    with watched() as (made, races):
+        disk = VirtualDisk(made)
+        one, other = (torch.empty(4096, device="virtual:1", dtype=torch.uint8) for _ in range(2))
+        extent = disk.allocate(4096, "block")
+        written = disk.write(extent, one)
+        if waits:
+            written.wait()
+        disk.read(extent, other).wait()
+        assert kinds(races) == ([] if waits else ["read after write"])
