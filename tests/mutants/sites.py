@@ -25,6 +25,7 @@ METHODS = {
     "keep": "calls",
     "synchronize": "",
     "wait": "",
+    "join": "",
     "append": "self._in_flight[stream]",
 }
 #: The same as plain functions.
@@ -70,7 +71,7 @@ def orders(call: ast.Call) -> bool:
         case ast.Name(id=name):
             return name in FUNCTIONS
         case ast.Attribute(value=owner, attr=name) if name in METHODS:
-            return METHODS[name] in ("", ast.unparse(owner)) and not (name == "wait" and call.args)
+            return METHODS[name] in ("", ast.unparse(owner)) and not (name in ("wait", "join") and call.args)
     return False
 
 

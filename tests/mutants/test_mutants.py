@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants.run import UNSEEN, judge
+from tests.mutants.programs import PROGRAMS
+from tests.mutants.run import UNSEEN, judge, run
 from tests.mutants.sites import Site, sites, without
-from tests.mutants.workloads import run
 from tests.support.virtual import on_virtual
 
 #: Calls of the CUDA device that "host" makes, a tier that all of them are for.
@@ -33,6 +33,12 @@ def test_a_missing_call_of_the_cuda_device_is_a_race(key: str) -> None:
 @on_virtual()
 def test_the_same_training_with_all_calls_in_place_is_none() -> None:
     assert not run("host").found
+
+
+@on_virtual(name=tuple(PROGRAMS))
+def test_programs_of_the_store_and_the_device_are_ordered(name: str) -> None:
+    races = run(name)
+    assert not races.found, "\n".join(map(str, races.found))
 
 
 def test_the_calls_that_are_looked_at_are_there() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zhooks
 from offload.store import Mode
 from offload.tier import Tier
-from offload.virtual import Races, running
+from offload.virtual import Races, Stream, running
 from tests.support.inside import store_of
 from tests.support.matrix_optimizers import muon
 from tests.support.two_streams import BRANCHES, TOWERS, Switch
@@ -141,15 +141,52 @@ def dropped(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.op
 
 def side_by_side(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
     """Some modules run on a stream of their own, and so do their parts of backward, of which the head's is the first."""
-    here = running()
-    first, second = here.current, here.stream("second")
+    with _apart(model, running().stream("second")):
+        accumulated(attachment, model, optimizer, specimen)
+
+
+@contextmanager
+def _apart(model: nn.Module, second: Stream) -> Iterator[None]:
+    first = running().current
     apart = [model.get_submodule(name) for name in ("blocks.0", "blocks.2", "head")]
     handles = [
         module.register_forward_pre_hook(lambda _, inputs: Switch.apply(inputs[0], first, second), prepend=True)
         for module in apart
     ]
     handles += [module.register_forward_hook(lambda _, __, output: Switch.apply(output, second, first)) for module in apart]
-    accumulated(attachment, model, optimizer, specimen)
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def elsewhere(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+    """As `side_by_side`; between steps the second stream goes on by itself, and waits for nothing of the first."""
+    here = running()
+    second = here.stream("second")
+
+    def step_over() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        with here.using(second):
+            torch.empty(4096, device="virtual").fill_(1)
+
+    with _apart(model, second):
+        for step in range(STEPS):
+            loss_of(specimen, model, step).backward()
+            step_over()
+
+
+def watching(attachment: zhooks.Attachment, model: nn.Module, optimizer: torch.optim.Optimizer, specimen: Specimen) -> None:
+    """Backward reads states that an update beside it is changing."""
+
+    def look(module: nn.Module, *_: Any) -> None:
+        for param in model.parameters():
+            for state in optimizer.state.get(param, {}).values():
+                if isinstance(state, zhooks.ShardedTensor):
+                    state.to_local().sum()
+
+    handles = [module.register_full_backward_hook(look) for module in model.modules() if not list(module.children())]
+    unclipped(attachment, model, optimizer, specimen)
     for handle in handles:
         handle.remove()
 
@@ -222,7 +259,14 @@ WORKLOADS: dict[str, Workload] = {
     "read": Workload(loop=read),
     "read over tiers": Workload(placed("disk"), read, costs=AHEAD),
     "moved": Workload(placed("host"), moved, costs=AHEAD),
+    "overlap, updated on the host from disk": Workload(
+        placed("disk", optimizer={"tier": "disk", "compute": "host", "overlap": True}), unclipped, costs=AHEAD
+    ),
+    "overlap, states looked at": Workload(
+        placed("host", optimizer={"tier": "host", "compute": "host", "overlap": True}), watching, costs=AHEAD
+    ),
     "two streams": Workload(loop=side_by_side),
+    "a stream that goes on": Workload(loop=elsewhere),
     "towers": Workload(loop=unclipped, model="towers"),
     "towers over tiers": Workload(placed("host"), unclipped, model="towers"),
     "towers in an arena": Workload({"device": {"arena": "all"}}, unclipped, model="towers"),
@@ -236,7 +280,7 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
-def run(name: str) -> Races:
+def train(name: str) -> Races:
     """Train, and return what was found; an error of the packages' is raised."""
     chosen = WORKLOADS[name]
     races = Races()
