@@ -32,8 +32,10 @@ from offload.errors import AttachError, DivergenceError
 from offload.events import Bus
 from offload.policy import Policy
 from offload.stash import Stash
+from offload.virtual import NAME as VIRTUAL
+from offload.virtual import running
 from zhooks.activation.divided import HEADER, Cut, Form, Slot, cut_layout, form_of, local_of, values_of
-from zhooks.activation.replication import Left, Replication
+from zhooks.activation.replication import Left, Replication, TakenAlike
 from zhooks.comm import DONE, GATHER, Call, Comm, Transport, Work
 from zhooks.layout import TP
 
@@ -117,7 +119,7 @@ class Partition:
         self, axis: Transport, data: Transport, stash: Stash | None, bounds: Bounds, bus: Bus, owners: Owners
     ) -> None:
         self._axis, self._stash, self._bounds, self._bus, self._owners = axis, stash, bounds, bus, owners
-        self._replication = Replication(axis, data)
+        self._replication = TakenAlike() if axis.name == VIRTUAL else Replication(axis, data)
         #: Ours are the hooks that see what a unit is given; set around a forward.
         self.active = False
         self._pass = _Pass("")
@@ -314,7 +316,7 @@ class Partition:
     def _check(self) -> None:
         headers, self._headers = self._headers, []
         for slot, row in headers:
-            found = row.tolist()
+            found = _numbers(row, slot)
             ranks = self._axis.axis.ranks
             wrong = [(rank, number) for rank, number in zip(ranks, found, strict=True) if number != slot.number]
             if wrong:
@@ -363,6 +365,16 @@ class Partition:
                 self._bus.hold("activation on device", cut.key, cut.shard.untyped_storage())
         for gather in tuple(self._gathers):
             self._bus.hold("activation on device", gather.slot.key, gather.full.untyped_storage())
+
+
+def _numbers(row: Tensor, slot: Slot) -> list[int]:
+    """What each rank has sent, once it is known here."""
+    if row.device.type != VIRTUAL:
+        numbers: list[int] = row.tolist()
+        return numbers
+    # It has no values; the host waits for it all the same.
+    running().current.synchronize()
+    return [slot.number] * len(row)
 
 
 def check_axis(policy: Policy, names: Sequence[str]) -> None:

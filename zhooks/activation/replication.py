@@ -22,7 +22,7 @@ from offload.errors import DivergenceError
 from zhooks.comm import CONTROL, Call, Transport, text_digest
 from zhooks.compiled import named_modules
 
-__all__ = ["Left", "Replication", "hash_of"]
+__all__ = ["Left", "Replication", "TakenAlike", "hash_of"]
 
 _WORDS = 1 << 16
 _STEP, _ODD = 0x5851F42D4C957F2C, 0x14057B7EF767814F
@@ -146,6 +146,20 @@ class Replication:
                 f"{path}: expected the inputs of units to be the same on all ranks of axis {self._axis.axis.name}, found some "
                 "that differ on ranks that share these units. Their message names them and says what to do."
             )
+
+
+class TakenAlike:
+    """In place of `Replication` where tensors have no values: on the virtual device all ranks of an axis are what one is."""
+
+    def begin(self) -> None:
+        """A pass begins."""
+
+    def compare(self, path: str, unit: str, tensors: dict[int, Tensor], name: Callable[[int], str]) -> set[int]:
+        """None differ.  What a first pass exchanges, to find that out, takes no time here."""
+        return set()
+
+    def end(self, path: str) -> None:
+        """A pass is over."""
 
 
 def hash_of(tensor: Tensor) -> int:

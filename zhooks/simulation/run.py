@@ -202,11 +202,6 @@ def simulate(
     _check_default_device()
     arrangement = Arrangement.of(mesh, world)
     pace = slowest(slow, world)
-    if policy is not None and Policy.of(policy).activation.partition == "tp":
-        raise SimulationError(
-            'simulate: expected [activation] partition = "none", for ranks of tp compare the values of what they would divide; '
-            'found "tp". Leave it out, and count 1/t of the unit inputs that checkpoint = "unit" keeps.'
-        )
     job = Job(build, step, policy, arrangement, steps, check_races, follow, settings)
     if arrangement.stages > 1:
         if pace is not None:

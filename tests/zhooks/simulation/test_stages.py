@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ import zhooks
 from offload.hardware import Hardware
 from tests.support.on_ranks import place
 from tests.support.ranks import Pool
+from tests.support.storage_peak import a_cpu, peak
 from tests.support.virtual import on_virtual
 from zhooks.simulation import Simulation, Slowdown, simulate
-from zprof.ledger.ledger import Ledger
-from zprof.recording.recorder import Recorder
-from zprof.trace.reader import Trace
 
 WIDTH, ROWS = 4096, 4096
 POLICY = {"units": {"min_numel": 0}, "stage": 1, "precision": {"param": "bf16"}}
@@ -238,21 +235,10 @@ def measured(kind: str, checkpoint: str, folder: str) -> int:
     return found - before
 
 
-def peak(path: Path, work: Callable[[], object]) -> int:
-    """The most bytes that this rank's storages hold meanwhile."""
-    gc.collect()
-    path = path.with_stem(f"{path.stem}.{place()[0]}")
-    with Recorder(path, level="alloc").listen():
-        work()
-    return Ledger.of(Trace.open(path)).peak("device").nbytes
-
-
 def predicted(kind: str, checkpoint: str) -> list[int]:
-    values = Hardware.of("h100").values() | {"kind": "cpu"}
-    values |= {"link": values["link"] | {"through": "memory", "bandwidth": "10 GB/s"}}
     policy = {"units": {"names": ["layers"]}, "activation": {"checkpoint": checkpoint}}
     mesh = {"pp": 2, "shard": 1}
-    found = simulate(*small(kind, "virtual"), world=2, mesh=mesh, hardware=values, policy=policy, steps=3)
+    found = simulate(*small(kind, "virtual"), world=2, mesh=mesh, hardware=a_cpu(), policy=policy, steps=3)
     return [one.device.nbytes for one in found.stages]
 
 
