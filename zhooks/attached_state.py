@@ -222,7 +222,7 @@ class Stateful:
 
     def _snapshot(self, tensors: Sequence[Any]) -> checkpoint.Snapshot:
         store = self._tiers.store
-        return checkpoint.Snapshot(tensors, store, checkpoint.Room.of(self.policy, store, self._bus, self._comm.stage))
+        return checkpoint.Snapshot(tensors, store, checkpoint.Room.of(self.policy, store, self._bus, self._comm.alike))
 
     def load(
         self,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from offload.budget.machine import Bound, Machine
+from offload.budget.machine import Bound, Machine, Shared
 from offload.errors import BudgetError
 from offload.text import as_size
 from offload.tier import Tier
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
 
 #: The machine that this process runs on.
 THIS_MACHINE = Machine()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many ranks share a machine, and how many of them a container on it (a cgroup's limits)."""
+
+    machine: int = 1
+    container: int = 1
+
+    def under(self, bound: Bound) -> int:
+        """How many of them a bound is for."""
+        return {Shared.PROCESS: 1, Shared.CONTAINER: self.container, Shared.MACHINE: self.machine}[bound.shared]
+
+
+#: Nobody shares the machine.
+ALONE = Ranks()
 
 
 class Facts(Protocol):
@@ -50,7 +67,7 @@ def preflight(
     device: Measured | None = None,
     folder: Path | None = None,
     pinned: bool = False,
-    ranks: int = 1,
+    ranks: Ranks = ALONE,
     machine: Facts = THIS_MACHINE,
 ) -> None:
     """Refuse a plan that this machine cannot hold, before anything of it is allocated.
@@ -60,7 +77,7 @@ def preflight(
         device: where DEVICE is; None and a CPU share the host's memory, so DEVICE and HOST are summed.
         folder: where DISK is; it need not exist yet. In memory (tmpfs) it counts as host memory too.
         pinned: locked memory counts against RLIMIT_MEMLOCK here (`Device.memlock_applies`).
-        ranks: ranks on this machine, which share its memory and its disk, each with a device of its own.
+        ranks: those that share its memory and its disk, each with a device of its own.
     Raises:
         BudgetError: names the bound, the need, what is free and the remedy.
     """
@@ -73,9 +90,9 @@ def preflight(
     if wanted and not _shares_memory(device):
         assert device is not None, "no device shares the host's memory"
         free, total = device.memory()
-        bound = Bound(f"device {device.device} ({as_size(total)} in all)", free, "end what else runs on it", of_process=True)
+        bound = Bound(f"device {device.device} ({as_size(total)} in all)", free, "end what else runs on it", Shared.PROCESS)
         said = f"device memory for {as_size(wanted)} a rank"
-        _refuse(said, wanted, 1, [bound], 'lower [budget] device, or set tier = "host"')
+        _refuse(said, wanted, ranks, [bound], 'lower [budget] device, or set tier = "host"')
     wanted = need.get(Tier.DISK, 0)
     if wanted:
         assert folder is not None, "a need of disk names its folder"
@@ -91,18 +108,19 @@ def available(
     folder: Path | None = None,
     *,
     pinned: bool = False,
+    ranks: Ranks = ALONE,
     machine: Facts = THIS_MACHINE,
 ) -> int:
-    """Bytes of ``tier`` that this process could take now, alone on the machine: what "80%" in a policy is of.
+    """Bytes of ``tier`` that each of ``ranks`` could take now; of one alone what "80%" in a policy is of.
 
     Arguments as `preflight`. On a CPU DEVICE and HOST are the same bytes, and each answer is all of them.
     """
     if tier is Tier.DISK:
         assert folder is not None, "the disk tier has a folder"
-        return machine.disk_free(folder)
+        return machine.disk_free(folder) // ranks.machine
     if tier is Tier.DEVICE and device is not None and not _shares_memory(device):
         return device.memory()[0]
-    return max(0, min(bound.free for bound in machine.memory_bounds(pinned=pinned)))
+    return max(0, min(bound.free // ranks.under(bound) for bound in machine.memory_bounds(pinned=pinned)))
 
 
 def _shares_memory(device: Measured | None) -> bool:
@@ -123,13 +141,14 @@ def _in_memory(
     return sum(held.values()), [f"{tier.value} {as_size(nbytes)}{note.get(tier, '')}" for tier, nbytes in held.items()]
 
 
-def _refuse(said: str, wanted: int, ranks: int, bounds: list[Bound], remedy: str) -> None:
+def _refuse(said: str, wanted: int, ranks: Ranks, bounds: list[Bound], remedy: str) -> None:
     """Raise for the bound that falls shortest of the need."""
-    short = {bound: wanted * (1 if bound.of_process else ranks) - bound.free for bound in bounds}
+    short = {bound: wanted * ranks.under(bound) - bound.free for bound in bounds}
     worst = max(short, key=lambda bound: short[bound])
     if short[worst] <= 0:
         return
-    total = "" if worst.of_process or ranks == 1 else f", {as_size(wanted * ranks)} for {ranks} ranks"
+    together = ranks.under(worst)
+    total = "" if together == 1 else f", {as_size(wanted * together)} for {together} ranks"
     raise BudgetError(
         f"preflight: expected {said}{total}; {worst.name} leaves {as_size(max(0, worst.free))}, {as_size(short[worst])} short; "
         f"{worst.remedy}, or {remedy}"

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path, PurePosixPath
 
 from offload.text import as_size
@@ -23,6 +25,12 @@ def kept_free(total: int) -> int:
     return min(total // 20, 1 << 30)
 
 
+class Shared(Enum):
+    """Which ranks a bound is shared by: those of this process alone, of its container, or of the machine."""
+
+    PROCESS, CONTAINER, MACHINE = "process", "container", "machine"
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """One thing that bounds memory.
@@ -31,13 +39,18 @@ class Bound:
         name: what it is and what it says, e.g. "cgroup /a (memory.max 4 GiB, 1 GiB in use)".
         free: bytes it still allows; may be negative.
         remedy: what raises it.
-        of_process: it bounds this process alone, not all ranks of the machine together.
+        shared: the ranks that it bounds together.
     """
 
     name: str
     free: int
     remedy: str
-    of_process: bool = False
+    shared: Shared = Shared.MACHINE
+
+    @property
+    def of_process(self) -> bool:
+        """It bounds this process alone."""
+        return self.shared is Shared.PROCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,18 @@ class Machine:
             now = int(psutil.Process().memory_info().rss)
             return now, now
         return held["VmRSS"], max(held["VmRSS"], held.get("VmHWM", 0))
+
+    def places(self) -> tuple[str, str]:
+        """Where this process runs: texts that are the same for all processes of the machine, and for all of its container."""
+        boot = self._read("proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
+        try:
+            namespace = os.readlink(self.root / "proc/self/ns/cgroup")
+        except OSError:
+            namespace = ""
+        # Of containers that share the host's namespace each has its own part of the tree mounted.
+        mounts = _mounts(self._read("proc/self/mountinfo"))
+        parts = dict.fromkeys(str(mount.root) for mount in mounts if mount.kind in ("cgroup", "cgroup2"))
+        return boot, " ".join((boot, namespace, *parts))
 
     def disk_free(self, folder: Path) -> int:
         """Bytes this user may still write below ``folder``, or below what exists of it, without those of `kept_free`."""
@@ -113,7 +138,7 @@ class Machine:
                 continue
             held = max(0, usage - _reclaimable(self._read(f"{folder}/memory.stat"), version))
             name = f"cgroup /{folder} (limit {as_size(limit)}, {as_size(held)} in use)"
-            bounds.append(Bound(name, limit - held, "raise the container's or the job's memory limit"))
+            bounds.append(Bound(name, limit - held, "raise the container's or the job's memory limit", Shared.CONTAINER))
         return bounds
 
     def _process_bounds(self, pinned: bool) -> list[Bound]:
@@ -131,7 +156,7 @@ class Machine:
             remedy = f"raise it with ulimit {option} unlimited"
             remedy += " (docker run --ulimit memlock=-1)" if option == "-l" else ""
             said = f"{name} (limit {as_size(limit)}, {as_size(held)} in use)"
-            bounds.append(Bound(said, limit - held, remedy, of_process=True))
+            bounds.append(Bound(said, limit - held, remedy, Shared.PROCESS))
         return bounds
 
     def _read(self, path: str) -> str:

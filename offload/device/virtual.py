@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.budget import Bound, Facts
+from offload.budget import Bound, Facts, Shared
 from offload.device.cuda import CudaCalls, CudaDevice, after
 from offload.device.interface import HostMemory, Mark
 from offload.pages import round_up
@@ -140,7 +140,7 @@ class _Host:
     def memory_bounds(self, *, pinned: bool = False) -> list[Bound]:
         total = self._machine.costs.memory[HOST]
         name = f"this rank's share of the host's memory ({as_size(total)})"
-        return [Bound(name, total - self._machine.held[HOST], "simulate hardware with more", of_process=True)]
+        return [Bound(name, total - self._machine.held[HOST], "simulate hardware with more", Shared.PROCESS)]
 
     def disk_free(self, folder: Path) -> int:
         return self._machine.costs.memory[2]

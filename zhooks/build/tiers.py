@@ -165,10 +165,10 @@ def open_store(policy: Policy, device: torch.device, admitted: Admission, comm: 
 
 
 def _fits(policy: Policy, seam: Device, need: Need, comm: Comm) -> None:
-    """Refuse what this machine cannot hold; ranks that share memory rings share the machine."""
+    """Refuse what this machine cannot hold beside what its other ranks are to hold."""
     pinned = seam.pins() and policy.host.pin is not False and seam.memlock_applies()
-    ranks = comm.stage.axis.world if comm.stage.name == "shm" else 1
-    preflight(dict(need.off_device), device=seam, folder=policy.disk.folder, pinned=pinned, ranks=ranks, machine=seam.facts)
+    need_by_tier, folder = dict(need.off_device), policy.disk.folder
+    preflight(need_by_tier, device=seam, folder=folder, pinned=pinned, ranks=comm.alike, machine=seam.facts)
 
 
 def _disk(policy: Policy, seam: Device, rank: int, bus: Bus, budget: Budget) -> Callable[[], Disk]:

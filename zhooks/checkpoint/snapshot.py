@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offload.budget import Budget, available, preflight
+from offload.budget import Budget, Ranks, available, preflight
 from offload.disk import Kept
 from offload.errors import BudgetError, CheckpointError
 from offload.events import Bus
@@ -23,7 +23,6 @@ from offload.store import BlockRange, Store
 from offload.text import Share, as_size
 from offload.tier import Tier
 from zhooks.checkpoint.shard_contents import FileTensor, Piece, opened
-from zhooks.comm import Transport
 from zhooks.tensor import StoredTensor, spanned
 
 __all__ = ["Room", "Snapshot"]
@@ -38,15 +37,15 @@ class Room:
     Attributes:
         most: bytes by [checkpoint] snapshot; None bounds nothing.
         budget: counts it as host memory: that of the tiers, where there are any.
-        ranks: that share this machine's memory.
+        ranks: that take as much of this machine's memory.
     """
 
     most: int | None
     budget: Budget
-    ranks: int
+    ranks: Ranks
 
     @classmethod
-    def of(cls, policy: Policy, store: Store | None, bus: Bus, stage: Transport) -> Room:
+    def of(cls, policy: Policy, store: Store | None, bus: Bus, alike: Ranks) -> Room:
         """What the policy leaves; without tiers its budget of host memory is the snapshot's alone."""
         free = partial(available, Tier.HOST)
         amount = policy.checkpoint.snapshot
@@ -54,7 +53,7 @@ class Room:
         budget = store.budget if store is not None else Budget({Tier.HOST: policy.budget.resolve(Tier.HOST, free)})
         if store is None:
             budget.account.bus = bus
-        return cls(most, budget, stage.axis.world if stage.name == "shm" else 1)
+        return cls(most, budget, alike)
 
     def take(self, nbytes: int) -> None:
         """Count so many bytes as taken.

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offload.budget import ALONE, THIS_MACHINE, Ranks
 from offload.errors import CapabilityError, DivergenceError
 from offload.policy import Policy
 from offload.virtual import NAME
@@ -47,6 +48,8 @@ class Comm:
         stage: all ranks of the attached model: world and tp together.
         names: the axes that the mesh has.
         averaged: the ranks whose losses reach the parameters.
+        beside: how many ranks of the process group share this rank's machine.
+        alike: how many of them hold as much as this one: none of other stages of a pipeline.
     """
 
     shard: Transport
@@ -57,11 +60,13 @@ class Comm:
     stage: Transport
     names: tuple[str, ...] = ()
     averaged: int = 1
+    beside: Ranks = ALONE
+    alike: Ranks = ALONE
 
     @property
     def pipelined(self) -> bool:
         """Ranks of the pp axis are stages of a pipeline, and no experts."""
-        return self.pp.axis.world > 1 and self.averaged == self.world.axis.world
+        return _pipelined(self.pp.axis, self.world.axis, self.averaged)
 
     @property
     def nbytes(self) -> int:
@@ -108,11 +113,18 @@ def open_comm(
         ZhooksError: what another rank was refused with.
     """
     meeting = meeting or meet()
+    beside = alike = ALONE
     if meeting is not None:
+        # Devices that a process sees do not tell: each rank may have been given one alone.
+        places = THIS_MACHINE.places()
+        slice_of = f" stage {mesh.stage.ranks[0]}" if _pipelined(mesh.pp, mesh.data, mesh.averaged) else ""
+        same = [f"{place}{slice_of}" for place in places]
+        meeting.arrive({*places, *same})
         shared, own = policy_facts(policy)
         everywhere = {"policy": shared, "mesh": {"axes": mesh.arrangement}, "versions": _versions()}
         everywhere["device"] = {"type": device.type}
         meeting.compare(everywhere, {"policy": own, **(facts or {})}, mesh.stage.ranks[0], policy.comm.timeout_s)
+        beside, alike = (Ranks(*map(meeting.arrived, these)) for these in (places, same))
     needed: dict[tuple[int, ...], tuple[Axis, set[int]]] = {}
     for axis in (mesh.shard, mesh.replicate, mesh.data, mesh.tp, mesh.pp, mesh.stage):
         # Axes over the same ranks share a transport; on every rank alike, for a mesh is regular.
@@ -132,7 +144,12 @@ def open_comm(
         return Alone(axis) if axis.world == 1 else opened[axis.ranks]
 
     shard, replicate, world = over(mesh.shard), over(mesh.replicate), over(mesh.data)
-    return Comm(shard, replicate, world, over(mesh.tp), over(mesh.pp), over(mesh.stage), mesh.names, mesh.averaged)
+    tp, pp, stage = over(mesh.tp), over(mesh.pp), over(mesh.stage)
+    return Comm(shard, replicate, world, tp, pp, stage, mesh.names, mesh.averaged, beside, alike)
+
+
+def _pipelined(pp: Axis, data: Axis, averaged: int) -> bool:
+    return pp.world > 1 and averaged == data.world
 
 
 def _versions() -> Facts:

@@ -9,7 +9,7 @@ tensor, and waits for nothing longer than ``[comm] timeout_s``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -72,6 +72,15 @@ class Meeting:
         key = f"{self._at}/{what}/{rank}"
         self._wait(key, what)
         return bytes(self._store.get(key)).decode()
+
+    def arrive(self, places: Iterable[str]) -> None:
+        """This rank is one of each of these places; the others know once they have come to ``agree`` or ``compare``."""
+        for place in places:
+            self._store.add(f"{self._at}/at/{place}", 1)
+
+    def arrived(self, place: str) -> int:
+        """How many ranks are at a place."""
+        return self._store.add(f"{self._at}/at/{place}", 0)
 
     def agree(self, what: str, problem: str = "") -> str:
         """Return once every rank has come here: the problem of one of them, the same on all; "" where none has any.

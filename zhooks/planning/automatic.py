@@ -11,19 +11,17 @@ Note: [Order of preference]
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from offload.budget import available
+from offload.budget import Ranks, available
 from offload.device import Device, open_device
 from offload.errors import BudgetError
 from offload.policy import Policy
 from offload.text import as_size
 from offload.tier import Tier
-from zhooks.comm import CONTROL, Call, Comm, all_or_none, least, text_digest
+from zhooks.comm import Comm, all_or_none, least
 from zhooks.plan import Request
 from zhooks.planning.axes import Candidate, candidates
 from zhooks.planning.best_first import Limits, Memory
@@ -57,7 +55,7 @@ class Choice:
     expected: Memory
     activations: int
     world: int
-    ranks: int
+    ranks: Ranks
     before: int
 
 
@@ -68,9 +66,8 @@ def chosen_for(request: Request, comm: Comm) -> Choice:
         BudgetError: no placement fits; with the least memory that one needs, on every rank.
     """
     base, replicas = request.policy, comm.replicate.axis.world
-    ranks = _beside(comm)
     with all_or_none(comm.stage, "attach"):
-        mine, before = _capacity(request, ranks)
+        mine, before = _capacity(request, comm.beside)
     limits = _agreed(mine, comm)
     trained = [param for param in request.model.parameters() if param.requires_grad]
     # What is not known yet is taken to be Adam's.
@@ -100,11 +97,11 @@ def chosen_for(request: Request, comm: Comm) -> Choice:
     )
     chosen = replace(request, policy=best.policy(base), chosen=why)
     activations = int(limits.device * ACTIVATIONS / (1 - ACTIVATIONS))
-    return Choice(chosen, base, tiers, best, memory, activations, world, ranks, before)
+    return Choice(chosen, base, tiers, best, memory, activations, world, comm.beside, before)
 
 
-def _capacity(request: Request, ranks: int) -> tuple[Limits, int]:
-    """What this rank may use, being one of so many on its machine; and what it uses of the device beside the model."""
+def _capacity(request: Request, ranks: Ranks) -> tuple[Limits, int]:
+    """What this rank may use, being one of those on its machine; and what it uses of the device beside the model."""
     seam = open_device(request.device)
     try:
         # What the model takes now is what it will be made of.
@@ -117,33 +114,13 @@ def _capacity(request: Request, ranks: int) -> tuple[Limits, int]:
         seam.close()
 
 
-def on_this_machine(seam: Device, request: Request, ranks: int) -> Limits:
-    """What is free on each tier for one of so many ranks of this machine."""
+def on_this_machine(seam: Device, request: Request, ranks: Ranks) -> Limits:
+    """What is free on each tier for one of the ranks of this machine."""
     folder = request.policy.disk.folder
-    host = available(Tier.HOST, seam, folder, machine=seam.facts) // ranks
-    disk = 0 if seam.facts.is_memory(folder) else available(Tier.DISK, seam, folder, machine=seam.facts) // ranks
+    host = available(Tier.HOST, seam, folder, ranks=ranks, machine=seam.facts)
+    disk = 0 if seam.facts.is_memory(folder) else available(Tier.DISK, seam, folder, ranks=ranks, machine=seam.facts)
     one_memory = request.device.type == "cpu"
     return Limits(host if one_memory else seam.memory()[0], host, disk, one_memory)
-
-
-def _beside(comm: Comm) -> int:
-    """How many ranks share this machine's memory and disk.  Collective."""
-    axis = comm.stage.axis
-    machines = torch.zeros(axis.world * comm.pp.axis.world, dtype=torch.int64)
-    # Devices that a process sees do not tell: each rank may have been given one alone.
-    machines[axis.ranks[axis.rank]] = mine = text_digest(_machine())
-    # Other stages of a pipeline may be on this machine, too.
-    for transport in (comm.stage, comm.pp):
-        transport.all_reduce(Call(CONTROL, "count ranks", "of a machine"), machines, "sum")
-    return int((machines == mine).sum())
-
-
-def _machine() -> str:
-    """The same for all processes of a machine, whatever container they are in."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:
-        return socket.gethostname()
 
 
 def _agreed(mine: Limits, comm: Comm) -> Limits:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.budget import Budget, Machine, available, cannot_admit, kept_free, preflight
+from offload.budget import Budget, Machine, Ranks, available, cannot_admit, kept_free, preflight
 from offload.device.cpu import CpuDevice
 from offload.errors import BudgetError
 from offload.text import as_size
@@ -247,7 +247,7 @@ class Paper:
 
     def refusal(self, need: dict[Tier, int], ranks: int = 1, pinned: bool = False) -> str:
         with pytest.raises(BudgetError) as raised:
-            preflight(need, ranks=ranks, pinned=pinned, machine=self.machine)
+            preflight(need, ranks=Ranks(ranks, ranks), pinned=pinned, machine=self.machine)
         return str(raised.value)
 
 
@@ -355,12 +355,31 @@ def test_on_a_cpu_device_and_host_are_summed(paper: Paper) -> None:
 
 
 def test_ranks_of_one_machine_share_its_memory_but_not_their_own_limits(paper: Paper) -> None:
-    preflight({HOST: 8 * GIB}, ranks=4, machine=paper.machine)
+    preflight({HOST: 8 * GIB}, ranks=Ranks(4, 4), machine=paper.machine)
     assert "expected host memory for 8 GiB a rank (host 8 GiB), 40 GiB for 5 ranks; available" in (
         paper.refusal({HOST: 8 * GIB}, ranks=5)
     )
     paper.process(space=str(10 * GIB))
-    preflight({HOST: 8 * GIB}, ranks=4, machine=paper.machine)
+    preflight({HOST: 8 * GIB}, ranks=Ranks(4, 4), machine=paper.machine)
+
+
+def test_containers_of_one_machine_share_its_memory_but_not_their_own_limits(paper: Paper) -> None:
+    paper.cgroup2({"/": (str(8 * GIB), 2 * GIB, 0)})
+    two_of_four = Ranks(machine=4, container=2)
+    preflight({HOST: 3 * GIB}, ranks=two_of_four, machine=paper.machine)
+    assert available(HOST, ranks=two_of_four, machine=paper.machine) == 3 * GIB
+    with pytest.raises(BudgetError, match=r"8 GiB for 2 ranks; cgroup .* leaves 6 GiB, 2 GiB short"):
+        preflight({HOST: 4 * GIB}, ranks=two_of_four, machine=paper.machine)
+    assert available(HOST, ranks=Ranks(machine=16, container=1), machine=paper.machine) == 2 * GIB
+
+
+def test_processes_of_a_machine_say_the_same_of_it_and_those_of_another_container_differ(tmp_path: Path) -> None:
+    one, other, elsewhere = (Paper(tmp_path / name) for name in ("one", "other", "elsewhere"))
+    for paper, boot, root in ((one, "1234", "/docker/a"), (other, "1234", "/docker/b"), (elsewhere, "5678", "/docker/a")):
+        paper.write("proc/sys/kernel/random/boot_id", f"{boot}\n")
+        paper.write("proc/self/mountinfo", f"30 20 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup rw\n")
+    assert one.machine.places()[0] == other.machine.places()[0] != elsewhere.machine.places()[0]
+    assert len({paper.machine.places()[1] for paper in (one, other, elsewhere)}) == 3
 
 
 def test_files_in_memory_are_memory(paper: Paper) -> None:
@@ -415,7 +434,7 @@ class Remote(CpuDevice):
 def test_a_device_with_memory_of_its_own_is_bound_by_it_alone(paper: Paper) -> None:
     device = Remote(10 * GIB, 16 * GIB)
     assert available(DEVICE, device, machine=paper.machine) == 10 * GIB
-    preflight({DEVICE: 10 * GIB, HOST: 30 * GIB}, device=device, ranks=1, machine=paper.machine)
+    preflight({DEVICE: 10 * GIB, HOST: 30 * GIB}, device=device, machine=paper.machine)
     with pytest.raises(BudgetError) as raised:
         preflight({DEVICE: 11 * GIB}, device=device, machine=paper.machine)
     assert str(raised.value) == (
@@ -438,9 +457,9 @@ def test_free_disk_bounds_a_folder_that_is_not_there_yet(tmp_path: Path) -> None
     free = available(DISK, folder=folder)
     there = psutil.disk_usage(str(tmp_path))
     assert abs(free + kept_free(there.total) - there.free) < GIB
-    preflight({DISK: 1 * MIB}, folder=folder, ranks=2)
+    preflight({DISK: 1 * MIB}, folder=folder, ranks=Ranks(2, 1))
     with pytest.raises(BudgetError) as raised:
-        preflight({DISK: 1 << 60}, folder=folder, ranks=2)
+        preflight({DISK: 1 << 60}, folder=folder, ranks=Ranks(2, 1))
     said = str(raised.value)
     assert said.startswith(
         f"preflight: expected disk for {as_size(1 << 60)} a rank, {as_size(1 << 61)} for 2 ranks; free disk below {folder}"

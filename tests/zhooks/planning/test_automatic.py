@@ -90,7 +90,7 @@ def test_memory_is_divided_by_the_ranks_of_a_machine() -> None:
         shared = zhooks.attach(net(), policy="auto").describe()
     with pytest.MonkeyPatch.context() as patched:
         memory(patched, 1 << 24)
-        patched.setattr(Path, "read_text", lambda self, encoding=None: f"machine-{rank}")
+        patched.setattr(Machine, "places", lambda self: (f"machine-{rank}", f"container-{rank}"))
         alone = zhooks.attach(net(), policy="auto").describe()
     with pytest.MonkeyPatch.context() as patched:
         memory(patched, 1 << 24)
