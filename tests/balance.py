@@ -22,6 +22,7 @@ SECONDS: Mapping[str, float] = {
     "parity/test_oracle.py": 14, "parity/test_adversity.py": 13, "parity/test_adversity_loop.py": 13,
     "zhooks/unit/test_buffers.py": 11, "zhooks/integrations/test_trl.py": 11, "zhooks/integrations/test_accelerate.py": 10,
     "zhooks/run/test_pipeline.py": 10, "test_source_rules.py": 9, "zhooks/checkpoint/test_save_load.py": 9,
+    "zhooks/checkpoint/test_reshard.py": 9, "zhooks/checkpoint/test_reshard_edges.py": 12,
     "zprof/test_recorder.py": 9, "examples/test_small_examples.py": 8, "parity/test_adversity_autograd.py": 8,
     "examples/test_libraries.py": 7, "zhooks/checkpoint/test_save_forged.py": 7, "zhooks/integrations/test_pretrained.py": 7,
     "zprof/test_export.py": 7, "zhooks/integrations/test_peft.py": 7, "zprof/test_bench.py": 7,

@@ -110,7 +110,7 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
         self._why = request.chosen
         self._comm, self._table, self._device, self._bus = comm, plan.table, request.device, Bus()
         self._pool = Pool(policy.comm.buffer, self._bus)
-        self._rounding = Rounding(policy.optimizer.seed)
+        self._rounding = Rounding(policy.optimizer.seed, stochastic=policy.optimizer.rounding == "stochastic")
         self._units: list[Unit] = []
         self._tiers = open_tiers(policy, request.device, plan.tiers, comm, self._bus)
         # An attach that failed knows the optimizer it was given alone; what `apply` put in the place of tiers is shut, too.

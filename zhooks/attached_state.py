@@ -226,16 +226,18 @@ class Stateful:
 
     def load(
         self,
-        folder: str | Path,
+        folder: str | Path | Sequence[str | Path],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         objects: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Go on where ``save`` was called: same model, policy and number of ranks; returns ``extra``.  Collective.
+        """Go on where ``save`` was called, with the same model; returns ``extra``.  Collective.
 
-        Every file is verified on every rank before anything is changed.  States an optimizer has not made yet are made.
+        Ranks, mesh and policy may be others: each rank reads the ranges it owns.  Every file is verified, by one rank, before
+        anything is changed.  States an optimizer has not made yet are made.
 
         Args:
+            folder: one, or those of all stages of a pipeline that is divided otherwise here; parameters are found by name.
             optimizer: as in ``save``; () leaves optimizers as they are.
             objects: as in ``save``; {} leaves theirs in the file.
         Raises:
@@ -247,15 +249,15 @@ class Stateful:
         chosen = self._chosen("load", optimizer)
         live = AllRanks(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", chosen, objects))
         extra = checkpoint.load(live, folder)
-        self._resume(folder)
+        self._resume(list(folder) if isinstance(folder, (list, tuple)) else [folder])
         for each in live.optimizers:
             self._optimizers.admit(each)
         return extra
 
-    def _resume(self, folder: str | Path) -> None:
-        """Go on as the run that saved, whose checkpoints later ones may replace.  Collective."""
-        ranks = AllRanks(self._comm.stage, "load", shown_path(folder))
-        found = checkpoint.run_of(checkpoint.destination(folder, "load")) if ranks.first else ""
+    def _resume(self, folders: Sequence[str | Path]) -> None:
+        """Go on as the run that saved, whose checkpoints later ones may replace; of several folders as none.  Collective."""
+        ranks = AllRanks(self._comm.stage, "load", shown_path(folders[0]))
+        found = checkpoint.run_of(checkpoint.destination(folders[0], "load")) if ranks.first and len(folders) == 1 else ""
         self._run = ranks.share(found or "")
 
     def _check_optimizers(self, optimizer: Any, verb: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from offload.shards.commit import Draft, destination, find
-from offload.shards.file import CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, digest
+from offload.shards.file import CHUNK, CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, digest
 from offload.shards.manifest import Manifest, read_manifest, shard_name
 from offload.shards.outcomes import FailedElsewhere, Outcomes
 from offload.shards.series import Series, latest, run_of
 
 __all__ = [
+    "CHUNK",
     "CODES",
     "DTYPES",
     "Draft",

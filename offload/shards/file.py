@@ -227,6 +227,20 @@ class ShardReader:
             whole[start : start + chunk.numel()] = chunk
         return whole.reshape(entry.shape)
 
+    def elements(self, name: str, start: int, numel: int) -> Tensor:
+        """A run of the tensor's elements, new, 1-D on the CPU; nobody compares it with a checksum (`verify` does, the whole).
+
+        Raises:
+            CheckpointError: it has no such elements, or they cannot be read.
+        """
+        entry = self.entry(name)
+        if not 0 <= start <= start + numel <= math.prod(entry.shape):
+            raise self._damaged(f"{math.prod(entry.shape)} elements of {name}, not {start + numel}")
+        found = torch.empty(numel, dtype=entry.dtype)
+        if numel:
+            self._read(found.view(torch.uint8).numpy().data, self._offsets[name] + start * entry.dtype.itemsize)
+        return found
+
     def close(self) -> None:
         """Idempotent."""
         handle, self._handle = self._handle, -1

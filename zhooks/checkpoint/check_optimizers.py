@@ -1,11 +1,12 @@
 """Whether the optimizers that were saved are those of the run: their groups, options, owners and the states of each parameter.
 
-``check_shard.py`` calls it with the document of a file.  It compares and reads, and never writes to an optimizer.
+``check_shard.py`` calls it with the documents of one file a folder.  It compares and reads, and never writes to an optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 from offload.errors import CheckpointError
 from zhooks.checkpoint.load_shard import OptimizerStates
+from zhooks.checkpoint.saved_files import SavedFolder
 from zhooks.checkpoint.shard_contents import SHARDED, RunState, group_names, param_names
 from zhooks.checkpoint.state_tree import Unpacker
-from zhooks.optim import OwnedStates, vectors_in
+from zhooks.optim import OwnedStates, assign, vectors_in
 from zhooks.tensor import ShardedTensor
 
-__all__ = ["IN_FILE", "check_optimizers", "require"]
+__all__ = ["IN_FILE", "Source", "check_optimizers", "require"]
 
 #: Stands in a parameter's state for a tensor that lies in a flat buffer of the file.
 IN_FILE = object()
@@ -27,47 +29,203 @@ IN_FILE = object()
 _FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize"})
 
 
-def _owned(name: str, owner: int | None, packed: Any, unpacker: Unpacker, *, here: bool) -> OwnedStates:
-    """The states of one parameter, which may be on a tier before the next one's are read."""
-    return OwnedStates(name, owner, {unpacker.unpack(key): unpacker.unpack(value) for key, value in packed}, here=here)
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The optimizers in one folder, as the file that stands for this rank says.
+
+    Attributes:
+        unpacker: of the folder and of a file of it, unread or not.
+    """
+
+    folder: SavedFolder
+    optimizers: Sequence[Mapping[str, Any]]
+    unpacker: Callable[..., Unpacker]
 
 
-def check_optimizers(
-    run: RunState, saved: Sequence[Mapping[str, Any]], unpacker: Unpacker, unread: Unpacker
-) -> list[OptimizerStates]:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One parameter's states in one folder: its place among the groups there, the states as packed, and who owned it."""
+
+    source: Source
+    number: int
+    place: tuple[int, int]
+    packed: Any
+    owned: bool
+    owner: int | None
+
+    def of_owner(self) -> tuple[int, Any]:
+        """The file that has the states of a parameter that is updated whole, and what it says of them."""
+        folder = self.source.folder
+        if self.owner is None:
+            return folder.counterpart, self.packed
+        rank = folder.rank_at(None, self.owner)
+        if rank == folder.counterpart:
+            return rank, self.packed
+        saved = folder.document(rank)["optimizers"][self.number]
+        mine = self.source.optimizers[self.number]
+        require(saved["groups"] == mine["groups"] and saved["owners"] == mine["owners"], "the same owners on all ranks")
+        return rank, next((found for *place, found in saved["entries"] if tuple(place) == self.place), [])
+
+
+def check_optimizers(run: RunState, sources: Sequence[Source]) -> list[OptimizerStates]:
     """What each optimizer shall hold, once it has been found to be like the one that was saved; nothing is changed."""
     if not run.optimizers:
         return []
     kinds = [type(optimizer).__name__ for optimizer in run.optimizers]
-    if [str(one["type"]) for one in saved] != kinds:
-        raise CheckpointError(
-            f"load: expected the optimizers of the checkpoint ({', '.join(str(one['type']) for one in saved) or 'none'}), "
-            f"found {', '.join(kinds)}. Pass the same ones in the same order, or optimizer=() to load the model alone."
-        )
-    states, spec_names = [], param_names(run)
-    for optimizer, one in zip(run.optimizers, saved, strict=True):
-        named = group_names(run, optimizer)
-        for number, names in enumerate(named):
-            if len(one["groups"]) != len(named) or one["groups"][number]["params"] != names:
-                raise CheckpointError(
-                    f"load: expected {type(optimizer).__name__} with the parameter groups of the checkpoint, found others from "
-                    f"group {number} on ({len(named)} groups here, {len(one['groups'])} there). Group parameters alike."
-                )
-        options = [unpacker.unpack(group["options"]) for group in one["groups"]]
-        for group, option in zip(optimizer.param_groups, options, strict=True):
-            _check_options(optimizer, group, option)
-        loose = unpacker.unpack(one["loose"])
-        require(isinstance(loose, dict), "states without a parameter as a dict")
-        owners = _check_owners(run, optimizer, one.get("owners", []))
-        entries = _check_entries(optimizer, one["entries"], unpacker, unread, owners)
-        packed = {optimizer.param_groups[group]["params"][index]: found for group, index, found in one["entries"]}
-        owned = {}
-        for param, owner in owners.items():
-            here, name = owner is None or owner == run.comm.shard.axis.rank, spec_names.get(id(param), "")
-            owned[param] = partial(_owned, name, owner, packed.get(param, []), unpacker, here=here)
-            entries.pop(param, None)
-        states.append(OptimizerStates(optimizer, options, entries, owned, loose))
-    return states
+    for source in sources:
+        found = [str(one["type"]) for one in source.optimizers]
+        if found != kinds:
+            raise CheckpointError(
+                f"load: expected the optimizers of the checkpoint ({', '.join(found) or 'none'}), "
+                f"found {', '.join(kinds)}. Pass the same ones in the same order, or optimizer=() to load the model alone."
+            )
+    return [_check_optimizer(run, number, optimizer, sources) for number, optimizer in enumerate(run.optimizers)]
+
+
+def _check_optimizer(
+    run: RunState, number: int, optimizer: torch.optim.Optimizer, sources: Sequence[Source]
+) -> OptimizerStates:
+    """Group by group and name by name."""
+    found = _match(run, number, optimizer, sources)
+    options = _options(number, optimizer, sources)
+    main = sources[sources[0].folder.place.stage % len(sources)]
+    loose = main.unpacker(main.folder).unpack(main.optimizers[number]["loose"])
+    require(isinstance(loose, dict), "states without a parameter as a dict")
+    entries = _check_entries(optimizer, found)
+    owners = _owners(run, {param: one for param, one in found.items() if one.owned})
+    owned = {}
+    names, device_rank = param_names(run), run.comm.shard.axis.rank
+    for param, owner in owners.items():
+        here, name = owner is None or owner == device_rank, names.get(id(param), "")
+        owned[param] = partial(_owned, name, owner, found[param], here=here)
+        entries.pop(param, None)
+    return OptimizerStates(optimizer, options, entries, owned, loose)
+
+
+def _match(
+    run: RunState, number: int, optimizer: torch.optim.Optimizer, sources: Sequence[Source]
+) -> dict[nn.Parameter, _Entry]:
+    """Where the states of each parameter are; nothing of one that had none.
+
+    Raises:
+        CheckpointError: other groups.
+    """
+    named = group_names(run, optimizer)
+    places: dict[tuple[int, str, int], tuple[Source, tuple[int, int]]] = {}
+    for source in sources:
+        groups = source.optimizers[number]["groups"]
+        if len(groups) != len(named):
+            raise _grouped(optimizer, 0, named, groups)
+        for group, saved in enumerate(groups):
+            for key, index in _keys(group, saved["params"]).items():
+                if key in places:
+                    raise _grouped(optimizer, group, named, groups)
+                places[key] = source, (group, index)
+    matched: dict[nn.Parameter, _Entry] = {}
+    entries = [_entries(source, number) for source in sources]
+    left = set(places)
+    for group, names in enumerate(named):
+        for key, index in _keys(group, names).items():
+            if key not in places:
+                raise _grouped(optimizer, group, named, sources[0].optimizers[number]["groups"])
+            source, place = places[key]
+            left.discard(key)
+            one = entries[sources.index(source)].get(place)
+            if one is not None:
+                matched[optimizer.param_groups[group]["params"][index]] = one
+    if left and run.comm.pp.axis.world == 1:
+        raise _grouped(optimizer, min(left)[0], named, sources[0].optimizers[number]["groups"])
+    return matched
+
+
+def _keys(group: int, names: Sequence[str]) -> dict[tuple[int, str, int], int]:
+    """The parameters of a group by name, those of other models (which have none) by their order."""
+    seen: dict[str, int] = {}
+    out: dict[tuple[int, str, int], int] = {}
+    for index, name in enumerate(names):
+        require(type(name) is str, "names of parameters")
+        nth = seen[name] = seen.get(name, 0) + 1
+        require(nth == 1 or not name, "one parameter of a name")
+        out[group, name, nth] = index
+    return out
+
+
+def _grouped(optimizer: torch.optim.Optimizer, group: int, named: Sequence[Any], saved: Sequence[Any]) -> CheckpointError:
+    return CheckpointError(
+        f"load: expected {type(optimizer).__name__} with the parameter groups of the checkpoint, found others from "
+        f"group {group} on ({len(named)} groups here, {len(saved)} there). Group parameters alike."
+    )
+
+
+def _entries(source: Source, number: int) -> dict[tuple[int, int], _Entry]:
+    """The states in one folder by place."""
+    saved = source.optimizers[number]
+    owners: dict[tuple[int, int], int | None] = {}
+    for group, index, owner in saved.get("owners", []):
+        require(type(group) is int and type(index) is int and min(group, index) >= 0, "places of parameters")
+        require(owner is None or (type(owner) is int and 0 <= owner < source.folder.layout.places.shard), "a rank")
+        require(index < len(saved["groups"][group]["params"]), "a place in a group")
+        owners[group, index] = owner
+    found: dict[tuple[int, int], _Entry] = {}
+    for group, index, packed in saved["entries"]:
+        require(type(group) is int and type(index) is int and min(group, index) >= 0, "places of parameters")
+        require(index < len(saved["groups"][group]["params"]), "a place in a group")
+        place = group, index
+        require(place not in found, "one state a parameter")
+        found[place] = _Entry(source, number, place, packed, place in owners, owners.get(place))
+    return found
+
+
+def _options(number: int, optimizer: torch.optim.Optimizer, sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """The options of each group, the same in all folders."""
+    every = []
+    for source in sources:
+        unpacker = source.unpacker(source.folder)
+        every.append([unpacker.unpack(group["options"]) for group in source.optimizers[number]["groups"]])
+        for here, option in zip(optimizer.param_groups, every[-1], strict=True):
+            _check_options(optimizer, here, option)
+    for others in every[1:]:
+        for group, (one, other) in enumerate(zip(every[0], others, strict=True)):
+            for key in one.keys() | other.keys():
+                if key not in one or key not in other or not _equal(one[key], other[key]):
+                    raise CheckpointError(
+                        f"load: expected the same options of {type(optimizer).__name__} in all folders, found {key} of group "
+                        f"{group} {str(one.get(key))[:40]} and {str(other.get(key))[:40]}. Load each stage's own folder."
+                    )
+    return every[0]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
+
+
+def _owners(run: RunState, found: Mapping[nn.Parameter, _Entry]) -> dict[nn.Parameter, int | None]:
+    """Who shall own each parameter that is updated whole: who did where that rank is here, else by cost."""
+    flats = {id(param): (flat, spec) for flat in run.flats for param, spec in flat.members()}
+    world = run.comm.shard.axis.world
+    owners: dict[nn.Parameter, int | None] = {}
+    shapes: dict[nn.Parameter, torch.Size] = {}
+    for param, one in found.items():
+        flat, spec = flats.get(id(param), (None, None))
+        owners[param] = None
+        if flat is not None and spec is not None and flat.sharded:
+            kept = one.owner is not None and one.source.folder.layout.places.shard == world
+            owners[param] = one.owner if kept else None
+            if not kept:
+                shapes[param] = spec.shape
+    owners |= dict(zip(shapes, assign(list(shapes.values()), world), strict=True))
+    return owners
+
+
+def _owned(name: str, owner: int | None, entry: _Entry, *, here: bool) -> OwnedStates:
+    """The states of one parameter, which may be on a tier before the next one's are read; elsewhere what all ranks note."""
+    rank, packed = entry.of_owner()
+    unpacker = entry.source.unpacker(entry.source.folder, rank)
+    flags = [pair for pair in packed if pair[1] is None or isinstance(pair[1], (bool, str))]
+    kept = {unpacker.unpack(key): unpacker.unpack(value) for key, value in (packed if here else flags)}
+    return OwnedStates(name, owner, kept, here=here)
 
 
 def require(holds: bool, what: str) -> None:
@@ -108,40 +266,26 @@ def _kind(value: Any, *, number: bool = False) -> Any:
     return type(value).__name__
 
 
-def _check_owners(run: RunState, optimizer: torch.optim.Optimizer, saved: Any) -> dict[nn.Parameter, int | None]:
-    """Who owns the parameters that the optimizer updates whole."""
-    owners: dict[nn.Parameter, int | None] = {}
-    for group, index, owner in saved:
-        require(type(group) is int and type(index) is int and min(group, index) >= 0, "places of parameters")
-        require(owner is None or (type(owner) is int and 0 <= owner < run.comm.shard.axis.world), "a rank")
-        owners[optimizer.param_groups[group]["params"][index]] = owner
-    return owners
-
-
 def _check_entries(
-    optimizer: torch.optim.Optimizer, saved: Any, unpacker: Unpacker, unread: Unpacker,
-    owners: Mapping[nn.Parameter, int | None],
-) -> dict[nn.Parameter, dict[Any, Any]]:  # fmt: skip
+    optimizer: torch.optim.Optimizer, found: Mapping[nn.Parameter, _Entry]
+) -> dict[nn.Parameter, dict[Any, Any]]:
     """The states of each parameter: of the kinds that they have here, or where there are none yet, all of one kind.
 
-    Args:
-        unread: unpacks those of parameters that have ``owners``, which are read later.
+    Those of parameters that are updated whole are compared alone, and read later.
     """
     entries: dict[nn.Parameter, dict[Any, Any]] = {}
     kinds: dict[Any, Any] = {}
-    for group, index, packed in saved:
-        require(type(group) is int and type(index) is int and min(group, index) >= 0, "places of parameters")
-        param = optimizer.param_groups[group]["params"][index]
-        require(param not in entries, "one state a parameter")
+    for param, one in found.items():
         entries[param] = {}
-        of = unread if param in owners else unpacker
-        values = [(unpacker.unpack(key), value, of.unpack(value) if value != SHARDED else None) for key, value in packed]
+        rank, packed = one.of_owner() if one.owned else (one.source.folder.counterpart, one.packed)
+        unpacker = one.source.unpacker(one.source.folder, rank, unread=one.owned)
+        values = [(unpacker.unpack(key), value, unpacker.unpack(value) if value != SHARDED else None) for key, value in packed]
         # How long lists of vectors are depends on how many steps there were.
-        free = param in owners or bool(vectors_in([value for _, _, value in values]))
+        free = one.owned or bool(vectors_in([value for _, _, value in values]))
         for key, packed_value, value in values:
             require(key not in entries[param], "one state of a name")
             if packed_value == SHARDED:
-                require(param not in owners, "ranges of what is updated whole")
+                require(not one.owned, "ranges of what is updated whole")
                 entries[param][key] = IN_FILE
                 continue
             entries[param][key] = value

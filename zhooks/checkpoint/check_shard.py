@@ -1,198 +1,221 @@
-"""Whether one rank's shard file can be loaded into the run: everything is read and compared, nothing is changed.
+"""Whether saved folders can be loaded into the run: everything is read and compared, nothing is changed.
 
 ``save_load.py`` calls ``check`` on every rank; what it returns, ``load_shard.py``, is applied when all ranks found nothing
 wrong.  It never writes to the run.
+
+Note: [By name]
+    A parameter's value, gradient and states are looked for by its name, whatever flat buffer, file or folder they lie in.
+    What is each rank's own (buffers, random states, objects) comes from the file that stands for this rank, of the folder of
+    its stage; what is a parameter's but not divided (a step), from that file of the parameter's folder.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from offload.errors import CheckpointError
-from offload.shards import ShardReader
-from zhooks.checkpoint.check_optimizers import IN_FILE, check_optimizers, require
+from zhooks.checkpoint.check_optimizers import Source, check_optimizers, require
+from zhooks.checkpoint.check_states import check_flat_states, check_gradients, check_partials
 from zhooks.checkpoint.ignored_values import check_left_out, plain_of
-from zhooks.checkpoint.load_shard import FlatState, Loading, OptimizerStates
+from zhooks.checkpoint.load_shard import Loading
 from zhooks.checkpoint.rng import check as check_generators
+from zhooks.checkpoint.rng import derived
+from zhooks.checkpoint.saved_files import InFlat, SavedFolder, refuse_folders
+from zhooks.checkpoint.saved_run import Saved, check_alike, expect, find_params
 from zhooks.checkpoint.shard_contents import (
-    DOCUMENT,
     RunState,
     buffer_name,
     extra_states,
     gradient_name,
     kept_whole,
-    state_name,
     tensor_name,
 )
-from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.layout import part_of
-from zhooks.unit import Flat
 
 __all__ = ["check"]
 
 
-def check(run: RunState, reader: ShardReader, first: ShardReader) -> Loading:
-    """Read and compare everything that says whether this file can be loaded here; nothing is changed.
+def check(run: RunState, folders: Sequence[SavedFolder]) -> tuple[Loading, int]:
+    """Read and compare everything that says whether the folders can be loaded here; nothing is changed.
 
-    Args:
-        reader: this rank's file.
-        first: the first rank's, which holds what is the same on all ranks.
+    Returns:
+        What is to be loaded, and the bytes of the files that this rank verified.
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: they cannot.
     """
-    reader.verify()
-    document = json.loads(bytes(reader.tensor(DOCUMENT).numpy()))
-    specs = {spec.name: spec for flat in run.flats for spec in flat.specs}
-    unpacker = Unpacker(reader.tensor, run.devices[0], specs)
-    _check_flats(run, document, reader)
-    check_left_out(run.ignored, document.get("left out", {}), "load")
-    states = check_optimizers(run, document["optimizers"], unpacker, Unpacker(partial(_unread, reader), torch.device("meta")))
-    rng = unpacker.unpack(document["rng"])
-    check_generators(rng, run.devices)
-    modules = {name: unpacker.unpack(packed) for name, packed in document["modules"].items()}
-    _same_names("extra states of modules", modules, extra_states(run.model), "Build the same model.")
-    extra = unpacker.unpack(document["extra"])
+    saved = find_params(run, folders)
+    nbytes = 0
+    for folder in folders:
+        wanted = {param.flat.number for found, param in saved.params.values() if found is folder}
+        skip = [flat.number for flat in folder.layout.flats if flat.number not in wanted]
+        axis = run.comm.stage.axis
+        nbytes += folder.verify(axis.rank, axis.world, skip)
+    check_alike(saved)
+    check_left_out(run.ignored, _only_here(run, _union(saved, "left out", {}), run.ignored.frozen), "load")
+    states = check_optimizers(run, [_source(saved, folder) for folder in folders])
+    modules = _check_modules(saved)
+    document = saved.document(saved.main)
+    extra = saved.unpacker(saved.main).unpack(document["extra"])
     require(isinstance(extra, dict), "extra as a dict")
-    return Loading(
+    loading = Loading(
         run=run,
-        reader=reader,
-        buffers=_check_buffers(run, document["buffers"], reader, first),
-        ignored=_check_ignored(run, document.get("ignored gradients", []), reader),
-        gradients=document["gradients"],
-        partials=document["partials"],
+        folders=folders,
+        values={
+            name: InFlat(folder, param, tensor_name(param.flat.number, "value"))
+            for name, (folder, param) in saved.params.items()
+        },
+        buffers=_check_buffers(saved),
+        ignored=_check_ignored(saved),
+        gradients=check_gradients(saved),
+        partials=check_partials(saved),
         states=states,
-        flat_states=_check_flat_states(run, document["states"], states, reader, unpacker),
+        flat_states=check_flat_states(saved, states),
         modules=modules,
-        objects=_check_objects(run, document["objects"], unpacker),
-        rng=rng,
-        rounding=_check_rounding(document.get("rounding", {})),
+        objects=_check_objects(saved),
+        rng=_check_random(saved),
+        rounding=_check_rounding(saved),
         extra=extra,
     )
+    return loading, nbytes
 
 
-def _check_flats(run: RunState, document: Mapping[str, Any], reader: ShardReader) -> None:
-    rows = zip(run.flats, document["gradients"], document["partials"], strict=True)
-    for number, (flat, held, present) in enumerate(rows):
-        _expect(reader, tensor_name(number, "value"), flat.kind.master, (flat.shard_numel,))
-        if held is not None:
-            _check_indices(flat, held)
-            _expect(reader, tensor_name(number, "gradient"), flat.kind.master, (flat.shard_numel,))
-        if present is not None:
-            require(len(present) == len(flat.params) and all(type(one) is bool for one in present), "a flag a parameter")
-            _expect(reader, tensor_name(number, "partial"), flat.kind.reduce, (flat.layout.padded,))
-
-
-def _check_indices(flat: Flat, indices: Sequence[int]) -> None:
-    inside = all(type(index) is int and 0 <= index < len(flat.params) for index in indices)
-    if not inside or sorted(set(indices)) != list(indices):
-        raise ValueError(f"parameters {list(indices)} of {len(flat.params)} in unit {flat.name}")
-
-
-def _expect(reader: ShardReader, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    entry = reader.entry(name)
-    if (entry.dtype, entry.shape) != (dtype, shape):
-        raise CheckpointError(
-            f"{reader.path}: expected {name} of {dtype} and shape {list(shape)} as in this run, found {entry.dtype} and "
-            f"{list(entry.shape)}. Build the same model with the same policy."
-        )
-
-
-def _same_names(what: str, saved: Iterable[str], here: Iterable[str], advice: str) -> None:
+def _same_names(what: str, saved: Iterable[str], here: Iterable[str], advice: str, *, part: bool = False) -> None:
     saved, here = set(saved), set(here)
+    if part:
+        saved &= here
     if saved != here:
         found = [f"{', '.join(sorted(only))} only {where}" for only, where in ((saved - here, "saved"), (here - saved, "here"))]
         found = [text for text in found if not text.startswith(" only")]
         raise CheckpointError(f"load: expected the same {what} here as in the checkpoint, found {'; '.join(found)}. {advice}")
 
 
-def _check_buffers(
-    run: RunState, saved: Mapping[str, bool], reader: ShardReader, first: ShardReader
-) -> dict[str, ShardReader]:
-    buffers = kept_whole(run, "load")
-    if run.ignored:
-        _same_names("buffers and ignored parameters", saved, buffers, "Build the same model, with the same [units] ignore.")
-    else:
-        _same_names("buffers", saved, buffers, "Build the same model.")
-    found = {name: reader if own else first for name, own in saved.items()}
-    for name, buffer in buffers.items():
-        _expect(found[name], buffer_name(name), buffer.dtype, tuple(buffer.shape))
-    if first is not reader:
-        first.verify(buffer_name(name) for name, source in found.items() if source is first)
+def _in_stages(saved: Saved) -> bool:
+    """Names may be those of other stages."""
+    return saved.run.comm.pp.axis.world > 1
+
+
+def _union(saved: Saved, what: str, missing: Any = None) -> dict[str, Any]:
+    """What the folders say by name, one after the other."""
+    found: dict[str, Any] = {}
+    for folder in saved.folders:
+        document = saved.document(folder)
+        found |= document[what] if missing is None else document.get(what, missing)
     return found
 
 
-def _check_ignored(run: RunState, saved: Any, reader: ShardReader) -> list[str]:
-    """Which ignored parameters have gradients."""
-    params = plain_of(run.ignored, "load")
-    require(isinstance(saved, list) and params.keys() >= set(saved), "gradients of ignored parameters")
-    names: list[str] = saved
-    for name in names:
+def _only_here(run: RunState, found: dict[str, Any], here: Iterable[str]) -> dict[str, Any]:
+    names = set(here)
+    return {name: value for name, value in found.items() if name in names} if run.comm.pp.axis.world > 1 else found
+
+
+def _check_buffers(saved: Saved) -> dict[str, tuple[SavedFolder, int]]:
+    """Where each buffer and ignored parameter is: folder and file."""
+    run = saved.run
+    buffers = kept_whole(run, "load")
+    where: dict[str, tuple[SavedFolder, int]] = {}
+    for folder in saved.folders:
+        for name, own in saved.document(folder)["buffers"].items():
+            require(type(own) is bool, "a flag a buffer")
+            at = folder, folder.counterpart if own else 0
+            if name in where and _digest(*where[name], name) != _digest(*at, name):
+                raise refuse_folders(f"buffer {name} in two of them, with other values")
+            where.setdefault(name, at)
+    what, advice = "buffers", "Build the same model."
+    if run.ignored:
+        what, advice = "buffers and ignored parameters", "Build the same model, with the same [units] ignore."
+    _same_names(what, where, buffers, advice, part=_in_stages(saved))
+    where = {name: where[name] for name in buffers}
+    for name, buffer in buffers.items():
+        folder, rank = where[name]
+        expect(folder, rank, buffer_name(name), buffer.dtype, tuple(buffer.shape))
+        kept = folder.layout.places
+        if kept.tp != folder.place.own.tp:
+            data = next(row.index(rank) for row in kept.data if rank in row)
+            if len({_digest(folder, kept.data[tp][data], name) for tp in range(kept.tp)}) > 1:
+                raise CheckpointError(
+                    f"load {folder.path}: expected buffers that are the same at all {kept.tp} places on tp, for they are not "
+                    f"divided anew, found other values of {name}. Load it on as many places on tp."
+                )
+    return where
+
+
+def _digest(folder: SavedFolder, rank: int, name: str) -> str | None:
+    tensors = folder.manifest.files[rank].tensors
+    return tensors.get(buffer_name(name)) or folder.manifest.files[0].tensors.get(buffer_name(name))
+
+
+def _check_ignored(saved: Saved) -> dict[str, SavedFolder]:
+    """Which ignored parameters have gradients, and where."""
+    params = plain_of(saved.run.ignored, "load")
+    found: dict[str, SavedFolder] = {}
+    for folder in saved.folders:
+        names = saved.document(folder).get("ignored gradients", [])
+        known = isinstance(names, list) and (_in_stages(saved) or params.keys() >= set(names))
+        require(known, "gradients of ignored parameters")
+        found |= {name: folder for name in names if name in params}
+    for name, folder in found.items():
         part = part_of(params[name])
-        _expect(reader, gradient_name(name), part.dtype, tuple(part.shape))
-    return names
+        expect(folder, folder.counterpart, gradient_name(name), part.dtype, tuple(part.shape))
+    return found
 
 
-def _check_objects(run: RunState, saved: Mapping[str, Any], unpacker: Unpacker) -> dict[str, Any]:
-    given = run.objects
-    if given is None and saved:
+def _check_modules(saved: Saved) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for folder in saved.folders:
+        unpacker = saved.unpacker(folder)
+        for name, packed in saved.document(folder)["modules"].items():
+            if name in found:
+                raise refuse_folders(f"an extra state of {name or 'the root'} in two of them")
+            found[name] = unpacker.unpack(packed)
+    here = extra_states(saved.run.model)
+    _same_names("extra states of modules", found, here, "Build the same model.", part=_in_stages(saved))
+    return {name: found[name] for name in here}
+
+
+def _check_objects(saved: Saved) -> dict[str, Any]:
+    given, kept = saved.run.objects, saved.document(saved.main)["objects"]
+    if given is None and kept:
         raise CheckpointError(
-            f"load: expected the objects that were saved ({', '.join(sorted(saved))}), found none. Pass objects= as to "
+            f"load: expected the objects that were saved ({', '.join(sorted(kept))}), found none. Pass objects= as to "
             "save(), or objects={} to leave theirs in the file."
         )
     if not given:
         return {}
-    _same_names("objects", saved, given, "Pass objects= as to save().")
-    return {name: unpacker.unpack(packed) for name, packed in saved.items()}
+    _same_names("objects", kept, given, "Pass objects= as to save().")
+    unpacker = saved.unpacker(saved.main)
+    return {name: unpacker.unpack(packed) for name, packed in kept.items()}
 
 
-def _check_rounding(saved: Any) -> dict[str, Any]:
+def _check_random(saved: Saved) -> dict[str, Any]:
+    """The states of the rank at this place; where there was none, states made of those of the one that stands for it."""
+    main, place = saved.main, saved.main.place
+    states: dict[str, Any] = saved.unpacker(main).unpack(saved.document(main)["rng"])
+    check_generators(states, saved.run.devices)
+    new_stage = place.stage >= len(saved.folders) > 1
+    if main.same_place and not new_stage:
+        return states
+    made = derived(states, saved.run.devices, f"data {place.data} stage {place.stage if new_stage else 0}")
+    check_generators(made, saved.run.devices)
+    return made
+
+
+def _check_rounding(saved: Saved) -> dict[str, Any]:
     """How often parameters were rounded, as ``Rounding.state`` says it."""
-    require(isinstance(saved, dict), "the state of rounding")
-    if saved:
-        require(saved.keys() == {"seed", "counts"} and isinstance(saved["counts"], dict), "the state of rounding")
-        require(all(type(count) is int and count >= 0 for count in (saved["seed"], *saved["counts"].values())), "counts")
-    return dict(saved)
+    seeds: set[int] = set()
+    counts: dict[str, int] = {}
+    for folder in saved.folders:
+        state = saved.document(folder).get("rounding", {})
+        require(isinstance(state, dict), "the state of rounding")
+        if state:
+            require(state.keys() == {"seed", "counts"} and isinstance(state["counts"], dict), "the state of rounding")
+            require(all(type(count) is int and count >= 0 for count in (state["seed"], *state["counts"].values())), "counts")
+            seeds.add(state["seed"])
+            counts |= state["counts"]
+    if len(seeds) > 1:
+        raise refuse_folders(f"stochastic rounding with the seeds {sorted(seeds)}")
+    return {"seed": seeds.pop(), "counts": counts} if seeds else {}
 
 
-def _check_flat_states(
-    run: RunState, saved: Sequence[Sequence[Any]], states: Sequence[OptimizerStates], reader: ShardReader, unpacker: Unpacker
-) -> dict[int, list[FlatState]]:
-    """Match the flat tensors of states with the places that wait for them."""
-    found: dict[int, list[FlatState]] = {}
-    if not states:
-        return found
-    waiting = {
-        (number, id(param), key)
-        for number, one in enumerate(states)
-        for param, entry in one.entries.items()
-        for key, value in entry.items()
-        if value is IN_FILE
-    }
-    flats = run.flats
-    for number, which, packed, name, held in saved:
-        require(type(number) is int and 0 <= number < len(flats), "the number of a unit")
-        flat, key = flats[number], unpacker.unpack(packed)
-        _check_indices(flat, held)
-        for index in held:
-            waiting.remove((which, id(flat.params[index]), key))
-        dtype = reader.entry(name).dtype
-        _expect(reader, name, dtype, (flat.shard_numel,))
-        require(name == state_name(number, which, key, dtype), f"the name of a state of {dtype}")
-        found.setdefault(number, []).append(FlatState(states[which], key, name, held))
-    if waiting:
-        raise CheckpointError(
-            f"{reader.path}: expected a tensor for every optimizer state, found {len(waiting)} without. The file is damaged."
-        )
-    return found
-
-
-def _unread(reader: ShardReader, name: str) -> Tensor:
-    """A tensor of the file without its values."""
-    entry = reader.entry(name)
-    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+def _source(saved: Saved, folder: SavedFolder) -> Source:
+    return Source(folder, saved.document(folder)["optimizers"], saved.unpacker)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import CheckpointError
-from offload.shards import ShardReader
 from offload.store import Mode
 from zhooks.checkpoint.ignored_values import plain_of
 from zhooks.checkpoint.rng import restore
-from zhooks.checkpoint.shard_contents import RunState, buffer_name, extra_states, gradient_name, kept_whole, tensor_name
+from zhooks.checkpoint.saved_files import InFlat, Run, SavedFolder, pour, runs
+from zhooks.checkpoint.shard_contents import RunState, buffer_name, extra_states, gradient_name, kept_whole
 from zhooks.layout import part_of
 from zhooks.optim import OwnedStates
 from zhooks.tensor import ShardedTensor
@@ -46,24 +46,32 @@ class OptimizerStates:
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """One kind of state of one flat buffer: the tensor in the file, and which parameters have it."""
+    """One kind of state of one flat buffer: the dtype it is kept in, and where it is of the parameters that have it."""
 
     states: OptimizerStates
     key: Any
-    name: str
-    held: Sequence[int]
+    dtype: torch.dtype
+    held: Mapping[int, InFlat]
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """A file that fits the run, ready to be applied.  Made by ``check``."""
+    """Folders that fit the run, ready to be applied.  Made by ``check``.
+
+    Attributes:
+        folders: all that are loaded from, the first one's loss scale too.
+        values, gradients, partials: where they are, by name of the parameter; of gradients those that are held.
+        buffers: the file of each, by name.
+        flat_states: by the place of the flat among the run's.
+    """
 
     run: RunState
-    reader: ShardReader
-    buffers: Mapping[str, ShardReader]
-    ignored: Sequence[str]
-    gradients: Sequence[Sequence[int] | None]
-    partials: Sequence[Sequence[bool] | None]
+    folders: Sequence[SavedFolder]
+    values: Mapping[str, InFlat]
+    buffers: Mapping[str, tuple[SavedFolder, int]]
+    ignored: Mapping[str, SavedFolder]
+    gradients: Mapping[str, InFlat]
+    partials: Mapping[str, InFlat]
     states: Sequence[OptimizerStates]
     flat_states: Mapping[int, Sequence[FlatState]]
     modules: Mapping[str, Any]
@@ -102,7 +110,7 @@ class Loading:
                     put(old)
                 undo()
                 raise CheckpointError(
-                    f"{self.reader.path}: expected states that their owners take, found that {name} refuses its own: "
+                    f"{self.folders[0].path}: expected states that their owners take, found that {name} refuses its own: "
                     f"{type(error).__name__}: {error}. Pass the objects that were saved, or load another checkpoint."
                 ) from error
             done.append((put, old))
@@ -123,12 +131,14 @@ class Loading:
                 self.run.landed(flat)
                 bus.end("load", flat.name, nbytes)
             for name, value in kept_whole(self.run, "load").items():
-                value.copy_(self.buffers[name].tensor(buffer_name(name)))
+                folder, rank = self.buffers[name]
+                value.copy_(folder.tensor(rank, buffer_name(name)))
             for name, param in plain_of(self.run.ignored, "load").items():
                 param.grad = None
                 if name in self.ignored:
                     param.grad = torch.empty_like(param)
-                    part_of(param.grad).copy_(self.reader.tensor(gradient_name(name)))
+                    folder = self.ignored[name]
+                    part_of(param.grad).copy_(folder.tensor(folder.counterpart, gradient_name(name)))
         for states in self.states:
             _finish_optimizer(states, self.run)
         restore(self.rng, self.run.devices)
@@ -137,14 +147,14 @@ class Loading:
 
     def _flat(self, number: int, flat: Flat) -> None:
         shard = flat.buffer.overwritten()
-        _pour(self.reader, tensor_name(number, "value"), [(0, shard)])
+        _fill(shard, flat, {index: self.values[spec.name] for index, spec in enumerate(flat.specs)})
         del shard
         flat.written()
         with torch._C.DisableTorchFunctionSubclass():
             for param in flat.params:
                 param.grad = None
-            self._partial(number, flat)
-            self._gradient(number, flat)
+            self._partial(flat)
+            self._gradient(flat)
         for saved in self.flat_states.get(number, ()):
             self._state(flat, saved)
         for states in self.states:
@@ -155,50 +165,55 @@ class Loading:
                 elif param in states.entries:
                     states.optimizer.state[param] = states.entries[param]
 
-    def _gradient(self, number: int, flat: Flat) -> None:
-        held, name = self.gradients[number], tensor_name(number, "gradient")
-        if held is None:
+    def _gradient(self, flat: Flat) -> None:
+        held = {index: self.gradients[spec.name] for index, spec in enumerate(flat.specs) if spec.name in self.gradients}
+        if not held:
             return
         gradient = self.run.reducer.gradients.get(flat.number)
         if gradient is not None and gradient.shard.reserve():
             try:
-                _pour(self.reader, name, [(0, gradient.shard.overwritten())])
+                _fill(gradient.shard.overwritten(), flat, held)
                 for index in held:
                     flat.params[index].grad = gradient.shard.claim(index)
             finally:
                 gradient.shard.hand_over()
             return
         grads = {index: _new(flat, index, flat.kind.master) for index in held}
-        _pour(self.reader, name, [(flat.span(index)[0], grad._local) for index, grad in grads.items()])
+        pour(run for index, grad in grads.items() for run in runs(held[index], flat.specs[index], grad._local))
         for index, grad in grads.items():
             flat.params[index].grad = grad
 
-    def _partial(self, number: int, flat: Flat) -> None:
-        """What ``no_sync`` had held back: the next backward adds to it."""
-        gradient, present = self.run.reducer.gradients.get(flat.number), self.partials[number]
+    def _partial(self, flat: Flat) -> None:
+        """What ``no_sync`` had held back on this rank: the next backward adds to it."""
+        gradient = self.run.reducer.gradients.get(flat.number)
         if gradient is None:
             return
         gradient.resume(None, [False] * len(flat.params))
-        if present is not None:
-            partial = gradient.buffer(flat.layout.padded)
-            _pour(self.reader, tensor_name(number, "partial"), [(0, partial)])
-            gradient.resume(partial, present)
+        held = [self.partials.get(spec.name) for spec in flat.specs]
+        if any(held):
+            partial = gradient.buffer(flat.layout.padded).zero_()
+            places = zip(held, flat.layout.starts, flat.layout.numels, strict=True)
+            pour(
+                Run(found.folder, found.folder.counterpart, found.name, found.param.start, partial[start : start + numel])
+                for found, start, numel in places
+                if found is not None
+            )
+            gradient.resume(partial, [found is not None for found in held])
 
     def _state(self, flat: Flat, saved: FlatState) -> None:
         """One kind of state: into the tensors that exist, else into new ones."""
-        dtype = self.reader.entry(saved.name).dtype
         made: list[tuple[int, ShardedTensor]] = []
         for index in saved.held:
             param = flat.params[index]
             held = saved.states.optimizer.state.get(param, {}).get(saved.key)
-            fits = isinstance(held, ShardedTensor) and held.dtype == dtype and held._spec is flat.specs[index]
-            made.append((index, held if fits else _new(flat, index, dtype)))
+            fits = isinstance(held, ShardedTensor) and held.dtype == saved.dtype and held._spec is flat.specs[index]
+            made.append((index, held if fits else _new(flat, index, saved.dtype)))
             saved.states.entries[param][saved.key] = made[-1][1]
         if len(made) == len(flat.params):
             # All of it is overwritten: what a failed disk has lost is not asked for.
             for block in {block for _, state in made if (block := state._block) is not None}:
                 block.tensor(Mode.WRITE_ALL).zero_()
-        _pour(self.reader, saved.name, [(flat.span(index)[0], state._local) for index, state in made])
+        pour(run for index, state in made for run in runs(saved.held[index], flat.specs[index], state._local))
 
 
 def _new(flat: Flat, index: int, dtype: torch.dtype) -> ShardedTensor:
@@ -206,18 +221,11 @@ def _new(flat: Flat, index: int, dtype: torch.dtype) -> ShardedTensor:
     return ShardedTensor(local, flat.specs[index])
 
 
-def _pour(reader: ShardReader, name: str, places: Sequence[tuple[int, Tensor]]) -> None:
-    """Copy a tensor of the file chunk by chunk into 1-D tensors that begin at these elements of it, in order."""
-    first = 0
-    for at, chunk in reader.chunks(name):
-        end = at + chunk.numel()
-        while first < len(places) and places[first][0] + places[first][1].numel() <= at:
-            first += 1
-        for start, out in places[first:]:
-            if start >= end:
-                break
-            low, high = max(start, at), min(start + out.numel(), end)
-            out[low - start : high - start].copy_(chunk[low - at : high - at])
+def _fill(shard: Tensor, flat: Flat, held: Mapping[int, InFlat]) -> None:
+    """Overwrite all of a shard-sized tensor: these parameters' ranges, and zeros where nothing is."""
+    if len(held) < len(flat.params) or sum(flat.span(index)[1] for index in held) < shard.numel():
+        shard.zero_()
+    pour(run for index, found in held.items() for run in runs(found, flat.specs[index], flat.local(index, shard)))
 
 
 def _finish_optimizer(states: OptimizerStates, run: RunState) -> None:

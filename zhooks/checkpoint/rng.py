@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from offload.errors import CheckpointError
@@ -83,6 +84,19 @@ def _try(name: str, state: Any, put: Callable[[Any], object], get: Callable[[], 
         raise _strange(name, f"one that it refuses ({type(error).__name__}: {error})") from error
     if not same:
         raise _strange(name, "one that it takes for another")
+
+
+def derived(states: dict[str, Any], devices: Iterable[torch.device], place: str) -> dict[str, Any]:
+    """States for a place that none were saved for: every generator seeded by a hash of these and of the place's name."""
+    raw = states["torch"].cpu().contiguous().numpy().tobytes()
+    seed = xxhash.xxh3_64_intdigest(raw + place.encode())
+    cuda = [device for device in devices if device.type == "cuda"]
+    made: dict[str, Any] = {"torch": torch.Generator().manual_seed(seed).get_state(), "python": random.Random(seed).getstate()}
+    made["cuda"] = [torch.Generator(device).manual_seed(seed).get_state() for device in cuda]
+    if "numpy" in sys.modules and "numpy" in states:
+        numpy: Any = sys.modules["numpy"].random
+        made["numpy"] = _plain(numpy.RandomState(seed % 2**32).get_state(legacy=False))
+    return made
 
 
 def _strange(name: str, found: str) -> CheckpointError:

@@ -12,35 +12,27 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from offload.errors import CheckpointError, ZhooksError
-from offload.shards import (
-    Draft,
-    Manifest,
-    Record,
-    Series,
-    ShardReader,
-    ShardWriter,
-    destination,
-    find,
-    read_manifest,
-    shard_name,
-)
+from offload.shards import Draft, Record, Series, ShardWriter, destination, find, read_manifest, shard_name
 from offload.text import shown_path
 from zhooks.checkpoint.background import Commit, Saving, Writing, write_file
 from zhooks.checkpoint.check_shard import check
 from zhooks.checkpoint.load_shard import Loading
-from zhooks.checkpoint.saved_layout import describe, difference
+from zhooks.checkpoint.saved_files import Place, SavedFolder
+from zhooks.checkpoint.saved_layout import describe, places
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
 from zhooks.checkpoint.snapshot import Snapshot
-from zhooks.comm import AllRanks, one_stage_a_path
+from zhooks.comm import CONTROL, AllRanks, Call, one_stage_a_path
 
 __all__ = ["load", "save", "save_beside"]
 
 Take = Callable[[Sequence[FileTensor]], Snapshot]
+
+T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -125,7 +117,8 @@ def _begin(run: RunState, folder: str | os.PathLike[str], series: Series) -> tup
 
 
 def _about(run: RunState) -> dict[str, Any]:
-    return {**run.about, **run.scaling.saved(), "flats": describe(run), "torch": torch.__version__}
+    layout = {"flats": describe(run), "places": places(run.comm)}
+    return {**run.about, **run.scaling.saved(), **layout, "torch": torch.__version__}
 
 
 def _write(run: RunState, draft: Draft, extra: Mapping[str, Any], digests: Mapping[str, str]) -> Record:
@@ -136,34 +129,109 @@ def _write(run: RunState, draft: Draft, extra: Mapping[str, Any], digests: Mappi
         return write_file(writer, tensors, run.bus, lambda nbytes: None)
 
 
-def load(run: RunState, saved: str | os.PathLike[str]) -> dict[str, Any]:
+def load(run: RunState, saved: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
     """See ``Attachment.load``."""
-    ranks = AllRanks(run.comm.stage, "load", shown_path(saved))
-    target = ranks.run(lambda: destination(saved, "load"))
-    run.bus.begin("load", target.name)
+    given = list(saved) if isinstance(saved, (list, tuple)) else [saved]
+    ranks = AllRanks(run.comm.stage, "load", shown_path(given[0]) if given else "[]")
+    stages = AllRanks(run.comm.pp, "load", "all stages")
+    targets: list[Path] = []
     nbytes = 0
     try:
-        suffix = ranks.share(ranks.run(lambda: find(target).name.removeprefix(target.name) if ranks.first else ""))
-        folder = target.with_name(target.name + suffix)
-        manifest = ranks.run(lambda: read_manifest(folder))
-        token = ranks.share(manifest.token)
         with ExitStack() as files:
-            loading = ranks.run(_damaged_or(folder, lambda: _check(run, folder, manifest, token, files)))
-            follow = ranks.run(lambda: run.scaling.checked(manifest.about))
-            nbytes = manifest.files[ranks.rank].nbytes
+            loading, nbytes, follow = _on_stages(stages, lambda: _checked(run, ranks, given, targets, files))
+            _check_stages(run, stages, loading)
             undo: list[Callable[[], None]] = []
             try:
-                ranks.run(lambda: undo.append(loading.hand_over()))
+                _on_stages(stages, lambda: ranks.run(lambda: undo.append(loading.hand_over())))
             except CheckpointError:
                 # Refused on another rank: here, too, all have what they had.
                 for each in undo:
                     each()
                 raise
-            ranks.run(lambda: _apply(loading, target))
+            ranks.run(lambda: _apply(loading, targets[0]))
             follow()
         return loading.extra
     finally:
-        run.bus.end("load", target.name, nbytes)
+        if targets:
+            run.bus.end("load", targets[0].name, nbytes)
+
+
+def _on_stages(stages: AllRanks, step: Callable[[], T]) -> T:
+    """Take a step that fails on all ranks of a model or on none; and on those of all stages of a pipeline.  Collective."""
+    results, problem = [], None
+    try:
+        results.append(step())
+    except CheckpointError as error:
+        problem = error
+    failure = stages.first_failure(problem) if stages.size > 1 else None
+    if problem is not None:
+        raise problem
+    if failure is not None:
+        raise CheckpointError(f"stage {failure[0]}: {failure[2]}")
+    return results[0]
+
+
+def _check_stages(run: RunState, stages: AllRanks, loading: Loading) -> None:
+    """Where stages take parts of one folder, a name is that of one parameter.  Collective over pp.
+
+    Raises:
+        CheckpointError: two stages call parameters alike, which then may be other ones than were saved.
+    """
+    if stages.size == 1:
+        return
+    folders = loading.folders
+    names = sorted(name for folder in folders for name in folder.layout.params)
+    here = {spec.name for flat in run.flats for spec in flat.specs}
+    mine = torch.tensor([any(name not in here for name in names)], dtype=torch.int64)
+    run.comm.pp.all_reduce(Call(CONTROL, "load: parts", "all stages"), mine, "max")
+    if not int(mine.item()):
+        return
+    problem = ""
+    if not stages.same("\n".join(folder.manifest.token for folder in folders)):
+        problem = "other folders on some stages"
+    else:
+        counts = torch.tensor([name in here for name in names], dtype=torch.int64)
+        run.comm.pp.all_reduce(Call(CONTROL, "load: names", "all stages"), counts, "sum")
+        twice = [name for name, count in zip(names, counts.tolist(), strict=True) if count > 1]
+        problem = f"{twice[0]} in more than one stage" if twice else ""
+    if problem:
+        raise CheckpointError(
+            f"load {folders[0].path}: expected each stage's own folder, or on all stages the same ones with each parameter in "
+            f"one stage, by the name it was saved under, found {problem}. Name modules alike in all stages and in the whole "
+            "model."
+        )
+
+
+def _checked(
+    run: RunState, ranks: AllRanks, given: Sequence[Any], targets: list[Path], files: ExitStack
+) -> tuple[Loading, int, Callable[[], None]]:
+    """Everything that can be wrong with the folders.  Collective."""
+    targets.extend(ranks.run(lambda: _destinations(given)))
+    run.bus.begin("load", targets[0].name)
+    suffixes = ranks.share(ranks.run(lambda: [find(one).name.removeprefix(one.name) for one in targets] if ranks.first else []))
+    paths = [one.with_name(one.name + suffix) for one, suffix in zip(targets, suffixes, strict=True)]
+    manifests = ranks.run(lambda: [read_manifest(path) for path in paths])
+    tokens = ranks.share([manifest.token for manifest in manifests])
+    place = Place.of(run.comm)
+
+    def folders() -> list[SavedFolder]:
+        for path, manifest, token in zip(paths, manifests, tokens, strict=True):
+            if manifest.token != token:
+                raise CheckpointError(
+                    f"load {path}: expected one checkpoint on all ranks, found another than the first rank's. Load from a file "
+                    "system that all hosts share."
+                )
+        return [files.enter_context(closing(SavedFolder(*one, place))) for one in zip(paths, manifests, strict=True)]
+
+    loading, nbytes = ranks.run(_damaged_or(paths[0], lambda: check(run, folders())))
+    follow = ranks.run(lambda: run.scaling.checked(loading.folders[0].manifest.about))
+    return loading, nbytes, follow
+
+
+def _destinations(given: Sequence[Any]) -> list[Path]:
+    if not given:
+        raise CheckpointError("load: expected a folder, or the folders of all stages, found none. Name one.")
+    return [destination(one, "load") for one in given]
 
 
 def _apply(loading: Loading, target: Path) -> None:
@@ -177,34 +245,10 @@ def _apply(loading: Loading, target: Path) -> None:
         ) from error
 
 
-def _check(run: RunState, folder: Path, manifest: Manifest, token: str, files: ExitStack) -> Loading:
-    """Everything that can be wrong with the checkpoint on this rank."""
-    rank, size = run.comm.stage.axis.rank, run.comm.stage.axis.world
-    if manifest.token != token:
-        raise CheckpointError(
-            f"load {folder}: expected one checkpoint on all ranks, found another than the first rank's. Load from a file "
-            "system that all hosts share."
-        )
-    if manifest.world != size:
-        raise CheckpointError(
-            f"load {folder}: expected a checkpoint of {size} rank(s) as in this run, found one of {manifest.world}. Load it on "
-            f"{manifest.world} rank(s), and write attachment.state_dict() or save_full() there for another number."
-        )
-    problem = difference(manifest.about.get("flats"), describe(run))
-    if problem:
-        raise CheckpointError(
-            f"load {folder}: expected the model and policy that were saved (stage {manifest.about.get('stage')}), found "
-            f"{problem}. Build the same model and attach it with the same policy and mesh."
-        )
-    reader = files.enter_context(closing(ShardReader(folder, manifest.files[rank])))
-    lead = reader if rank == 0 else files.enter_context(closing(ShardReader(folder, manifest.files[0])))
-    return check(run, reader, lead)
-
-
-def _damaged_or(folder: Path, step: Callable[[], Loading]) -> Callable[[], Loading]:
+def _damaged_or(folder: Path, step: Callable[[], T]) -> Callable[[], T]:
     """A file with right checksums that still is none of ours."""
 
-    def checked() -> Loading:
+    def checked() -> T:
         try:
             return step()
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:

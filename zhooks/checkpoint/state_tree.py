@@ -7,7 +7,7 @@ shard file beside the JSON.  It never builds anything but plain containers, numb
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.errors import CheckpointError
 from offload.shards import CODES, DTYPES
-from zhooks.tensor import ParamShard, ShardedTensor, ShardedVector, VectorShard
+from zhooks.tensor import ShardedTensor, ShardedVector
 
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "deque": deque}
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
@@ -88,13 +88,16 @@ class Packer:
 class Unpacker:
     """Turns the JSON back; ``read`` gives a tensor by name, and what was not on the CPU goes to ``device``.
 
-    ``specs``: the parameters that vectors of their ranges may have, by name.
+    ``vectors`` makes a vector of these parameters' ranges of what lies under a name.
     """
 
     def __init__(
-        self, read: Callable[[str], Tensor], device: torch.device, specs: Mapping[str, ParamShard] | None = None
+        self,
+        read: Callable[[str], Tensor],
+        device: torch.device,
+        vectors: Callable[[str, list[str]], ShardedVector] | None = None,
     ) -> None:
-        self._read, self._device, self._specs = read, device, specs or {}
+        self._read, self._device, self._vectors = read, device, vectors
 
     def unpack(self, packed: Any) -> Any:
         """The value.
@@ -109,7 +112,7 @@ class Unpacker:
         if isinstance(packed, dict) and "tensor" in packed:
             return self._placed(_ordered(self._read(str(packed["tensor"])), packed.get("order")), packed)
         if isinstance(packed, dict) and "vector" in packed:
-            return self._vector(self._placed(self._read(str(packed["vector"])), packed), packed["parts"])
+            return self._vector(packed)
         if isinstance(packed, dict) and "scalar" in packed:
             return self._placed(torch.tensor(packed["scalar"], dtype=DTYPES[packed["dtype"]]), packed)
         if isinstance(packed, dict) and len(packed) == 1:
@@ -120,15 +123,11 @@ class Unpacker:
                 return _MAPPINGS[tag]([(self.unpack(key), self.unpack(item)) for key, item in items])
         raise CheckpointError(f"load: expected a packed state, found {str(packed)[:80]}. The checkpoint is damaged.")
 
-    def _vector(self, local: Tensor, names: Any) -> ShardedVector:
-        known = isinstance(names, list) and bool(names) and all(name in self._specs for name in names)
-        spec = VectorShard([self._specs[name] for name in names]) if known else None
-        if spec is None or tuple(local.shape) != (sum(piece.numel for piece in spec.pieces),):
-            raise CheckpointError(
-                f"load: expected ranges of this model's parameters as one vector, found {local.numel()} elements of "
-                f"{str(names)[:80]}. Build the same model and optimizer, or load another checkpoint."
-            )
-        return ShardedVector(local, spec)
+    def _vector(self, packed: dict[str, Any]) -> ShardedVector:
+        if self._vectors is None:
+            raise CheckpointError(f"load: expected plain states, found a vector of {str(packed['parts'])[:80]}. It is damaged.")
+        found = self._vectors(str(packed["vector"]), packed["parts"])
+        return found if packed["device"] == "cpu" else ShardedVector(found.to_local().to(self._device), found._spec)
 
     def _placed(self, tensor: Tensor, packed: dict[str, Any]) -> Tensor:
         return tensor if packed["device"] == "cpu" else tensor.to(self._device)

@@ -6,7 +6,8 @@ and the benchmarks call it.  It never touches a tensor, a device or a process gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.errors import LayoutError
@@ -84,6 +85,21 @@ class Layout:
                 out.append(Piece(low - begin, local + low - start, high - low))
             local += stop - start
         return tuple(out)
+
+    def holders(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Who has ``[start, stop)`` of the flat buffer, run by run: ``(rank, place in its shard, numel)``."""
+        first = bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
+        for segment in self.segments[max(0, first) :]:
+            step = segment.numel // self.world
+            low, high = max(start, segment.start), min(stop, segment.start + segment.numel)
+            if low >= high:
+                return
+            while low < high:
+                rank, at = divmod(low - segment.start, step)
+                numel = min(step - at, high - low)
+                # Segments follow each other, and a rank has one part in ``world`` of each.
+                yield rank, segment.start // self.world + at, numel
+                low += numel
 
 
 def flat_layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zhooks.optim.assign_owners import assign
 from zhooks.optim.choose_kernel import choices_of
 from zhooks.optim.closures import Closures
 from zhooks.optim.optimizers import Optimizers, about_state, holders, optimizer_facts, partitions
@@ -32,6 +33,7 @@ __all__ = [
     "Whole",
     "WholeUpdater",
     "about_state",
+    "assign",
     "check_rounding",
     "choices_of",
     "flags_of",

@@ -30,10 +30,13 @@ __all__ = ["RoundedKernel", "Rounding", "check_rounding"]
 
 
 class Rounding:
-    """The noise of one attachment: a seed, and how often each parameter has been rounded."""
+    """The noise of one attachment: a seed, and how often each parameter has been rounded.
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    ``stochastic``: it is made, for bf16 parameters are rounded so.
+    """
+
+    def __init__(self, seed: int, *, stochastic: bool = True) -> None:
+        self.seed, self.stochastic = seed, stochastic
         self._counts: dict[str, int] = {}
 
     def next(self, name: str) -> Noise:

@@ -1,4 +1,4 @@
-"""Save and resume when things go wrong: killed saves, full disks, damaged files, other models, other numbers of ranks.
+"""Save and resume when things go wrong: killed saves, full disks, damaged files, other models.
 
 pytest runs it, on one, two and four ranks. After every error the run trains on, and an earlier checkpoint loads.
 """
@@ -461,27 +461,8 @@ def test_a_shard_file_of_hostile_lengths_is_refused_before_memory_is_taken() -> 
 # ---- another run
 
 
-def saved_here(path: str) -> None:
-    run = Run(SMALL)
-    run.train(range(1))
-    run.save(Path(path))
-
-
-def refused_here(path: str, match: str) -> None:
-    run = Run(SMALL)
-    with refused(run, match):
-        run.load(Path(path))
-
-
-def test_another_number_of_ranks_is_refused_with_the_way_out(ranks1: Pool, ranks2: Pool, ranks4: Pool, tmp_path: Path) -> None:
-    ranks2.run(f"{__name__}:saved_here", path=str(tmp_path / "run"))
-    for pool, count in ((ranks1, 1), (ranks4, 4)):
-        match = rf"expected a checkpoint of {count} rank\(s\) as in this run, found one of 2\. .*save_full"
-        pool.run(f"{__name__}:refused_here", path=str(tmp_path / "run"), match=match)
-
-
 @on_ranks(1, 2)
-def test_another_model_optimizer_or_policy_is_refused_by_the_first_difference() -> None:
+def test_another_model_or_optimizer_is_refused_by_the_first_difference() -> None:
     run = Run(SMALL)
     run.train(range(1))
 
@@ -491,14 +472,11 @@ def test_another_model_optimizer_or_policy_is_refused_by_the_first_difference() 
         change(model)
         return zhooks.attach(model, policy=SMALL), model
 
-    def wider(model: nn.Sequential) -> None:
-        model[3] = nn.Linear(9, 9, dtype=torch.float64)
-
     cases = {
         r"parameter 0\.weight of shape \[9, 7\] where the checkpoint has \[9, 6\]": lambda m: m.__setitem__(0, nn.Linear(7, 9)),
         r"parameter 3\.weight of stride \[1, 9\] where": lambda m: setattr(m[3], "weight", nn.Parameter(torch.randn(9, 9).t())),
-        r"of dtype \"float64\" where the checkpoint has \"float32\"": wider,
-        r"6 flat buffers|found parameter|flat buffers where": lambda m: m.append(nn.Linear(3, 3)),
+        r"parameter 6\.weight of shape \[3, 3\], which the checkpoint does not have": lambda m: m.append(nn.Linear(3, 3)),
+        r"no parameter 5\.weight, which the checkpoint has, of shape \[3, 9\]": lambda m: m.__setitem__(5, nn.Tanh()),
         r"buffers here as in the checkpoint, found mask only here": lambda m: m.register_buffer("mask", torch.ones(1)),
     }
     with folder() as path:
@@ -509,10 +487,6 @@ def test_another_model_optimizer_or_policy_is_refused_by_the_first_difference() 
                 attachment.load(path / "run", (), objects={})
             attachment.detach()
             del attachment, model
-        if place()[1] == 2:
-            match = r"policy that were saved \(stage 3\), found unit .* of shard_numel"
-            with pytest.raises(zhooks.CheckpointError, match=match):
-                Run({"stage": 0, "units": {"min_numel": 0}}).load(path / "run")
         for kind, match in (("sgd", "AdamW.*found SGD"), ("amsgrad", "AdamW.*found Adam")):
             with refused(Run(SMALL, kind=kind), match):
                 Run(SMALL, kind=kind).load(path / "run")

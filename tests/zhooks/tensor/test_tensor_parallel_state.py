@@ -86,10 +86,6 @@ def test_save_and_load_go_on_bit_for_bit_in_one_folder() -> None:
         assert all(torch.equal(param.full_tensor(), full[name]) for name, param in model.named_parameters())
         attachment.detach()
     assert runs[0][0] == runs[1][0] and all(torch.equal(*pair) for pair in zip(runs[0][1], runs[1][1], strict=True))
-    its = attached(mesh_of(1), 3)[1]
-    with pytest.raises(zhooks.CheckpointError, match="expected the model and policy that were saved"):
-        its.load(at / "run", ())
-    its.detach()
     done_with(at)
 
 

@@ -1,0 +1,198 @@
+"""The parameters of the run in saved folders, by name, and whether all files that ranges of them are read from agree.
+
+``check_shard.py`` and ``check_states.py`` look everything up here.  It reads documents and headers, and vectors of ranges; it
+never writes to the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import CheckpointError
+from zhooks.checkpoint.check_optimizers import require
+from zhooks.checkpoint.saved_files import InVector, SavedFolder, pour, refuse_folders, runs, vectors_in_tree
+from zhooks.checkpoint.saved_layout import SavedParam, difference
+from zhooks.checkpoint.shard_contents import RunState, tensor_name
+from zhooks.checkpoint.state_tree import Unpacker
+from zhooks.tensor import ParamShard, ShardedVector, VectorShard
+
+__all__ = ["Saved", "another", "check_alike", "expect", "find_params", "own_numel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The folders, and the parameters of the run in them."""
+
+    run: RunState
+    folders: Sequence[SavedFolder]
+    params: Mapping[str, tuple[SavedFolder, SavedParam]]
+    specs: Mapping[str, ParamShard]
+
+    @property
+    def main(self) -> SavedFolder:
+        """That of this rank's stage."""
+        return self.folders[self.folders[0].place.stage % len(self.folders)]
+
+    def document(self, folder: SavedFolder) -> dict[str, Any]:
+        return folder.document(folder.counterpart)
+
+    def unpacker(self, folder: SavedFolder, rank: int | None = None, *, unread: bool = False) -> Unpacker:
+        """Unpacks what is in one file; ``unread``: tensors without values."""
+        at = folder.counterpart if rank is None else rank
+        if unread:
+            return Unpacker(partial(_unread, folder, at), torch.device("meta"))
+        return Unpacker(partial(folder.tensor, at), self.run.devices[0], partial(self._vector, folder))
+
+    def _vector(self, folder: SavedFolder, name: str, names: Any) -> ShardedVector:
+        """The ranges that this rank has of a vector that every rank saved its own ranges of."""
+        require(isinstance(names, list) and bool(names) and set(names) <= self.specs.keys(), "a vector of parameters")
+        before = [folder.layout.params[part] for part in names]
+        spec = VectorShard([self.specs[part] for part in names])
+        found = vectors_in_tree(self.document(folder)["optimizers"])
+        number = [tensor for tensor, _ in found].index(name)
+        entry = folder.entry(folder.counterpart, name)
+        own = sum(part.span(folder.shard_of(folder.counterpart))[1] for part in before)
+        if entry.shape != (own,):
+            raise CheckpointError(
+                f"load: expected ranges of this model's parameters as one vector, found {list(entry.shape)} elements of "
+                f"{str(names)[:80]}. Build the same model and optimizer, or load another checkpoint."
+            )
+        local = torch.empty(sum(piece.numel for piece in spec.pieces), dtype=entry.dtype)
+        done = 0
+        for index, part in enumerate(names):
+            numel = sum(piece.numel for piece in self.specs[part].pieces)
+            where = InVector(folder, before[index], number, before[:index])
+            pour(runs(where, self.specs[part], local[done : done + numel]))
+            done += numel
+        return ShardedVector(local, spec)
+
+
+def _unread(folder: SavedFolder, rank: int, name: str) -> Tensor:
+    """A tensor of the file without its values."""
+    entry = folder.entry(rank, name)
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+
+def find_params(run: RunState, folders: Sequence[SavedFolder]) -> Saved:
+    """Every parameter of the run in one of the folders, as it is here."""
+    params: dict[str, tuple[SavedFolder, SavedParam]] = {}
+    specs = {spec.name: spec for flat in run.flats for spec in flat.specs}
+    where: dict[str, SavedFolder] = {}
+    for folder in folders:
+        for name, param in folder.layout.params.items():
+            if name in where:
+                raise refuse_folders(f"parameter {name} in {where[name].path.name} and in {folder.path.name}")
+            where[name] = folder
+            if name in specs:
+                params[name] = folder, param
+    for name, spec in specs.items():
+        found = params.get(name)
+        problem = difference(None if found is None else found[1], spec)
+        if problem:
+            raise another(folders, problem)
+    if not run.comm.pp.axis.world > 1:
+        for name in foreign_names(run, folders):
+            param = where[name].layout.params[name]
+            raise another(folders, f"no parameter {name}, which the checkpoint has, of shape {list(param.shape)}")
+    for folder, param in params.values():
+        _expect_flat(folder, param)
+    return Saved(run, folders, params, specs)
+
+
+def foreign_names(run: RunState, folders: Sequence[SavedFolder]) -> list[str]:
+    """Parameters that were saved and that the model on this rank does not have."""
+    here = {spec.name for flat in run.flats for spec in flat.specs}
+    return [name for folder in folders for name in folder.layout.params if name not in here]
+
+
+def another(folders: Sequence[SavedFolder], problem: str) -> CheckpointError:
+    """Why this is not the model that was saved."""
+    stage = folders[0].manifest.about.get("stage")
+    return CheckpointError(
+        f"load {folders[0].path}: expected the model that was saved (stage {stage}), found {problem}. Build the same model, or "
+        "load another checkpoint."
+    )
+
+
+def _expect_flat(folder: SavedFolder, param: SavedParam) -> None:
+    expect(folder, folder.counterpart, tensor_name(param.flat.number, "value"), param.flat.dtype, (own_numel(param),))
+
+
+def own_numel(param: SavedParam) -> int:
+    """Elements of each file's tensor that its ranges lie in."""
+    return param.flat.layout.shard_numel
+
+
+def expect(folder: SavedFolder, rank: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A tensor of one file is of this kind.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    entry = folder.entry(rank, name)
+    if (entry.dtype, entry.shape) != (dtype, shape):
+        raise CheckpointError(
+            f"{folder.reader(rank).path}: expected {name} of {dtype} and shape {list(shape)}, found {entry.dtype} and "
+            f"{list(entry.shape)}. Build the same model and attach it over as many places on tp, or load another checkpoint."
+        )
+
+
+def check_alike(saved: Saved) -> None:
+    """All files that ranges are read from hold the same gradients and states, in tensors of the same kinds.
+
+    Raises:
+        CheckpointError: a file differs from the one that stands for this rank.
+    """
+    used: dict[int, set[int]] = {}
+    for name, (folder, param) in saved.params.items():
+        seen = used.setdefault(id(folder), set())
+        seen.update(folder.rank_at(tp, shard) for tp, shard, _, _ in param.runs(saved.specs[name]))
+    for folder in saved.folders:
+        mine = saved.document(folder)
+        for rank in sorted(used.get(id(folder), set()) - {folder.counterpart}):
+            theirs = folder.document(rank)
+            for what in ("gradients", "states"):
+                if theirs[what] != mine[what]:
+                    raise _unlike(folder, rank, f"{what} of the same parameters")
+            if saved.run.optimizers and _common(theirs["optimizers"]) != _common(mine["optimizers"]):
+                raise _unlike(folder, rank, "the same options and counts of optimizers")
+            _check_plain(folder, rank, mine["optimizers"] if saved.run.optimizers else [])
+
+
+def _unlike(folder: SavedFolder, rank: int, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"load {folder.path}: expected all ranks to have saved {what}, found others on rank {rank} than on rank "
+        f"{folder.counterpart}, which cannot be divided anew. Load it on the mesh it was saved on."
+    )
+
+
+def _common(optimizers: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What one file says of optimizers, but for what the owner of a parameter alone has."""
+    out = []
+    for one in optimizers:
+        owned = {(group, index) for group, index, _ in one.get("owners", [])}
+        entries = [entry for entry in one["entries"] if (entry[0], entry[1]) not in owned]
+        out.append([one["type"], one["groups"], entries, one.get("owners", [])])
+    return out
+
+
+def _check_plain(folder: SavedFolder, rank: int, optimizers: Sequence[Any]) -> None:
+    """Plain tensors among the states are the same in both files: of a rank's own range, nobody could divide them."""
+    records = folder.manifest.files[rank].tensors, folder.manifest.files[folder.counterpart].tensors
+    for name in _tensors_in([entries for _, _, entries, _ in _common(optimizers)]):
+        if records[0].get(name) != records[1].get(name):
+            raise _unlike(folder, rank, "the same plain tensors among the states of an optimizer")
+
+
+def _tensors_in(packed: Any) -> Iterator[str]:
+    if isinstance(packed, dict) and "tensor" in packed:
+        yield str(packed["tensor"])
+        return
+    for item in packed.values() if isinstance(packed, dict) else packed if isinstance(packed, list) else ():
+        yield from _tensors_in(item)
