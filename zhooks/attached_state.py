@@ -158,7 +158,7 @@ class Stateful:
             extra: plain data and tensors ``load`` shall return, e.g. the step.
             wait: False returns once the state of this moment is held (copied to host memory; on the disk tier kept where it
                 is), and a thread writes it beside training.  The next save, load or detach waits for it, as does the end of
-                the program; [checkpoint] bounds the memory, and says what a save does meanwhile.
+                the program; [save] bounds the memory, and says what a save does meanwhile.
             keep: how many of the checkpoints saved with ``keep`` by this run stay, this one among them: older ones in the
                 same parent folder, whose names differ in the last number alone, go once this one is committed.
         Returns:
@@ -186,7 +186,7 @@ class Stateful:
 
     def _check_save(self, ranks: AllRanks, wait: Any, keep: Any) -> None:
         """What ranks must agree on before anything.  Collective."""
-        refuse = self.policy.checkpoint.while_saving == "refuse"
+        refuse = self.policy.save.while_saving == "refuse"
 
         def check() -> None:
             if not isinstance(wait, bool):
@@ -196,7 +196,7 @@ class Stateful:
             if refuse and self._saving is not None and not self._saving.done:
                 raise CheckpointError(
                     f"save: expected the save to {shown_path(self._saving.folder)} to be over, found it at "
-                    f"{self._saving.progress.written} of {self._saving.progress.total} bytes. Save later, or set [checkpoint] "
+                    f"{self._saving.progress.written} of {self._saving.progress.total} bytes. Save later, or set [save] "
                     'while_saving = "wait".'
                 )
 
@@ -249,7 +249,7 @@ class Stateful:
         chosen = self._chosen("load", optimizer)
         live = AllRanks(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", chosen, objects))
         extra = checkpoint.load(live, folder)
-        self._resume(list(folder) if isinstance(folder, (list, tuple)) else [folder])
+        self._resume([folder] if isinstance(folder, (str, Path)) else list(folder))
         for each in live.optimizers:
             self._optimizers.admit(each)
         return extra

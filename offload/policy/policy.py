@@ -26,7 +26,6 @@ from offload.policy.tables import (
     POLICY,
     Activation,
     Budget,
-    Checkpoint,
     Comm,
     DeviceMemory,
     Disk,
@@ -36,6 +35,7 @@ from offload.policy.tables import (
     Optimizer,
     Partition,
     Placed,
+    Save,
     Schedule,
     TierName,
     Units,
@@ -46,7 +46,6 @@ __all__ = [
     "Activation",
     "Argument",
     "Budget",
-    "Checkpoint",
     "Comm",
     "DeviceMemory",
     "Disk",
@@ -63,6 +62,7 @@ __all__ = [
     "Rule",
     "RuleCell",
     "RulePrecision",
+    "Save",
     "Schedule",
     "Share",
     "TierName",
@@ -130,7 +130,7 @@ class Policy(Table):
     device: DeviceMemory = Field(DeviceMemory(), description="The memory of the device.")
     host: Host = Field(Host(), description="The memory of the host tier.")
     disk: Disk = Field(Disk(), description="The scratch file of the disk tier.")
-    checkpoint: Checkpoint = Field(Checkpoint(), description="Saves that go on beside training.")
+    save: Save = Field(Save(), description="Saves that go on beside training.")
     comm: Comm = Field(Comm(), description="How ranks talk.")
     rule: Rules = words((), expected=_RULES, does="Other tiers and dtypes for parameters by name; the last wins.")
 

@@ -27,7 +27,6 @@ __all__ = [
     "Activation",
     "Amount",
     "Budget",
-    "Checkpoint",
     "Comm",
     "DeviceMemory",
     "Disk",
@@ -36,6 +35,7 @@ __all__ = [
     "Optimizer",
     "Partition",
     "Placed",
+    "Save",
     "Schedule",
     "TierName",
     "Units",
@@ -369,8 +369,8 @@ class Disk(Table):
         return Path(self.path if self.path is not None else tempfile.gettempdir()).expanduser()
 
 
-class Checkpoint(Table):
-    """[checkpoint]: saves that go on beside training (`wait=False`)."""
+class Save(Table):
+    """[save]: saves that go on beside training (`wait=False`)."""
 
     snapshot: Amount | None = words(
         None,

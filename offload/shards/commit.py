@@ -157,6 +157,12 @@ class Draft:
         """Where a file of the folder is while the save works, for errors."""
         return self.target.with_name(self._name) / name
 
+    @property
+    def now_ns(self) -> int:
+        """When something was last made in the folder, by the clock of its file system; one rank only."""
+        assert self._made is not None, "open() comes first"
+        return os.fstat(self._made.fd).st_mtime_ns
+
     def commit(self, about: Mapping[str, Any], files: Sequence[Record]) -> None:
         """Write the manifest and put the folder in place of ``target``; one rank only, when all files are durable.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -129,7 +129,7 @@ class Outcomes:
 
     def _wait(self, missing: Callable[[], Sequence[int]]) -> None:
         """Until nobody is missing any more."""
-        pause, seen, since = _SHORTEST, None, time.monotonic()
+        pause, seen, silent_s, nobody = _SHORTEST, None, 0.0, threading.Event()
         while ranks := missing():
             over = next((rank for rank in ranks if self._has_ended(rank)), None)
             # It may have left its outcome and ended since.
@@ -138,15 +138,14 @@ class Outcomes:
                     f"save {self._subject}: expected rank {over} to write its file, found that its process has ended. Load the "
                     "last checkpoint."
                 )
-            now = self._signature()
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self._patience_s:
+            before, seen = seen, self._signature()
+            silent_s = silent_s + pause if seen == before else 0.0
+            if silent_s > self._patience_s:
                 raise CheckpointError(
                     f"save {self._subject}: expected rank {ranks[0]} to write its file, found that nothing has changed for "
                     f"{self._patience_s:.0f} s ([comm] timeout_s). Look at that rank and its file system."
                 )
-            time.sleep(pause)
+            nobody.wait(pause)
             pause = min(2 * pause, _LONGEST)
 
     def _has_ended(self, rank: int) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,11 +95,11 @@ class Series:
                 f"differ, found {target.name}. Save to e.g. runs/step-100."
             )
 
-    def about(self, target: Path) -> dict[str, object]:
-        """What the manifest of the one that is committed to ``target`` now says."""
+    def about(self, target: Path, now_ns: int) -> dict[str, object]:
+        """What the manifest of the one that is committed to ``target`` now says; ``now_ns`` by the file system's clock."""
         newest = max((_age(each.manifest) for each in self._older(target)), default=0)
         # A clock that was put back must not make the newest the oldest.
-        return {"saved_ns": max(time.time_ns(), newest + 1), "run": self.run, "replaceable": self.keep is not None}
+        return {"saved_ns": max(now_ns, newest + 1), "run": self.run, "replaceable": self.keep is not None}
 
     def remove_older(self, target: Path) -> list[tuple[str, int]]:
         """Remove what is older than the newest ``keep``, once ``target`` is committed; the names and bytes of what went."""

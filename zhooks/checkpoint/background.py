@@ -48,7 +48,7 @@ class Commit:
     def __call__(self, records: Sequence[Record]) -> None:
         """Put the folder in its place, then remove the older ones that it replaces."""
         draft, series = self.draft, self.series
-        draft.commit({**self.about, **series.about(draft.target)}, records)
+        draft.commit({**self.about, **series.about(draft.target, draft.now_ns)}, records)
         # What cannot be removed is tried again by the next.
         with suppress(OSError):
             for name, nbytes in series.remove_older(draft.target):

@@ -35,7 +35,7 @@ class Room:
     """Host memory that a snapshot may take.
 
     Attributes:
-        most: bytes by [checkpoint] snapshot; None bounds nothing.
+        most: bytes by [save] snapshot; None bounds nothing.
         budget: counts it as host memory: that of the tiers, where there are any.
         ranks: that take as much of this machine's memory.
     """
@@ -48,7 +48,7 @@ class Room:
     def of(cls, policy: Policy, store: Store | None, bus: Bus, alike: Ranks) -> Room:
         """What the policy leaves; without tiers its budget of host memory is the snapshot's alone."""
         free = partial(available, Tier.HOST)
-        amount = policy.checkpoint.snapshot
+        amount = policy.save.snapshot
         most = amount.of(free()) if isinstance(amount, Share) else amount
         budget = store.budget if store is not None else Budget({Tier.HOST: policy.budget.resolve(Tier.HOST, free)})
         if store is None:
@@ -63,7 +63,7 @@ class Room:
         """
         found = ""
         if self.most is not None and nbytes > self.most:
-            found = f'[checkpoint] snapshot = "{as_size(self.most)}"'
+            found = f'[save] snapshot = "{as_size(self.most)}"'
         else:
             try:
                 preflight({Tier.HOST: nbytes}, ranks=self.ranks)

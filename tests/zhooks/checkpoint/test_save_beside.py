@@ -202,7 +202,7 @@ def test_a_second_save_waits_for_the_first_and_so_do_load_and_detach() -> None:
 
 @on_ranks(2)
 def test_a_policy_may_refuse_a_second_save_and_training_goes_on() -> None:
-    run = Run({**SMALL, "checkpoint": {"while_saving": "refuse"}})
+    run = Run({**SMALL, "save": {"while_saving": "refuse"}})
     with folder() as path, held_back() as gate:
         first = beside(run, path / "first")
         with pytest.raises(zhooks.CheckpointError, match=r"the save to .*first to be over, found it at 0 of \d+ bytes"):
@@ -278,7 +278,7 @@ def test_what_nobody_waited_for_is_told_once_by_the_next_call(verb: str) -> None
         assert os.listdir(path) == ["old"]
 
 
-@on_ranks(1, 2, limits=({"checkpoint": {"snapshot": "1KiB"}}, {"budget": {"host": "1KiB"}}))
+@on_ranks(1, 2, limits=({"save": {"snapshot": "1KiB"}}, {"budget": {"host": "1KiB"}}))
 def test_a_snapshot_that_finds_no_room_is_refused_on_all_ranks(limits: dict[str, Any]) -> None:
     run = Run({**SMALL, **limits})
     run.train(range(1))
