@@ -70,7 +70,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_no_use_of_memory_is_unordered_under_any_activations_and_updates(tier: str, prefetch: int) -> None:
     found: list[str] = []
     for activation, update in itertools.product(ACTIVATIONS, UPDATES):
-        if update == "overlap on the host" and TIERS[tier][2] == "device":
+        if update == "overlap on the host" and "device" in TIERS[tier]:
             continue
         races = simulate(build, step, world=4, hardware="h100", policy=policy(tier, prefetch, activation, update)).races
         found += [f"{activation}, {update}: {race}" for race in races]
