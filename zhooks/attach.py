@@ -92,7 +92,7 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
         with refused_by_all(meeting):
             asked = request()
-        comm = open_comm(asked.mesh, asked.policy, asked.device, asked.facts, meeting)
+        comm = open_comm(asked.mesh, asked.policy, asked.device, asked.facts, meeting, asked.everywhere)
         undo.callback(comm.close)
         choice = chosen_for(asked, comm) if asked.automatic else None
         return Attachment(look(asked if choice is None else choice.request, comm), comm, undo, choice)

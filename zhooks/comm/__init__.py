@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.work import DONE, Work
-from zhooks.comm.agree import Agreement, SameGathers, disagreement, least, text_digest
+from zhooks.comm.agree import Agreement, SameGathers, disagreement, least, same_text, text_digest
 from zhooks.comm.all_ranks import AllRanks, all_or_none, one_stage_a_path
 from zhooks.comm.alone import Alone
 from zhooks.comm.choose_transport import Comm, open_comm
@@ -48,6 +48,7 @@ __all__ = [
     "ranks_on_paper",
     "read",
     "refused_by_all",
+    "same_text",
     "stages_on_paper",
     "text_digest",
 ]

@@ -100,11 +100,13 @@ def open_comm(
     device: torch.device,
     facts: Mapping[str, Facts] | None = None,
     meeting: Meeting | None = None,
+    alike: Mapping[str, Facts] | None = None,
 ) -> Comm:
     """Compare what ranks were given, then choose and open the transport of each axis.  Collective over the process group.
 
     Args:
         facts: what else must be the same on the ranks of one model, by subject.
+        alike: what else must be the same on all ranks, by subject.
         meeting: that of this attach; None makes one where there are several ranks.
     Raises:
         AttachError: ranks were given other policies, meshes or facts; nothing has been opened.
@@ -113,7 +115,7 @@ def open_comm(
         ZhooksError: what another rank was refused with.
     """
     meeting = meeting or meet()
-    beside = alike = ALONE
+    beside = equal = ALONE
     if meeting is not None:
         # Devices that a process sees do not tell: each rank may have been given one alone.
         places = THIS_MACHINE.places()
@@ -122,9 +124,9 @@ def open_comm(
         meeting.arrive({*places, *same})
         shared, own = policy_facts(policy)
         everywhere = {"policy": shared, "mesh": {"axes": mesh.arrangement}, "versions": _versions()}
-        everywhere["device"] = {"type": device.type}
+        everywhere |= {"device": {"type": device.type}, **(alike or {})}
         meeting.compare(everywhere, {"policy": own, **(facts or {})}, mesh.stage.ranks[0], policy.comm.timeout_s)
-        beside, alike = (Ranks(*map(meeting.arrived, these)) for these in (places, same))
+        beside, equal = (Ranks(*map(meeting.arrived, these)) for these in (places, same))
     needed: dict[tuple[int, ...], tuple[Axis, set[int]]] = {}
     for axis in (mesh.shard, mesh.replicate, mesh.data, mesh.tp, mesh.pp, mesh.stage):
         # Axes over the same ranks share a transport; on every rank alike, for a mesh is regular.
@@ -145,7 +147,7 @@ def open_comm(
 
     shard, replicate, world = over(mesh.shard), over(mesh.replicate), over(mesh.data)
     tp, pp, stage = over(mesh.tp), over(mesh.pp), over(mesh.stage)
-    return Comm(shard, replicate, world, tp, pp, stage, mesh.names, mesh.averaged, beside, alike)
+    return Comm(shard, replicate, world, tp, pp, stage, mesh.names, mesh.averaged, beside, equal)
 
 
 def _pipelined(pp: Axis, data: Axis, averaged: int) -> bool:

@@ -63,6 +63,11 @@ class Request:
     automatic: bool = False
     chosen: str = ""
 
+    @property
+    def everywhere(self) -> Mapping[str, Facts]:
+        """What must be the same on stages of a pipeline, too: they choose a policy together."""
+        return {"attach": {"policy": AUTO if self.automatic else "given"}}
+
 
 def read(
     model: nn.Module,
@@ -93,7 +98,6 @@ def read(
     check_division(model, axes.tp, ignored)
     check_axis(chosen, axes.names)
     check_initialisers(model, init)
-    how = {"sync": str(sync), "policy": AUTO if automatic else "given"}
-    facts = {"attach": how, "optimizer": optimizer_facts(optimizer, ignored.parameters(model))}
+    facts = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, ignored.parameters(model))}
     known = () if optimizer is None else (optimizer,)
     return Request(model, known, chosen, axes, device, init, sync, facts, ignored, automatic)

@@ -6,7 +6,8 @@ It never changes the model.
 
 Note: [Order of preference]
     Of what fits, the one that moves the least over disk, then over the host's link, then over links; of equal ones the one that
-    holds the least.  Recomputation is not chosen: what it saves, only a forward can tell.
+    holds the least.  Recomputation is not chosen: what it saves, only a forward can tell.  Stages of a pipeline take one, of
+    those that fit every stage the one with which all of them together move the least.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload.budget import Ranks, available
+from offload.budget import ALONE, Ranks, available
 from offload.device import Device, open_device
-from offload.errors import BudgetError
+from offload.errors import AttachError, BudgetError
 from offload.policy import Policy
 from offload.text import as_size
 from offload.tier import Tier
-from zhooks.comm import Comm, all_or_none, least
+from offload.virtual import NAME
+from zhooks.comm import CONTROL, Call, Comm, all_or_none, least, same_text
 from zhooks.plan import Request
 from zhooks.planning.axes import Candidate, candidates
 from zhooks.planning.best_first import Limits, Memory
@@ -66,38 +68,88 @@ def chosen_for(request: Request, comm: Comm) -> Choice:
         BudgetError: no placement fits; with the least memory that one needs, on every rank.
     """
     base, replicas = request.policy, comm.replicate.axis.world
+    # What the virtual device has is one rank's share already.
+    beside = ALONE if request.device.type == NAME else comm.beside
     with all_or_none(comm.stage, "attach"):
-        mine, before = _capacity(request, comm.beside)
+        mine, before = _capacity(request, beside)
     limits = _agreed(mine, comm)
     trained = [param for param in request.model.parameters() if param.requires_grad]
     # What is not known yet is taken to be Adam's.
     optimizer = request.known[0] if request.known else torch.optim.AdamW(trained) if trained else None
     world = comm.shard.axis.world * replicas
     needs = Needs(request.model, optimizer, base, world, request.ignored, request.device)
-    cpu = request.device.type == "cpu"
     # In a CPU's memory the host tier frees nothing.
-    tiers = tuple(tier for tier in Tier if not (cpu and tier is Tier.HOST))
+    tiers = tuple(tier for tier in Tier if not (limits.one_memory and tier is Tier.HOST))
     listed = [
         each
         for each in candidates(base, world, tiers=tiers, host_updates=False, replicas=(replicas,))
         if each.checkpoint == "none"
     ]
     found = {each: held(each, needs.of(each)) for each in listed}
-    fits = [each for each in listed if not limits.exceeded(found[each])]
+    stages = _Stages(comm, listed)
+    fits = stages.that_fit([not limits.exceeded(found[each]) for each in listed])
     if not fits:
-        raise BudgetError(_refusal(listed, found, limits, tiers))
-    best = min(fits, key=lambda each: moved(each, needs.of(each)))
+        raise BudgetError(_refusal(listed, stages.neediest(found), stages.least(limits), tiers))
+    moves = stages.moved([moved(each, needs.of(each)) for each in listed])
+    best = min(fits, key=lambda each: moves[each])
     memory = found[best]
     used = ", ".join(f"{as_size(memory.on(tier))} on {tier.value}" for tier in Tier if memory.on(tier))
     states = "" if request.known else "; states taken to be Adam's, for no optimizer was given"
     why = (
         f'policy = "auto" chose {best}: {used} a rank at the most beside activations, within {as_size(limits.device)} of the '
         f"device ({ACTIVATIONS:.0%} of what is free, the rest for activations); {len(listed) - len(fits)} of {len(listed)} "
-        f"placements do not fit{states}."
+        f"placements do not fit{' every stage' if comm.pipelined else ''}{states}."
     )
     chosen = replace(request, policy=best.policy(base), chosen=why)
     activations = int(limits.device * ACTIVATIONS / (1 - ACTIVATIONS))
-    return Choice(chosen, base, tiers, best, memory, activations, world, comm.beside, before)
+    return Choice(chosen, base, tiers, best, memory, activations, world, beside, before)
+
+
+class _Stages:
+    """What stages of a pipeline, each a model of its own, come to with each candidate: one of them is chosen for all.
+
+    Each method is collective over the stages.
+    Raises:
+        AttachError: stages have other candidates, for what the search may not change differs between them.
+    """
+
+    def __init__(self, comm: Comm, listed: list[Candidate]) -> None:
+        self._pp, self._listed = comm.pp, listed
+        if not same_text(comm.pp, _CALL, repr(listed)):
+            raise AttachError(
+                'policy = "auto": expected the same candidates on every stage of the pipeline, found others. Give all stages '
+                "the same mesh and device, or write a policy for each."
+            )
+
+    def that_fit(self, here: list[bool]) -> list[Candidate]:
+        """Those that fit each stage."""
+        flags = self._combined([[int(fits)] for fits in here], "min")
+        return [each for each, (fits,) in zip(self._listed, flags, strict=True) if fits]
+
+    def moved(self, here: list[tuple[int, int, int, int]]) -> dict[Candidate, tuple[int, ...]]:
+        """Bytes that all stages move together, and what the one holds that holds the most."""
+        sums, most = (self._combined([list(each) for each in here], op) for op in ("sum", "max"))
+        return {each: (*own[:-1], largest[-1]) for each, own, largest in zip(self._listed, sums, most, strict=True)}
+
+    def neediest(self, held: dict[Candidate, Memory]) -> dict[Candidate, Memory]:
+        """The most that any stage holds, tier by tier."""
+        rows = self._combined([[memory.on(tier) for tier in Tier] for memory in held.values()], "max")
+        return {each: Memory(*row) for each, row in zip(held, rows, strict=True)}
+
+    def least(self, limits: Limits) -> Limits:
+        """The least that a rank of any stage may use."""
+        ((device, host, disk),) = self._combined([[limits.device, limits.host, limits.disk]], "min")
+        return replace(limits, device=device, host=host, disk=disk)
+
+    def _combined(self, rows: list[list[int]], op: str) -> list[list[int]]:
+        table = torch.tensor(rows, dtype=torch.int64)
+        flat = table.view(-1)
+        self._pp.all_reduce(_CALL, flat, op)
+        combined: list[list[int]] = table.tolist()
+        return combined
+
+
+_CALL = Call(CONTROL, "choose a policy", "for all stages")
 
 
 def _capacity(request: Request, ranks: Ranks) -> tuple[Limits, int]:
@@ -106,6 +158,8 @@ def _capacity(request: Request, ranks: Ranks) -> tuple[Limits, int]:
     try:
         # What the model takes now is what it will be made of.
         own = sum(param.nbytes for param in request.model.parameters() if param.device == request.device)
+        # Of the virtual device's host nothing has been taken.
+        own = 0 if seam.addresses_host and request.device.type != "cpu" else own
         there = on_this_machine(seam, request, ranks)
         device = int((there.device + own) * (1 - ACTIVATIONS))
         limits = replace(there, device=device, host=device if there.one_memory else there.host)
@@ -119,8 +173,7 @@ def on_this_machine(seam: Device, request: Request, ranks: Ranks) -> Limits:
     folder = request.policy.disk.folder
     host = available(Tier.HOST, seam, folder, ranks=ranks, machine=seam.facts)
     disk = 0 if seam.facts.is_memory(folder) else available(Tier.DISK, seam, folder, ranks=ranks, machine=seam.facts)
-    one_memory = request.device.type == "cpu"
-    return Limits(host if one_memory else seam.memory()[0], host, disk, one_memory)
+    return Limits(host if seam.addresses_host else seam.memory()[0], host, disk, seam.addresses_host)
 
 
 def _agreed(mine: Limits, comm: Comm) -> Limits:

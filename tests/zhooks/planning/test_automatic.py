@@ -101,6 +101,42 @@ def test_memory_is_divided_by_the_ranks_of_a_machine() -> None:
     assert within[1] - within[0] == pytest.approx(1 << 22, rel=0.01) and within[2] == within[0]
 
 
+def staged(widths: tuple[int, int], policies: Any = ("auto", "auto")) -> zhooks.Attachment:
+    """Attach a stage on each of two ranks, as wide as said."""
+    rank, _ = place()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
+    model = nn.Sequential(*[nn.Linear(widths[rank], widths[rank]) for _ in range(4)])
+    return zhooks.attach(model, torch.optim.AdamW(model.parameters()), policy=policies[rank], mesh=mesh)
+
+
+@on_ranks(2)
+def test_stages_of_a_pipeline_take_the_policy_that_fits_the_neediest_of_them() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        memory(patched, 8 << 20)
+        small = staged((16, 16))
+        # 1 MiB of parameters, as many gradients and twice as many states beside 16 wide ones that fit anywhere.
+        mixed = staged((16, 256))
+    assert small.policy.optimizer.tier == "device"
+    assert mixed.policy.optimizer.tier == "disk", "on the small stage, too"
+    assert from_first(mixed.policy.values()) == mixed.policy.values()
+    assert "do not fit every stage" in mixed.describe()
+
+
+@on_ranks(2)
+def test_stages_that_none_fits_together_are_refused_with_the_most_that_one_of_them_needs() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        memory(patched, 1 << 10)
+        with pytest.raises(zhooks.BudgetError, match=r"found none\. The least that would: device ") as caught:
+            staged((16, 256))
+    assert from_first(str(caught.value)) == str(caught.value)
+
+
+@on_ranks(2)
+def test_a_stage_with_a_policy_beside_one_without_is_refused_on_both() -> None:
+    with pytest.raises(zhooks.AttachError, match="found policy = auto on rank 0 and policy = given on rank 1"):
+        staged((16, 16), ("auto", None))
+
+
 @on_ranks(1)
 def test_where_nothing_fits_it_is_refused_with_the_least_that_would_and_the_model_is_as_it_was() -> None:
     model = net()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,26 @@ def test_norms_are_those_of_all_stages_and_stages_are_divided_over_tp() -> None:
     found = simulate(divided, step, world=8, mesh={"pp": 2, "dp": 2, "tp": 2}, policy={"units": {"min_numel": 0}})
     assert not found.races, "\n".join(map(str, found.races))
     assert all(one.link_nbytes > 0 for one in found.stages)
+
+
+@on_virtual()
+def test_stages_of_other_sizes_choose_one_policy_together() -> None:
+    build, step = job("1f1b", 2, width=64, rows=8, dtype=torch.float32)
+
+    def wider(mesh: DeviceMesh) -> tuple[Any, ...]:
+        models, _, *rest = build(mesh)
+        if mesh["pp"].get_local_rank() == 1:
+            models[0].more = nn.Parameter(torch.zeros(1 << 22))
+        return models, torch.optim.AdamW(models[0].parameters()), *rest
+
+    def updates(models: Any, optimizer: Any, schedule: Any, pp: DeviceMesh) -> None:
+        step(models, SimpleNamespace(zero_grad=optimizer.step), schedule, pp)  # type: ignore[arg-type]
+        optimizer.zero_grad()
+
+    # Half is left for activations: 42 MB do not take the 64 of the wide stage, whose states go to the host, on both.
+    hardware = Hardware.of("h100").replaced(device={"memory": 84_000_000})
+    found = simulate(wider, updates, world=2, mesh={"pp": 2, "shard": 1}, policy="auto", hardware=hardware)
+    assert all(one.host.nbytes > 0 for one in found.stages), found
 
 
 @on_virtual()
