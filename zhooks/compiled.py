@@ -16,10 +16,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from offload.errors import SimulationError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -86,6 +89,26 @@ def named_parameters(
     """``module.named_parameters(prefix)`` under the names they have where nothing is compiled."""
     found = module.named_parameters(prefix, remove_duplicate=remove_duplicate)
     return ((plain_name(name), param) for name, param in found)
+
+
+@contextmanager
+def kernels_refused() -> Iterator[None]:
+    """Inside, on the virtual device, a backend of ``torch.compile`` that makes kernels (inductor) is refused by name.
+
+    Raises:
+        SimulationError: code that is compiled by one was called.
+    """
+    try:
+        yield
+    except Exception as error:
+        known: Any = sys.modules.get("torch._dynamo.exc")
+        if known is None or not isinstance(error, known.BackendCompilerFailed):
+            raise
+        raise SimulationError(
+            'simulate: expected code that is not compiled, or by backend="aot_eager", for what kernels of a compiler take and '
+            f"keep is known on their device alone; found {type(error).__name__}: {str(error).splitlines()[0]}. Simulate it "
+            'uncompiled, inside torch.compiler.set_stance("force_eager"): fused kernels are quicker and keep other activations.'
+        ) from error
 
 
 class Breaks:

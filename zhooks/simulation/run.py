@@ -27,6 +27,7 @@ from offload.text import as_dollars, as_size
 from offload.virtual import ACCELERATOR, HOST, Machine, Race, Races
 from zhooks.attach import Attachment, abandon, attach
 from zhooks.comm import ranks_on_paper
+from zhooks.compiled import kernels_refused
 from zhooks.simulation.arrangement import Arrangement, built, is_count
 from zhooks.simulation.calls import program_calls
 from zhooks.simulation.costs import HardwareCosts
@@ -257,7 +258,7 @@ def run_rank(job: Job, machine: Machine, costs: HardwareCosts, begins: Callable[
                     begins()
                     holders.reset()
                     begin, before, operations = machine.now, _counted(costs), costs.operations
-                    with program_calls(machine):
+                    with program_calls(machine), kernels_refused():
                         job.step(*made.given)
                     if costs.operations == operations:
                         raise _nothing_ran(number, job.steps)
