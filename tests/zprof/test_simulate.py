@@ -59,6 +59,25 @@ def ended():
         for rows in batches:
             step(model, optimizer, rows)
     return build, loop
+
+def staged(fails=None):
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    def stages(mesh):
+        pp, model = mesh["pp"], nn.Linear(512, 512)
+        stage = PipelineStage(model, pp.get_local_rank(), pp.size(), torch.device("virtual"), group=pp.get_group())
+        return model, None, Schedule1F1B(stage, 4, loss_fn=lambda out, target: out.sum()), pp.get_local_rank()
+
+    def trains(model, optimizer, schedule, place):
+        if place == fails:
+            raise ValueError("no such stage")
+        rows = torch.empty(64, 512, device="virtual")
+        schedule.step(rows) if place == 0 else schedule.step(target=rows)
+        model.zero_grad()
+    return stages, trains
+
+def one_fails():
+    return staged(fails=1)
 """
 TIERED = """
 [parameter]
@@ -88,6 +107,10 @@ COMMANDS = {
     "text": "job:small --ranks 2",
     "huge": "job.py:huge --hardware rtx4090 --ranks 1 -o huge.zprof",
     "first": "job.py:first --hardware rtx4090 --ranks 1 --steps 3 --json",
+    "staged": "job.py:staged --ranks 4 --mesh pp=2,dp=2 --json",
+    "one stage": "job.py:one_fails --ranks 4 --mesh pp=2,dp=2",
+    "stages": "job.py:staged --ranks 4 --mesh pp=2,dp=2 -o stages.zprof",
+    "unknown axis": "job.py:small --ranks 4 --mesh pipe=2,dp=2",
     "near": "job.py:small --hardware h10",
     "reading": "job.py:reading -o reading.zprof",
     "broken": "job.py:broken -o broken.zprof",
@@ -209,6 +232,9 @@ def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: P
         ("reading", 1, f"/job.py:{line_of('item()')}: expected code that needs no values"),
         ("broken", 1, f"/job.py:{line_of('no such batch')}: step of job.py:broken raised ValueError: no such batch"),
         ("number", 1, "simulate: expected that build returns a model, or a model and its optimizer, found int."),
+        ("one stage", 1, f"/job.py:{line_of('no such stage')}: step of job.py:one_fails raised ValueError: no such stage"),
+        ("stages", 2, "-o: expected a mesh without pp, for a trace is one rank's that stands for all, found pp=2"),
+        ("unknown axis", 1, "expected a mesh of axes 'replicate', 'shard' (or 'dp'), 'tp' and 'pp'"),
         ("missing", 2, "did you mean small?"),
         ("mesh", 2, "--mesh: expected axes whose sizes multiply to 8 ranks, found 3"),
         ("axes", 2, "expected sizes of axes such as replicate=16,shard=64"),
@@ -235,6 +261,13 @@ def test_a_step_that_the_hardware_cannot_hold_is_said_and_its_trace_shows_why(ma
     assert found["code"] == 3 and "\ndevice: does not fit: a step holds " in "\n" + found["err"]
     assert "rtx4090 has 24 GiB a rank" in found["err"]
     assert zprof("check", made / "huge.zprof", "--max", "device.peak=24GiB").exit_code == 3
+
+
+def test_stages_of_a_pipeline_are_said_each_with_its_own_peak(made: Path) -> None:
+    found = result(made, "staged")
+    said = json.loads(found["out"])
+    assert found["code"] == 0 and said["fits"] and [stage["rank"] for stage in said["simulation"]["stages"]] == [0, 2]
+    assert said["simulation"]["device"]["nbytes"] == max(stage["device"]["nbytes"] for stage in said["simulation"]["stages"])
 
 
 def test_a_first_step_that_the_hardware_cannot_hold_is_not_passed_over(made: Path) -> None:

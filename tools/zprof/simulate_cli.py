@@ -120,8 +120,8 @@ def simulate(
     zprof report plan.zprof
     zprof diff plan.zprof run.zprof
 
-    The trace is one rank's, and stands for all. What JOB prints goes to stderr. Exit code 3 where the hardware lacks memory
-    for it, 1 where uses of memory race.
+    The trace is one rank's, and stands for all; of a pipeline, whose stages differ, there is none yet. What JOB prints goes to
+    stderr. Exit code 3 where the hardware lacks memory for it, 1 where uses of memory race.
 
     \b
     JSON: version job nodes simulation{} (what zhooks.simulate returns) capacity{}
@@ -134,6 +134,8 @@ def simulate(
     world = _world(profile, nodes, ranks)
     if mesh is not None and math.prod(mesh.values()) != world:
         raise Misuse(f"--mesh: expected axes whose sizes multiply to {world} ranks, found {math.prod(mesh.values())}")
+    if output is not None and mesh is not None and mesh.get("pp", 1) > 1:
+        raise Misuse(f"-o: expected a mesh without pp, for a trace is one rank's that stands for all, found pp={mesh['pp']}")
     if output is not None:
         inputs = [Path(each) for each in (policy, job.rpartition(":")[0] or job, hardware) if each is not None]
         check_output(output, inputs, force=force)

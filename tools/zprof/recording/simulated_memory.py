@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from offload.virtual import ACCELERATOR, HOST, Access, Happening, Machine, Moment, Stream
+from offload.virtual import ACCELERATOR, HOST, Access, Happening, Machine, Moment, Stream, running
 from zprof.recording.modules import OPTIMIZER, Doing, Places
 from zprof.rows import TIERS, RowKind, placed, placement
 
@@ -45,40 +45,54 @@ class Peaks:
     """The most that any step held on the device and on the host; a simulation itself returns that of the last step.
 
     Attributes:
-        most: bytes by tier.
+        most: bytes by tier; of a pipeline on the stage that holds the most there.
     """
 
     def __init__(self) -> None:
         self.most: dict[str, int] = {}
-        self._machine: Machine | None = None
+        self._of: dict[Machine, _Peak] = {}
 
     @contextmanager
     def follow(self, machine: Machine) -> Iterator[None]:
         """Watch the machine, inside and from the first step of `stepping` on."""
-        self._machine = machine
+        self._of[machine] = peak = _Peak(machine, self.most)
         try:
             yield
         finally:
-            if self in machine.listeners:
-                machine.listeners.remove(self)
+            del self._of[machine]
+            if peak in machine.listeners:
+                machine.listeners.remove(peak)
 
     def stepping(self, step: Callable[..., object]) -> Callable[..., object]:
-        """The same step; the first call of it begins to count."""
+        """The same step; the first call of it on a machine begins to count."""
 
         @functools.wraps(step)
         def call(*args: object) -> object:
-            machine = self._machine
-            if machine is not None and self not in machine.listeners:
-                self.most = dict(zip(TIERS, machine.held, strict=False))
-                machine.listeners.append(self)
+            peak = self._of.get(running())
+            if peak is not None:
+                peak.begin()
             return step(*args)
 
         return call
 
+
+class _Peak:
+    """One machine's listener."""
+
+    def __init__(self, machine: Machine, most: dict[str, int]) -> None:
+        self._machine, self._most = machine, most
+
+    def begin(self) -> None:
+        if self not in self._machine.listeners:
+            self._machine.listeners.append(self)
+            for index in range(len(self._machine.held)):
+                self._count(index)
+
+    def _count(self, index: int) -> None:
+        self._most[TIERS[index]] = max(self._most.get(TIERS[index], 0), self._machine.held[index])
+
     def allocated(self, address: int, nbytes: int, index: int, stream: Stream) -> None:
-        machine, tier = self._machine, TIERS[index]
-        if machine is not None:
-            self.most[tier] = max(self.most[tier], machine.held[index])
+        self._count(index)
 
     def freed(self, address: int, nbytes: int, index: int) -> None: ...
     def happened(self, happening: Happening) -> None: ...
