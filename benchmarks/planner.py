@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import zhooks
 from launch import HERE, RECORD_PREFIX, child_environment, read, report_failure, torchrun
@@ -51,9 +53,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        parts = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        # Heads outside, so that a rank of tp has whole ones.
+        parts = self.qkv(self.norms[0](x)).view(batch, length, -1, 3, width // self.heads).permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
@@ -87,6 +90,29 @@ class Job:
         tokens = torch.zeros(self.size["batch"], self.size["length"], dtype=torch.long, device=self.device)
         logits = model(tokens)
         F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), tokens.view(-1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class LargeJob(Job):
+    """One whose model is divided over a mesh that has a tp axis, and whose batch may be divided."""
+
+    def build(self, mesh: DeviceMesh | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = super().build()
+        if mesh is not None:
+            for block in model.get_submodule("blocks").children():
+                columns: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("qkv", "up")}
+                parallelize_module(block, mesh["tp"], columns | {name: RowwiseParallel() for name in ("out", "down")})
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        return model, optimizer
+
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, micro_batch: int = SEVEN["batch"], accumulation: int = 1
+    ) -> None:
+        for _ in range(accumulation):
+            tokens = torch.zeros(micro_batch, self.size["length"], dtype=torch.long, device=self.device)
+            logits = model(tokens)
+            F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), tokens.view(-1)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -156,10 +182,11 @@ def alone(*given: str) -> dict[str, Any]:
 
 
 def seven() -> None:
-    """The planner for 6.9 billion parameters on 8 H100."""
-    job, begin = Job(SEVEN, "virtual"), time.perf_counter()
-    found = zhooks.find_policy(job.build, job.step, world=8, hardware="h100", policy={"precision": {"param": "bf16"}})
-    sys.stdout.write(f"{found}\n{time.perf_counter() - begin:.1f} s for {found.ranking.simulations} simulations\n")
+    """The planner for 6.9 billion parameters on 8 H100: tp, precision and micro-batches, too."""
+    job, begin = LargeJob(SEVEN, "virtual"), time.perf_counter()
+    found = zhooks.find_policy(job.build, job.step, world=8, hardware="h100", precision=["bf16", "fp16", "fp32"])
+    taken = f"{time.perf_counter() - begin:.1f} s, {time.process_time():.1f} s of one core"
+    sys.stdout.write(f"{found}\n{taken}, for {found.ranking.simulations} simulations\n")
 
 
 def main() -> int:

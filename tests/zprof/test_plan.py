@@ -61,7 +61,8 @@ def zprof(*arguments: str) -> Result:
 @on_virtual()
 def test_the_best_are_printed_and_the_first_is_written_as_a_policy() -> None:
     with folder() as here:
-        told = zprof("planned_job.py:job", "--policy", "keeps.toml", "--world", "8", "-o", "found.toml", "--json")
+        told = zprof("planned_job.py:job", "--policy", "keeps.toml", "--world", "8", "-o", "found.toml", "--json",
+                     "--precision", "bf16, fp32")  # fmt: skip
         assert told.exit_code == 0, told.output
         found = json.loads(told.stdout)
         written = Policy.load(here / "found.toml")
@@ -93,6 +94,7 @@ def test_a_step_that_needs_data_is_one_line_that_names_its_own() -> None:
         (["missing.py:job"], 2, "missing.py"),
         (["planned_job.py:jab"], 2, "did you mean job?"),
         (["planned_job.py:job", "--device", "much"], 2, "expected bytes or a size"),
+        (["planned_job.py:job", "--precision", "bf17"], 2, "expected some of bf16, fp16 and fp32"),
         (["planned_job.py:job", "--nodes", "2", "--world", "4"], 2, "expected one of them"),
         (["planned_job.py:job", "--nodes", "0"], 2, "--nodes"),
         (["planned_job.py:job", "--hardware", "h10"], 1, "did you mean h100"),

@@ -28,12 +28,24 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
         raise click.BadParameter(f"{value!r}: expected bytes or a size such as 40GiB") from None
 
 
+def _dtypes(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:
+    if value is None:
+        return None
+    found = [each.strip() for each in value.split(",")]
+    if not {*found} <= {"bf16", "fp16", "fp32"}:
+        raise click.BadParameter(f"{value!r}: expected some of bf16, fp16 and fp32, the preferred one first, with commas")
+    return found
+
+
 @click.command(help=f"Find the policies under which JOB's step is the quickest, by simulation.\n\n{HELP}")
 @click.argument("job")
 @click.option("--hardware", default="h100", show_default=True, help="A profile's name or file (zprof hardware list).")
 @click.option("--nodes", type=click.IntRange(1, 1 << 16), help="How many nodes; 1 unless said.")
 @click.option("--world", type=click.IntRange(1, 1 << 20), help="How many ranks, instead of all devices of the nodes.")
-@click.option("--policy", type=click.Path(), help="What the search keeps: precision, units, comm and so on.")
+@click.option("--policy", type=click.Path(), help="What the search keeps: units, comm and so on.")
+@click.option(
+    "--precision", callback=_dtypes, metavar="DTYPES", help="Dtypes that parameters may be computed with: bf16,fp16,fp32."
+)
 @click.option(
     "--device", callback=_size, metavar="SIZE", help="Memory of a device that may be used; the profile's unless said."
 )
@@ -51,6 +63,7 @@ def plan(
     nodes: int | None,
     world: int | None,
     policy: str | None,
+    precision: list[str] | None,
     device: int | None,
     host: int | None,
     disk: int | None,
@@ -75,6 +88,7 @@ def plan(
         world=world or (nodes or 1) * profile.device.count,
         hardware=profile,
         policy=policy,
+        precision=precision,
         device=device,
         host=host,
         disk=disk,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from zhooks.planning.automatic import Choice, chosen_for
-from zhooks.planning.axes import Batch, Candidate, batches, candidates, changed, saves
+from zhooks.planning.axes import Batch, Candidate, Dtype, batches, candidates, changed, saves
 from zhooks.planning.best_first import TIE, Bound, Limits, Memory, Outcome, Ranking, Tried, search
 from zhooks.planning.bounds import Bounds, Seconds
-from zhooks.planning.needs import Need, Needs
+from zhooks.planning.needs import Built, Need, Needs
 from zhooks.planning.replanning import Replanning
 
 __all__ = [
@@ -14,8 +14,10 @@ __all__ = [
     "Batch",
     "Bound",
     "Bounds",
+    "Built",
     "Candidate",
     "Choice",
+    "Dtype",
     "Limits",
     "Memory",
     "Need",

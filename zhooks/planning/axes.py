@@ -4,10 +4,15 @@
 
 Note: [Axes]
     Stage, the tiers of parameters, gradients and optimizer states, where updates are computed, recomputation, whether units
-    stay gathered between forward and backward, units gathered ahead, micro-batches, nested replicas, and a share of the
-    optimizer's states that stays on the device (of the best one alone).  A state never lies
-    nearer to the compute than one that is used more often: parameters, then gradients, then optimizer states.  Everything
-    else is the user's policy's.  Axes for ``tp`` and ``pp`` are not searched: dividing a model over them is its code's.
+    stay gathered between forward and backward, micro-batches, nested replicas, ``tp`` where the user's code divides the model
+    over a mesh, and dtypes where the user allows several.  Of the best one alone: units gathered ahead, a share of the
+    optimizer's states that stays on the device, larger units.  A state never lies nearer to the compute than one that is
+    used more often: parameters, then gradients, then optimizer states.  Everything else is the user's policy's.  ``pp``
+    is not searched: it would be one more size in `Candidate`, with an axis in `Candidate.mesh`.
+
+Note: [As many samples]
+    A step trains on the same samples whatever the candidate.  The ranks of one ``tp`` axis share theirs, so that over t of
+    them each has t times the samples that the step says, in micro-batches as they fit.
 """
 
 from __future__ import annotations
@@ -21,10 +26,15 @@ from offload.errors import PolicyError
 from offload.policy import Policy
 from offload.tier import Tier, Tiers
 
-__all__ = ["ON_DEVICE", "Batch", "Candidate", "batches", "candidates", "changed", "saves"]
+__all__ = ["ON_DEVICE", "Batch", "Candidate", "Dtype", "Shape", "batches", "candidates", "changed", "saves"]
 
 ON_DEVICE = Tiers(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
 _CELLS = ("parameter", "gradient", "optimizer")
+
+#: Axes on which neither side only saves memory beside the other.
+_NO_SAVING = ("stage", "replicate", "prefetch", "kept", "device_share", "tp", "dtype", "min_numel")
+
+Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,16 @@ class Batch:
 
     micro_batch: int
     accumulation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What decides what a rank computes and what its activations take, wherever states lie."""
+
+    checkpoint: Literal["none", "unit"]
+    batch: Batch | None
+    tp: int
+    dtype: Dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +65,9 @@ class Candidate:
         batch: None where the step does not let it be chosen.
         replicate: ranks of the outer axis, over which shards are replicated; 1 is no such axis.
         device_share: of the states that a tier holds, what stays on the device; 0 is what the user's policy says.
+        tp: ranks that each layer is divided over, the innermost axis; 1 is no such axis.
+        dtype: that parameters are computed with; None is what the user's policy says.
+        min_numel: units of fewer elements are joined; None is what the user's policy says.
     """
 
     stage: int
@@ -56,6 +79,13 @@ class Candidate:
     batch: Batch | None = None
     replicate: int = 1
     device_share: float = 0.0
+    tp: int = 1
+    dtype: Dtype | None = None
+    min_numel: int | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.checkpoint, self.batch, self.tp, self.dtype)
 
     def policy(self, base: Policy) -> Policy:
         """``base`` with the keys of this candidate.
@@ -75,14 +105,31 @@ class Candidate:
         values["activation"]["checkpoint"] = self.checkpoint
         values["schedule"]["prefetch"] = self.prefetch
         values["schedule"]["reshard_after_forward"] = False if self.kept else "auto"
+        if self.dtype is not None:
+            values["precision"]["param"] = self.dtype
+            if self.dtype == "fp16" and base.precision.loss_scale is None:
+                values["precision"]["loss_scale"] = "dynamic"
+        if self.min_numel is not None:
+            values["units"]["min_numel"] = self.min_numel
         return Policy.of(changed(Policy(), Policy.of(values)))
+
+    def simulated(self, base: Policy) -> Policy:
+        """`policy` without its loss scale, which reads values that no simulation has."""
+        policy = self.policy(base)
+        if policy.precision.loss_scale is None:
+            return policy
+        values = policy.values()
+        values["precision"]["loss_scale"] = None
+        return Policy.of(values)
 
     def mesh(self, world: int) -> dict[str, int] | None:
         """Sizes of the axes of this many ranks, for ``simulate``; None is one axis."""
-        return None if self.replicate == 1 else {"replicate": self.replicate, "shard": world // self.replicate}
+        sizes = {"replicate": self.replicate, "shard": world // self.replicate // self.tp, "tp": self.tp}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        return None if len(sizes) == 1 else sizes
 
     def __str__(self) -> str:
-        said = [f"stage {self.stage}"]
+        said = [f"stage {self.stage}"] + ([self.dtype] if self.dtype else []) + ([f"tp {self.tp}"] if self.tp > 1 else [])
         off = {cell: getattr(self.tiers, cell) for cell in _CELLS if getattr(self.tiers, cell) is not Tier.DEVICE}
         for tier in (Tier.HOST, Tier.DISK):
             cells = [cell for cell, where in off.items() if where is tier]
@@ -92,6 +139,7 @@ class Candidate:
         said += ["recomputed"] if self.checkpoint == "unit" else []
         said += ["kept gathered"] if self.kept else []
         said += [f"prefetch {self.prefetch}"] if self.prefetch != 1 else []
+        said += [f"units of {self.min_numel} elements"] if self.min_numel is not None else []
         said += [f"{self.replicate} replicas"] if self.replicate > 1 else []
         if self.batch is not None:
             said.append(f"micro-batch {self.batch.micro_batch} x {self.batch.accumulation}")
@@ -125,24 +173,45 @@ def candidates(
     host_updates: bool = True,
     batched: Sequence[Batch | None] = (None,),
     replicas: Sequence[int] = (1,),
+    divided: Sequence[int] = (1,),
+    dtypes: Sequence[Dtype | None] = (None,),
 ) -> Iterator[Candidate]:
     """Every candidate that ``base`` allows, what changes plain training least first.
 
     Args:
         tiers: that the hardware has.
         host_updates: the host is another place to compute updates in.
+        batched: the batch of a rank, and how it may be divided; see Note [As many samples].
         replicas: sizes of the outer axis that may be tried.
+        divided: sizes of the ``tp`` axis; above 1 where ``batched`` says how large a batch is.
+        dtypes: that parameters may be computed with, the preferred one first.
     """
-    for batch in batched:
-        for checkpoint in ("none", "unit"):
-            for bare in _placed(world, tiers, host_updates, replicas):
-                each = replace(bare, checkpoint=checkpoint, batch=batch, prefetch=max(1, base.schedule.prefetch))
-                if _possible(each, base):
-                    yield each
+    possible: dict[Candidate, bool] = {}
+    for tp in divided:
+        placed = list(_placed(world // tp, tiers, host_updates, [each for each in replicas if each == 1 or world > each * tp]))
+        for dtype in dtypes:
+            for batch in _shared(batched, tp):
+                for checkpoint in ("none", "unit"):
+                    for bare in placed:
+                        each = replace(bare, checkpoint=checkpoint, dtype=dtype, prefetch=max(1, base.schedule.prefetch))
+                        key = replace(each, replicate=1)
+                        if key not in possible:
+                            possible[key] = _possible(key, base)
+                        if possible[key]:
+                            yield replace(each, batch=batch, tp=tp)
+
+
+def _shared(batched: Sequence[Batch | None], tp: int) -> Sequence[Batch | None]:
+    """The batches of ``tp`` ranks that share theirs."""
+    first = batched[0]
+    if tp == 1:
+        return batched
+    assert first is not None, "a batch of unknown size cannot be made larger"
+    return batches(first.micro_batch * tp, first.accumulation)
 
 
 def _placed(world: int, tiers: Sequence[Tier], host_updates: bool, replicas: Sequence[int]) -> Iterator[Candidate]:
-    """By stage, tiers and mesh."""
+    """By stage, tiers and mesh, of so many ranks that divide the data."""
     if world > 1:
         yield Candidate(0)
     depth = [tier for tier in Tier if tier in tiers]
@@ -177,9 +246,7 @@ def saves(candidate: Candidate, beside: Candidate, *, one_memory: bool) -> bool:
         one_memory: the device's memory is the host's, so that the host tier costs nothing.
     """
     # Keeping units gathered is an axis of its own: the best of both is worth knowing.
-    same = all(
-        getattr(candidate, key) == getattr(beside, key) for key in ("stage", "replicate", "prefetch", "kept", "device_share")
-    )
+    same = all(getattr(candidate, key) == getattr(beside, key) for key in _NO_SAVING)
     if not same or candidate == beside or (candidate.checkpoint == "none" and beside.checkpoint == "unit"):
         return False
     if candidate.batch is not None and beside.batch is not None and candidate.batch.micro_batch > beside.batch.micro_batch:

@@ -14,6 +14,7 @@ Note: [Search]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -99,7 +100,7 @@ class Space(Protocol[_Given]):
     """What the search asks of candidates."""
 
     def bound(self, candidate: _Given) -> Bound:
-        """Never above the outcome; it may grow with every evaluation."""
+        """Never above the outcome; it may grow with every evaluation.  Infinite seconds: it is known to be impossible."""
 
     def saves(self, candidate: _Given, beside: _Given) -> bool:
         """It differs from the other only in what saves memory and takes no less time."""
@@ -183,6 +184,11 @@ def search(space: Space[C], candidates: Iterable[C], limits: Limits, *, keep: in
             if why:
                 found.unfit.append(Tried(each, bound.seconds, bound.memory, False, "needs at least " + ", ".join(why)))
         known = [(each, bound) for each, bound, why in zip(left, bounds, excluded, strict=True) if not why]
+        # Bounds only grow: what is no better than the slowest of the best never will be.
+        if len(found.fits) >= keep:
+            slowest = found.fits[keep - 1].seconds
+            ahead = [each for each in known if each[1].seconds < slowest]
+            found.slower, known = found.slower + len(known) - len(ahead), ahead
         left = [each for each, _ in known]
         chosen = _next(space, known, limits, found, keep, most)
         if chosen is None:
@@ -204,6 +210,7 @@ def _next(
     space: Space[C], known: Sequence[tuple[C, Bound]], limits: Limits, found: Ranking[C], keep: int, most: int
 ) -> C | None:
     """What to simulate next; None where nothing is worth it."""
+    known = [each for each in known if each[1].seconds < math.inf]
     hopeful = [each for each in known if each[1].expected <= limits.device * (1 + _DOUBT)]
     if not found.fits and (not hopeful or found.simulations >= most):
         # One more, of what is expected to need the least: if that does not fit, what does is not known.

@@ -6,24 +6,30 @@ resource is taken to be busy without a pause, so that a simulation never finds l
 Note: [Least time]
     Forward and backward take the longest of what the device computes, of gathers, of reductions and of copies, for these may
     all be hidden behind each other; the update comes after them, and takes the longest of its own.  Where the host does
-    everything itself (a CPU) they add up.  What the device computes is known once one candidate that recomputes and divides
-    the batch alike was simulated; before, it is no less than that of one that recomputes less.
+    everything itself (a CPU) they add up.  What the device computes, and what the model's own collectives take of its time,
+    is known once one candidate of that `Shape` was simulated.
+
+Note: [Compute of another shape]
+    Before, it is no less than that of one that recomputes less and has at least as many samples at once for each rank of
+    ``tp``.  Dividing layers further moves no FLOP away from the ranks, only weights to pass over: that much is taken off
+    (forward and both products of backward, in fp32).  Another dtype is quicker by its peak or by its size, whichever is more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload.hardware import CostModel, Hardware
 from offload.tier import Tier
-from zhooks.planning.axes import Batch, Candidate
+from zhooks.planning.axes import Candidate, Dtype, Shape
 from zhooks.planning.best_first import Bound, Memory
 from zhooks.planning.needs import Need, Needs
 
 __all__ = ["Bounds", "Seconds"]
 
-_Shape = tuple[str, Batch | None]
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+#: Passes over the weights in a micro-batch, and bytes of each element.
+_PASSES, _WIDE = 3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +47,41 @@ class Seconds:
         return self.gather + self.reduce + self.copies + self.disk + self.update
 
 
+@dataclass(frozen=True, slots=True)
+class _Once:
+    """Seconds of one micro-batch's gathers (of flats that are released, and of others) and reductions, and of an update."""
+
+    released: float
+    resident: float
+    longest: float
+    reduce: float
+    copies: float
+    disk: float
+    update: float
+
+
 @dataclass(slots=True)
 class Bounds:
     """By candidate, from what was observed so far."""
 
     needs: Needs
     hardware: Hardware
-    #: By recomputation and batch: seconds of compute without updates, bytes of activations; the least that was seen.
-    _seen: dict[_Shape, tuple[float, int]] = field(default_factory=dict)
+    #: Seconds of forward and backward, bytes of activations; the least that was seen.
+    _seen: dict[Shape, tuple[float, int]] = field(default_factory=dict)
     #: What was simulated, and the peak of its passes.
     _peaks: dict[Candidate, int] = field(default_factory=dict)
     _seconds: dict[Candidate, Seconds] = field(default_factory=dict)
+    _once_known: dict[Candidate, _Once] = field(default_factory=dict)
+    _collectives: dict[tuple[str, int, range], float] = field(default_factory=dict)
+    _costs: CostModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._costs = CostModel(self.hardware)
 
     def observe(self, candidate: Candidate, compute_s: float, peak: int) -> None:
-        """A simulation found so many seconds of compute in forward and backward, and this peak on the device in them."""
+        """A simulation found so many seconds of forward and backward, and this peak on the device in them."""
         self._peaks[candidate] = peak
-        shape, need = (candidate.checkpoint, candidate.batch), self.needs.of(candidate)
+        shape, need = candidate.shape, self.needs.of(candidate)
         seen = compute_s, max(0, peak - need.floor - self._kept(candidate, need))
         before = self._seen.get(shape, seen)
         self._seen[shape] = (min(before[0], seen[0]), max(before[1], seen[1]))
@@ -64,7 +89,7 @@ class Bounds:
     def of(self, candidate: Candidate) -> Bound:
         """At least, for all that is known now."""
         need, seconds = self.needs.of(candidate), self._transfers(candidate)
-        _, activations = self._seen.get((candidate.checkpoint, candidate.batch), (0.0, 0))
+        _, activations = self._seen.get(candidate.shape, (0.0, 0))
         compute, accelerated = self._compute(candidate), self.hardware.kind == "gpu"
         passes = [compute, seconds.gather, seconds.reduce]
         least = max(passes) if accelerated else sum(passes)
@@ -75,11 +100,11 @@ class Bounds:
 
     def _expected(self, candidate: Candidate) -> int:
         """The peak of one that recomputes and divides the batch alike, with what the two hold otherwise."""
-        mine, shape = self.needs.of(candidate), (candidate.checkpoint, candidate.batch)
+        mine = self.needs.of(candidate)
         held = mine.least.device + self._kept(candidate, mine)
         found = []
         for other, peak in self._peaks.items():
-            if (other.checkpoint, other.batch) == shape:
+            if other.shape == candidate.shape:
                 theirs = self.needs.of(other)
                 more = held - theirs.least.device - self._kept(other, theirs)
                 found.append((abs(more), peak + more))
@@ -87,13 +112,31 @@ class Bounds:
         return max(mine.stored.device, min(found, default=(0, 0))[1])
 
     def _compute(self, candidate: Candidate) -> float:
-        def no_more(shape: _Shape) -> bool:
-            checkpoint, batch = shape
-            smaller = batch is None or candidate.batch is None or batch.micro_batch >= candidate.batch.micro_batch
-            return smaller and (checkpoint == candidate.checkpoint or checkpoint == "none")
+        mine, own = candidate.shape, self._seen.get(candidate.shape)
+        if own:
+            return own[0]
+        return max((self._beside(mine, shape, seen[0]) for shape, seen in self._seen.items()), default=0.0)
 
-        own = self._seen.get((candidate.checkpoint, candidate.batch))
-        return own[0] if own else max((seen[0] for shape, seen in self._seen.items() if no_more(shape)), default=0.0)
+    def _beside(self, mine: Shape, other: Shape, seconds: float) -> float:
+        """See Note [Compute of another shape]; 0 where the other says nothing."""
+        more_at_once = (
+            mine.batch is None or other.batch is None or other.batch.micro_batch * mine.tp >= mine.batch.micro_batch * other.tp
+        )
+        if not more_at_once or other.tp > mine.tp or other.checkpoint not in (mine.checkpoint, "none"):
+            return 0.0
+        times = 1 if other.batch is None else other.batch.accumulation
+        weights = times * _PASSES * _WIDE * self.needs.numel / self.hardware.device.memory_bandwidth
+        return max(0.0, seconds - weights * (1 / other.tp - 1 / mine.tp)) * self._quicker(other.dtype, mine.dtype)
+
+    def _quicker(self, before: Dtype | None, after: Dtype | None) -> float:
+        """What is left at least of the time of an operation in another dtype."""
+        if before == after or before is None or after is None:
+            return 1.0
+        return min(1.0, self._peak(before) / self._peak(after), _ITEMSIZE[after] / _ITEMSIZE[before])
+
+    def _peak(self, dtype: Dtype) -> float:
+        peaks = {"fp32": ("fp32", "tf32")}.get(dtype, (dtype,))
+        return max(float(getattr(self.hardware.peak, name) or 0.0) for name in peaks)
 
     def _kept(self, candidate: Candidate, need: Need) -> int:
         """Gathered units that stay beside the floor's, at the most."""
@@ -106,38 +149,55 @@ class Bounds:
 
     def _add_up(self, candidate: Candidate, need: Need) -> Seconds:
         times = 1 if candidate.batch is None else candidate.batch.accumulation
-        costs, world = CostModel(self.hardware), self.needs.world
-        beside = min(world, self.hardware.device.count)
-        shard = range(world // candidate.replicate)
-        outer = range(0, world, len(shard))
-
-        def collective(kind: str, nbytes: int, ranks: Sequence[int]) -> float:
-            if len(ranks) < 2 or not nbytes:
-                return 0.0
-            group = costs.group(ranks)
-            sharing = group.alike(self.hardware.device.count)
-            return costs.collective(kind, nbytes, group, sharing=sharing).seconds
-
-        gather = reduce = 0.0
-        gathers = [collective("all_gather", flat.moved_nbytes, shard) for flat in need.flats]
+        once = self._once(candidate, need)
         # Of units that are released between forward and backward one may stay.
-        for flat, seconds in zip(need.flats, gathers, strict=True):
-            gather += seconds * (times * (1 if candidate.kept else 2) if flat.releasable else 1)
+        gather = once.resident + times * (once.released if candidate.kept else 2 * once.released)
         if candidate.stage == 3 and not candidate.kept:
-            gather -= times * max(gathers, default=0.0)
+            gather -= times * once.longest
+        return Seconds(max(0.0, gather), times * once.reduce, once.copies, once.disk, once.update)
+
+    def _once(self, candidate: Candidate, need: Need) -> _Once:
+        """What does not follow from the batch, or from what is computed."""
+        key = replace(candidate, checkpoint="none", kept=False, batch=None)
+        if key not in self._once_known:
+            self._once_known[key] = self._of_flats(key, need)
+        return self._once_known[key]
+
+    def _of_flats(self, candidate: Candidate, need: Need) -> _Once:
+        costs, world = self._costs, self.needs.world
+        beside = min(world, self.hardware.device.count)
+        shard = range(0, world // candidate.replicate, candidate.tp)
+        outer = range(0, world, world // candidate.replicate)
+        released = resident = longest = reduce = 0.0
         for flat in need.flats:
+            seconds = self._collective("all_gather", flat.moved_nbytes, shard)
+            longest = max(longest, seconds)
+            if flat.releasable:
+                released += seconds
+            else:
+                resident += seconds
             if flat.kind.trainable:
                 kind = "all_reduce" if flat.replicated else "reduce_scatter"
-                reduce += times * collective(kind, flat.sum_nbytes, shard)
+                reduce += self._collective(kind, flat.sum_nbytes, shard)
                 share = flat.sum_nbytes if flat.replicated else flat.sum_nbytes // len(shard)
-                reduce += times * collective("all_reduce", share, outer)
+                reduce += self._collective("all_reduce", share, outer)
         copied, read, written, host, device = self._update(candidate, need)
         copies = costs.copy("h2d", copied, beside) if copied and self.hardware.kind == "gpu" else 0.0
         disk = 0.0
         if read or written:
             disk = costs.disk("read", read, sharing=beside) + costs.disk("write", written, sharing=beside)
         update = max(costs.host_update(host, sharing=beside) if host else 0.0, costs.compute(0, device) if device else 0.0)
-        return Seconds(max(0.0, gather), reduce, copies, disk, update)
+        return _Once(released, resident, longest, reduce, copies, disk, update)
+
+    def _collective(self, kind: str, nbytes: int, ranks: range) -> float:
+        if len(ranks) < 2 or not nbytes:
+            return 0.0
+        key = (kind, nbytes, ranks)
+        if key not in self._collectives:
+            group = self._costs.group(ranks)
+            sharing = group.alike(self.hardware.device.count)
+            self._collectives[key] = self._costs.collective(kind, nbytes, group, sharing=sharing).seconds
+        return self._collectives[key]
 
     def _update(self, candidate: Candidate, need: Need) -> tuple[int, int, int, int, int]:
         """Bytes of the update alone: copied one way, read from disk, written there, passed over on the host or the device."""

@@ -6,7 +6,7 @@ counted by their one place, ``FlatPlan.footprint``.  It never asks what hardware
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,7 +19,7 @@ from zhooks.plan import Layouts, device_floor, ignored_here, state_nbytes
 from zhooks.planning.axes import Candidate
 from zhooks.planning.best_first import Memory
 
-__all__ = ["Need", "Needs"]
+__all__ = ["Built", "Need", "Needs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,15 @@ class Need:
         return replace(self.stored, device=self.stored.device - self.gradients)
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model, its optimizer and what is left as it is."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    ignored: Ignored
+
+
 @dataclass(slots=True)
 class Needs:
     """A model's, by candidate; placements that differ in nothing but time are computed once.
@@ -53,6 +62,7 @@ class Needs:
     Attributes:
         world: ranks.
         others: optimizers beside the first.
+        divided: the same model as it is divided, by ranks of ``tp``.
     """
 
     model: nn.Module
@@ -62,14 +72,25 @@ class Needs:
     ignored: Ignored
     device: torch.device
     others: Sequence[torch.optim.Optimizer] = ()
+    divided: Mapping[int, Built] = field(default_factory=dict)
     numel: int = field(init=False)
-    _groups: list[Group] = field(init=False)
+    _groups: dict[tuple[int, int | None], list[Group]] = field(init=False, default_factory=dict)
     _known: dict[Candidate, Need] = field(init=False, default_factory=dict)
-    _states: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
+    _states: dict[tuple[int, int, int], int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._groups = find_units(self.model, self.base, self.ignored)
         self.numel = sum(param.numel() for param in self.model.parameters())
+
+    def built(self, tp: int) -> Built:
+        """The model over so many ranks of ``tp``."""
+        return self.divided.get(tp) or Built(self.model, self.optimizer, self.ignored)
+
+    def units(self, candidate: Candidate) -> Sequence[Group]:
+        """What is gathered together."""
+        built, key = self.built(candidate.tp), (candidate.tp, candidate.min_numel)
+        if key not in self._groups:
+            self._groups[key] = find_units(built.model, candidate.policy(self.base), built.ignored)
+        return self._groups[key]
 
     def of(self, candidate: Candidate) -> Need:
         """What it comes to."""
@@ -91,7 +112,8 @@ class Needs:
         if updated:
             shares = {tier: sum(numel for where, numel in trained if where is tier) for tier in Tier}
             sums = {tier: sums[tier] + states * shares[tier] // updated for tier in Tier}
-        left = sum(nbytes * (2 if param.requires_grad else 1) for param, nbytes in ignored_here(self.ignored, self.device))
+        whole = ignored_here(self.built(candidate.tp).ignored, self.device)
+        left = sum(nbytes * (2 if param.requires_grad else 1) for param, nbytes in whole)
         stored = Memory(sums[Tier.DEVICE] + left, sums[Tier.HOST], sums[Tier.DISK])
         gradients = sum(cell.on(Tier.DEVICE) for cell in cells if cell.what == "gradient")
         kept = sum(cell.on(Tier.DEVICE) for cell in cells)
@@ -99,19 +121,20 @@ class Needs:
         return Need(stored, gradients, floor, states, flats)
 
     def _units(self, candidate: Candidate, base: Policy) -> tuple[Policy, Sequence[UnitPlan]]:
-        policy, ranks = candidate.policy(base), self.world // candidate.replicate
-        layouts = Layouts.over(self.model, policy, ranks, candidate.replicate, self.device)
-        return policy, layouts.units(self._groups)
+        policy, ranks = candidate.policy(base), self.world // candidate.replicate // candidate.tp
+        layouts = Layouts.over(self.built(candidate.tp).model, policy, ranks, candidate.replicate, self.device)
+        return policy, layouts.units(self.units(candidate))
 
     def _state_nbytes(self, candidate: Candidate) -> int:
         """Of the optimizer on one rank: as it would be with all of them on the device; 0 where nobody can tell."""
-        if self.optimizer is None:
+        optimizer = self.built(candidate.tp).optimizer
+        if optimizer is None:
             return 0
-        key = (min(candidate.stage, 1), candidate.replicate)
+        key = (min(candidate.stage, 1), candidate.replicate, candidate.tp)
         if key not in self._states:
             # By rules some may lie elsewhere whatever the tables say: they count here, too.
             bare = self.base.model_copy(update={"rule": ()})
-            _, units = self._units(Candidate(candidate.stage, replicate=candidate.replicate), bare)
+            _, units = self._units(Candidate(candidate.stage, replicate=candidate.replicate, tp=candidate.tp), bare)
             wide = bare.optimizer.rounding == "stochastic"
-            self._states[key] = sum(state_nbytes(one, units, 0, wide=wide)[0] for one in (self.optimizer, *self.others))
+            self._states[key] = sum(state_nbytes(one, units, 0, wide=wide)[0] for one in (optimizer, *self.others))
         return self._states[key]

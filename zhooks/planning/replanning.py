@@ -188,7 +188,7 @@ class Replanning:
     def _needs(self, optimizers: Sequence[Optimizer]) -> Needs:
         choice, request = self._choice, self._choice.request
         first = optimizers[0] if optimizers else None
-        return Needs(request.model, first, choice.base, choice.world, request.ignored, request.device, optimizers[1:])
+        return Needs(request.model, first, choice.base, choice.world, request.ignored, request.device, others=optimizers[1:])
 
 
 def _listed(choice: Choice) -> list[Candidate]:

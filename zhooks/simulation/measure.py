@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from offload.events import Event
 from offload.virtual import ACCELERATOR, Access, Happening, Moment, Stream
 
-__all__ = ["Busy", "Holders", "Peak", "covered"]
+__all__ = ["Busy", "Holders", "Peak", "covered", "merged"]
 
 Span = tuple[float, float]
 
@@ -53,10 +53,11 @@ class Busy:
 
     def on(self, *names: str) -> list[Span]:
         """Spans of streams whose names begin so, in order and merged where they touch."""
-        return _merged(span for name, spans in self.spans.items() if name.startswith(names) for span in spans)
+        return merged(span for name, spans in self.spans.items() if name.startswith(names) for span in spans)
 
 
-def _merged(spans: Iterable[Span]) -> list[Span]:
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """In order, those that touch or overlap as one."""
     out: list[Span] = []
     for begin, end in sorted(spans):
         if out and begin <= out[-1][1]:

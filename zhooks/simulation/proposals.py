@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from offload.policy import Policy, Table, written
-from offload.text import as_size, toml_value
+from offload.text import as_dollars, as_size, toml_value
 from offload.tier import Tier
 from zhooks.planning import Candidate, Limits, Memory, Ranking, Tried
 from zhooks.simulation.run import Simulation
@@ -24,6 +24,7 @@ _SHOWN = 3
 _CARRIED = {
     "gather": "gathers, over links",
     "reduce": "reductions, over links",
+    "collectives": "collectives of the model's own, over links",
     "copies": "copies, to and from the host",
     "disk": "disk",
 }
@@ -105,6 +106,7 @@ class Proposals:
         candidates: how many there were.
         ranking: the whole search.
         numel: parameters of the model.
+        notes: what was left out of the search, and why.
     """
 
     hardware: str
@@ -115,6 +117,7 @@ class Proposals:
     ranking: Ranking[Candidate]
     numel: int
     kind: str
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -128,6 +131,7 @@ class Proposals:
             "simulations": ranking.simulations,
             "untried": len(ranking.untried),
             "gap": ranking.gap,
+            "notes": list(self.notes),
             "best": [each.as_dict() for each in self.best],
             "unfit": [
                 {"says": str(each.candidate), "simulated": each.simulated, "memory": asdict(each.memory), "why": each.why}
@@ -141,11 +145,13 @@ class Proposals:
     def _lines(self) -> Iterator[str]:
         tiers = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self._limits() if nbytes)
         yield f"{self.hardware} x {self.world}, {self.numel:,} parameters; a rank may hold: {tiers} (predicted, on no hardware)"
-        yield f"{'':>3} {'step':>12} {'device':>10} {'host':>10} {'disk':>10}  {'binds':<12} policy"
+        yield f"{'':>3} {'step':>12} {'device':>10} {'host':>10} {'disk':>10} {'price':>15}  {'binds':<12} policy"
         for number, each in enumerate(self.best, 1):
             held = [as_size(each.memory.on(tier)) if each.memory.on(tier) else "-" for tier in Tier]
             columns = "".join(f" {size:>10}" for size in held)
-            yield f"{number:>2}. {each.simulation.step_s * 1e3:>9,.1f} ms{columns}  {each.binds:<12} {each.candidate}"
+            price = "-" if each.simulation.price is None else as_dollars(each.simulation.price)
+            taken = f"{each.simulation.step_s * 1e3:>9,.1f} ms{columns} {price:>15}"
+            yield f"{number:>2}. {taken}  {each.binds:<12} {each.candidate}"
         yield from self.reasons()
 
     def reasons(self) -> Iterator[str]:
@@ -165,6 +171,7 @@ class Proposals:
             yield f"does not fit: {tried.candidate} ({at}): {tried.why}"
         if len(quicker) > _SHOWN:
             yield f"  and {len(quicker) - _SHOWN} more that would be quicker"
+        yield from (f"not searched: {note}" for note in self.notes)
         yield self._searched()
 
     def _shown(self, quicker: list[Tried[Candidate]]) -> list[Tried[Candidate]]:
@@ -188,6 +195,10 @@ class Proposals:
         chosen = self.best[number]
         said = list(self._lines()) if number == 0 else [str(chosen.candidate)]
         use = [] if chosen.mesh is None else [f"Attach over a mesh of {dict(chosen.mesh)}."]
+        if chosen.candidate.tp > 1:
+            use.append('Divide the model over mesh["tp"], as build does; the ranks of that axis share their samples.')
+        if chosen.candidate.dtype == "fp16":
+            use.append("What the loss scale takes is not in the prediction.")
         if chosen.candidate.batch is not None:
             batch = chosen.candidate.batch
             use.append(f"Step with micro_batch = {batch.micro_batch} and accumulation = {batch.accumulation}.")

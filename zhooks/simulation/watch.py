@@ -14,11 +14,16 @@ import torch
 
 from offload.virtual import ACCELERATOR, Access, Happening, Machine, Moment, Stream
 from zhooks.optim import watch_steps
+from zhooks.simulation.measure import covered, merged
 
 __all__ = ["RESOURCES", "Watch"]
 
 #: In the order in which they are shown.
-RESOURCES = ("compute", "update", "gather", "reduce", "copies", "disk", "host update", "dispatch", "control")
+RESOURCES = ("compute", "update", "gather", "reduce", "collectives", "copies", "disk", "host update", "dispatch", "control")
+
+
+#: Of torch's process groups, as ``zhooks.comm`` calls them on a CPU's one stream.
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -26,7 +31,8 @@ class Watch:
     """One simulation's last step.
 
     Attributes:
-        busy: seconds by resource; "compute" is forward and backward on the device, "update" the optimizer's there.
+        busy: seconds by resource; "compute" is forward and backward on the device, "update" the optimizer's there,
+            "collectives" those of the model's own code (``tp``).
         moved: bytes by resource.
         passes_peak: the most that the device held outside of updates.
     """
@@ -34,10 +40,16 @@ class Watch:
     busy: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     moved: Counter[str] = field(default_factory=Counter)
     passes_peak: int = 0
+    _spans: list[tuple[float, float]] = field(default_factory=list)
     _machine: Machine | None = None
     _counts: bool = False
     _updating: bool = False
     _handles: list[Any] = field(default_factory=list)
+
+    @property
+    def passes_s(self) -> float:
+        """Seconds in which forward and backward compute or wait for collectives of their own."""
+        return covered(merged(self._spans))
 
     def open(self, machine: Machine) -> None:
         """Follow this machine; torch calls it around every step of an optimizer, before those that attach later."""
@@ -54,6 +66,7 @@ class Watch:
         assert self._machine is not None
         self.busy, self.moved, self._updating, self._counts = defaultdict(float), Counter(), False, True
         self.passes_peak = self._machine.held[ACCELERATOR]
+        self._spans = []
 
     def end(self) -> None:
         """It has been issued: what detaching does is not its own."""
@@ -72,6 +85,8 @@ class Watch:
         resource = self._resource(happening)
         self.busy[resource] += happening.end - happening.begin
         self.moved[resource] += happening.nbytes
+        if resource in ("compute", "collectives"):
+            self._spans.append((happening.begin, happening.end))
         if happening.what.startswith(("aten", "copy")):
             self.busy["dispatch"] += self._machine.costs.issue
 
@@ -87,13 +102,15 @@ class Watch:
 
     def _resource(self, happening: Happening) -> str:
         stream, what = happening.stream.name, happening.what
-        for name in ("gather", "reduce", "disk"):
+        for name in ("gather", "reduce", "disk", "collectives"):
             if stream.startswith(name) or what.startswith(f"{name} "):
                 return name
         assert self._machine is not None
         accelerated, operation = self._machine.costs.accelerated, what.startswith(("aten", "copy"))
         if stream == "compute" or (stream == "host" and operation and not accelerated):
             return "update" if self._updating else "compute"
+        if what.partition(" over ")[0] in _COLLECTIVES:
+            return "collectives"
         if stream == "host":
             return "host update" if operation else "control"
         return "control" if stream.startswith("control") else "copies"

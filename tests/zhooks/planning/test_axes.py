@@ -66,3 +66,33 @@ def test_which_only_save_memory(candidate: Candidate, beside: Candidate, expecte
 
 def test_on_a_cpu_the_host_tier_saves_nothing() -> None:
     assert not saves(Candidate(3, HOST), Candidate(3), one_memory=True)
+
+
+def test_ranks_that_share_their_samples_have_as_many_in_a_step() -> None:
+    found = list(candidates(BF16, 8, batched=batches(4, 1), divided=(1, 2, 8)))
+    assert len(found) == len(set(found)) and {each.tp for each in found} == {1, 2, 8}
+    samples = {(each.tp, each.batch.micro_batch * each.batch.accumulation) for each in found if each.batch}
+    assert samples == {(1, 4), (2, 8), (8, 32)}
+    assert {each.batch.micro_batch for each in found if each.batch and each.tp == 2} == {8, 4, 2, 1}
+    # Where all ranks share one batch there is nobody to share states with.
+    assert {each.stage for each in found if each.tp == 8} == {3}
+
+
+def test_each_candidate_s_mesh_has_all_ranks() -> None:
+    found = list(candidates(BF16, 16, batched=batches(2, 1), divided=(1, 4), replicas=(1, 2)))
+    assert {each.replicate for each in found} == {1, 2}
+    for each in found:
+        mesh = each.mesh(16) or {"shard": 16}
+        assert mesh.get("replicate", 1) * mesh["shard"] * mesh.get("tp", 1) == 16
+        assert [name for name in ("replicate", "shard", "tp") if name in mesh] == list(mesh)
+
+
+def test_16_bits_with_few_exponents_get_a_loss_scale_that_a_simulation_does_not() -> None:
+    found = list(candidates(Policy(), 1, dtypes=("fp16", "bf16")))
+    half = next(each for each in found if each.dtype == "fp16")
+    assert half.policy(Policy()).precision.loss_scale == "dynamic" and half.simulated(Policy()).precision.loss_scale is None
+    given = Policy.of({"precision": {"loss_scale": 512.0, "param": "fp16"}})
+    assert half.policy(given).precision.loss_scale == 512.0
+    assert all(each.policy(Policy()).precision.loss_scale is None for each in found if each.dtype == "bf16")
+    overlapped = Policy.of({"optimizer": {"overlap": True}})
+    assert {each.dtype for each in candidates(overlapped, 1, dtypes=("fp16", "bf16"))} == {"bf16"}
