@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from offload.text import as_size
@@ -169,14 +169,24 @@ class Ranking(Generic[C]):
         return max(0.0, 1 - min(each.seconds for each in self.untried) / best)
 
 
-def search(space: Space[C], candidates: Iterable[C], limits: Limits, *, keep: int = 5, most: int = 10) -> Ranking[C]:
+def search(
+    space: Space[C],
+    candidates: Iterable[C],
+    limits: Limits,
+    *,
+    keep: int = 5,
+    most: int = 10,
+    before: Ranking[C] | None = None,
+) -> Ranking[C]:
     """The best of these candidates; see Note [Search].
 
     Args:
         keep: how many to find.
-        most: simulations; where nothing has fitted by then, one more of what is expected to need the least of the device.
+        before: what others were found to be: only what could be among the best beside them is tried.
+        most: simulations, with those of ``before``; where nothing has fitted by then, one more of what is expected to need
+            the least of the device.
     """
-    found, left = Ranking[C](), list(candidates)
+    found, left = Ranking[C]() if before is None else replace(before, lasted=False), list(candidates)
     while left:
         bounds = [space.bound(each) for each in left]
         excluded = [limits.exceeded(bound.memory) for bound in bounds]

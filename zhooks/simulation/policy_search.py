@@ -81,7 +81,7 @@ def find_policy(
         device: bytes that a device may hold; None is the profile's memory.
         host, disk: bytes of a node, for all of its ranks together; None is the profile's.
         keep: how many policies to return.
-        most: simulations of the search; a few more may follow it.
+        most: simulations of the search; a few more may follow it, and one for each size of ``tp``.
         tell: hears a line for each simulation.
     Raises:
         BudgetError: no policy fits; with the least memory that would, by tier.
@@ -103,7 +103,11 @@ def find_policy(
             divided=(1, *space.needs.divided), dtypes=dtypes,
         )
     )  # fmt: skip
-    ranking = search(space, listed, limits, keep=keep, most=most)
+    # Undivided layers first: what they compute bounds what divided ones do, and not the other way.
+    whole, divided = ([each for each in listed if (each.tp > 1) is over] for over in (False, True))
+    ranking = search(space, whole, limits, keep=keep, most=most)
+    most_divided = max(most, ranking.simulations + len(space.needs.divided))
+    ranking = search(space, divided, limits, keep=keep, most=most_divided, before=ranking)
     if not ranking.fits:
         # Gathering nothing ahead is what saves the last bytes.
         nothing_ahead = [replace(each, prefetch=0) for each in listed]

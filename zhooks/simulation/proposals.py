@@ -197,7 +197,7 @@ class Proposals:
         use = [] if chosen.mesh is None else [f"Attach over a mesh of {dict(chosen.mesh)}."]
         if chosen.candidate.tp > 1:
             use.append('Divide the model over mesh["tp"], as build does; the ranks of that axis share their samples.')
-        if chosen.candidate.dtype == "fp16":
+        if chosen.policy.precision.loss_scale is not None:
             use.append("What the loss scale takes is not in the prediction.")
         if chosen.candidate.batch is not None:
             batch = chosen.candidate.batch

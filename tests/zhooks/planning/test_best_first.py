@@ -109,3 +109,15 @@ def test_one_memory_bounds_device_and_host_together() -> None:
     shared = Limits(100, 100, 0, one_memory=True)
     assert shared.exceeded(Memory(60, 60, 0)) == ["device and host 120 B of 100 B"]
     assert Limits(100, 100, 0).exceeded(Memory(60, 60, 0)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_search_that_goes_on_from_another_finds_the_best_of_both(seed: int) -> None:
+    space = made(seed)
+    every = range(len(space.seconds))
+    first = search(space, every[::2], LIMITS, most=1000)
+    found = search(space, every[1::2], LIMITS, most=1000, before=first)
+    possible = [each for each in every if space.device[each] <= 100 and each not in space.refused]
+    assert bool(found.fits) == bool(possible) and found.simulations == len(space.evaluated)
+    if possible:
+        assert found.fits[0].seconds <= 1.005 * min(space.seconds[each] for each in possible)
