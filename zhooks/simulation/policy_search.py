@@ -107,7 +107,8 @@ def find_policy(
     whole, divided = ([each for each in listed if (each.tp > 1) is over] for over in (False, True))
     ranking = search(space, whole, limits, keep=keep, most=most)
     most_divided = max(most, ranking.simulations + len(space.needs.divided))
-    ranking = search(space, divided, limits, keep=keep, most=most_divided, before=ranking)
+    # Beside whole layers that fit only what may be quicker than all of them is worth a simulation.
+    ranking = search(space, divided, limits, keep=1 if ranking.fits else keep, most=most_divided, before=ranking)
     if not ranking.fits:
         # Gathering nothing ahead is what saves the last bytes.
         nothing_ahead = [replace(each, prefetch=0) for each in listed]
