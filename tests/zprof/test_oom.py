@@ -112,6 +112,13 @@ def test_what_attach_refuses_is_read_too() -> None:
     device = refused(budget={"device": "1 KiB"})
     assert (device.tier, device.bound, device.limit, device.key) == ("device", "[budget] device", KIB, "attach")
     assert device.short == device.nbytes - KIB > 0
+    model = torch.nn.Linear(64, 64)
+    with pytest.raises(BudgetError) as caught:
+        zhooks.attach(model, torch.optim.Adam(model.parameters()), policy={"budget": {"device": "40 KiB"}})
+    whole = failure_of(caught.value)
+    # Parameters, gradients and as much twice of states.
+    assert whole is not None and whole.nbytes == pytest.approx(65 * KIB, rel=0.01) and whole.limit == 40 * KIB
+    assert whole.short == whole.nbytes - 40 * KIB and whole.states == pytest.approx(32.5 * KIB, rel=0.01)
     host = refused(parameter={"tier": "host"}, budget={"host": "1 KiB"})
     assert (host.tier, host.bound, host.limit) == ("host", "[budget] host", KIB)
     with pytest.raises(BudgetError) as caught:

@@ -38,6 +38,7 @@ class Failure:
         limit: what bounds the tier. free: what was left of it. short: how much more the request needed.
         bound: the name of what bounds it, e.g. "[budget] host".
         idle: reserved by torch's CUDA allocator and not in use. host_free: what the host could still take then.
+        states: of that, states of optimizers that were still to be made.
         exact: the figures are to the byte; else they are as the error rounds them.
         message: the error's own words.
     """
@@ -53,6 +54,7 @@ class Failure:
     bound: str = ""
     idle: int | None = None
     host_free: int | None = None
+    states: int | None = None
     exact: bool = True
 
 
@@ -150,10 +152,14 @@ def _budget(text: str) -> Failure:
         return Failure("budget", "host", text, nbytes=_parsed(unmapped[2]), key=unmapped[1], exact=False)
     planned = re.search(r"\[budget\] (device|host|disk): expected (?:room|memory) for (.+?), (?:in all )?found ", text)
     if planned:
-        tier, sizes = planned[1], [_parsed(size) for size in re.findall(_SIZE, text)]
+        total = re.search(rf"{_SIZE} in all, found {_SIZE}", text)
+        found = list(total.groups()) if total else re.findall(_SIZE, text)
+        tier, sizes = planned[1], [_parsed(size) for size in found]
+        states = _bytes_in(rf"and for the states of [^:]*?, {_SIZE}: ", text)
         short = sizes[0] - sizes[1] if len(sizes) > 1 and sizes[0] and sizes[1] else None
         asked, limit_nbytes = (sizes[0], sizes[1]) if len(sizes) > 1 else (None, None)
-        return Failure("budget", tier, text, asked, "attach", limit_nbytes, None, short, f"[budget] {tier}", exact=False)
+        bound = f"[budget] {tier}"
+        return Failure("budget", tier, text, asked, "attach", limit_nbytes, None, short, bound, states=states, exact=False)
     tier = next((tier for tier in ("device", "disk") if f"expected {tier}" in text), "host")
     asked = _bytes_in(rf"preflight: expected .*? for {_SIZE}", text)
     return Failure("budget", tier, text, asked, "attach", short=_bytes_in(rf"{_SIZE} short", text), exact=False)
