@@ -142,7 +142,7 @@ def of_packages(sources: list[Source], *packages: str) -> list[Source]:
 
 MAY_IMPORT = {"offload": {"offload"}, "zprof": {"offload", "zprof"}, "zhooks": {"offload", "zhooks"}}
 #: Commands that simulate need what they simulate; nothing else of zprof knows the runtime.
-SIMULATE = ("tools/zprof/simulate_cli.py", "tools/zprof/plan_cli.py")
+SIMULATE = ("tools/zprof/simulate_cli.py", "tools/zprof/plan_cli.py", "tools/zprof/oom_cli.py")
 
 #: From the top down: what is in a package imports from its own line and from lines below.
 ORDER = {

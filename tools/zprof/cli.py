@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "frag": ("zprof.frag_cli", "Say how fragmented memory is, and whether an allocation would succeed."),
     "diff": ("zprof.diff_cli", "Compare two runs."),
     "check": ("zprof.check_cli", "Hold a run against limits, for CI."),
+    "oom": ("zprof.oom_cli", "Say why a run ran out of memory, and try what would fit, by simulation."),
     "simulate": ("zprof.simulate_cli", "Predict a training step on hardware that is not there."),
     "bench": ("zprof.bench_cli", "Measure what this machine's memory, buses and disks can do."),
     "export": ("zprof.export_cli", "Write a run in another tool's format."),

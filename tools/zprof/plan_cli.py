@@ -16,10 +16,11 @@ from zprof.jobs import HELP, load_job
 from zprof.output import check_output, write_output
 from zprof.problem import Misuse
 
-__all__ = ["plan"]
+__all__ = ["plan", "size"]
 
 
-def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Bytes of a size such as 40GiB."""
     if value is None:
         return None
     try:
@@ -47,12 +48,12 @@ def _dtypes(ctx: click.Context, param: click.Parameter, value: str | None) -> li
     "--precision", callback=_dtypes, metavar="DTYPES", help="Dtypes that parameters may be computed with: bf16,fp16,fp32."
 )
 @click.option(
-    "--device", callback=_size, metavar="SIZE", help="Memory of a device that may be used; the profile's unless said."
+    "--device", callback=size, metavar="SIZE", help="Memory of a device that may be used; the profile's unless said."
 )
 @click.option(
-    "--host", callback=_size, metavar="SIZE", help="Memory of a node, for all of its ranks; the profile's unless said."
+    "--host", callback=size, metavar="SIZE", help="Memory of a node, for all of its ranks; the profile's unless said."
 )
-@click.option("--disk", callback=_size, metavar="SIZE", help="Disk of a node, for all of its ranks; the profile's unless said.")
+@click.option("--disk", callback=size, metavar="SIZE", help="Disk of a node, for all of its ranks; the profile's unless said.")
 @click.option("--most", type=click.IntRange(1, 1000), default=10, show_default=True, help="Simulations of the search.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the best one here, as a policy file with reasons.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite that file if it is there.")

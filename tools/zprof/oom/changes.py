@@ -60,6 +60,8 @@ class Change:
         price: in words. rank: what it is compared by, price first, then bytes moved or computed again.
         about: what it changes; of two changes about one thing only one can be made.
         at_most: the true saving may be smaller, for a reason the price names.
+        keys: what to write into the policy, table by table; None of what is no policy's.
+        batches: so many micro-batches in the place of one.
     """
 
     what: str
@@ -68,6 +70,8 @@ class Change:
     about: frozenset[str]
     after: Callable[[Held], Held]
     at_most: bool = False
+    keys: Mapping[str, Any] | None = None
+    batches: int = 1
 
 
 def changes(plight: Plight) -> Iterator[Change]:
@@ -104,6 +108,7 @@ def _schedule(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
             (_OVERLAP, sum(fetched.values())),
             _about("prefetch"),
             less("parameter", "device", fetched),
+            keys={"schedule": {"prefetch": 0}},
         )
 
 
@@ -121,9 +126,8 @@ def _stages(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
             2: "gradients are reduced in every backward",
             3: f"parameters are gathered in every pass; {as_size(flying)} stay for units in flight",
         }[higher]
-        yield Change(
-            f"stage = {higher}", price, (_TRAFFIC, higher), _about("stage"), partitioned(tuple(cells), plight.world, flying)
-        )
+        after = partitioned(tuple(cells), plight.world, flying)
+        yield Change(f"stage = {higher}", price, (_TRAFFIC, higher), _about("stage"), after, keys={"stage": higher})
 
 
 def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
@@ -142,7 +146,7 @@ def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
             if now in plight.pool and at > 0 and to not in plight.pool and to != now:
                 cost = f"{as_size(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
                 after = moved(cell, now, to, gathered, flying + staged)
-                yield Change(f'[{cell}] tier = "{to}"', cost, (price, 2 * at), about, after)
+                yield Change(f'[{cell}] tier = "{to}"', cost, (price, 2 * at), about, after, keys={cell: {"tier": to}})
     yield from _all_on_the_tier(plight, policy)
     yield from _on_the_host(plight, policy)
 
@@ -159,6 +163,7 @@ def _all_on_the_tier(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Chan
             (_HOST if tier == "host" else _DISK, 2 * at),
             _about("optimizer tier"),
             moved("optimizer", "device", tier, flying=_staged(stored, policy)),
+            keys={"optimizer": {"device_share": 0.0}},
         )
 
 
@@ -175,6 +180,7 @@ def _on_the_host(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
             (_HOST, 2 * stored[1]),
             _about("optimizer tier", "gradient tier"),
             lambda held: moved("gradient", "device", "host")(moved("optimizer", "device", "host")(held)),
+            keys={"gradient": {"tier": "host"}, "optimizer": {"tier": "host", "compute": "host"}},
         )
 
 
@@ -195,12 +201,14 @@ def _activations(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
             _about("activation"),
             largest_alone("activation", plight.pool),
             at_most=True,
+            keys={"activation": {"checkpoint": "unit"}},
         )
     for to, price in (("host", _HOST), ("disk", _DISK)):
         if total and to != now and to not in plight.pool and now != "disk":
             cost = f"{as_size(total)} out in forward and back in backward, {_way(now, to)}; tensors below min_bytes stay"
             after = moved("activation", now, to)
-            yield Change(f'[activation] tier = "{to}"', cost, (price, 2 * total), _about("activation"), after, at_most=True)
+            what, written = f'[activation] tier = "{to}"', {"activation": {"tier": to}}
+            yield Change(what, cost, (price, 2 * total), _about("activation"), after, at_most=True, keys=written)
 
 
 def _bf16(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
@@ -212,6 +220,7 @@ def _bf16(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
             _about("precision"),
             halved(("activation",)),
             at_most=True,
+            keys={"precision": {"param": "bf16"}},
         )
 
 
@@ -223,6 +232,8 @@ def _half_batch(plight: Plight) -> Iterator[Change]:
         _about("batch"),
         halved(("activation", "temporary")),
         at_most=True,
+        keys={},
+        batches=2,
     )
 
 
@@ -237,6 +248,7 @@ def _without_zhooks(plight: Plight) -> Iterator[Change]:
             _about("stage"),
             partitioned(cells, plight.world, 0),
             at_most=True,
+            keys={"stage": 3},
         )
     blocks = [key for (what, tier, key), _ in plight.held.items() if what == "activation" and tier in plight.pool]
     if len(blocks) > 1:
@@ -255,7 +267,8 @@ def _without_zhooks(plight: Plight) -> Iterator[Change]:
             what = f'zhooks.attach(model, policy={{"optimizer": {{"tier": "{to}"}}}})'
             cost = f"{as_size(at)} read and written once a step, {_way('device', to)}"
             after = moved("optimizer", "device", to, flying=_staged(states, {}))
-            yield Change(what, cost, (price, 2 * at), _about("optimizer tier"), after)
+            written = {"stage": 3, "optimizer": {"tier": to}}
+            yield Change(what, cost, (price, 2 * at), _about("optimizer tier"), after, keys=written)
     if not plight.shared:
         yield Change(
             "torch.autocast(dtype=torch.bfloat16) around forward",

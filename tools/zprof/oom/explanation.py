@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zprof.trace.columns import Rows
     from zprof.trace.reader import Trace
 
-__all__ = ["explain", "last_lines"]
+__all__ = ["Explained", "explain", "explained", "last_lines"]
 
 #: To read more rows than this takes seconds, which a run that ended well need not wait for.
 _MOST_ROWS = 2_000_000
@@ -42,6 +42,7 @@ _PHASES = ("forward", "backward", "step")
 #: A unit counts for what states cost a parameter if it is not among the smallest.
 _NOT_SMALL = 8
 _BEFORE_STACK = " <- "
+_NOT_TRIED = "not tried: zprof oom RUN --job module:function --hardware FILE simulates each, and looks for others"
 
 
 def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> list[str]:
@@ -92,6 +93,35 @@ def _write_down(path: Path, killed: Failure) -> None:
 def explain(trace: Trace) -> list[str]:
     """Why the run ran out of memory, in lines; none where it did not, or nobody recorded it."""
     return _explained(trace, _Reading(trace), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Why a run ran out of memory.
+
+    Attributes:
+        lines: that say so, without what would have let it fit.
+        remedies: what would, by recorded bytes.
+        policy: that it ran under; None without zhooks, and where it failed before it had one.
+        world: ranks.
+    """
+
+    failure: Failure
+    lines: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
+    policy: Mapping[str, Any] | None
+    world: int
+
+
+def explained(trace: Trace) -> Explained | None:
+    """The same as values; None where it did not, or nobody recorded it."""
+    failure = _recorded(trace)
+    if failure is None:
+        return None
+    reading = _Reading(trace)
+    case = _case(trace, reading, failure)
+    found = tuple(remedies(case.plight)[:_MOST_REMEDIES])
+    return Explained(failure, tuple(_facts(trace, reading, case)), found, case.plight.policy, trace.header.world)
 
 
 class _Reading:
@@ -171,11 +201,13 @@ def _explained(trace: Trace, reading: _Reading, killed: Failure | None) -> list[
     if failure is None:
         return []
     case = _case(trace, reading, failure)
-    lines = [_headline(case)]
+    return _facts(trace, reading, case) + _proposals(case)
+
+
+def _facts(trace: Trace, reading: _Reading, case: _Case) -> list[str]:
     covered = coverage(trace, reading.ledger.tiers)
-    lines += _table(case.held, whole=not any(covered.tier(tier) for tier in reading.ledger.tiers))
-    lines += _top(case.held, case.plight.pool)
-    return lines + _proposals(case)
+    whole = not any(covered.tier(tier) for tier in reading.ledger.tiers)
+    return [_headline(case), *_table(case.held, whole=whole), *_top(case.held, case.plight.pool)]
 
 
 def _recorded(trace: Trace) -> Failure | None:
@@ -272,7 +304,12 @@ def _block(path: str, units: set[str]) -> str:
 
 
 def _states_to_come(held: Mapping[tuple[str, str, str], int], failure: Failure, phase: str) -> dict[str, int]:
-    """Unit -> bytes of states it lacks beside the unit that has most a parameter: the step would have made them too."""
+    """Unit -> bytes of states it lacks: those that the error speaks of, or beside the unit that has most a parameter; the step
+    would have made them too."""
+    if failure.states:
+        sizes = _of(held, "parameter")
+        whole = sum(sizes.values())
+        return {key: failure.states * nbytes // whole for key, nbytes in sizes.items() if nbytes}
     if phase != "step" and not failure.key.startswith("optimizer/"):
         return {}
     parameters, states = _of(held, "parameter"), _of(held, "optimizer")
@@ -357,13 +394,8 @@ def _proposals(case: _Case) -> list[str]:
     for before, remedy in zip([None, *found], found[:_MOST_REMEDIES], strict=False):
         if before is None or before.fits is not remedy.fits:
             lines.append(headings[remedy.fits])
-        lines.append(f"  {_said(remedy)}")
-    return lines
-
-
-def _said(remedy: Remedy) -> str:
-    saved = f"{'at most ' if remedy.at_most else ''}{as_size(remedy.nbytes)}"
-    return f"{remedy.what}: saves {saved}; {remedy.price}"
+        lines.append(f"  {remedy}")
+    return [*lines, _NOT_TRIED]
 
 
 def _plain(text: str) -> str:

@@ -10,9 +10,12 @@ Note: [Together]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
+from offload.text import as_size
 from zprof.oom.changes import ALLOCATOR, Change, Plight, changes
 from zprof.oom.held import Held, bytes_in
 
@@ -36,6 +39,26 @@ class Remedy:
     @property
     def price(self) -> str:
         return "; ".join(change.price for change in self.changes)
+
+    def __str__(self) -> str:
+        saved = f"{'at most ' if self.at_most else ''}{as_size(self.nbytes)}"
+        return f"{self.what}: saves {saved}; {self.price}"
+
+    @property
+    def keys(self) -> dict[str, Any] | None:
+        """What to write into the policy, table by table; None where something of it is no policy's."""
+        found: dict[str, Any] = {}
+        for change in self.changes:
+            if change.keys is None:
+                return None
+            for table, value in change.keys.items():
+                found[table] = {**found.get(table, {}), **value} if isinstance(value, Mapping) else value
+        return found
+
+    @property
+    def batches(self) -> int:
+        """Micro-batches in the place of one."""
+        return max(change.batches for change in self.changes)
 
     @property
     def at_most(self) -> bool:
