@@ -65,6 +65,10 @@ class Disk(Protocol):
     def reserved(self) -> int:
         """Bytes reserved, used or not."""
 
+    @property
+    def rounded(self) -> int:
+        """Bytes that blocks take beyond what was asked for, for they end on pages of their own."""
+
     def allocate(self, nbytes: int, key: str) -> Extent: ...
 
     def free(self, extent: Extent) -> None: ...
@@ -149,6 +153,11 @@ class DiskFile:
     def reserved(self) -> int:
         """Bytes the file has reserved, used or not."""
         return self._space.end - ALIGN
+
+    @property
+    def rounded(self) -> int:
+        """Bytes that extents take beyond what was asked for."""
+        return self._rounded
 
     @property
     def holes(self) -> list[tuple[int, int]]:

@@ -39,6 +39,7 @@ class VirtualDisk:
         self.path, self.limit, self.used = Path("virtual"), limit, 0
         self._machine, self._bus = machine, Bus() if bus is None else bus
         self._space = Space(ALIGN)
+        self.rounded = 0
         self._keys: dict[int, str] = {}
         #: Requests take their time one after the other, and are in no order but for who waits for them.
         self._lanes = [machine.side(f"disk {number}") for number in range(_LANES)]
@@ -50,14 +51,16 @@ class VirtualDisk:
 
     def allocate(self, nbytes: int, key: str) -> Extent:
         taken = max(ALIGN, round_up(nbytes))
-        if self.limit is not None and self.used + nbytes > self.limit:
-            raise cannot_admit(Tier.DISK, key, nbytes, used=self.used, limit=self.limit, note="on the virtual disk")
+        used = self.used - self.rounded
+        if self.limit is not None and used + nbytes > self.limit:
+            raise cannot_admit(Tier.DISK, key, nbytes, used=used, limit=self.limit, note="on the virtual disk")
         start = self._space.take(taken)
         if start is None:
             self._space.extend(self._space.lacking(taken))
             start = self._space.take(taken)
         assert start is not None
         self.used += taken
+        self.rounded += taken - nbytes
         self._keys[start] = key
         return Extent(start, nbytes)
 
@@ -65,6 +68,7 @@ class VirtualDisk:
         taken = max(ALIGN, round_up(extent.nbytes))
         self._space.give(extent.offset, taken)
         self.used -= taken
+        self.rounded -= taken - extent.nbytes
         del self._keys[extent.offset]
 
     def keep(self, extent: Extent, key: str) -> NoReturn:

@@ -163,6 +163,11 @@ class HostPool:
         return self._reserved
 
     @property
+    def rounded(self) -> int:
+        """Bytes that blocks take beyond what was asked for, for they end on pages of their own."""
+        return self._rounded
+
+    @property
     def pinned(self) -> bool:
         """Slabs are locked: all of them is resident, used or not."""
         return self._pin

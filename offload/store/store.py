@@ -133,9 +133,15 @@ class Store:
 
     @property
     def unused(self) -> dict[Tier, int]:
-        """Bytes that host memory and scratch file have reserved and no block or buffer asked for."""
+        """Bytes that host memory and scratch file have reserved and no block or buffer has taken."""
         reserved = {Tier.HOST: self.host.reserved, Tier.DISK: 0 if self._disk is None else self._disk.reserved}
-        return {tier: max(0, nbytes - self.budget.used(tier)) for tier, nbytes in reserved.items()}
+        rounded = self.rounded
+        return {tier: max(0, nbytes - self.budget.used(tier) - rounded[tier]) for tier, nbytes in reserved.items()}
+
+    @property
+    def rounded(self) -> dict[Tier, int]:
+        """Bytes that blocks and buffers have taken and not asked for: each ends on a page of its own."""
+        return {Tier.HOST: self.host.rounded, Tier.DISK: 0 if self._disk is None else self._disk.rounded}
 
     # Leases.
 

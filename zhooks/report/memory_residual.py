@@ -81,11 +81,13 @@ def unaccounted(device: torch.device, known: Mapping[str, int], store: Store | N
         yield Residue("of it, in split blocks", "device", int(stats.get("inactive_split_bytes.all.current", 0)))
     locked = 0
     if store is not None:
-        unused = store.unused
+        unused, rounded = store.unused, store.rounded
         locked = unused[Tier.HOST] if store.host.pinned else 0
-        for what, tier in (("free in host slabs", Tier.HOST), ("free in scratch file", Tier.DISK)):
-            if unused[tier]:
-                yield Residue(what, tier.value, unused[tier])
+        for free, tier in (("free in host slabs", Tier.HOST), ("free in scratch file", Tier.DISK)):
+            for what, nbytes in (("ends of pages", rounded[tier]), (free, unused[tier])):
+                if nbytes:
+                    yield Residue(what, tier.value, nbytes)
+        locked += rounded[Tier.HOST]
     resident = _resident_nbytes()
     if resident is not None:
         mine = known["host"] + locked + (known["device"] if device.type == "cpu" else 0)

@@ -89,7 +89,11 @@ def check(units: Numels, stage: int, tier: str, dtype: str | None, world: int) -
         assert made.held[ACCELERATOR] == report.by_tier["device"], report.transient
         if tier != "device":
             store = store_of(attachment)
-            assert made.held[HOST] == report.by_tier["host"] + store.unused[Tier.HOST]
+            assert made.held[HOST] == report.by_tier["host"] + store.unused[Tier.HOST] + store.rounded[Tier.HOST]
+            ends = {row.tier: row.nbytes for row in report.rest if row.what == "ends of pages"}
+            assert ends == {where.value: nbytes for where, nbytes in store.rounded.items() if nbytes}
+            # Blocks and their ends are whole pages.
+            assert (store.budget.used(Tier(tier)) + store.rounded[Tier(tier)]) % 4096 == 0
             held = sum(nbytes for (_, where), nbytes in found.items() if where == tier)
             assert held <= store.budget.used(Tier(tier)) - (report.transient["staging"] if tier == "host" else 0)
         optimizer.zero_grad()
