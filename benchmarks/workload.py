@@ -56,11 +56,11 @@ class Block(nn.Module):
         return x + widened
 
     def _attend(self, x: Tensor) -> Tensor:
-        batch, length, dim = x.shape
-        heads = (batch, length, self.heads, dim // self.heads)
-        query, key, value = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(dim, dim=2))
+        # As many heads as this rank has, where the layer is divided.
+        split = (-1, x.shape[-1] // self.heads)
+        query, key, value = (part.unflatten(-1, split).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        projected: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, length, dim))
+        projected: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
         return projected
 
 

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import zhooks
 from offload.hardware import Hardware
@@ -65,6 +68,25 @@ def build(size: Shape, dtype: torch.dtype = torch.float16) -> Callable[[], tuple
 
     def built() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = GPT(size).to(dtype)
+        return model, MasterAdam(model.parameters())
+
+    return built
+
+
+def build_divided(size: Shape) -> Callable[[DeviceMesh], tuple[nn.Module, torch.optim.Optimizer]]:
+    """The same with every layer divided over the mesh's "tp", as Megatron divides it (arXiv:1909.08053)."""
+
+    def built(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = GPT(size).to(torch.float16)
+        whole = Replicate()
+        plan: dict[str, ParallelStyle] = {
+            "wte": RowwiseParallel(input_layouts=whole, output_layouts=whole),
+            "head": ColwiseParallel(input_layouts=whole, output_layouts=whole),
+        }
+        for at in (f"blocks.{index}" for index in range(size.layers)):
+            plan |= {f"{at}.{name}": ColwiseParallel() for name in ("qkv", "fc")}
+            plan |= {f"{at}.{name}": RowwiseParallel() for name in ("proj", "out")}
+        parallelize_module(model, mesh["tp"], plan)
         return model, MasterAdam(model.parameters())
 
     return built

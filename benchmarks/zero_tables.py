@@ -30,7 +30,7 @@ import zhooks
 from offload.hardware import Hardware
 from offload.virtual import ACCELERATOR
 from workload import Shape
-from zero_models import attached, build, loss_of, shape, step
+from zero_models import attached, build, build_divided, loss_of, shape, step
 from zhooks.simulation import Simulation
 
 GB = 1e9
@@ -48,6 +48,8 @@ TABLE1: dict[str, tuple[tuple[float, float, float], ...]] = {
 #: 10^9 parameters on 64 devices of 32 GB as Table 2 prints them, by stage: theory, and measured where the paper did.
 TABLE2: dict[int, tuple[float, float | None]] = {0: (2, 1.3), 1: (7.6, 6.2), 2: (14.4, None), 3: (128, None)}
 WIDTHS = {0: 2048, 1: 4096, 2: 4096, 3: 8192}
+#: 10^9 parameters on 64 m devices beside a model parallelism of m, as the paper measured them: stages 0 and 1.
+MEASURED = {1: (1.3, 6.2), 2: (2.5, 12.5), 4: (5.0, 25.0), 8: (10.0, 50.0), 16: (20.0, 100.0)}
 
 
 def formula(stage: int, psi: float, ranks: int) -> float:
@@ -110,11 +112,13 @@ def table1(names: list[str], worlds: list[int], show: Console) -> list[dict[str,
     return rows
 
 
-def simulated(size: Shape, world: int, stage: int, hardware: str, **given: Any) -> Simulation:
+def simulated(size: Shape, world: int, stage: int, hardware: str, *, degree: int = 1, **given: Any) -> Simulation:
+    """A step on ``world`` devices, layers divided over ``degree`` of them."""
     policy = {"stage": stage, **COMMON, **given.pop("policy", {})}
-    return zhooks.simulate(
-        build(size), step(size), world=world, hardware=hardware, policy=policy, check_races=False, **given
-    )
+    if degree > 1:
+        given["mesh"] = {"shard": world // degree, "tp": degree}
+    made = build(size) if degree == 1 else build_divided(size)
+    return zhooks.simulate(made, step(size), world=world, hardware=hardware, policy=policy, check_races=False, **given)
 
 
 def most(fits: Callable[[int], bool], first: int) -> int:
@@ -164,6 +168,51 @@ def largest(stage: int, dim: int, batch: int, ranks: int, memory: int) -> Larges
     return Largest(layers, psi, peaks[layers], formula(held, psi, ranks))
 
 
+def largest_divided(stage: int, dim: int, ranks: int, degree: int, memory: int) -> Largest:
+    """As ``largest`` beside a model parallelism of ``degree``: layers add alike to the peak, so few are tried."""
+    peaks: dict[int, int] = {}
+
+    def peak(layers: int) -> int:
+        if layers not in peaks:
+            peaks[layers] = simulated(shape(layers, dim), ranks * degree, stage, "v100-32", degree=degree).device.nbytes
+        return peaks[layers]
+
+    few, more = 4, 12
+    each = (peak(more) - peak(few)) / (more - few)
+    layers = max(1, few + int((memory - peak(few)) / each))
+    while peak(layers) > memory:
+        layers -= 1
+    while peak(layers + 1) <= memory:
+        layers += 1
+    psi, held = _parameters(layers, dim), 2 if stage == 1 else stage
+    return Largest(layers, psi, peak(layers), formula(held, psi / degree, ranks))
+
+
+def table2_divided(show: Console, degrees: list[int], stages: list[int]) -> list[dict[str, Any]]:
+    table = _table(
+        "Table 2 by model parallelism (tp), 64 devices of 32 GB each, 10^9 parameters, 1,024 tokens a slice",
+        "MP", "devices", "stage", "paper, theory", "formula", "paper, measured", "ours, predicted", "layers x width", "peak",
+        "states", "s",
+    )  # fmt: skip
+    rows = []
+    for degree in degrees:
+        for stage in stages:
+            # Wider by a half of the degree's powers of two, so that layers stay few.
+            begin, dim = time.monotonic(), WIDTHS[stage] << (degree.bit_length() - 1) // 2
+            found = largest_divided(stage, dim, 64, degree, Hardware.of("v100-32").device.memory)
+            theory, by_formula = degree * TABLE2[stage][0], degree * 32 / formula(stage, 1, 64)
+            measured = MEASURED[degree][stage] if stage < 2 else None
+            cited = {"degree": degree, "stage": stage, "paper_theory": theory, "paper_measured": measured}
+            rows.append({**cited, "formula": by_formula, "dim": dim, **asdict(found), "seconds": time.monotonic() - begin})
+            table.add_row(
+                f"{degree}", f"{64 * degree:,}", f"{stage}", f"{theory:g}", f"{by_formula:.4g}",
+                "-" if measured is None else f"{measured:g}", f"{found.parameters / GB:.3g}", f"{found.layers} x {dim:,}",
+                f"{found.peak / 2**30:.2f} GiB", f"{found.states / 2**30:.2f} GiB", f"{rows[-1]['seconds']:.0f}",
+            )  # fmt: skip
+    show.print(table)
+    return rows
+
+
 def table2(show: Console, batch: int) -> list[dict[str, Any]]:
     table = _table(
         f"Table 2: largest model on 64 devices of 32 GB, 10^9 parameters, {batch} x 1,024 tokens a device",
@@ -183,9 +232,6 @@ def table2(show: Console, batch: int) -> list[dict[str, Any]]:
             f"{found.states / 2**30:.2f} GiB", f"{seconds:.0f}",
         )  # fmt: skip
     show.print(table)
-    show.print("The formula's row for m-way model parallelism on 64 m devices of 32 GB, stages 0 to 3:")
-    for degree in (1, 2, 4, 8, 16):
-        show.print(f"  m = {degree}: " + ", ".join(f"{degree * 32 / formula(stage, 1, 64):.4g}" for stage in TABLE2))
     return rows
 
 
@@ -255,16 +301,21 @@ def _table(title: str, *headings: str) -> Table:
 def chosen(given: argparse.Namespace, show: Console) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
     yield "table1", lambda: table1(given.models.split(","), given.ranks, show)
     yield "table2", lambda: table2(show, given.batch)
+    yield "table2-mp", lambda: table2_divided(show, given.degrees, given.stages)
     yield "throughput", lambda: throughput(show)
     yield "10T", lambda: ten_trillion(show)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The ZeRO paper's tables beside what zhooks holds on the virtual device.")
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help="table1, table2, throughput, 10T; none is all")
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help="table1, table2, table2-mp, throughput, 10T; none is all")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of table 1: {', '.join(MODELS)}")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(WORLDS), choices=WORLDS, metavar="N", help="of table 1")
     parser.add_argument("--batch", type=int, default=1, help="sequences of 1,024 tokens a device in table 2")
+    parser.add_argument(
+        "--degrees", type=int, nargs="+", default=[*MEASURED], choices=[*MEASURED], metavar="M", help="of table2-mp"
+    )
+    parser.add_argument("--stages", type=int, nargs="+", default=[*TABLE2], choices=[*TABLE2], metavar="S", help="of table2-mp")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     given = parser.parse_args()
     show, written = Console(width=150), dict[str, Any]()

@@ -54,6 +54,28 @@ def test_what_a_model_in_the_papers_precision_holds_is_the_formula_and_less_padd
 
 
 @on_virtual()
+def test_a_device_computes_and_moves_its_part_of_layers_that_are_divided() -> None:
+    made = tables()
+    size = made.shape(2, 256, length=64)
+    whole, half = (made.simulated(size, 4 * degree, 1, "v100-32", degree=degree) for degree in (1, 2))
+    assert half.flops == pytest.approx(whole.flops / 2, rel=1e-6)
+    assert half.device.nbytes < whole.device.nbytes
+
+
+@pytest.mark.slow
+@on_virtual()
+def test_the_most_divided_layers_fit_and_one_more_does_not() -> None:
+    made = tables()
+    memory = 676 << 20
+    found = made.largest_divided(1, 256, 4, 2, memory)
+    peaks = [
+        made.simulated(made.shape(layers, 256), 8, 1, "v100-32", degree=2).device.nbytes
+        for layers in (found.layers, found.layers + 1)
+    ]
+    assert found.peak == peaks[0] <= memory < peaks[1]
+
+
+@on_virtual()
 def test_the_largest_number_that_fits_is_found_from_any_first_guess() -> None:
     made = tables()
     for bound in range(40):
@@ -61,7 +83,7 @@ def test_the_largest_number_that_fits_is_found_from_any_first_guess() -> None:
             assert made.most(lambda number, bound=bound: number <= bound, first) == bound
 
 
-@on_virtual(wrong=("tabel1", "table1 --models 8B", "table2 --batch 0", "table1 --ranks 5"))
+@on_virtual(wrong=("tabel1", "table1 --models 8B", "table2 --batch 0", "table1 --ranks 5", "table2-mp --degrees 3"))
 def test_wrong_usage_ends_with_two_before_anything_is_built(wrong: str) -> None:
     made = tables()
     with patch.object(sys, "argv", ["zero_tables.py", *wrong.split()]), pytest.raises(SystemExit) as ended:
