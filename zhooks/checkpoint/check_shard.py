@@ -126,6 +126,11 @@ def _check_buffers(saved: Saved) -> dict[str, tuple[SavedFolder, int]]:
         what, advice = "buffers and ignored parameters", "Build the same model, with the same [units] ignore."
     _same_names(what, where, buffers, advice, part=_in_stages(saved))
     where = {name: where[name] for name in buffers}
+    for name in plain_of(run.ignored, "load"):
+        folder = where[name][0]
+        every = range(folder.manifest.world)
+        if not folder.as_many and len({_digest(folder, rank, name) for rank in every}) > 1:
+            raise _of_each_rank(folder, f"parameters that [units] ignore leaves as they are ({name})")
     for name, buffer in buffers.items():
         folder, rank = where[name]
         expect(folder, rank, buffer_name(name), buffer.dtype, tuple(buffer.shape))
@@ -138,6 +143,15 @@ def _check_buffers(saved: Saved) -> dict[str, tuple[SavedFolder, int]]:
                     f"divided anew, found other values of {name}. Load it on as many places on tp."
                 )
     return where
+
+
+def _of_each_rank(folder: SavedFolder, what: str) -> CheckpointError:
+    """Other ranks than saved cannot each have what was a rank's own."""
+    data, place = folder.layout.places.data, folder.place
+    return CheckpointError(
+        f"load {folder.path}: expected as many ranks as saved, {len(data[0])} x {len(data)} (data x tp), for {what} are each "
+        f"rank's own, found {place.data_world} x {place.own.tp}. Load it on as many."
+    )
 
 
 def _digest(folder: SavedFolder, rank: int, name: str) -> str | None:
@@ -153,6 +167,9 @@ def _check_ignored(saved: Saved) -> dict[str, SavedFolder]:
         names = saved.document(folder).get("ignored gradients", [])
         known = isinstance(names, list) and (_in_stages(saved) or params.keys() >= set(names))
         require(known, "gradients of ignored parameters")
+        held = any(name.startswith(gradient_name("")) for record in folder.manifest.files for name in record.tensors)
+        if held and not folder.as_many:
+            raise _of_each_rank(folder, "gradients of parameters that [units] ignore leaves as they are")
         found |= {name: folder for name in names if name in params}
     for name, folder in found.items():
         part = part_of(params[name])

@@ -73,6 +73,7 @@ class SavedFolder:
         counterpart: the file of what each rank has for itself (buffers, random states): of this rank's place, else of one
             that stands for it.
         same_place: it is of this rank's place.
+        as_many: as many data ranks and places on tp saved as load.
     """
 
     def __init__(self, path: Path, manifest: Manifest, place: Place) -> None:
@@ -85,6 +86,7 @@ class SavedFolder:
         data = kept.data[self._tp]
         self.counterpart = data[place.data % len(data)]
         self.same_place = place.data < len(data)
+        self.as_many = (len(data), kept.tp) == (place.data_world, place.own.tp)
 
     def close(self) -> None:
         """Idempotent."""

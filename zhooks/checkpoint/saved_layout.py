@@ -103,7 +103,7 @@ class SavedParam:
 
     def span(self, shard: int) -> tuple[int, int]:
         """Where a rank's range of it begins in what that rank saved, and its elements."""
-        pieces = self.flat.layout.pieces(self.index, shard)
+        pieces = self.flat.layout.pieces(self.index, shard if self.flat.sharded else 0)
         return (pieces[0].local if pieces else 0), sum(piece.numel for piece in pieces)
 
     def runs(self, spec: ParamShard) -> Iterator[tuple[int | None, int | None, int, int]]:

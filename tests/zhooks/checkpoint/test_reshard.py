@@ -40,6 +40,7 @@ SAME_ARITHMETIC = [
     case((2, {"stage": 0}), (2, {"stage": 2, "tier": "host"})),
     case((2, {"stage": 1, "tier": "disk"}), (2, {"stage": 3, "units": 64})),
     case((1, {"stage": 3, "tier": "host"}), (1, {"stage": 0})),
+    case((2, {"stage": 0, "kind": "muon"}), (2, {"stage": 3, "kind": "muon"}), slow=True),
 ]
 
 

@@ -46,6 +46,7 @@ ON_FOUR = pytest.mark.parametrize("world", [pytest.param(4, id="world4")])
         case(1, "muon", {}, other=2),
         case(2, "lbfgs", {}, other=1),
         case(2, "lbfgs", {"stage": 2}, other=4, slow=True),
+        case(2, "lbfgs", {"stage": 0}, other=2),
         case(4, "sgd", {"half": True}, other=2, slow=True),
         case(2, "adamw", {"dtype": "bfloat16", "more": {"optimizer": {"rounding": "stochastic"}}}, other=1),
     ],
@@ -175,6 +176,45 @@ def test_random_states_and_buffers_stay_with_their_place_and_new_ranks_draw_thei
     for which in (0, 1):
         assert len({tuple(row[which]) for row in loaded}) == 4
     assert ranks(world).run(f"{__name__}:draws", path=str(tmp_path)) == loaded
+
+
+class Leaving(nn.Module):
+    """A sharded layer beside one that [units] ignore leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.left = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def leaves(path: str, name: str, held: bool, own: bool, match: str = "") -> None:
+    """Save where there is no such folder; ``own``: the ignored parameters are each rank's, ``held``: they have gradients."""
+    torch.manual_seed(0)
+    model = Leaving()
+    attachment = zhooks.attach(model, policy={"stage": 3, "units": {"ignore": ["left"]}})
+    run = Path(path) / name
+    if not from_first(run.exists()):
+        with torch.no_grad():
+            model.left.weight.add_(place()[0] if own else 1)
+        if held:
+            model.left.weight.grad = torch.ones(4, 4)
+        attachment.save(run, ())
+    elif match:
+        with pytest.raises(zhooks.CheckpointError, match=match):
+            attachment.load(run, ())
+    else:
+        before = model.left.weight.detach().clone()
+        attachment.load(run, ())
+        assert torch.equal(model.left.weight, before + 1)
+
+
+def test_what_is_each_ranks_own_is_refused_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    for name, held, own, match in (
+        ("same", False, False, ""),
+        ("own", False, True, r"for parameters that \[units\] ignore .*left\.weight.*are each rank's own, found 1 x 1"),
+        ("held", True, False, r"2 x 1 \(data x tp\), for gradients of parameters that \[units\] ignore .*found 1 x 1"),
+    ):
+        ranks(2).run(f"{__name__}:leaves", path=str(tmp_path), name=name, held=held, own=own)
+        ranks(1).run(f"{__name__}:leaves", path=str(tmp_path), name=name, held=held, own=own, match=match)
 
 
 # ---- what is read
