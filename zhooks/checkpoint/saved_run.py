@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError
+from offload.shards import CHUNK
 from zhooks.checkpoint.check_optimizers import require
 from zhooks.checkpoint.saved_files import InVector, SavedFolder, pour, refuse_folders, runs, vectors_in_tree
 from zhooks.checkpoint.saved_layout import SavedParam, difference
@@ -102,7 +103,33 @@ def find_params(run: RunState, folders: Sequence[SavedFolder]) -> Saved:
             raise another(folders, f"no parameter {name}, which the checkpoint has, of shape {list(param.shape)}")
     for folder, param in params.values():
         _expect_flat(folder, param)
+    for folder in folders:
+        _check_guess(folder)
     return Saved(run, folders, params, specs)
+
+
+def _check_guess(folder: SavedFolder) -> None:
+    """An older folder does not say which file is of which place: what is whole on tp must be the same at all places there.
+
+    Raises:
+        CheckpointError: it is not, so that it was another mesh.
+    """
+    kept = folder.layout.places
+    if "places" in folder.manifest.about or kept.tp == 1 or kept.shard * kept.replicate == 1:
+        return
+    for param in folder.layout.params.values():
+        name = tensor_name(param.flat.number, "value")
+        for shard in range(kept.shard if param.laid.dim is None else 0):
+            start, numel = param.span(shard)
+            ranks = [kept.ranks[shard, 0, tp] for tp in range(kept.tp)]
+            # A chunk of each will do: in another order of axes they are of other shards.
+            first, *others = (folder.reader(rank).elements(name, start, min(numel, CHUNK // 8)) for rank in ranks)
+            if not all(torch.equal(first, other) for other in others):
+                raise CheckpointError(
+                    f"load {folder.path}: expected an older checkpoint of a mesh whose last axis is tp, found other values of "
+                    f"{param.name} on ranks {ranks}. Load it on the mesh it was saved on with the release that wrote it, and "
+                    "write full state there."
+                )
 
 
 def foreign_names(run: RunState, folders: Sequence[SavedFolder]) -> list[str]:

@@ -20,6 +20,7 @@ from offload.shards import ShardReader
 from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.ranks import Pool
 from tests.support.resharding import Resharded, as_older, differences
+from tests.support.tp_gpt import divide, plain_gpt
 from tests.support.values import full, same
 
 Ranks = Callable[[int], Pool]
@@ -299,6 +300,38 @@ def test_a_mesh_in_another_order_is_read_right_or_refused(ranks: Ranks, tmp_path
     ranks(2).run(f"{__name__}:loads_turned", path=str(tmp_path), old=False)
     ranks(1).run(f"{__name__}:ages", path=str(tmp_path))
     ranks(2).run(f"{__name__}:loads_turned", path=str(tmp_path), old=True)
+
+
+def saves_tp_first(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    model = divide(plain_gpt(1), mesh["tp"])
+    with torch.no_grad():
+        model.norm.weight.copy_(torch.arange(16.0))
+    attachment = zhooks.attach(model, policy={"stage": 3, "units": {"min_numel": 0}}, mesh=mesh)
+    attachment.save(Path(path) / "run", ())
+    values = {name: param.full_tensor() for name, param in model.named_parameters()}
+    if place()[0] == 0:
+        torch.save(values, Path(path) / "values.pt")
+
+
+def loads_tp_first(path: str, match: str) -> None:
+    run = Resharded(Path(path), seed=5)
+    if match:
+        with pytest.raises(zhooks.CheckpointError, match=match):
+            run.attachment.load(Path(path) / "run", ())
+        return
+    run.attachment.load(Path(path) / "run", ())
+    values = torch.load(Path(path) / "values.pt")
+    assert all(torch.equal(param.full_tensor(), values[name]) for name, param in run.model.named_parameters())
+
+
+@ON_FOUR
+def test_a_mesh_with_tp_first_is_read_right_or_refused(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    ranks(world).run(f"{__name__}:saves_tp_first", path=str(tmp_path))
+    ranks(2).run(f"{__name__}:loads_tp_first", path=str(tmp_path), match="")
+    ranks(1).run(f"{__name__}:ages", path=str(tmp_path))
+    match = "older checkpoint of a mesh whose last axis is tp, found other values of"
+    ranks(2).run(f"{__name__}:loads_tp_first", path=str(tmp_path), match=match)
 
 
 # ---- stages of a pipeline
