@@ -309,7 +309,7 @@ def dies_while_it_writes(path: str) -> None:
     if place()[0] == 1:
         ShardWriter.finish = lambda writer: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
     saving = beside(run, Path(path), extra={"step": 2})
-    assert place()[0] == 0 and ended(saving)
+    assert ended(saving) and place()[0] == 0
     # The other rank is gone, so no collective can tell of it; what this rank knows comes first.
     saving.wait()
 
