@@ -58,7 +58,7 @@ LANES = (
     Lane("device to host", ("copy d2h", "stash"), rows=2),
     Lane("disk", ("disk read", "disk write"), rows=2),
     Lane("updates", ("step", "update"), rows=2),
-    Lane("save, load", ("save", "load")),
+    Lane("save, load", ("save", "load", "snapshot"), rows=2),
 )
 
 
