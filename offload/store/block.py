@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -145,6 +145,11 @@ class BlockRange:
     def open(self) -> Tensor:
         """The range in memory: writes reach the block; short-lived where that is on disk."""
         return self.block.tensor()[self.start : self.start + self.numel]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """The values in memory of their own, off the device."""
+        with torch.no_grad():
+            return self.open().to("cpu", copy=True)
 
 
 def owner_of(values: Tensor | Block | BlockRange) -> tuple[int, int]:

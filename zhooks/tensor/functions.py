@@ -44,6 +44,8 @@ _TRANSPOSED: tuple[Any, ...] = (
 )
 _GATHERED_GETTERS = frozenset(descriptor.__get__ for descriptor in _TRANSPOSED)
 _PROPERTIES: Any = Tensor
+#: What copies a state dict to the host before ``torch.distributed.checkpoint.async_save`` writes it.
+_STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
 
 def with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,6 +201,14 @@ def _about(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return _plain(func, args, kwargs)
 
 
+def _new_empty(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's asynchronous save makes one of every tensor and copies the attributes, which are the range, over to it."""
+    tensor = args[0]
+    if sys._getframe(2).f_globals.get("__name__") != _STAGER:
+        return with_values(func, args, kwargs)
+    return type(tensor)(torch.empty(0, dtype=tensor._at.dtype), tensor._spec, device=torch.device("cpu"))
+
+
 def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, value = args[0], args[1]
     if value is tensor:  # Module._apply of what changed nothing
@@ -267,6 +277,7 @@ FUNCTIONS: dict[Any, Handler] = {
     Tensor.addcdiv_: _change,
     Tensor.to: _to,
     Tensor.cpu: _cpu,
+    Tensor.new_empty: _new_empty,
     Tensor.view_as: _like,
     Tensor.expand_as: _like,
     _PROPERTIES.requires_grad.__set__: _requires_grad,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from offload.errors import ShardedOpError
 from offload.store import Block, BlockRange
 from zhooks.layout import Division, Piece, is_divided, part_of, whole_of
+from zhooks.tensor.checkpoint_chunks import ChunkTensor, chunk_at, chunk_list, chunks_of, write_items, written_by
 from zhooks.tensor.group import Owner, ShardGroup
 
 #: What carries out a call: (the function or overload, its arguments, its keywords).
@@ -66,6 +67,10 @@ class ParamShard:
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamShard:
+        """A copy of a tensor is a range of the same parameter."""
+        return self
 
     def key(self) -> tuple[Any, ...]:
         return (self.shape, self.stride, self.place, self.pieces)
@@ -186,6 +191,28 @@ class RangeTensor(torch.Tensor):
             f"local={self._local.numel()} of {self._spec.numel} elements, requires_grad={self.requires_grad})"
         )
 
+    # What torch.distributed.checkpoint asks for, see ``checkpoint_chunks.py``.
+
+    def opened(self) -> Tensor:
+        return self._local
+
+    def changed(self) -> None:
+        self._written()
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
+        if self._bound is not None:
+            self._bound.finish_backward()
+        return write_items(fqn, self._spec.shape, self._at.dtype, written_by(self._spec, fqn))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        if self._bound is not None:
+            self._bound.finish_backward()
+        return chunk_list(chunks_of(self._spec))
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        chunk = chunk_at(chunks_of(self._spec), index, self._spec.name)
+        return ChunkTensor.of(self, chunk, self._at.dtype, self._on)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RangeTensor:
         if id(self) in memo:
             return cast(RangeTensor, memo[id(self)])
@@ -237,8 +264,8 @@ def range_alone(what: str, tensor: RangeTensor) -> ShardedOpError:
     if not spec.group.sharded and spec.place is None:
         found = "it in memory it shares with its unit"
     return ShardedOpError(
-        f"{what} {spec.name} (torch.save, safetensors, save_pretrained, or a checkpoint of Lightning, Accelerate, Trainer or "
-        f"torch.distributed.checkpoint): expected the whole tensor, found {found}. Call, on every rank, "
+        f"{what} {spec.name} (torch.save, safetensors, save_pretrained, or a checkpoint of Lightning, Accelerate or Trainer): "
+        f"expected the whole tensor, found {found}. Call, on every rank, "
         "attachment.save(folder) to resume, attachment.save_full(file) for the weights, or attachment.state_dict(optimizer), "
         "whole on rank 0: save_pretrained(..., state_dict=that['model'])."
     )

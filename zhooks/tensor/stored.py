@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.errors import ShardedOpError
 from offload.store import Block
+from zhooks.tensor.checkpoint_chunks import ChunkTensor, chunk_list, whole_chunk, write_items
 
 __all__ = ["StoredTensor", "spanned", "tensor_at"]
 
@@ -69,6 +70,23 @@ class StoredTensor(torch.Tensor):
         with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             there = self._block.tensor()[self._start : self._start + spanned(self)]
             return tensor_at(there.to(self._block.device, copy=True), 0, self)
+
+    # What torch.distributed.checkpoint asks for, see ``checkpoint_chunks.py``: all of it, on the rank that has it.
+
+    def opened(self) -> Tensor:
+        return self.placed_in(self._block.tensor())
+
+    def changed(self) -> None:
+        self._block.touch()
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
+        return write_items(fqn, self.shape, self.dtype, [whole_chunk(self.shape, self.stride())])
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list([whole_chunk(self.shape, self.stride())])
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return ChunkTensor.of(self, whole_chunk(self.shape, self.stride()), self.dtype, self.device)
 
     def copied(self, memo: dict[int, Any]) -> Tensor:
         """The same, of a copy of the block that ``memo`` keeps: what shares memory goes on sharing it."""

@@ -126,6 +126,9 @@ class Flat:
         """Its parameters, each with what its tensors have in common."""
         return zip(self.params, self.specs, strict=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a bound tensor belongs to no flat buffer: it is a value of its own."""
+
     # What a bound tensor asks (tensor.group.Owner).
 
     def written(self, index: int | None = None) -> None:

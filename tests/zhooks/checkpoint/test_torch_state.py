@@ -1,6 +1,7 @@
 """What torch's own ways to save and load find at an attached model: whole values, or a refusal by name on every rank.
 
-pytest runs it, on one rank and on two. Checkpoints of the Attachment are test_save_load.py's and test_full_state.py's.
+pytest runs it, on one rank and on two. Checkpoints of the Attachment are test_save_load.py's and test_full_state.py's, those of
+torch.distributed.checkpoint test_torch_distributed.py's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -96,13 +96,6 @@ def test_a_file_of_one_ranks_ranges_is_refused_with_what_to_do_on_all_ranks_or_o
                 write()
                 pytest.fail(name)
     job.train(range(1, 2))
-
-
-@on_ranks(2)
-def test_torchs_distributed_checkpoint_of_ranges_is_refused_on_every_rank() -> None:
-    job = Job({"stage": 3})
-    with folder() as path, pytest.raises(dcp.api.CheckpointException, match=r"attachment\.save\(folder\)"):
-        dcp.save({"model": job.model.state_dict()}, checkpoint_id=str(path / "dcp"), no_dist=False)
 
 
 @on_ranks(1, stage=(0, 3))
