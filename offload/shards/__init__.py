@@ -6,6 +6,7 @@ from offload.shards.commit import Draft, destination, find
 from offload.shards.file import CHUNK, CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, digest
 from offload.shards.manifest import Manifest, read_manifest, shard_name
 from offload.shards.outcomes import FailedElsewhere, Outcomes
+from offload.shards.saved_model import SavedFlat, SavedModel, SavedParam
 from offload.shards.series import Series, latest, run_of
 
 __all__ = [
@@ -18,6 +19,9 @@ __all__ = [
     "Manifest",
     "Outcomes",
     "Record",
+    "SavedFlat",
+    "SavedModel",
+    "SavedParam",
     "Series",
     "ShardReader",
     "ShardWriter",

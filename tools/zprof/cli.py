@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "doctor": ("zprof.doctor_cli", "Say what will work on this machine, what will not, and what to do."),
     "policy": ("zprof.policy_cli", "Check, show and convert policy files."),
     "plan": ("zprof.plan_cli", "Find the quickest policies for a job on hardware, by simulation."),
+    "checkpoint": ("zprof.checkpoint_cli", "Show, verify and convert a checkpoint's folder."),
     "hardware": ("zprof.hardware_cli", "List hardware profiles, and check and show one."),
 }
 
