@@ -31,7 +31,7 @@ class Verdict:
 UNSEEN: dict[str, str] = {
     "Away.wait: self._gradients.wait()": "for errors, before ranks meet: whoever uses the values waits again",
     "Away.wait: self._values.wait()": "for errors, before ranks meet: whoever uses the values waits again",
-    "Partition._land: gather.work.wait()": "no virtual device: ranks compare values of what they divide",
+    "Partition._land: gather.work.wait()": "no workload divides a model over tp",
     "Update.wait: self.over.join()": "on the virtual device the thread has run when it is asked for",
 }
 

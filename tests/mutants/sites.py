@@ -37,6 +37,7 @@ ELSEWHERE = {
     "offload/device/virtual.py": "the virtual device itself",
     "zhooks/comm/virtual.py": "the virtual device itself",
     "zhooks/simulation/": "the virtual device itself",
+    "zhooks/planning/": "a search, which runs nothing",
     "offload/device/cpu.py": "threads of the host, on a CPU alone",
     "offload/threads.py": "threads of the host",
     "offload/disk/": "threads and files of a real disk",

@@ -235,6 +235,7 @@ WORKLOADS: dict[str, Workload] = {
     "activations on disk": Workload({"activation": {"tier": "disk", **SMALL}}, costs=AHEAD),
     "recomputed from disk": Workload({"activation": {"tier": "disk", "checkpoint": "unit", **SMALL}}),
     "arena": Workload({"device": {"arena": "all"}, "activation": {"checkpoint": "unit"}}),
+    "arena over tiers": Workload(placed("host", device={"arena": "all"}), costs=AHEAD),
     "small buffers": Workload(placed("host", comm={"buffer": 4096}), accumulated, costs=AHEAD),
     "accumulated": Workload({"gradient": {"tier": "host"}}, accumulated),
     "overlap": Workload({"optimizer": {"overlap": True}}, unclipped),
