@@ -16,7 +16,9 @@ from offload.budget import Bound, Budget, Machine, cannot_admit
 from offload.events import Recorder
 from offload.text import parse_size
 from offload.tier import Tier
+from offload.virtual import Races
 from tests.support.on_ranks import from_first, on_ranks, place
+from tests.support.virtual import machine, on_virtual
 
 WIDTH = 256
 MIB = 1 << 20
@@ -267,3 +269,22 @@ def test_what_this_process_really_takes_is_what_is_said() -> None:
     [took] = re.findall("after 3 steps: the device took ([0-9.]+ .iB)", run.attachment.describe())
     # Beside them a few of the model's, and what malloc and Python took meanwhile.
     assert 8 * 16 * MIB < parse_size(took) < 40 * 16 * MIB
+
+
+@on_virtual()
+def test_states_go_to_the_host_of_a_device_that_runs_short_and_nothing_races() -> None:
+    with machine(1, memory=(24 * MIB, 1 << 30, 1 << 30), kernel=1e-3) as made:
+        races = Races()
+        made.listeners.append(races)
+        with torch.device("virtual"):
+            model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8)])
+            optimizer = torch.optim.AdamW(model.parameters())
+        attachment = zhooks.attach(model, optimizer, policy="auto")
+        assert attachment.policy.optimizer.tier == "device"
+        for _ in range(5):
+            model(torch.empty(970, WIDTH, device="virtual")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attachment.policy.optimizer.tier == "host" and "; less than 10% of 24 MiB was left" in attachment.describe()
+        attachment.detach()
+        assert not races.found
