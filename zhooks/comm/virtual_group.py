@@ -33,14 +33,14 @@ _Group: Any = dist.ProcessGroup
 
 
 @contextmanager
-def ranks_on_paper(world: int) -> Iterator[None]:
-    """This process as the first of so many ranks; alone it needs no group.
+def ranks_on_paper(world: int, *, meshed: bool = False) -> Iterator[None]:
+    """This process as the first of so many ranks; alone it needs no group but for a mesh.
 
     Raises:
         SimulationError: there is a process group already.
     """
     check_no_group()
-    if world == 1:
+    if world == 1 and not meshed:
         yield
         return
     join_on_paper(0, world)

@@ -113,11 +113,12 @@ def built(build: Callable[..., Any], arrangement: Arrangement, mesh: DeviceMesh 
     with torch.device(NAME):
         found = build(mesh) if arrangement.divides else build()
     given = found if isinstance(found, tuple) else (found,)
-    several = arrangement.stages > 1 and given and isinstance(given[0], list | tuple)
+    staged = PP in dict(arrangement.sizes)
+    several = staged and given and isinstance(given[0], list | tuple)
     models = tuple(given[0]) if several else given[:1]
     if not models or not all(isinstance(model, nn.Module) for model in models):
         kinds = f"({', '.join(type(each).__name__ for each in given)})" if isinstance(found, tuple) else type(found).__name__
-        more = " (or a list of the models of this rank's stages)" if arrangement.stages > 1 else ""
+        more = " (or a list of the models of this rank's stages)" if staged else ""
         raise SimulationError(
             f"simulate: expected that build returns a model{more}, or a model and its optimizer, found {kinds}."
         )

@@ -215,7 +215,7 @@ def simulate(
     if pace is not None:
         alike = simulate(build, step, world=world, mesh=mesh, hardware=profile, policy=policy, steps=steps, check_races=False)
     costs = HardwareCosts(profile, world, pace)
-    with Machine(costs).on() as machine, ranks_on_paper(world):
+    with Machine(costs).on() as machine, ranks_on_paper(world, meshed=bool(arrangement.sizes)):
         result = run_rank(job, machine, costs, lambda: None)
     return result if pace is None or alike is None else _beside(result, alike, pace, costs)
 

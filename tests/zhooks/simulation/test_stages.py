@@ -169,6 +169,17 @@ def test_stages_of_other_sizes_choose_one_policy_together() -> None:
     assert all(one.host.nbytes > 0 for one in found.stages), found
 
 
+@on_virtual(world=(1, 2))
+def test_a_pipeline_of_one_stage_is_simulated_as_any_model(world: int) -> None:
+    build, _ = job("gpipe", 2, width=64, rows=8, dtype=torch.float32)
+
+    def step(models: Any, optimizer: Any, schedule: Any, pp: DeviceMesh) -> None:
+        schedule.step(torch.ones(16, 64, device="virtual"), target=torch.ones(16, 1, device="virtual"), losses=[])
+
+    found = simulate(build, step, world=world, mesh={"pp": 1, "shard": world}, policy={"units": {"min_numel": 0}})
+    assert found.stages == () and found.bubble_s == 0 and found.flops > 0 and not found.races
+
+
 @on_virtual()
 def test_stages_that_wait_for_ever_are_named_with_what_they_wait_for() -> None:
     build, step = job("1f1b", 2, width=64, rows=8)
