@@ -79,11 +79,16 @@ class Outcomes:
         """Every rank's record, once no rank writes any more; the files that said so are removed.  The first rank only.
 
         Raises:
-            FailedElsewhere: some rank has none.  CheckpointError: some rank will never say.
+            FailedElsewhere: some rank has none.  CheckpointError: some rank will never say, or the folder is gone.
         """
         found: dict[int, Record | str] = {}
 
         def missing() -> list[int]:
+            if self._folder.entry(self._mark) is None:
+                raise CheckpointError(
+                    f"save {self._subject}: expected the folder that this save works in, found that somebody removed it. Save "
+                    "again."
+                )
             for rank in range(self._world):
                 outcome = None if rank in found else self._outcome(rank)
                 if outcome is not None:

@@ -164,7 +164,8 @@ class Writing(Ending):
             self._write()
             self._agree()
         except Exception as error:
-            self.error = self.error or error
+            if self.error is None or isinstance(self.error, FailedElsewhere):
+                self.error = error
         finally:
             bus.end("save", name, self.written)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -428,3 +429,21 @@ def test_a_rank_that_never_writes_is_named_when_patience_is_over(tmp_path: Path)
         os.unlink(tmp_path / f"saving-{'a' * 16}")
         with pytest.raises(zhooks.CheckpointError, match="found that the first rank gave up"):
             second.committed()
+        with pytest.raises(zhooks.CheckpointError, match="found that somebody removed it"):
+            first.collect()
+
+
+@on_ranks(1, 2)
+def test_a_folder_that_somebody_removed_fails_the_save_on_all() -> None:
+    run = Run(SMALL)
+    with folder() as path, held_back() as gate:
+        saving = beside(run, path / "run")
+        run.train(range(1))
+        for begun in path.glob("run.tmp-*") if place()[0] == 0 else ():
+            shutil.rmtree(begun)
+        run.train(range(1, 2))
+        gate.set()
+        with pytest.raises(zhooks.CheckpointError, match="found that somebody removed it"):
+            saving.wait()
+        run.train(range(2, 3))
+        assert os.listdir(path) == []
