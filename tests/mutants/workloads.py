@@ -269,6 +269,7 @@ WORKLOADS: dict[str, Workload] = {
     "two streams": Workload(loop=side_by_side),
     "a stream that goes on": Workload(loop=elsewhere),
     "towers": Workload(loop=unclipped, model="towers"),
+    "towers, kept gathered": Workload({"stage": 2}, unclipped, model="towers"),
     "towers over tiers": Workload(placed("host"), unclipped, model="towers"),
     "towers in an arena": Workload({"device": {"arena": "all"}}, unclipped, model="towers"),
     "towers, activations on the host": Workload({"activation": {"tier": "host", **SMALL}}, unclipped, model="towers"),

@@ -41,11 +41,11 @@ class Branches(nn.Module):
 
 class Towers(nn.Module):
     """Two towers on two streams, whose layers are issued in turn, in backward too: neither stream waits for the other before
-    the end."""
+    the end. One layer is used on both."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, 5)
+        self.enter, self.both, self.leave = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 5)
         self.left, self.right = (nn.ModuleList(nn.Linear(16, 16) for _ in range(4)) for _ in range(2))
         self.second: Stream | None = None
 
@@ -60,6 +60,12 @@ class Towers(nn.Module):
             left = Turn.apply(torch.tanh(one(left)), second)
             here.use(first)
             right = Turn.apply(torch.tanh(other(right)), first)
+        right = Turn.apply(self.both(right), first)
+        here.use(second)
+        # Without a gradient: the virtual device does not order autograd's sums of gradients of two streams, as CUDA has it.
+        with torch.no_grad():
+            seen = self.both(left)
+        left = Turn.apply(left + seen, second)
         left = Switch.apply(left, second, first)
         return self.leave(left * right)
 
