@@ -21,12 +21,13 @@ from offload.shards import Draft, Record, Series, ShardWriter, destination, find
 from offload.text import shown_path
 from zhooks.checkpoint.background import Commit, Saving, Writing, write_file
 from zhooks.checkpoint.check_shard import check
+from zhooks.checkpoint.check_stages import check_stages
 from zhooks.checkpoint.load_shard import Loading
 from zhooks.checkpoint.saved_files import Place, SavedFolder
 from zhooks.checkpoint.saved_layout import describe, places
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
 from zhooks.checkpoint.snapshot import Snapshot
-from zhooks.comm import CONTROL, AllRanks, Call, one_stage_a_path
+from zhooks.comm import AllRanks, one_stage_a_path
 
 __all__ = ["load", "save", "save_beside"]
 
@@ -139,7 +140,7 @@ def load(run: RunState, saved: str | os.PathLike[str] | Sequence[str | os.PathLi
     try:
         with ExitStack() as files:
             loading, nbytes, follow = _on_stages(stages, lambda: _checked(run, ranks, given, targets, files))
-            _check_stages(run, stages, loading)
+            check_stages(run.comm, loading)
             undo: list[Callable[[], None]] = []
             try:
                 _on_stages(stages, lambda: ranks.run(lambda: undo.append(loading.hand_over())))
@@ -148,7 +149,7 @@ def load(run: RunState, saved: str | os.PathLike[str] | Sequence[str | os.PathLi
                 for each in undo:
                     each()
                 raise
-            ranks.run(lambda: _apply(loading, targets[0]))
+            _on_stages(stages, lambda: ranks.run(lambda: _apply(loading, targets[0])))
             follow()
         return loading.extra
     finally:
@@ -169,37 +170,6 @@ def _on_stages(stages: AllRanks, step: Callable[[], T]) -> T:
     if failure is not None:
         raise CheckpointError(f"stage {failure[0]}: {failure[2]}")
     return results[0]
-
-
-def _check_stages(run: RunState, stages: AllRanks, loading: Loading) -> None:
-    """Where stages take parts of one folder, a name is that of one parameter.  Collective over pp.
-
-    Raises:
-        CheckpointError: two stages call parameters alike, which then may be other ones than were saved.
-    """
-    if stages.size == 1:
-        return
-    folders = loading.folders
-    names = sorted(name for folder in folders for name in folder.layout.params)
-    here = {spec.name for flat in run.flats for spec in flat.specs}
-    mine = torch.tensor([any(name not in here for name in names)], dtype=torch.int64)
-    run.comm.pp.all_reduce(Call(CONTROL, "load: parts", "all stages"), mine, "max")
-    if not int(mine.item()):
-        return
-    problem = ""
-    if not stages.same("\n".join(folder.manifest.token for folder in folders)):
-        problem = "other folders on some stages"
-    else:
-        counts = torch.tensor([name in here for name in names], dtype=torch.int64)
-        run.comm.pp.all_reduce(Call(CONTROL, "load: names", "all stages"), counts, "sum")
-        twice = [name for name, count in zip(names, counts.tolist(), strict=True) if count > 1]
-        problem = f"{twice[0]} in more than one stage" if twice else ""
-    if problem:
-        raise CheckpointError(
-            f"load {folders[0].path}: expected each stage's own folder, or on all stages the same ones with each parameter in "
-            f"one stage, by the name it was saved under, found {problem}. Name modules alike in all stages and in the whole "
-            "model."
-        )
 
 
 def _checked(

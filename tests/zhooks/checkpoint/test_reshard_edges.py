@@ -351,11 +351,11 @@ class Staged(nn.Module):
         return x
 
 
-def staged(stages: int, *, relative: bool = False) -> tuple[Any, Any, nn.Module, int]:
-    """A stage of four layers in all, attached over pp x dp: (attachment, optimizer, model, its number)."""
+def staged(stages: int, *, relative: bool = False, layers: int = 4) -> tuple[Any, Any, nn.Module, int]:
+    """A stage of so many layers in all, attached over pp x dp: (attachment, optimizer, model, its number)."""
     data = place()[1] // stages
     mesh = init_device_mesh("cpu", (stages, data), mesh_dim_names=("pp", "dp")) if stages > 1 else None
-    stage, size = place()[0] // data, 4 // stages
+    stage, size = place()[0] // data, layers // stages
     torch.manual_seed(10 + stage)
     model = Staged(range(stage * size, (stage + 1) * size), relative=relative)
     attachment = zhooks.attach(model, policy={"stage": 3}, mesh=mesh)
@@ -382,8 +382,8 @@ def saves_stages(path: str, stages: int, relative: bool = False) -> None:
         torch.save(found, Path(path) / f"full{stage}.pt")
 
 
-def loads_stages(path: str, stages: int, names: tuple[str, ...], match: str = "", relative: bool = False) -> None:
-    attachment, optimizer, model, _ = staged(stages, relative=relative)
+def loads_stages(path: str, stages: int, names: tuple[str, ...], match: str = "", **made: Any) -> None:
+    attachment, optimizer, model, _ = staged(stages, **made)
     before = full(model)
     folders = [Path(path) / name for name in names]
     if match:
@@ -421,8 +421,15 @@ def test_names_that_stages_share_are_refused(ranks: Ranks, tmp_path: Path) -> No
     match = r"found parameter layers\.0\.weight in stage0 and in stage1.*load each stage's own folder"
     ranks(1).run(f"{__name__}:loads_stages", path=str(tmp_path), stages=1, names=STAGES, match=match)
     ranks(1).run(f"{__name__}:saves_stages", path=str(tmp_path), stages=1)
-    match = r"each parameter in one stage.*found layers\.0\.bias in more than one stage"
+    match = r"each parameter in one stage.*found parameter layers\.0\.bias in more than one stage"
     ranks(2).run(f"{__name__}:loads_stages", path=str(tmp_path), stages=2, names=("run",), match=match, relative=True)
+    ranks(2).run(f"{__name__}:loads_stages", path=str(tmp_path), stages=2, names=("stage0",), match=match, relative=True)
+
+
+def test_a_layer_that_no_stage_has_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1).run(f"{__name__}:saves_stages", path=str(tmp_path), stages=1)
+    match = r"each parameter in one stage.*found parameter layers\.2\.bias in no stage"
+    ranks(2).run(f"{__name__}:loads_stages", path=str(tmp_path), stages=2, names=("run",), match=match, layers=2)
 
 
 # ---- bad input

@@ -1,0 +1,64 @@
+"""Whether the stages of a pipeline take all of what they load between them, each parameter on one stage.
+
+``save_load.py`` calls it on every rank once each stage has found its own part.  It compares names and which save wrote the
+folders; it reads no values and changes nothing.
+
+Note: [Own folders or common ones]
+    Either each stage loads folders of its own and takes all that is in them, or all stages load the same ones and divide what
+    is in them.  A stage sees only what it takes itself: what none takes, or two take for theirs, shows in the sum over stages.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.errors import CheckpointError
+from zhooks.checkpoint.load_shard import Loading
+from zhooks.comm import CONTROL, Call, Comm, text_digest
+
+__all__ = ["check_stages"]
+
+
+def check_stages(comm: Comm, loading: Loading) -> None:
+    """See Note [Own folders or common ones].  Collective over pp.
+
+    Raises:
+        CheckpointError: neither; on the ranks of every stage.
+    """
+    axis = comm.pp.axis
+    if axis.world == 1:
+        return
+    rows = _rows(loading)
+    tokens = torch.zeros(axis.world + 1, dtype=torch.int64)
+    tokens[axis.rank] = text_digest("\n".join(sorted(folder.manifest.token for folder in loading.folders)))
+    tokens[-1] = sum(not taken for _, _, taken in rows)
+    comm.pp.all_reduce(Call(CONTROL, "load: folders", "all stages"), tokens, "sum")
+    *each, left = tokens.tolist()
+    if len(set(each)) == axis.world and not left:
+        return
+    problem = "other folders on some stages" + (", with what the stage that loads them has not got" if left else "")
+    if len(set(each)) == 1:
+        counts = torch.tensor([taken for _, _, taken in rows], dtype=torch.int64)
+        comm.pp.all_reduce(Call(CONTROL, "load: names", "all stages"), counts, "sum")
+        found = list(zip(rows, counts.tolist(), strict=True))
+        lost = [f"{kind} {name} in no stage" for (kind, name, _), count in found if count == 0]
+        twice = [f"parameter {name} in more than one stage" for (kind, name, _), n in found if n > 1 and kind == "parameter"]
+        problem = next(iter(twice + lost), "")
+    if problem:
+        raise CheckpointError(
+            f"load {loading.folders[0].path}: expected each stage's own folder, or on all stages the same ones with each "
+            f"parameter in one stage, by the name it was saved under, found {problem}. Name modules alike in all stages and in "
+            "the whole model."
+        )
+
+
+def _rows(loading: Loading) -> list[tuple[str, str, bool]]:
+    """What the folders hold that belongs to a stage: its kind, its name, and whether this stage takes it; in one order."""
+    saved: dict[str, set[str]] = {"parameter": set(), "buffer": set(), "extra state": set()}
+    for folder in loading.folders:
+        document = folder.document(folder.counterpart)
+        saved["parameter"] |= folder.layout.params.keys()
+        saved["buffer"] |= document["buffers"].keys()
+        saved["extra state"] |= document["modules"].keys()
+    taken = {"parameter": loading.values, "buffer": loading.buffers, "extra state": loading.modules}
+    return [(kind, name, name in taken[kind]) for kind, names in saved.items() for name in sorted(names)]
