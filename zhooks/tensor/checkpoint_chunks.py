@@ -155,25 +155,36 @@ def written_by(spec: ParamShard, fqn: str) -> list[Chunk]:
             "pipeline stages or groups of experts, which may call different parameters the same, so that one would be saved in "
             "place of another. Call attachment.save(folder) on every rank."
         )
-    if (spec.group.sharded or spec.place is not None) and _saved_alone(sys._getframe()):
+    chunks = chunks_of(spec) if spec.place is not None or spec.group.first(TP) else []
+    under_way = _save_under_way(sys._getframe())
+    if under_way is None or not (spec.group.sharded or spec.place is not None or len(chunks) > 1):
+        return chunks
+    hugging = sys.modules.get("torch.distributed.checkpoint.hf_storage")
+    if hugging is not None and isinstance(under_way["storage_writer"], hugging.HuggingFaceStorageWriter):
+        raise ShardedOpError(
+            f"torch.distributed.checkpoint.save of {fqn} ({spec.name}): expected a storage that takes several chunks of a "
+            "tensor from one rank, found HuggingFaceStorageWriter, which would keep one of them. Save without it, or call "
+            "attachment.save_full(file) on every rank."
+        )
+    ranks = under_way["distW"]
+    together = under_way.get("use_collectives", True) and ranks.use_dist and dist.get_world_size(ranks.group) > 1
+    if not together and (spec.group.sharded or spec.place is not None):
+        # Torch compares the chunks of several ranks with the tensor's size, and those of one rank with nothing.
         raise ShardedOpError(
             f"torch.distributed.checkpoint.save of {fqn} ({spec.name}): expected all ranks to save together, for each has a "
             "range, found this rank by itself (no_dist=True, use_collectives=False or a process group of one). Leave that out, "
             "or call attachment.save(folder) on every rank."
         )
-    return chunks_of(spec) if spec.place is not None or spec.group.first(TP) else []
+    return chunks
 
 
-def _saved_alone(caller: FrameType | None) -> bool:
-    """Torch compares the chunks of several ranks with the tensor's size, and those of one rank with nothing."""
+def _save_under_way(caller: FrameType | None) -> dict[str, Any] | None:
+    """The variables of the torch function that plans and writes: whom with, and where to."""
     module: Any = sys.modules.get("torch.distributed.checkpoint.state_dict_saver")
     code = None if module is None else inspect.unwrap(module._save_state_dict).__code__
     while caller is not None and caller.f_code is not code:
         caller = caller.f_back
-    if caller is None:
-        return False
-    ranks = caller.f_locals["distW"]
-    return not (caller.f_locals.get("use_collectives", True) and ranks.use_dist and dist.get_world_size(ranks.group) > 1)
+    return None if caller is None else caller.f_locals
 
 
 def chunk_at(chunks: Iterable[Chunk], index: Any, name: str) -> Chunk:

@@ -256,6 +256,15 @@ def test_a_rank_that_saves_by_itself_is_refused() -> None:
 
 
 @on_ranks(2)
+def test_a_storage_that_keeps_one_chunk_of_a_tensor_is_refused_on_every_rank() -> None:
+    job = Job({"stage": 3})
+    with folder() as path:
+        writer = dcp.HuggingFaceStorageWriter(str(path), save_distributed=True)
+        with pytest.raises(dcp.CheckpointException, match=r"found HuggingFaceStorageWriter.*attachment\.save_full\(file\)"):
+            dcp.save(job.model.state_dict(), storage_writer=writer)
+
+
+@on_ranks(2)
 def test_pipeline_stages_whose_names_may_be_the_same_are_refused_on_every_rank() -> None:
     model = nn.Linear(4, 4)
     zhooks.attach(model, policy={"stage": 3}, mesh=pipeline_mesh(2, 1))
