@@ -88,7 +88,7 @@ class SavedModel:
     """What one folder holds.
 
     Attributes:
-        places: (shard, replicate, tp) of each file's rank, in the order of files.
+        places: (shard, replicate, tp) of each file's rank, in the order of files; a guess where the manifest does not say.
     Raises:
         CheckpointError: there is no manifest, or it is none that a save wrote.
     """
@@ -97,7 +97,7 @@ class SavedModel:
         self.path, self.manifest = path, read_manifest(path)
         try:
             self.flats = tuple(_flat(number, each) for number, each in enumerate(self.manifest.about["flats"]))
-            self.places, self._told = _places(self.manifest, self.flats)
+            self.places, self._unknown = _places(self.manifest, self.flats)
             names = [param.name for flat in self.flats for param in flat.params]
             if len(set(names)) != len(names):
                 raise ValueError("two parameters of one name")
@@ -106,7 +106,9 @@ class SavedModel:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The size of each axis."""
+        """The size of each axis; nothing where nobody can know it."""
+        if self._unknown:
+            return {}
         sizes = [1 + max(place[axis] for place in self.places) for axis in range(3)]
         return dict(zip(("shard", "replicate", "tp"), sizes, strict=True))
 
@@ -146,8 +148,8 @@ class SavedModel:
         if left:
             found = f"{next(iter(left))} and {len(left) - 1} more that are quantised, of which it has checksums alone"
             raise self._refused(found)
-        if not self._told and any(param.dim is not None for flat in self.flats for param in flat.params):
-            raise self._refused("parameters divided over tp, and an older manifest that does not say which rank has which part")
+        if self._unknown:
+            raise self._refused(self._unknown)
         entries = [Entry(param.name, flat.dtype, param.shape) for flat in self.flats for param in flat.params]
         names = {entry.name for entry in entries}
         for name, entry in self._buffers().items():
@@ -251,8 +253,8 @@ def _param(about: Mapping[str, Any], padded: int) -> SavedParam:
     return param
 
 
-def _places(manifest: Manifest, flats: Sequence[SavedFlat]) -> tuple[list[tuple[int, int, int]], bool]:
-    """Those of all files, and whether the manifest says so; see Note [Places]."""
+def _places(manifest: Manifest, flats: Sequence[SavedFlat]) -> tuple[list[tuple[int, int, int]], str]:
+    """Those of all files, and why nobody can know them, or ""; see Note [Places]."""
     world = manifest.world
     counts = {param.count for flat in flats for param in flat.params if param.dim is not None}
     worlds = {flat.world for flat in flats if flat.world > 1}
@@ -268,12 +270,18 @@ def _places(manifest: Manifest, flats: Sequence[SavedFlat]) -> tuple[list[tuple[
         raise ValueError(f"places of {len(places)} ranks that are no mesh of {world}")
     if not worlds <= {sizes[0]} or not counts <= {sizes[2]}:
         raise ValueError(f"buffers over {sorted(worlds)} ranks and parts of {sorted(counts)} on a mesh of {sizes}")
+    silent = "an older manifest that does not say which place on the mesh each rank had"
+    if not told and counts:
+        return places, f"parameters divided over tp, and {silent}"
     for rank, (shard, replicate, tp) in enumerate(places):
         first = places.index((shard, 0, tp))
         for flat in flats if replicate else ():
             if manifest.files[rank].tensors.get(flat.tensor) != manifest.files[first].tensors.get(flat.tensor):
-                raise ValueError(f"replicas that differ in {flat.tensor}: ranks {first} and {rank}")
-    return places, told
+                found = f"replicas that differ in {flat.tensor}: ranks {first} and {rank}"
+                if told:
+                    raise ValueError(found)
+                return places, f"{found}, and {silent}"
+    return places, ""
 
 
 def _int(value: Any) -> int:
