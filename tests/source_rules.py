@@ -147,8 +147,9 @@ SIMULATE = ("tools/zprof/simulate_cli.py", "tools/zprof/plan_cli.py", "tools/zpr
 #: From the top down: what is in a package imports from its own line and from lines below.
 ORDER = {
     "zhooks": (
-        "__init__", "simulation integrations", "attach attached_control attached_state", "build", "planning", "plan", "report",
-        "checkpoint", "run", "optim", "activation", "grad", "unit", "tensor", "comm", "layout", "refusals tiling compiled",
+        "__init__", "simulation integrations", "attach attached_choice attached_control attached_state", "build", "planning",
+        "plan", "report", "checkpoint", "run", "optim", "activation", "grad", "unit", "tensor", "comm", "layout",
+        "refusals tiling compiled",
     ),
     "offload": (
         "__init__", "shards", "stash", "store", "kernels", "disk", "memory", "device", "virtual", "budget", "policy",
@@ -412,7 +413,8 @@ def tested(here: Source) -> set[str]:
     if parts[0] not in PACKAGES or len(parts) == 1:
         return set()
     own = place(".".join([parts[0], parts[1].removeprefix("test_")]))
-    attaching = {"zhooks.attach", "zhooks.attached_control", "zhooks.attached_state", "zhooks.plan", "zhooks.build"}
+    mixins = {f"zhooks.attached_{name}" for name in ("choice", "control", "state")}
+    attaching = {"zhooks.attach", *mixins, "zhooks.plan", "zhooks.build"}
     return attaching if own in attaching else {own}
 
 
