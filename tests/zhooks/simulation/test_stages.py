@@ -187,6 +187,8 @@ def test_stages_that_wait_for_ever_are_named_with_what_they_wait_for() -> None:
     def alone(models: Any, optimizer: Any, schedule: Any, pp: DeviceMesh) -> None:
         if pp.get_local_rank() == 1:
             step(models, optimizer, schedule, pp)
+        else:
+            torch.ones(16, 64, device="virtual").sum()
 
     with pytest.raises(zhooks.SimulationError, match=r"none can go on: .*stage 1 waits for rank 0 to send a message"):
         simulate(build, alone, world=2, mesh={"pp": 2, "shard": 1}, policy=POLICY)
