@@ -72,12 +72,17 @@ def cuts_of(shape: Sequence[int], here: Laid, saved: Laid) -> tuple[Cut, Cut] | 
 
 def _common_order(shape: Sequence[int], ways: Sequence[Laid]) -> list[int] | None:
     """The dims from the outermost to the innermost, as all parts lie; dims of one element are anywhere."""
-    orders = [_order(laid.part(shape), laid.stride) for laid in ways]
-    for order in [*orders, list(range(len(shape)))]:
-        full = [*(dim for dim in range(len(shape)) if dim not in order), *order]
-        if all([dim for dim in full if dim in found] == found for found in orders):
-            return full
-    return None
+    rest = [_order(laid.part(shape), laid.stride) for laid in ways]
+    left, found = list(range(len(shape))), []
+    while left:
+        # The next is one that no part has further in than another that is left.
+        dim = next((dim for dim in left if all(dim not in order or dim == order[0] for order in rest)), None)
+        if dim is None:
+            return None
+        found.append(dim)
+        left.remove(dim)
+        rest = [[each for each in order if each != dim] for order in rest]
+    return found
 
 
 def _order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
