@@ -180,12 +180,15 @@ class InVector:
     param: SavedParam
     number: int
     before: Sequence[SavedParam]
+    dtype: torch.dtype
 
     def at(self, rank: int, offset: int) -> tuple[str, int]:
         shard = self.folder.shard_of(rank)
         name, parts = vectors_in_tree(self.folder.document(rank)["optimizers"])[self.number]
         if parts[: len(self.before) + 1] != [param.name for param in (*self.before, self.param)]:
             raise ValueError("vectors of other parameters on other ranks")
+        if self.folder.entry(rank, name).dtype is not self.dtype:
+            raise ValueError(f"vectors of {self.folder.entry(rank, name).dtype} and of {self.dtype}")
         start = sum(param.span(shard)[1] for param in self.before)
         return name, start + offset - self.param.span(shard)[0]
 

@@ -68,7 +68,7 @@ class Saved:
         done = 0
         for index, part in enumerate(names):
             numel = sum(piece.numel for piece in self.specs[part].pieces)
-            where = InVector(folder, before[index], number, before[:index])
+            where = InVector(folder, before[index], number, before[:index], entry.dtype)
             pour(runs(where, self.specs[part], local[done : done + numel]))
             done += numel
         return ShardedVector(local, spec)
@@ -184,12 +184,23 @@ def check_alike(saved: Saved) -> None:
         mine = saved.document(folder)
         for rank in sorted(used.get(id(folder), set()) - {folder.counterpart}):
             theirs = folder.document(rank)
+            _check_kinds(saved, folder, rank)
             for what in ("gradients", "states"):
                 if theirs[what] != mine[what]:
                     raise _unlike(folder, rank, f"{what} of the same parameters")
             if saved.run.optimizers and _common(theirs["optimizers"]) != _common(mine["optimizers"]):
                 raise _unlike(folder, rank, "the same options and counts of optimizers")
             _check_plain(folder, rank, mine["optimizers"] if saved.run.optimizers else [])
+
+
+def _check_kinds(saved: Saved, folder: SavedFolder, rank: int) -> None:
+    """Tensors of ranges have the dtype and the shape that they have in the file that stands for this rank."""
+    numbers = {param.flat.number for found, param in saved.params.values() if found is folder}
+    prefixes = tuple(tensor_name(number, "") for number in sorted(numbers))
+    for name, entry in folder.reader(folder.counterpart).entries.items():
+        # Sums inside no_sync are each rank's own.
+        if name.startswith(prefixes) and not name.endswith("/partial"):
+            expect(folder, rank, name, entry.dtype, entry.shape)
 
 
 def _unlike(folder: SavedFolder, rank: int, what: str) -> CheckpointError:
