@@ -8,21 +8,11 @@ Note: [Renames]
     and the old one is removed.  Where the file system cannot exchange, ``NAME`` is renamed to ``NAME.old-TOKEN`` and the new
     folder to ``NAME``; between the two ``NAME`` is missing, and ``NAME.old-TOKEN`` beside a complete ``NAME.tmp-TOKEN`` says
     so: a loader reads the new one.  Whatever is left is tidied by the next save.
-
-Note: [What is ours]
-    Anybody may make a link or a folder that is called like what a killed save left.  So a folder is opened once, never
-    through a link, and from then on its descriptor is what counts: entries are looked up, renamed and removed relative to
-    it, whatever becomes of the paths meanwhile.  It is emptied only when this user owns it and it is proven to be what a
-    save left: it is empty, or holds the file that the save of that token made first, or a manifest of that token, or the
-    checkpoint at ``NAME`` is of that token, which then took its place.  A save that may still be running keeps its folder.
-    In such a folder only regular files of our own names are removed; what the user put beside them moves on to the new
-    folder, never over anything.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,21 +21,16 @@ from typing import Any
 
 from offload.disk import Owner
 from offload.errors import CheckpointError
-from offload.pages import ALIGN
 from offload.shards.file import Record
 from offload.shards.folder import EXCHANGE, OURS, Folder, lstat, renameat2, retire
+from offload.shards.leftovers import recover, standing, working
 from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, encoded, shard_name
 from offload.text import shown, shown_path
 
 __all__ = ["Draft", "destination", "find"]
 
-_TOKEN = "[0-9a-f]{16}"
 #: What a save adds to the name of its target while it works; a file name has at most 255 bytes.
 _NAME_MOST = 255 - len(".tmp-") - 16
-#: Tokens of the saves of this process that still work.
-_working: set[str] = set()
-#: A save of another host, whose process cannot be looked at, is over when nothing of it has changed for so long.
-_SILENT_NS = 3600 * 10**9
 
 
 def destination(path: str | os.PathLike[str], verb: str) -> Path:
@@ -120,9 +105,9 @@ class Draft:
         self._parent = Folder(self.target.parent)
         os.mkdir(self._name, 0o700, dir_fd=self._parent.fd)
         self._made = Folder(self._name, self._parent)
-        _working.add(self.token)
+        working.add(self.token)
         self._made.create(f"saving-{self.token}", Owner.here().page())
-        _recover(self._parent, self.target.name, self._made)
+        recover(self._parent, self.target.name, self._made)
         with self._earlier(self._parent, self._made):
             pass
 
@@ -256,7 +241,7 @@ class Draft:
             if folder is not None:
                 folder.close()
         self._parent = self._made = None
-        _working.discard(self.token)
+        working.discard(self.token)
 
 
 def _exchange(parent_fd: int, one: str, other: str) -> bool:
@@ -274,105 +259,14 @@ def find(target: Path) -> Path:
         return target
     if not _has_foreign(target) and target.parent.is_dir():
         with Folder(target.parent) as parent:
-            standing = _standing(parent, target.name)
-        if standing is not None:
-            return target.with_name(standing)
+            name = standing(parent, target.name)
+        if name is not None:
+            return target.with_name(name)
     what = "a folder without a manifest" if target.is_dir() else "a file" if target.exists() else "nothing there"
     raise CheckpointError(
         f"load {target}: expected a checkpoint that attachment.save() wrote, found {what}. Check the path; a save that was "
         "killed before its commit leaves none."
     )
-
-
-# What killed saves left; see Note [What is ours].
-
-
-def _leftovers(parent: Folder, name: str, kind: str) -> list[str]:
-    """The tokens of the folders ``NAME.tmp-TOKEN`` or ``NAME.old-TOKEN``, the latest first; links are none of them."""
-    prefix = f"{name}.{kind}-"
-    found: dict[str, int] = {}
-    for each in parent.names():
-        status = parent.entry(each) if each.startswith(prefix) else None
-        if status is not None and stat.S_ISDIR(status.st_mode) and re.fullmatch(_TOKEN, each.removeprefix(prefix)):
-            found[each.removeprefix(prefix)] = status.st_mtime_ns
-    return sorted(found, key=found.__getitem__, reverse=True)
-
-
-def _standing(parent: Folder, name: str) -> str | None:
-    """The checkpoint of a save that was killed between its renames: the new folder, or else the old one."""
-    tokens = _leftovers(parent, name, "old")
-    new = next((token for token in tokens if _token(parent, f"{name}.tmp-{token}") == token), None)
-    if new is not None:
-        return f"{name}.tmp-{new}"
-    return next((f"{name}.old-{token}" for token in tokens if _token(parent, f"{name}.old-{token}") is not None), None)
-
-
-def _token(parent: Folder, name: str) -> str | None:
-    """Of the whole checkpoint that is called so in ``parent``."""
-    folder = parent.folder(name)
-    if folder is None:
-        return None
-    with folder:
-        return folder.token() if folder.complete() else None
-
-
-def _recover(parent: Folder, name: str, made: Folder) -> None:
-    """Finish what a killed save began, and remove what is proven to be left of one.
-
-    Args:
-        made: a folder that this process has just made here, which says whom it counts as on this file system, and when now is.
-    """
-    if parent.entry(name) is None:
-        standing = _standing(parent, name)
-        status = parent.entry(standing) if standing is not None and standing.startswith(f"{name}.tmp-") else None
-        if standing is not None and status is not None and status.st_uid == made.status.st_uid:
-            parent.rename(standing, name)
-            parent.sync()
-    heir = parent.folder(name)
-    try:
-        current = heir.token() if heir is not None else None
-        for kind in ("tmp", "old"):
-            for token in _leftovers(parent, name, kind):
-                _tidy(parent, f"{name}.{kind}-{token}", token, made, heir, current)
-    finally:
-        if heir is not None:
-            heir.close()
-
-
-def _tidy(parent: Folder, name: str, token: str, made: Folder, heir: Folder | None, current: str | None) -> None:
-    """Remove one leftover, if it is one."""
-    with suppress(OSError):
-        folder = parent.folder(name)
-        if folder is None or os.path.samestat(folder.status, made.status):
-            return
-        with folder:
-            if folder.status.st_uid != made.status.st_uid:
-                return
-            if token == current or _is_over(folder, token, made):
-                retire(parent, name, folder, heir)
-
-
-def _is_over(folder: Folder, token: str, made: Folder) -> bool:
-    """Whether ``folder`` is of the save of that token, and the save certainly does not run any more."""
-    mark = f"saving-{token}"
-    names, nbytes = folder.names(), folder.size(mark)
-    if nbytes is None:
-        return not names or folder.token() == token
-    if nbytes != ALIGN:
-        # Killed in its first write.
-        return names == [mark]
-    with open(os.open(mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder.fd), "rb") as file:
-        owner = Owner.of_page(file.read(ALIGN))
-    if owner is None:
-        return False
-    here = Owner.here()
-    if owner == here:
-        return token not in _working
-    if owner.is_over():
-        return True
-    elsewhere = (owner.host, owner.namespace) != (here.host, here.namespace)
-    changed = [status.st_mtime_ns for name in names if (status := folder.entry(name)) is not None]
-    return elsewhere and made.status.st_mtime_ns - max(changed, default=0) > _SILENT_NS
 
 
 def _has_foreign(target: Path) -> bool:

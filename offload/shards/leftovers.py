@@ -1,0 +1,121 @@
+"""What killed saves left beside a checkpoint: which of it is one, and what is removed because it certainly is none.
+
+``commit.py`` asks before it makes its own folder, and for a loader.  It never looks inside a shard file, and what is in doubt
+stays.
+
+Note: [What is ours]
+    Anybody may make a link or a folder that is called like what a killed save left.  So a folder is opened once, never
+    through a link, and from then on its descriptor is what counts: entries are looked up, renamed and removed relative to
+    it, whatever becomes of the paths meanwhile.  It is emptied only when this user owns it and it is proven to be what a
+    save left: it is empty, or holds the file that the save of that token made first, or a manifest of that token, or the
+    checkpoint at ``NAME`` is of that token, which then took its place.  A save that may still be running keeps its folder.
+    In such a folder only regular files of our own names are removed; what the user put beside them moves on to the new
+    folder, never over anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from contextlib import suppress
+
+from offload.disk import Owner
+from offload.pages import ALIGN
+from offload.shards.folder import Folder, retire
+
+__all__ = ["recover", "standing", "working"]
+
+_TOKEN = "[0-9a-f]{16}"
+#: Tokens of the saves of this process that still work.
+working: set[str] = set()
+#: A save of another host, whose process cannot be looked at, is over when nothing of it has changed for so long.
+_SILENT_NS = 3600 * 10**9
+
+
+def _leftovers(parent: Folder, name: str, kind: str) -> list[str]:
+    """The tokens of the folders ``NAME.tmp-TOKEN`` or ``NAME.old-TOKEN``, the latest first; links are none of them."""
+    prefix = f"{name}.{kind}-"
+    found: dict[str, int] = {}
+    for each in parent.names():
+        status = parent.entry(each) if each.startswith(prefix) else None
+        if status is not None and stat.S_ISDIR(status.st_mode) and re.fullmatch(_TOKEN, each.removeprefix(prefix)):
+            found[each.removeprefix(prefix)] = status.st_mtime_ns
+    return sorted(found, key=found.__getitem__, reverse=True)
+
+
+def standing(parent: Folder, name: str) -> str | None:
+    """The checkpoint of a save that was killed between its renames: the new folder, or else the old one."""
+    tokens = _leftovers(parent, name, "old")
+    new = next((token for token in tokens if _token(parent, f"{name}.tmp-{token}") == token), None)
+    if new is not None:
+        return f"{name}.tmp-{new}"
+    return next((f"{name}.old-{token}" for token in tokens if _token(parent, f"{name}.old-{token}") is not None), None)
+
+
+def _token(parent: Folder, name: str) -> str | None:
+    """Of the whole checkpoint that is called so in ``parent``."""
+    folder = parent.folder(name)
+    if folder is None:
+        return None
+    with folder:
+        return folder.token() if folder.complete() else None
+
+
+def recover(parent: Folder, name: str, made: Folder) -> None:
+    """Finish what a killed save began, and remove what is proven to be left of one.
+
+    Args:
+        made: a folder that this process has just made here, which says whom it counts as on this file system, and when now is.
+    """
+    if parent.entry(name) is None:
+        found = standing(parent, name)
+        status = parent.entry(found) if found is not None and found.startswith(f"{name}.tmp-") else None
+        if found is not None and status is not None and status.st_uid == made.status.st_uid:
+            parent.rename(found, name)
+            parent.sync()
+    heir = parent.folder(name)
+    try:
+        current = heir.token() if heir is not None else None
+        for kind in ("tmp", "old"):
+            for token in _leftovers(parent, name, kind):
+                _tidy(parent, f"{name}.{kind}-{token}", token, made, heir, current)
+    finally:
+        if heir is not None:
+            heir.close()
+
+
+def _tidy(parent: Folder, name: str, token: str, made: Folder, heir: Folder | None, current: str | None) -> None:
+    """Remove one leftover, if it is one."""
+    with suppress(OSError):
+        folder = parent.folder(name)
+        if folder is None or os.path.samestat(folder.status, made.status):
+            return
+        with folder:
+            if folder.status.st_uid != made.status.st_uid:
+                return
+            if token == current or _is_over(folder, token, made):
+                retire(parent, name, folder, heir)
+
+
+def _is_over(folder: Folder, token: str, made: Folder) -> bool:
+    """Whether ``folder`` is of the save of that token, and the save certainly does not run any more."""
+    mark = f"saving-{token}"
+    names, nbytes = folder.names(), folder.size(mark)
+    if nbytes is None:
+        return not names or folder.token() == token
+    if nbytes != ALIGN:
+        # Killed in its first write.
+        return names == [mark]
+    with open(os.open(mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder.fd), "rb") as file:
+        owner = Owner.of_page(file.read(ALIGN))
+    if owner is None:
+        return False
+    here = Owner.here()
+    if owner == here:
+        return token not in working
+    if owner.is_over():
+        return True
+    elsewhere = (owner.host, owner.namespace) != (here.host, here.namespace)
+    changed = [status.st_mtime_ns for name in names if (status := folder.entry(name)) is not None]
+    return elsewhere and made.status.st_mtime_ns - max(changed, default=0) > _SILENT_NS
