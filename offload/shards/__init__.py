@@ -6,7 +6,8 @@ from offload.shards.commit import Draft, destination, find
 from offload.shards.file import CHUNK, CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, digest
 from offload.shards.manifest import Manifest, read_manifest, shard_name
 from offload.shards.outcomes import FailedElsewhere, Outcomes
-from offload.shards.saved_model import SavedFlat, SavedModel, SavedParam
+from offload.shards.saved_layout import Places, SavedFlat, SavedLayout, SavedParam
+from offload.shards.saved_model import SavedModel
 from offload.shards.series import Series, latest, run_of
 
 __all__ = [
@@ -18,8 +19,10 @@ __all__ = [
     "FailedElsewhere",
     "Manifest",
     "Outcomes",
+    "Places",
     "Record",
     "SavedFlat",
+    "SavedLayout",
     "SavedModel",
     "SavedParam",
     "Series",

@@ -57,7 +57,7 @@ def _rows(loading: Loading) -> list[tuple[str, str, bool]]:
     saved: dict[str, set[str]] = {"parameter": set(), "buffer": set(), "extra state": set()}
     for folder in loading.folders:
         document = folder.document(folder.counterpart)
-        saved["parameter"] |= folder.layout.params.keys()
+        saved["parameter"] |= folder.params.keys()
         saved["buffer"] |= document["buffers"].keys()
         saved["extra state"] |= document["modules"].keys()
     taken = {"parameter": loading.values, "buffer": loading.buffers, "extra state": loading.modules}

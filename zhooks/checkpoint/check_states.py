@@ -14,21 +14,21 @@ from offload.errors import CheckpointError
 from zhooks.checkpoint.check_optimizers import IN_FILE, require
 from zhooks.checkpoint.load_shard import FlatState, OptimizerStates
 from zhooks.checkpoint.saved_files import InFlat, SavedFolder
-from zhooks.checkpoint.saved_layout import SavedParam
+from zhooks.checkpoint.saved_layout import ParamRanges
 from zhooks.checkpoint.saved_run import Saved, another, expect, own_numel
 from zhooks.checkpoint.shard_contents import RunState, state_name, tensor_name
 
 __all__ = ["check_flat_states", "check_gradients", "check_partials"]
 
 
-def _indices(folder: SavedFolder, number: Any, indices: Any) -> list[SavedParam]:
+def _indices(folder: SavedFolder, number: Any, indices: Any) -> list[ParamRanges]:
     """The parameters of a saved flat buffer that these are.
 
     Raises:
         ValueError: it has no such.
     """
     require(type(number) is int and 0 <= number < len(folder.layout.flats), "the number of a unit")
-    members = folder.layout.members[number]
+    members = folder.members[number]
     inside = isinstance(indices, list) and all(type(index) is int and 0 <= index < len(members) for index in indices)
     if not inside or sorted(set(indices)) != indices:
         raise ValueError(f"parameters {indices} of {len(members)} in unit {number}")
@@ -72,18 +72,18 @@ def check_partials(saved: Saved) -> dict[str, InFlat]:
         for number, present in enumerate(rows):
             if present is None:
                 continue
-            members = folder.layout.members[number]
+            members = folder.members[number]
             flags = isinstance(present, list) and len(present) == len(members) and all(type(one) is bool for one in present)
             require(flags, "a flag a parameter")
             name = tensor_name(number, "partial")
             entry = folder.entry(folder.counterpart, name)
-            whole = entry.shape == (members[0].flat.layout.padded,) and entry.dtype.is_floating_point
+            whole = entry.shape == (members[0].flat.padded,) and entry.dtype.is_floating_point
             require(whole, f"{name} of the whole unit")
             for param, there in zip(members, present, strict=True):
                 if there and param.name in saved.params:
                     spec = saved.specs[param.name]
-                    same = spec.place is None if param.laid.dim is None else spec.place is not None
-                    if not same or (spec.place is not None and spec.place[0::2] != (param.laid.dim, param.laid.count)):
+                    same = spec.place is None if param.saved.dim is None else spec.place is not None
+                    if not same or (spec.place is not None and spec.place[0::2] != (param.saved.dim, param.saved.count)):
                         raise another(saved.folders, f"sums inside no_sync of {param.name}, which is divided otherwise over tp")
                     found[param.name] = InFlat(folder, param, name)
     return found

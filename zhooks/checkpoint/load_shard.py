@@ -194,7 +194,7 @@ class Loading:
             partial = gradient.buffer(flat.layout.padded).zero_()
             places = zip(held, flat.layout.starts, flat.layout.numels, strict=True)
             pour(
-                Run(found.folder, found.folder.counterpart, found.name, found.param.start, partial[start : start + numel])
+                Run(found.folder, found.folder.counterpart, found.name, found.param.saved.start, partial[start : start + numel])
                 for found, start, numel in places
                 if found is not None
             )

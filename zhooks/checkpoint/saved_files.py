@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError
-from offload.shards import CHUNK, Entry, Manifest, ShardReader
-from zhooks.checkpoint.saved_layout import Places, SavedLayout, SavedParam, places
+from offload.shards import CHUNK, Entry, Manifest, Places, SavedLayout, ShardReader
+from zhooks.checkpoint.saved_layout import ParamRanges, places, ranges_of
 from zhooks.checkpoint.shard_contents import DOCUMENT, tensor_name
 from zhooks.comm import Comm
 from zhooks.tensor import ParamShard
@@ -74,11 +74,14 @@ class SavedFolder:
             that stands for it.
         same_place: it is of this rank's place.
         as_many: as many data ranks and places on tp saved as load.
+        members: the parameters of each flat buffer, and ``params`` all of them by name.
     """
 
     def __init__(self, path: Path, manifest: Manifest, place: Place) -> None:
         self.path, self.manifest, self.place = path, manifest, place
         self.layout = SavedLayout.of(manifest, place.own)
+        self.members = tuple(map(ranges_of, self.layout.flats))
+        self.params = {param.name: param for members in self.members for param in members}
         self._readers: OrderedDict[int, ShardReader] = OrderedDict()
         self._documents: OrderedDict[int, dict[str, Any]] = OrderedDict()
         kept = self.layout.places
@@ -165,7 +168,7 @@ class InFlat:
     """A parameter's value, gradient or state in flat tensors of the files, all of one name."""
 
     folder: SavedFolder
-    param: SavedParam
+    param: ParamRanges
     name: str
 
     def at(self, rank: int, offset: int) -> tuple[str, int]:
@@ -177,9 +180,9 @@ class InVector:
     """A parameter's ranges in a vector of many parameters' ranges, by file: its name there, and where they begin."""
 
     folder: SavedFolder
-    param: SavedParam
+    param: ParamRanges
     number: int
-    before: Sequence[SavedParam]
+    before: Sequence[ParamRanges]
     dtype: torch.dtype
 
     def at(self, rank: int, offset: int) -> tuple[str, int]:

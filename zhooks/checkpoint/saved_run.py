@@ -18,7 +18,7 @@ from offload.errors import CheckpointError
 from offload.shards import CHUNK
 from zhooks.checkpoint.check_optimizers import require
 from zhooks.checkpoint.saved_files import InVector, SavedFolder, pour, refuse_folders, runs, vectors_in_tree
-from zhooks.checkpoint.saved_layout import SavedParam, difference
+from zhooks.checkpoint.saved_layout import ParamRanges, difference
 from zhooks.checkpoint.shard_contents import RunState, tensor_name
 from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.tensor import ParamShard, ShardedVector, VectorShard
@@ -32,7 +32,7 @@ class Saved:
 
     run: RunState
     folders: Sequence[SavedFolder]
-    params: Mapping[str, tuple[SavedFolder, SavedParam]]
+    params: Mapping[str, tuple[SavedFolder, ParamRanges]]
     specs: Mapping[str, ParamShard]
 
     @property
@@ -53,7 +53,7 @@ class Saved:
     def _vector(self, folder: SavedFolder, name: str, names: Any) -> ShardedVector:
         """The ranges that this rank has of a vector that every rank saved its own ranges of."""
         require(isinstance(names, list) and bool(names) and set(names) <= self.specs.keys(), "a vector of parameters")
-        before = [folder.layout.params[part] for part in names]
+        before = [folder.params[part] for part in names]
         spec = VectorShard([self.specs[part] for part in names])
         found = vectors_in_tree(self.document(folder)["optimizers"])
         number = [tensor for tensor, _ in found].index(name)
@@ -82,11 +82,11 @@ def _unread(folder: SavedFolder, rank: int, name: str) -> Tensor:
 
 def find_params(run: RunState, folders: Sequence[SavedFolder]) -> Saved:
     """Every parameter of the run in one of the folders, as it is here."""
-    params: dict[str, tuple[SavedFolder, SavedParam]] = {}
+    params: dict[str, tuple[SavedFolder, ParamRanges]] = {}
     specs = {spec.name: spec for flat in run.flats for spec in flat.specs}
     where: dict[str, SavedFolder] = {}
     for folder in folders:
-        for name, param in folder.layout.params.items():
+        for name, param in folder.params.items():
             if name in where:
                 raise refuse_folders(f"parameter {name} in {where[name].path.name} and in {folder.path.name}")
             where[name] = folder
@@ -99,8 +99,8 @@ def find_params(run: RunState, folders: Sequence[SavedFolder]) -> Saved:
             raise another(folders, problem)
     if not run.comm.pp.axis.world > 1:
         for name in foreign_names(run, folders):
-            param = where[name].layout.params[name]
-            raise another(folders, f"no parameter {name}, which the checkpoint has, of shape {list(param.shape)}")
+            param = where[name].params[name]
+            raise another(folders, f"no parameter {name}, which the checkpoint has, of shape {list(param.saved.shape)}")
     for folder, param in params.values():
         _expect_flat(folder, param)
     for folder in folders:
@@ -115,11 +115,11 @@ def _check_guess(folder: SavedFolder) -> None:
         CheckpointError: it is not, so that it was another mesh.
     """
     kept = folder.layout.places
-    if "places" in folder.manifest.about or kept.tp == 1 or kept.shard * kept.replicate == 1:
+    if folder.layout.told or kept.tp == 1 or kept.shard * kept.replicate == 1:
         return
-    for param in folder.layout.params.values():
+    for param in folder.params.values():
         name = tensor_name(param.flat.number, "value")
-        for shard in range(kept.shard if param.laid.dim is None else 0):
+        for shard in range(kept.shard if param.saved.dim is None else 0):
             start, numel = param.span(shard)
             ranks = [kept.ranks[shard, 0, tp] for tp in range(kept.tp)]
             # A chunk of each will do: in another order of axes they are of other shards.
@@ -135,7 +135,7 @@ def _check_guess(folder: SavedFolder) -> None:
 def foreign_names(run: RunState, folders: Sequence[SavedFolder]) -> list[str]:
     """Parameters that were saved and that the model on this rank does not have."""
     here = {spec.name for flat in run.flats for spec in flat.specs}
-    return [name for folder in folders for name in folder.layout.params if name not in here]
+    return [name for folder in folders for name in folder.params if name not in here]
 
 
 def another(folders: Sequence[SavedFolder], problem: str) -> CheckpointError:
@@ -147,13 +147,13 @@ def another(folders: Sequence[SavedFolder], problem: str) -> CheckpointError:
     )
 
 
-def _expect_flat(folder: SavedFolder, param: SavedParam) -> None:
+def _expect_flat(folder: SavedFolder, param: ParamRanges) -> None:
     expect(folder, folder.counterpart, tensor_name(param.flat.number, "value"), param.flat.dtype, (own_numel(param),))
 
 
-def own_numel(param: SavedParam) -> int:
+def own_numel(param: ParamRanges) -> int:
     """Elements of each file's tensor that its ranges lie in."""
-    return param.flat.layout.shard_numel
+    return param.flat.shard_numel
 
 
 def expect(folder: SavedFolder, rank: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
