@@ -43,7 +43,8 @@ class Resharded:
 
     def __init__(
         self, folder: Path, *, stage: int = 3, tier: str = "device", tp: int = 1, replicate: int = 1, units: int | None = None,
-        kind: str = "adamw", seed: int = 0, half: bool = False, dtype: str = "float32", more: dict[str, Any] | None = None,
+        kind: str = "adamw", seed: int = 0, half: bool = False, dtype: str = "float32", rows: int = 4,
+        more: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.mesh = mesh_of(tp, replicate)
         model: nn.Module = plain_gpt(1, seed=seed)
@@ -59,14 +60,14 @@ class Resharded:
             policy |= {"disk": {"path": str(folder)}} if tier == "disk" else {}
         if half:
             policy["precision"] = {"param": "bf16", "reduce": "fp32"}
-        self.model, self.kind = model, kind
+        self.model, self.kind, self.rows = model, kind, rows
         self.attachment = zhooks.attach(model, policy=policy | (more or {}), mesh=self.mesh)
         self.optimizer = OPTIMIZERS[kind](list(model.parameters()))
         data = place()[1] // tp
         self.at = place()[0] // tp, data
 
     def forward(self, step: int) -> torch.Tensor:
-        return loss_of(self.model, *batch(step, *self.at))
+        return loss_of(self.model, *batch(step, *self.at, size=self.rows))
 
     def train(self, first: int, steps: int) -> list[float]:
         """The mean losses over all ranks."""

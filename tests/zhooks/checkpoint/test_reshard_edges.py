@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zhooks
 from offload.shards import ShardReader
@@ -351,13 +353,17 @@ class Staged(nn.Module):
         return x
 
 
-def staged(stages: int, *, relative: bool = False, layers: int = 4) -> tuple[Any, Any, nn.Module, int]:
-    """A stage of so many layers in all, attached over pp x dp: (attachment, optimizer, model, its number)."""
-    data = place()[1] // stages
-    mesh = init_device_mesh("cpu", (stages, data), mesh_dim_names=("pp", "dp")) if stages > 1 else None
-    stage, size = place()[0] // data, layers // stages
+def staged(stages: int, *, relative: bool = False, layers: int = 4, tp: int = 1) -> tuple[Any, Any, nn.Module, int]:
+    """A stage of so many layers in all, attached over pp x dp x tp: (attachment, optimizer, model, its number)."""
+    ranks = place()[1] // stages
+    axes = {"pp": stages, "dp": ranks // tp, "tp": tp} if tp > 1 else {"pp": stages, "dp": ranks}
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)) if stages * tp > 1 else None
+    stage, size = place()[0] // ranks, layers // stages
     torch.manual_seed(10 + stage)
     model = Staged(range(stage * size, (stage + 1) * size), relative=relative)
+    if tp > 1 and mesh is not None:
+        halves = {f"layers.{name}": ColwiseParallel(output_layouts=Replicate()) for name in model.layers}
+        parallelize_module(model, mesh["tp"], halves)
     attachment = zhooks.attach(model, policy={"stage": 3}, mesh=mesh)
     return attachment, torch.optim.AdamW(model.parameters(), lr=0.1), model, stage
 
@@ -371,8 +377,8 @@ def state_of(attachment: Any, optimizer: Any) -> dict[str, Any]:
     return {name: [value, state] for (name, value), state in zip(whole["model"].items(), states, strict=True)}
 
 
-def saves_stages(path: str, stages: int, relative: bool = False) -> None:
-    attachment, optimizer, model, stage = staged(stages, relative=relative)
+def saves_stages(path: str, stages: int, **made: Any) -> None:
+    attachment, optimizer, model, stage = staged(stages, **made)
     model(torch.randn(2, 6)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -414,6 +420,19 @@ def test_stages_of_a_pipeline_are_divided_anew(
     ranks(world).run(f"{__name__}:saves_stages", path=str(tmp_path), stages=stages)
     names = STAGES if stages > 1 else ("run",)
     ranks(other).run(f"{__name__}:loads_stages", path=str(tmp_path), stages=into, names=names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "other", "stages", "tp", "into", "over"),
+    [case(4, 2, 2, 1, 1, other=1), case(2, 1, 1, 2, 2, other=4), case(4, 2, 2, 1, 2, other=2), case(4, 2, 1, 2, 2, other=4)],
+)
+def test_stages_that_are_divided_over_tp_are_divided_anew(
+    ranks: Ranks, tmp_path: Path, world: int, other: int, stages: int, tp: int, into: int, over: int
+) -> None:
+    ranks(world).run(f"{__name__}:saves_stages", path=str(tmp_path), stages=stages, tp=tp)
+    names = STAGES if stages > 1 else ("run",)
+    ranks(other).run(f"{__name__}:loads_stages", path=str(tmp_path), stages=into, names=names, tp=over)
 
 
 def test_names_that_stages_share_are_refused(ranks: Ranks, tmp_path: Path) -> None:
