@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.errors import CheckpointError
 from zhooks.checkpoint.check_optimizers import Source, check_optimizers, require
-from zhooks.checkpoint.check_states import check_flat_states, check_gradients, check_partials
+from zhooks.checkpoint.check_states import check_flat_states, check_gradients, check_narrower, check_partials
 from zhooks.checkpoint.ignored_values import check_left_out, plain_of
 from zhooks.checkpoint.load_shard import Loading
 from zhooks.checkpoint.rng import check as check_generators
@@ -77,6 +77,7 @@ def check(run: RunState, folders: Sequence[SavedFolder]) -> tuple[Loading, int]:
         rounding=_check_rounding(saved),
         extra=extra,
     )
+    check_narrower(loading)
     return loading, nbytes
 
 

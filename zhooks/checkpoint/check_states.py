@@ -1,6 +1,7 @@
 """Where the gradients, the sums of ``no_sync`` and the states of the run's parameters are in saved folders, all checked.
 
-``check_shard.py`` calls it once parameters have been found.  It compares headers and documents, and reads no values.
+``check_shard.py`` calls it once parameters have been found.  It compares headers and documents, and reads values only
+where they are converted to a narrower dtype.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError
+from offload.shards import CHUNK
 from zhooks.checkpoint.check_optimizers import IN_FILE, require
-from zhooks.checkpoint.load_shard import FlatState, OptimizerStates
+from zhooks.checkpoint.load_shard import FlatState, Loading, OptimizerStates
 from zhooks.checkpoint.saved_files import InFlat, SavedFolder
 from zhooks.checkpoint.saved_layout import ParamRanges
 from zhooks.checkpoint.saved_run import Saved, another, expect, own_numel
 from zhooks.checkpoint.shard_contents import RunState, state_name, tensor_name
+from zhooks.tensor import ParamShard
 
-__all__ = ["check_flat_states", "check_gradients", "check_partials"]
+__all__ = ["check_flat_states", "check_gradients", "check_narrower", "check_partials"]
 
 
 def _indices(folder: SavedFolder, number: Any, indices: Any) -> list[ParamRanges]:
@@ -133,3 +136,36 @@ def _state_dtype(run: RunState, saved: torch.dtype, master_there: torch.dtype, m
     if saved is not master_there or master is master_there or (run.rounding.stochastic and master is torch.bfloat16):
         return saved
     return master
+
+
+def check_narrower(loading: Loading) -> None:
+    """What is converted to a dtype of a smaller range fits it, this rank's ranges of values, gradients and states.
+
+    Raises:
+        CheckpointError: a finite number would become infinite.
+    """
+    for number, flat in enumerate(loading.run.flats):
+        master = flat.kind.master
+        for index, spec in enumerate(flat.specs):
+            found = [(each[spec.name], master) for each in (loading.values, loading.gradients) if spec.name in each]
+            states = loading.flat_states.get(number, ())
+            found += [(state.held[index], state.dtype) for state in states if index in state.held]
+            for where, dtype in found:
+                _check_fits(where, spec, dtype)
+
+
+def _check_fits(where: InFlat, spec: ParamShard, dtype: torch.dtype) -> None:
+    folder = where.folder
+    saved = folder.entry(folder.counterpart, where.name).dtype
+    if not (saved.is_floating_point and dtype.is_floating_point) or torch.finfo(dtype).max >= torch.finfo(saved).max:
+        return
+    most = CHUNK // saved.itemsize
+    for tp, shard, offset, numel in where.param.runs(spec):
+        reader = folder.reader(folder.rank_at(tp, shard))
+        for at in range(0, numel, most):
+            values = reader.elements(where.name, offset + at, min(most, numel - at))
+            if bool((values.to(dtype).isinf() & values.isfinite()).any()):
+                raise CheckpointError(
+                    f"load {folder.path}: expected numbers that {dtype} can hold, found larger ones in {where.name} of "
+                    f"{spec.name}, saved as {saved}. Attach a model of a dtype with their range."
+                )

@@ -147,6 +147,33 @@ def loads_wider(path: str) -> None:
     run.train(2, 1)
 
 
+@pytest.mark.parametrize("what", ["value", "gradient", "exp_avg_sq"])
+def test_a_number_that_narrower_masters_cannot_hold_is_refused(tmp_path: Path, what: str) -> None:
+    def made(dtype: torch.dtype) -> tuple[nn.Module, zhooks.Attachment, torch.optim.Optimizer]:
+        model = nn.Linear(4, 4).to(dtype)
+        attachment = zhooks.attach(model, policy={"stage": 3})
+        return model, attachment, torch.optim.AdamW(model.parameters())
+
+    wide, saving, optimizer = made(torch.float32)
+    for _ in range(2):
+        wide(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    param = next(wide.parameters())
+    held = {"value": param, "gradient": param.grad, **optimizer.state[param]}
+    with torch.no_grad():
+        held[what].mul_(0).add_(1e5)
+    saving.save(tmp_path / "run", optimizer)
+    narrow, attachment, other = made(torch.float16)
+    before = full(narrow)
+    with pytest.raises(zhooks.CheckpointError, match=rf"numbers that torch.float16 can hold, found larger ones in .*{what}"):
+        attachment.load(tmp_path / "run", other)
+    assert same(full(narrow), before) and not other.state
+    with torch.no_grad():
+        held[what].fill_(1)
+    saving.save(tmp_path / "run", optimizer)
+    attachment.load(tmp_path / "run", other)
+
+
 class Drawing(nn.Module):
     """A linear layer whose buffer is each rank's own."""
 
