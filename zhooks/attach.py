@@ -273,9 +273,10 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
             self._lay_out(plans, optimizers)
             for optimizer in optimizers:
                 own_anew(optimizer, self._optimizers.owners, self._comm.shard)
-            for unit in self._units:
-                for flat in unit.flats:
-                    self._tiers.adopt(optimizers, flat)
+            with all_or_none(self._comm.stage, "apply"):
+                for unit in self._units:
+                    for flat in unit.flats:
+                        self._tiers.adopt(optimizers, flat)
         finally:
             self._casts.open(chosen.precision, charted)
             self._runtime.scaling.change(chosen.precision)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from offload.errors import ZhooksError
 from offload.events import Bus
 from offload.policy import Policy
 from zhooks.build import Tiers
@@ -57,7 +56,8 @@ class Chosen:
         before, why = self.policy, self._why
         try:
             self._change(chosen)
-        except ZhooksError as error:
+        except Exception as error:
+            # Of whatever kind: the others, whom it was told, change back as well.
             self._change(before)
             return str(error)
         finally:

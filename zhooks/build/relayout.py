@@ -33,9 +33,10 @@ def relayout_units(
     """Lay out anew the units that have another plan; gradients and states follow.  Collective.
 
     Args:
-        laid: called with each new flat.
+        laid: called with each new flat; never collective.
     Raises:
         BudgetError, TierError: there is no room for a unit on some rank; that one and those after it are laid out as they were.
+            Where its states alone find none, it has moved, and those after it have not.
     """
     # Another layout divides them otherwise.
     vectors = [optimizer for optimizer in optimizers if whole_vectors(optimizer)]
@@ -43,8 +44,9 @@ def relayout_units(
         for unit, plan in zip(units, plans, strict=True):
             if plan is not unit.plan:
                 _relayout_unit(unit, plan, context, optimizers)
-                for flat in unit.flats:
-                    laid(flat)
+                with all_or_none(context.comm.stage, "lay out"):
+                    for flat in unit.flats:
+                        laid(flat)
     finally:
         for optimizer in vectors:
             shard_vectors(optimizer)

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.device import open_device
-from offload.errors import ZhooksError
 from offload.events import Bus, Event
 from offload.policy import Policy
 from offload.text import as_size
@@ -163,7 +162,8 @@ class Replanning:
                 decision = decide(self._choice, self._needs(known), _Measured(taken[0], taken[1], *there))
             # States that one rank owns whole count there alone: all do what the first has found.
             named = AllRanks(stage, "plan again", "the placement").share([str(decision.candidate or ""), decision.why])
-        except ZhooksError as error:
+        except Exception as error:
+            # Of whatever kind: the others, whom it was told, go on training, and wait for this rank.
             self._tell(f"{self._said} not looked at: {error}")
             return
         finally:
