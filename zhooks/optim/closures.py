@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from zhooks.comm import CONTROL, Call, Transport
 from zhooks.optim.step_hooks import watch_steps
 
-__all__ = ["Closures"]
+__all__ = ["Closures", "closure_of"]
 
 
 class Closures:
@@ -59,11 +59,12 @@ class Closures:
         ours = {id(param) for param in self._params()}
         if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
             return None
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._agreed(kwargs["closure"])}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._agreed(args[1]), *args[2:]), kwargs
-        return None
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            return None
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": self._agreed(closure)}
+        return (args[0], self._agreed(closure), *args[2:]), kwargs
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch's post-hook."""
@@ -81,6 +82,12 @@ class Closures:
         self._world.all_reduce(Call(CONTROL, "all-reduce sum", "the closure's loss"), total, "sum")
         found = float(total) / (self._world.axis.world if self._mean() else 1)
         return torch.full_like(value.detach(), found) if isinstance(value, Tensor) else found
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """What torch's step hooks are told, the optimizer first: the closure that a step is called with, if any."""
+    given = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+    return given if callable(given) else None
 
 
 class AgreedClosure:

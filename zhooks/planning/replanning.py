@@ -31,7 +31,7 @@ from offload.text import as_size
 from offload.tier import Tier
 from zhooks.comm import AllRanks, Comm, all_or_none, least
 from zhooks.layout import FLATS
-from zhooks.optim import watch_steps
+from zhooks.optim import closure_of, watch_steps
 from zhooks.planning.automatic import Choice, held, moved, on_this_machine
 from zhooks.planning.axes import Candidate, candidates
 from zhooks.planning.best_first import Limits, Memory
@@ -43,6 +43,8 @@ __all__ = ["Replanning"]
 _STEPS, _LAST = 3, 10
 #: What is further from the prediction is a reason to choose again; and so much of the device shall stay free.
 _OFF = _FREE = 0.1
+#: When a rank may change its layout; that of all of them is the least.
+_NEVER, _LATER, _NOW = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Replanning:
         self._handles: list[RemovableHandle] = []
         self._ours = {id(param) for param in choice.request.model.parameters()}
         self._steps, self._stepped, self._highest, self._over = 0, False, 0, False
+        self._closures = False
 
     def open(self) -> None:
         """Follow the steps from now on."""
@@ -122,12 +125,16 @@ class Replanning:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch's pre-hook."""
+        self._closures = self._closures or (closure_of(args, kwargs) is not None and self._is_ours(optimizer))
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """torch's post-hook."""
-        if any(id(param) in self._ours for group in optimizer.param_groups for param in group["params"]):
+        if self._is_ours(optimizer):
             self._highest = max(self._highest, self._seam.used()[0])
             self._stepped = True
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        return any(id(param) in self._ours for group in optimizer.param_groups for param in group["params"])
 
     def training_begins(self) -> None:
         """A training pass begins on every rank.  Collective after each step from the third on, until it is over."""
@@ -138,8 +145,13 @@ class Replanning:
         if self._steps < _STEPS:
             return
         with torch.inference_mode(False), torch.no_grad():
-            if least(self._comm.stage, int(self._quiet())):
+            ready = least(self._comm.stage, _NEVER if self._closures else _NOW if self._quiet() else _LATER)
+            if ready == _NOW:
                 self._plan_again()
+            elif ready == _NEVER:
+                # This pass may be the closure's own, inside a step; and steps over tiers take none.
+                self.close()
+                self._tell(f"{self._said} not looked at: its optimizer is stepped with a closure, which tiers do not allow.")
             elif self._steps >= _LAST:
                 self.close()
                 self._tell(f"{self._said} not looked at: when training passes began, another had no backward yet.")

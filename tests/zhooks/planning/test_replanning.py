@@ -62,6 +62,13 @@ class Run:
             self.optimizer.zero_grad()
             self.steps += 1
 
+    def loss(self) -> Tensor:
+        """A forward and a backward."""
+        self.optimizer.zero_grad()
+        loss: Tensor = self.model(torch.ones(4, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
     def values(self) -> list[Tensor]:
         return [param.full_tensor().clone() for param in self.model.parameters()]
 
@@ -158,6 +165,17 @@ def test_states_that_were_taken_to_be_adams_and_are_none_are_said_to_be_none() -
     run = gone_over(NARROW, NARROW, kind=torch.optim.SGD)
     assert "disk" in run.tiers and "; disk 0 B, " in run.attachment.describe()
     assert "disk 0 B, " not in gone_over(NARROW, NARROW).attachment.describe()
+
+
+@on_ranks(1, 2)
+def test_steps_that_are_given_a_closure_stay_where_they_are_allowed() -> None:
+    with memory(*ROOMY):
+        run = Run("auto")
+    with memory(*FULL):
+        for _ in range(5):
+            run.optimizer.step(run.loss)
+    assert run.tiers == ("device", "device", "device")
+    assert "after 3 steps: not looked at: its optimizer is stepped with a closure" in run.attachment.describe()
 
 
 @on_ranks(1, 2, known=(True, False))
