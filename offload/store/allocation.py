@@ -134,8 +134,9 @@ class Allocator:
 
         It is given back by the next ``sweep``.  What the work met with is said to who waits for its result.
         """
-        for _, works in self._later:
-            for work in works:
+        # By place: a finalizer, of this thread or another, may add to it meanwhile.
+        for place in range(len(self._later)):
+            for work in self._later[place][1]:
                 if not work.done():
                     with suppress(ZhooksError):
                         work.synchronize()
@@ -144,8 +145,8 @@ class Allocator:
 
     def sweep(self) -> bool:
         """Give back what has become free; whether there was anything."""
-        before = len(self._later)
-        for _ in range(before):
+        gave = False
+        for _ in range(len(self._later)):
             allocation, works = self._later.popleft()
             # What has ended may still refer to the memory it moved.
             works = [work for work in works if not work.done()]
@@ -153,7 +154,8 @@ class Allocator:
                 self._later.append((allocation, works))
             else:
                 self._give_back(allocation)
-        return len(self._later) < before
+                gave = True
+        return gave
 
     def _give_back(self, allocation: Allocation) -> None:
         pools, tier, nbytes = self._pools, allocation.tier, allocation.nbytes

@@ -14,7 +14,7 @@ from offload.device import Device, open_device
 from offload.disk import DiskFile
 from offload.errors import BudgetError, TierError
 from offload.memory import HostPool
-from offload.store import Allocator
+from offload.store import Allocation, Allocator
 from offload.tier import Tier
 from offload.work import DONE
 
@@ -128,3 +128,31 @@ def test_nothing_takes_nothing(pools: Pools, tier: Tier) -> None:
     assert allocation.tier is tier and allocation.values.numel() == 0 and pools.disk.used == 0
     allocations.free(allocation)
     assert pools.budget.used(tier) == 0
+
+
+class Collected(Gate):
+    """Work that is asked whether it is over while the garbage collector finds what somebody has dropped."""
+
+    def __init__(self, allocator: Allocator, dropped: Iterator[Allocation]) -> None:
+        super().__init__()
+        self._allocator, self._dropped = allocator, dropped
+
+    def done(self) -> bool:
+        for allocation in self._dropped:
+            self._allocator.free_later(allocation)
+        return self.over
+
+
+def test_what_is_dropped_while_somebody_waits_or_sweeps_is_given_back_by_the_next_sweep(pools: Pools) -> None:
+    allocator = Allocator(pools)
+    taken = [allocator.take(Tier.HOST, "k", 1000) for _ in range(4)]
+    ended, under_way = Collected(allocator, iter(taken[2:3])), Collected(allocator, iter(taken[3:]))
+    ended.over = True
+    allocator.free_later(taken[0], ended)
+    assert not allocator.wait_for_oldest()
+    assert allocator.sweep() and allocator.used[Tier.HOST] == 2000
+    allocator.free_later(taken[1], under_way)
+    under_way.over = True
+    # One is given back and one is added: there was something all the same.
+    assert allocator.sweep() and allocator.used[Tier.HOST] == 1000
+    assert allocator.sweep() and not allocator.sweep()
