@@ -4,9 +4,10 @@
 so a released buffer is kept for the next taker of its size.  Where there is an arena that is where buffers lie, and nothing is
 kept here.  It never hands out memory that anybody else still holds.
 
-Note: [The last ones stay]
-    What was given back last is kept, and what has lain idle longest goes.  Were the first ones kept, sizes that nobody asks for
-    again would fill the bound, and what is idle would depend on all steps before: it differed from step to step of one loop.
+Note: [What stays idle]
+    What has lain idle since the backward before the last goes first: sizes that nobody asks for again must not fill the bound.
+    Then of sizes of which several lie idle the oldest of the one with the most bytes: a pass needs few of one size at once, and
+    each size sooner or later. Were it the oldest of all, repeated layers would push out what comes once in a pass.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Pool:
         # Each with the number of its return: a shelf's oldest is its first.
         self._idle: dict[tuple[int, torch.device], deque[tuple[int, Tensor]]] = {}
         self._held = self._returns = 0
+        # How many had been given back when the last two backwards ended.
+        self._ended = (0, 0)
 
     @property
     def arena(self) -> Arena | None:
@@ -100,7 +103,7 @@ class Pool:
             return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
 
     def give(self, buffer: Tensor) -> None:
-        """Take ``buffer`` back, unless someone else holds its storage; see Note [The last ones stay].
+        """Take ``buffer`` back, unless someone else holds its storage; see Note [What stays idle].
 
         A range of the arena goes back there by itself, when its storage dies.
         """
@@ -114,7 +117,7 @@ class Pool:
         if device_keeps(buffer.device) or not alone or nbytes > min(self.bound, self.idle_nbytes):
             return
         while self._held + nbytes > self.idle_nbytes:
-            self._drop_oldest()
+            self._drop_one()
         self._held += nbytes
         self._returns += 1
         self.bus.hold("communication on device", "idle buffers", storage)
@@ -123,13 +126,19 @@ class Pool:
             whole = empty.set_(storage, 0, (nbytes,), (1,))
         self._idle.setdefault((nbytes, buffer.device), deque()).append((self._returns, whole))
 
-    def _drop_oldest(self) -> None:
-        key = min((key for key, shelf in self._idle.items() if shelf), key=lambda key: self._idle[key][0][0])
+    def _drop_one(self) -> None:
+        """See Note [What stays idle]."""
+        idle = [(shelf[0][0], key[0] * len(shelf), key) for key, shelf in self._idle.items() if shelf]
+        since, _, key = min(idle)
+        if since > self._ended[0]:
+            several = [(nbytes, -since, key) for since, nbytes, key in idle if nbytes > key[0]]
+            key = max(several)[2] if several else key
         self._idle[key].popleft()
         self._held -= key[0]
 
     def step_ended(self) -> None:
         """A backward is over."""
+        self._ended = (self._ended[1], self._returns)
         for arena in self._arenas.values():
             arena.step_ended()
 

@@ -28,15 +28,52 @@ def test_a_buffer_on_pages_of_its_own_is_used_again_though_it_fills_no_whole_pag
     assert pool.nbytes == 0
 
 
-def test_the_buffers_given_back_last_stay_idle_and_the_oldest_go() -> None:
+def gives(pool: Pool, *sizes: int) -> None:
+    """All of them are in use at once, and given back in this order."""
+    for buffer in [pool.take(nbytes, torch.uint8, CPU) for nbytes in sizes]:
+        pool.give(buffer)
+
+
+def test_of_one_buffer_of_each_size_the_oldest_goes() -> None:
     pool = pool_of(3000)
-    for nbytes in (1000, 1200, 1400):
-        pool.give(pool.take(nbytes, torch.uint8, CPU))
+    gives(pool, 1000, 1200, 1400)
     assert pool.nbytes == 1200 + 1400
     # It is the younger of the two once it was used again.
-    pool.give(pool.take(1200, torch.uint8, CPU))
-    pool.give(pool.take(1500, torch.uint8, CPU))
+    gives(pool, 1200)
+    gives(pool, 1500)
     assert pool.nbytes == 1200 + 1500
+
+
+def test_a_second_buffer_of_one_size_goes_before_the_only_one_of_another() -> None:
+    pool = pool_of(4000)
+    gives(pool, 2000, 900, 900, 900)
+    assert pool.nbytes == 2000 + 2 * 900
+    mapped = pool.take(2000, torch.uint8, CPU)
+    assert pool.nbytes == 2 * 900 and mapped.nbytes == 2000
+
+
+def test_what_nobody_asked_for_between_two_backwards_goes_first() -> None:
+    pool = pool_of(4000)
+    gives(pool, 2000)
+    for _ in range(2):
+        pool.step_ended()
+        gives(pool, 900, 900, 900)
+    assert pool.nbytes == 3 * 900
+
+
+def test_layers_of_one_size_between_two_of_another_take_no_new_memory_from_step_to_step() -> None:
+    pool = pool_of(4000)
+    held: list[int] = []
+    for _ in range(4):
+        # A head, and layers of which two are gathered at once.
+        head = pool.take(2000, torch.uint8, CPU)
+        for _ in range(3):
+            gives(pool, 900, 900)
+        held.append(pool.nbytes)
+        pool.give(head)
+        assert pool.nbytes == 2000 + 2 * 900
+        pool.step_ended()
+    assert held == [2 * 900] * 4
 
 
 def test_a_buffer_larger_than_all_that_may_lie_idle_makes_none_go() -> None:
