@@ -40,6 +40,8 @@ CODES = {
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 #: Bytes of a tensor that are in memory at once; a multiple of every element size.
 CHUNK = 8 << 20
+#: Bytes that are copied while a core's cache still has them from their checksum.
+CACHED = 1 << 20
 HEADER_MOST = 256 << 20
 
 
@@ -287,5 +289,6 @@ def _blocks(chunk: Tensor) -> Iterator[Bytes]:
     flat = chunk.detach().resolve_conj().resolve_neg().reshape(-1)
     step = CHUNK // chunk.dtype.itemsize
     for start in range(0, flat.numel(), step):
-        block = flat[start : start + step].to("cpu").contiguous()
-        yield block.view(torch.uint8).numpy()
+        block = flat[start : start + step].to("cpu").contiguous().view(torch.uint8).numpy()
+        for at in range(0, block.size, CACHED):
+            yield block[at : at + CACHED]

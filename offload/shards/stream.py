@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,9 @@ from offload.threads import Task, Workers
 
 __all__ = ["Stream"]
 
-#: Two buffers of this size: one is filled while the other is written.
-BUFFER = 8 << 20
+#: Buffers, and the bytes of each: one is filled, one is written, one waits, or the disk would stand still whenever whoever
+#: fills them waits for a core.
+BUFFERS, BUFFER = 3, 8 << 20
 
 
 class Stream:
@@ -36,9 +38,10 @@ class Stream:
     def __init__(self, path: Path, dir_fd: int | None = None) -> None:
         self.path, self._io = path, SystemIo()
         self._dir_fd, self._name = dir_fd, path if dir_fd is None else Path(path.name)
-        self._buffers: list[Bytes] = [aligned(BUFFER).numpy() for _ in range(2)]
+        self._buffer, self._idle = aligned(BUFFER).numpy(), BUFFERS - 1
         self._filled = self._written = 0
-        self._under_way: Task | None = None
+        #: What is being written, or waits for that, and its memory; the first is over first.
+        self._under_way: deque[tuple[Task, Bytes]] = deque()
         self._direct_fd = -1
         self._thread = Workers("zhooks-save")
         self._thread.start()
@@ -67,24 +70,29 @@ class Stream:
         done = 0
         while done < data.size:
             count = min(data.size - done, BUFFER - self._filled)
-            self._buffers[0][self._filled : self._filled + count] = data[done : done + count]
+            self._buffer[self._filled : self._filled + count] = data[done : done + count]
             self._filled, done = self._filled + count, done + count
             if self._filled == BUFFER:
                 self._push()
 
     def _push(self) -> None:
-        """Start writing the buffer that was filled, when the one before it is done."""
-        self._wait()
-        memory, offset = self._buffers[0][: self._filled], self._written
-        self._under_way = Task(partial(self._put, memory, offset))
-        self._thread.submit(self._under_way.run)
+        """Have the buffer that was filled written after those before it; fill another one."""
+        memory, offset = self._buffer, self._written
+        task = Task(partial(self._put, memory[: self._filled], offset))
+        self._under_way.append((task, memory))
+        self._thread.submit(task.run)
         self._written, self._filled = self._written + self._filled, 0
-        self._buffers.reverse()
+        if self._idle and not self._under_way[0][0].done():
+            self._idle -= 1
+            self._buffer = aligned(BUFFER).numpy()
+        else:
+            self._buffer = self._wait()
 
-    def _wait(self) -> None:
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.wait()
+    def _wait(self) -> Bytes:
+        """The memory of the first that is under way, once it is written."""
+        task, memory = self._under_way.popleft()
+        task.wait()
+        return memory
 
     def _put(self, memory: Bytes, offset: int) -> None:
         if self._direct is not None:
@@ -106,7 +114,8 @@ class Stream:
         """Everything is in the file, and the file on the disk."""
         if self._filled:
             self._push()
-        self._wait()
+        while self._under_way:
+            self._wait()
         # Direct writes end on a page.
         self._io.truncate(self._fd, self._written)
         os.fsync(self._fd)
@@ -114,9 +123,9 @@ class Stream:
 
     def abort(self) -> None:
         """Close and remove the file; idempotent, and raises nothing."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.join()
+        for task, _ in self._under_way:
+            task.join()
+        self._under_way.clear()
         with suppress(OSError):
             if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), self._stat()):
                 os.unlink(self._name, dir_fd=self._dir_fd)
