@@ -9,6 +9,8 @@ Note: [What is ours]
     it, whatever becomes of the paths meanwhile.  It is emptied only when this user owns it and it is proven to be what a
     save left: it is empty, or holds the file that the save of that token made first, or a manifest of that token, or the
     checkpoint at ``NAME`` is of that token, which then took its place.  A save that may still be running keeps its folder.
+    So it is with names that differ from ``NAME`` in the last number alone (step-9 before step-10), but for an hour an empty
+    one stays there: its save may be running, and be about to make that file.
     In such a folder only regular files of our own names are removed; what the user put beside them moves on to the new
     folder, never over anything.
 """
@@ -24,13 +26,22 @@ from offload.disk import Owner
 from offload.pages import ALIGN
 from offload.shards.folder import Folder, retire
 
-__all__ = ["recover", "standing", "working"]
+__all__ = ["BESIDE", "names_like", "recover", "standing", "working"]
 
 _TOKEN = "[0-9a-f]{16}"
+#: The name of a checkpoint, and what a save added to it.
+BESIDE = re.compile(rf"(.+)\.(tmp|old)-({_TOKEN})", re.DOTALL)
+_NUMBERED = re.compile(r"(.*?)\d+(\D*)", re.DOTALL)
 #: Tokens of the saves of this process that still work.
 working: set[str] = set()
 #: A save of another host, whose process cannot be looked at, is over when nothing of it has changed for so long.
 _SILENT_NS = 3600 * 10**9
+
+
+def names_like(name: str) -> re.Pattern[str] | None:
+    """Names that differ from this one in its last number alone; None where it has none."""
+    numbered = _NUMBERED.fullmatch(name)
+    return None if numbered is None else re.compile(re.escape(numbered[1]) + r"\d+" + re.escape(numbered[2]))
 
 
 def _leftovers(parent: Folder, name: str, kind: str) -> list[str]:
@@ -63,29 +74,52 @@ def _token(parent: Folder, name: str) -> str | None:
 
 
 def recover(parent: Folder, name: str, made: Folder) -> None:
-    """Finish what a killed save began, and remove what is proven to be left of one.
+    """Finish what killed saves of ``name`` began, or of one that differs in its last number alone, and remove what is proven to
+    be left of them.
 
     Args:
         made: a folder that this process has just made here, which says whom it counts as on this file system, and when now is.
     """
+    alike = names_like(name)
+    begun = {beside[1] for each in parent.names() if (beside := BESIDE.fullmatch(each))}
+    _recover(parent, name, made, beside=False)
+    for other in sorted(begun - {name}):
+        if alike is not None and alike.fullmatch(other):
+            _recover(parent, other, made, beside=True)
+
+
+def _recover(parent: Folder, name: str, made: Folder, *, beside: bool) -> None:
+    """``beside``: another save may be at work on ``name``, one that has made its folder and no mark yet."""
     if parent.entry(name) is None:
-        found = standing(parent, name)
-        status = parent.entry(found) if found is not None and found.startswith(f"{name}.tmp-") else None
-        if found is not None and status is not None and status.st_uid == made.status.st_uid:
-            parent.rename(found, name)
-            parent.sync()
+        _finish(parent, name, made)
     heir = parent.folder(name)
     try:
         current = heir.token() if heir is not None else None
         for kind in ("tmp", "old"):
             for token in _leftovers(parent, name, kind):
-                _tidy(parent, f"{name}.{kind}-{token}", token, made, heir, current)
+                patience_ns = _SILENT_NS if beside and kind == "tmp" else 0
+                _tidy(parent, f"{name}.{kind}-{token}", token, made, heir, current, patience_ns)
     finally:
         if heir is not None:
             heir.close()
 
 
-def _tidy(parent: Folder, name: str, token: str, made: Folder, heir: Folder | None, current: str | None) -> None:
+def _finish(parent: Folder, name: str, made: Folder) -> None:
+    """Put the checkpoint of a save that was killed between its renames in its place."""
+    found = standing(parent, name)
+    begun = BESIDE.fullmatch(found or "")
+    folder = parent.folder(begun[0]) if begun is not None and begun[2] == "tmp" else None
+    if folder is None or begun is None:
+        return
+    with folder:
+        if folder.status.st_uid == made.status.st_uid and _is_over(folder, begun[3], made, 0):
+            parent.rename(begun[0], name)
+            parent.sync()
+
+
+def _tidy(
+    parent: Folder, name: str, token: str, made: Folder, heir: Folder | None, current: str | None, patience_ns: int
+) -> None:
     """Remove one leftover, if it is one."""
     with suppress(OSError):
         folder = parent.folder(name)
@@ -94,19 +128,24 @@ def _tidy(parent: Folder, name: str, token: str, made: Folder, heir: Folder | No
         with folder:
             if folder.status.st_uid != made.status.st_uid:
                 return
-            if token == current or _is_over(folder, token, made):
+            if token == current or _is_over(folder, token, made, patience_ns):
                 retire(parent, name, folder, heir)
 
 
-def _is_over(folder: Folder, token: str, made: Folder) -> bool:
-    """Whether ``folder`` is of the save of that token, and the save certainly does not run any more."""
+def _is_over(folder: Folder, token: str, made: Folder, patience_ns: int) -> bool:
+    """Whether ``folder`` is of the save of that token, and the save certainly does not run any more.
+
+    Args:
+        patience_ns: how long one without its mark may be about to get it.
+    """
     mark = f"saving-{token}"
     names, nbytes = folder.names(), folder.size(mark)
+    silent = not patience_ns or made.status.st_mtime_ns - folder.status.st_mtime_ns >= patience_ns
     if nbytes is None:
-        return not names or folder.token() == token
+        return (silent and not names) or folder.token() == token
     if nbytes != ALIGN:
         # Killed in its first write.
-        return names == [mark]
+        return silent and names == [mark]
     with open(os.open(mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder.fd), "rb") as file:
         owner = Owner.of_page(file.read(ALIGN))
     if owner is None:

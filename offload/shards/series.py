@@ -21,13 +21,11 @@ from pathlib import Path
 from offload.errors import CheckpointError
 from offload.shards.commit import destination, find
 from offload.shards.folder import OURS, Folder, retire
+from offload.shards.leftovers import BESIDE, names_like
 from offload.shards.manifest import Manifest, read_manifest
 from offload.text import shown_path
 
 __all__ = ["Series", "latest", "run_of"]
-
-_BESIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{16}")
-_NUMBERED = re.compile(r"(.*?)\d+(\D*)")
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -45,7 +43,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
             f"latest {shown_path(folder)}: expected a folder of checkpoints, found a file. Name the folder that holds them."
         )
     with Folder(place) as parent:
-        names = {beside[1] if (beside := _BESIDE.fullmatch(name)) else name for name in parent.names()}
+        names = {beside[1] if (beside := BESIDE.fullmatch(name)) else name for name in parent.names()}
         found = [(_age(manifest), _natural(name), name) for name in names if (manifest := _whole(parent, place / name))]
     return place / max(found)[2] if found else None
 
@@ -89,7 +87,7 @@ class Series:
         Raises:
             CheckpointError: ``target`` cannot be one of several.
         """
-        if self.keep is not None and _NUMBERED.fullmatch(target.name) is None:
+        if self.keep is not None and names_like(target.name) is None:
             raise CheckpointError(
                 f"save {shown_path(target)}: expected a name with a number where keep is given, by which later checkpoints "
                 f"differ, found {target.name}. Save to e.g. runs/step-100."
@@ -113,17 +111,24 @@ class Series:
                 if folder is None:
                     continue
                 with folder:
-                    if folder.token() == each.manifest.token:
-                        retire(parent, each.name, folder, None)
-                        removed.append((each.name, sum(record.nbytes for record in each.manifest.files)))
+                    token = each.manifest.token
+                    if folder.token() != token:
+                        continue
+                    # By a name that the next save knows as ours even when a kill leaves an empty folder.
+                    going = f"{each.name}.old-{token}"
+                    parent.rename(each.name, going)
+                    retire(parent, going, folder, None)
+                    if parent.holds(folder, going):
+                        # Somebody has put a file there since.
+                        parent.rename(going, each.name)
+                    removed.append((each.name, sum(record.nbytes for record in each.manifest.files)))
         return removed
 
     def _older(self, target: Path) -> Iterator[_Member]:
         """The others of the series; see Note [What is removed]."""
-        numbered = _NUMBERED.fullmatch(target.name)
-        if self.keep is None or numbered is None or not target.parent.is_dir():
+        alike = names_like(target.name)
+        if self.keep is None or alike is None or not target.parent.is_dir():
             return
-        alike = re.compile(re.escape(numbered[1]) + r"\d+" + re.escape(numbered[2]))
         with Folder(target.parent) as parent:
             for name in parent.names():
                 member = self._member(parent, name) if name != target.name and alike.fullmatch(name) else None

@@ -342,7 +342,7 @@ path = Path(sys.argv[1])
 run = Run({"stage": 3})
 run.train(range(1))
 
-def save_killed_at(number, target):
+def save_killed_at(number, target, **more):
     """Fork, save beside training, and die before the call of that number; True when the save came to its end."""
     child = os.fork()
     if child == 0:
@@ -359,7 +359,7 @@ def save_killed_at(number, target):
             setattr(os, name, counted(getattr(os, name)))
         ShardWriter.write = counted(ShardWriter.write)
         setattr(*EXCHANGE, counted(getattr(*EXCHANGE)))
-        saving = run.attachment.save(target, run.optimizer, objects=run.objects, extra={"saved": number}, wait=False)
+        saving = run.attachment.save(target, run.optimizer, objects=run.objects, extra={"saved": number}, wait=False, **more)
         run.train(range(2))
         saving.wait()
         os._exit(0)
@@ -379,6 +379,20 @@ while not ended:
     assert os.listdir(folder) == ["run"] and run.load(folder / "run")["saved"] == -1, (number, os.listdir(folder))
 new = [saved != 0 for saved in found]
 assert new == sorted(new) and new[-1] and not new[0] and number > 15, found
+
+# One of a series: the next, which has another name, leaves nothing of it.
+number, ended = 0, False
+while not ended:
+    number += 1
+    folder = path / f"series-{number}"
+    folder.mkdir()
+    run.save(folder / "step-1", keep=1, extra={"saved": 0})
+    ended = save_killed_at(number, folder / "step-2", keep=1)
+    found = run.load(zhooks.latest(folder))["saved"]
+    assert found in (0, number), (number, found)
+    run.save(folder / "step-3", keep=1)
+    assert os.listdir(folder) == ["step-3"], (number, os.listdir(folder))
+assert number > 15
 '''
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import zhooks
+from offload.disk import Owner, started_ticks
 from offload.shards import manifest as shard_manifest
 from offload.shards import read_manifest
 from tests.support.on_ranks import folder, from_first, on_ranks, place
@@ -129,3 +131,54 @@ def test_what_cannot_be_one_of_several_is_refused() -> None:
             run.save(path / "step-1", keep=True)
         run.save(path / "step-1", keep=1)
         assert names(path) == ["step-1"] and read_manifest(path / "step-1").world == place()[1]
+
+
+# ---- what killed saves of the series left
+
+
+def begun(path: Path, owner: Owner | None, age_s: int = 0) -> None:
+    """A folder as a save of ``owner`` leaves it when it is killed; before it said whose it is where that is None."""
+    path.mkdir()
+    if owner is not None:
+        (path / f"saving-{path.name[-16:]}").write_bytes(owner.page())
+        (path / "rank-00000.safetensors").write_bytes(b"begun")
+    moment = os.stat(path).st_mtime - age_s
+    os.utime(path, (moment, moment))
+
+
+@on_ranks(1, 2)
+def test_a_save_tidies_what_killed_saves_of_other_numbers_left_and_touches_no_living_one() -> None:
+    run = Run(SMALL)
+    dead, alive = replace(Owner.here(), started_ticks=1), Owner.here()
+    living = replace(alive, pid=os.getppid(), started_ticks=started_ticks(os.getppid()) or 0)
+    with folder() as path:
+        if place()[0] == 0:
+            begun(path / "step-1.tmp-00000000000000a1", dead)
+            begun(path / "step-2.tmp-00000000000000a2", living)
+            begun(path / "step-3.tmp-00000000000000a3", None)
+            begun(path / "step-4.tmp-00000000000000a4", None, age_s=7200)
+            begun(path / "step-5.old-00000000000000a5", None)
+            begun(path / "other-1.tmp-00000000000000a6", dead)
+            begun(path / "last.tmp-00000000000000a7", dead)
+        run.save(path / "step-9")
+        left = ["last.tmp-00000000000000a7", "other-1.tmp-00000000000000a6", "step-2.tmp-00000000000000a2"]
+        assert names(path) == [*left, "step-3.tmp-00000000000000a3", "step-9"]
+
+
+@on_ranks(1)
+def test_a_save_between_its_renames_is_finished_for_it_only_once_its_process_has_ended() -> None:
+    run = Run(SMALL)
+    living = replace(Owner.here(), pid=os.getppid(), started_ticks=started_ticks(os.getppid()) or 0)
+    for owner in (living, replace(living, started_ticks=1)):
+        with folder() as path:
+            run.save(path / "step-1", extra={"step": "old"})
+            run.save(path / "step-2", extra={"step": "new"})
+            token = read_manifest(path / "step-2").token
+            (path / "step-2" / f"saving-{token}").write_bytes(owner.page())
+            os.rename(path / "step-1", path / f"step-1.old-{token}")
+            os.rename(path / "step-2", path / f"step-1.tmp-{token}")
+            run.save(path / "step-3")
+            between = ["step-1.old", "step-1.tmp", "step-3"]
+            found = [name.removesuffix(f"-{token}") for name in names(path)]
+            assert found == (between if owner is living else ["step-1", "step-3"])
+            assert run.load(path / "step-1") == {"step": "new"}
