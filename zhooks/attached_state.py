@@ -222,7 +222,8 @@ class Stateful:
 
     def _snapshot(self, tensors: Sequence[Any]) -> checkpoint.Snapshot:
         store = self._tiers.store
-        return checkpoint.Snapshot(tensors, store, checkpoint.Room.of(self.policy, store, self._bus, self._comm.alike))
+        memory = checkpoint.SnapshotMemory.of(self.policy, store, self._bus, self._comm.alike)
+        return checkpoint.Snapshot(tensors, store, memory)
 
     def load(
         self,

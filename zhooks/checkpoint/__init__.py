@@ -9,16 +9,16 @@ from zhooks.checkpoint.full_state_dict import full_state, gathered, load_full_st
 from zhooks.checkpoint.owned_states import own_anew, plain_states
 from zhooks.checkpoint.save_load import load, save, save_beside
 from zhooks.checkpoint.shard_contents import RunState, check_handed
-from zhooks.checkpoint.snapshot import Room, Snapshot
+from zhooks.checkpoint.snapshot import Snapshot, SnapshotMemory
 from zhooks.checkpoint.torch_state_dict import StockState
 
 __all__ = [
     "Progress",
-    "Room",
     "RunState",
     "Saving",
     "Series",
     "Snapshot",
+    "SnapshotMemory",
     "StockState",
     "check_handed",
     "destination",

@@ -25,13 +25,13 @@ from offload.tier import Tier
 from zhooks.checkpoint.shard_contents import FileTensor, Piece, opened
 from zhooks.tensor import StoredTensor, spanned
 
-__all__ = ["Room", "Snapshot"]
+__all__ = ["Snapshot", "SnapshotMemory"]
 
 _KEY = "checkpoint snapshot"
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SnapshotMemory:
     """Host memory that a snapshot may take.
 
     Attributes:
@@ -45,7 +45,7 @@ class Room:
     ranks: Ranks
 
     @classmethod
-    def of(cls, policy: Policy, store: Store | None, bus: Bus, alike: Ranks) -> Room:
+    def of(cls, policy: Policy, store: Store | None, bus: Bus, alike: Ranks) -> SnapshotMemory:
         """What the policy leaves; without tiers its budget of host memory is the snapshot's alone."""
         free = partial(available, Tier.HOST)
         amount = policy.save.snapshot
@@ -59,7 +59,7 @@ class Room:
         """Count so many bytes as taken.
 
         Raises:
-            CheckpointError: there is no room; nothing is counted.
+            CheckpointError: it may not take so many; nothing is counted.
         """
         found = ""
         if self.most is not None and nbytes > self.most:
@@ -73,7 +73,7 @@ class Room:
         if found:
             raise CheckpointError(
                 f"save: expected {as_size(nbytes)} of host memory a rank for a snapshot, found {found}. Save with wait=True, "
-                "which needs none, or make room for it."
+                "which needs none, or free host memory."
             )
         self.budget.account.take(Tier.HOST, _KEY, nbytes, None)
 
@@ -105,11 +105,11 @@ class Snapshot:
         copied_nbytes: what was copied.
         kept_nbytes: what is read from where it lies on disk.
     Raises:
-        CheckpointError: there is no room for the copies; nothing is held.
+        CheckpointError: there is not enough memory for the copies; nothing is held.
     """
 
-    def __init__(self, tensors: Sequence[FileTensor], store: Store | None, room: Room) -> None:
-        self._room, self._held = room, 0
+    def __init__(self, tensors: Sequence[FileTensor], store: Store | None, memory: SnapshotMemory) -> None:
+        self._memory, self._held = memory, 0
         self._uses: Counter[Kept] = Counter()
         self._kept: dict[int, Kept | None] = {}
         if store is not None:
@@ -121,7 +121,7 @@ class Snapshot:
             copied = [sum(_nbytes(part) for part in each if not isinstance(part, _OnDisk)) for each in parts]
             self.copied_nbytes = sum(copied)
             self.kept_nbytes = sum(part.stop - part.start for each in parts for part in each if isinstance(part, _OnDisk))
-            room.take(self.copied_nbytes)
+            memory.take(self.copied_nbytes)
             self._held = self.copied_nbytes
             self.tensors: list[FileTensor] = []
             for tensor, each, nbytes in zip(tensors, parts, copied, strict=True):
@@ -188,7 +188,7 @@ class Snapshot:
             if not self._uses[part.kept]:
                 part.kept.close()
         self._held -= nbytes
-        self._room.give(nbytes)
+        self._memory.give(nbytes)
 
     def close(self) -> None:
         """Nothing more is read; idempotent, on the thread that reads."""
@@ -198,7 +198,7 @@ class Snapshot:
                 kept.close()
         held, self._held = self._held, 0
         if held:
-            self._room.give(held)
+            self._memory.give(held)
 
 
 def _nbytes(part: Piece | _OnDisk) -> int:

@@ -280,7 +280,7 @@ def test_what_nobody_waited_for_is_told_once_by_the_next_call(verb: str) -> None
 
 
 @on_ranks(1, 2, limits=({"save": {"snapshot": "1KiB"}}, {"budget": {"host": "1KiB"}}))
-def test_a_snapshot_that_finds_no_room_is_refused_on_all_ranks(limits: dict[str, Any]) -> None:
+def test_a_snapshot_that_does_not_fit_is_refused_on_all_ranks(limits: dict[str, Any]) -> None:
     run = Run({**SMALL, **limits})
     run.train(range(1))
     with folder() as path:
