@@ -50,6 +50,7 @@ class Budget:
         self._used = dict.fromkeys(Tier, 0)
         self._high_water = dict.fromkeys(Tier, 0)
         self._lent = dict.fromkeys(Tier, 0)
+        self._coming_back = dict.fromkeys(Tier, False)
         self._note = "" if rank is None else f"on rank {rank}"
         #: Who holds what was admitted.
         self.account = Account()
@@ -63,10 +64,10 @@ class Budget:
         """
         lent = self._lent[tier]
         while not self.try_admit(tier, nbytes):
-            if not lent:
+            if not (lent and self._coming_back[tier]):
                 limit = self._limits[tier]
                 assert limit is not None, "a tier without a limit admits everything"
-                raise cannot_admit(tier, key, nbytes, used=self._used[tier], limit=limit, note=self._note)
+                raise cannot_admit(tier, key, nbytes, used=self._used[tier] + lent, limit=limit, note=self._note)
             with self._change:
                 self._change.wait_for(lambda before=lent: self._lent[tier] < before)  # type: ignore[misc]
                 lent = self._lent[tier]
@@ -89,7 +90,7 @@ class Budget:
             self._used[tier] -= nbytes
 
     def lend(self, tier: Tier, key: str, nbytes: int) -> None:
-        """Count ``nbytes`` that another thread gives back soon, whatever others do: who wants them meanwhile waits.
+        """Count ``nbytes`` that another thread gives back soon, whatever others do: who wants them after `hand_over` waits.
 
         Raises:
             BudgetError: beside the most that was ever held the limit does not allow it; nothing is counted.
@@ -99,6 +100,12 @@ class Budget:
             if limit is not None and nbytes and taken + nbytes > limit:
                 raise cannot_admit(tier, key, nbytes, used=taken, limit=limit, note=self._note)
             self._lent[tier] += nbytes
+            self._coming_back[tier] = False
+
+    def hand_over(self, tier: Tier) -> None:
+        """The other thread begins: before, whoever lends would wait for itself."""
+        with self._change:
+            self._coming_back[tier] = True
 
     def give_back(self, tier: Tier, nbytes: int) -> None:
         """They are lent no longer; any thread."""

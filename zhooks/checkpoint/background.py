@@ -131,6 +131,7 @@ class Writing(Ending):
             atexit.unregister(_at_exit)
             atexit.register(_at_exit)
         _unheard.add(self)
+        self._snapshot.hand_over()
         self._gate.set()
 
     def cancel(self) -> None:
@@ -177,6 +178,8 @@ class Writing(Ending):
             self._outcomes.succeeded(record)
         except Exception as error:
             self.error = error
+            # Now, for other ranks may still write for long.
+            self._snapshot.close()
             self._outcomes.failed(self._ranks.reason(error))
 
     def _agree(self) -> None:

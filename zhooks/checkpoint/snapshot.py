@@ -77,6 +77,10 @@ class SnapshotMemory:
             )
         self.budget.account.take(Tier.HOST, _KEY, nbytes, None)
 
+    def hand_over(self) -> None:
+        """From now on another thread gives them back, and whoever wants them waits for it."""
+        self.budget.hand_over(Tier.HOST)
+
     def give(self, nbytes: int) -> None:
         """Bytes that were taken are free again; any thread."""
         self.budget.give_back(Tier.HOST, nbytes)
@@ -189,6 +193,10 @@ class Snapshot:
                 part.kept.close()
         self._held -= nbytes
         self._memory.give(nbytes)
+
+    def hand_over(self) -> None:
+        """From now on another thread reads it, whatever this one does."""
+        self._memory.hand_over()
 
     def close(self) -> None:
         """Nothing more is read; idempotent, on the thread that reads."""

@@ -49,6 +49,10 @@ def test_what_is_lent_is_waited_for_and_never_counts_as_held() -> None:
         budget.lend(HOST, "snapshot", 41)
     budget.lend(HOST, "snapshot", 40)
     assert (budget.used(HOST), budget.high_water(HOST)) == (40, 60) and not budget.try_admit(HOST, 21)
+    # Nobody gives anything back yet: to wait would be to wait for oneself.
+    with pytest.raises(BudgetError, match="1 B short"):
+        budget.admit(HOST, "more", 21)
+    budget.hand_over(HOST)
 
     def admit() -> None:
         budget.admit(HOST, "more", 50)

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import pytest
 import torch
 
 import zhooks
-from offload.shards import Outcomes, ShardWriter, read_manifest
+from offload.budget import ALONE
+from offload.shards import Entry, Outcomes, ShardWriter, read_manifest
 from offload.shards import folder as shard_folder
+from offload.store import BlockRange
 from offload.tier import Tier
 from tests.support.forked import python
 from tests.support.inside import store_of
@@ -29,6 +32,8 @@ from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.ranks import End, Pool
 from tests.support.resuming import Run
 from tests.support.waiting import soon
+from zhooks import checkpoint
+from zhooks.checkpoint.shard_contents import FileTensor
 
 SMALL = {"stage": 3, "units": {"min_numel": 0}}
 
@@ -302,6 +307,25 @@ def test_ranks_that_ask_for_different_saves_are_told_so() -> None:
         with pytest.raises(zhooks.CheckpointError, match="rank 1: save: expected wait=True or False"):
             run.save(path / "run-1", wait=place()[0] == 0 or "no")
         assert os.listdir(path) == []
+
+
+@on_ranks(1)
+def test_what_a_snapshot_opens_itself_never_waits_for_memory_that_it_holds() -> None:
+    """States on disk that nothing was written to are opened while the copies are already counted."""
+    run = Run({**SMALL, "optimizer": {"tier": "disk"}})
+    store = store_of(run.attachment)
+    blocks = [store.put(f"optimizer/{number}/0", 4096, torch.float32, Tier.DISK) for number in range(4)]
+    pieces = [partial(iter, (BlockRange(block, 0, 4096),)) for block in blocks]
+    tensors = [FileTensor(Entry(str(at), torch.float32, (4096,)), each) for at, each in enumerate(pieces)]
+    limit = store.budget.high_water(Tier.HOST) + 4 * 16384
+    store.change_limits({Tier.HOST: limit})
+    memory = checkpoint.SnapshotMemory(None, store.budget, ALONE)
+    with pytest.raises(zhooks.BudgetError, match="staging of optimizer/0/0"):
+        checkpoint.Snapshot(tensors, store, memory)
+    store.change_limits({Tier.HOST: limit + 3 * 16384})
+    snapshot = checkpoint.Snapshot(tensors, store, memory)
+    assert snapshot.copied_nbytes == 4 * 16384 and all(not chunk.any() for each in snapshot.tensors for chunk in each.chunks())
+    snapshot.close()
 
 
 def dies_while_it_writes(path: str) -> None:
