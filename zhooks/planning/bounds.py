@@ -132,11 +132,13 @@ class Bounds:
         """What is left at least of the time of an operation in another dtype."""
         if before == after or before is None or after is None:
             return 1.0
-        return min(1.0, self._peak(before) / self._peak(after), _ITEMSIZE[after] / _ITEMSIZE[before])
+        # Whether fp32 is computed in TF32 is torch's setting: the slower before, the quicker after.
+        rates = min(self._peaks_of(before)) / max(self._peaks_of(after))
+        return min(1.0, rates, _ITEMSIZE[after] / _ITEMSIZE[before])
 
-    def _peak(self, dtype: Dtype) -> float:
-        peaks = {"fp32": ("fp32", "tf32")}.get(dtype, (dtype,))
-        return max(float(getattr(self.hardware.peak, name) or 0.0) for name in peaks)
+    def _peaks_of(self, dtype: Dtype) -> list[float]:
+        names = {"fp32": ("fp32", "tf32")}.get(dtype, (dtype,))
+        return [float(rate) for name in names if (rate := getattr(self.hardware.peak, name))]
 
     def _kept(self, candidate: Candidate, need: Need) -> int:
         """Gathered units that stay beside the floor's, at the most."""
