@@ -6,10 +6,11 @@ knows nothing of what a candidate is.
 Note: [Search]
     A candidate's bound is what it takes and holds at least, from layouts and rates alone; its outcome is what a simulation
     finds.  What cannot fit by its bound is left out; of the rest the one of the least bound is simulated next, which may raise
-    the bounds of others.  What only saves memory beside one that fits (`Space.saves`) is never faster, and waits until fewer
-    than ``keep`` are left otherwise.  The end is reached when no bound is below the slowest of the best ``keep``, or after
-    ``most`` simulations; `Ranking.untried` then says what is not known.  Steps that differ by less than `TIE` are as quick
-    as each other: the one that holds less comes first.
+    the bounds of others.  What only saves memory beside one that fits (`Space.saves`) is never faster: it is expected to take
+    that one's time, and as much more as its bound is higher.  The end is reached when nothing is below the slowest of the best
+    ``keep`` by its bound or what is expected of it, or after ``most`` simulations; `Ranking.untried` then says what is not
+    known of the first place.  Steps that differ by less than `TIE` are as quick as each other: the one that holds less comes
+    first.
 """
 
 from __future__ import annotations
@@ -226,15 +227,20 @@ def _next(
         # One more, of what is expected to need the least: if that does not fit, what does is not known.
         last = min(known, key=lambda each: max(each[1].expected, each[1].memory.device), default=None)
         return None if last is None or found.lasted else _lasting(found, last[0])
-    ahead = [each for each in hopeful if not _only_saves(space, each[0], found.fits)]
-    if not ahead and len(found.fits) < keep:
-        ahead = hopeful
-    if not ahead or found.simulations >= most:
+    if not hopeful or found.simulations >= most:
         return None
+    beside = [(each, space.bound(each.candidate)) for each in found.fits]
+    ahead = [(each, _expected(space, each, bound, beside), bound.traffic) for each, bound in hopeful]
     # Of equal ones the first: the order of the space is the order of preference.
-    chosen, bound = min(ahead, key=lambda each: (each[1].seconds, each[1].traffic))
-    enough = len(found.fits) >= keep and bound.seconds >= found.fits[keep - 1].seconds
+    chosen, seconds, _ = min(ahead, key=lambda each: each[1:])
+    enough = len(found.fits) >= keep and seconds >= found.fits[keep - 1].seconds
     return None if enough else chosen
+
+
+def _expected(space: Space[C], candidate: C, bound: Bound, beside: Sequence[tuple[Tried[C], Bound]]) -> float:
+    """Its bound; of what only saves memory beside others their time, and by how much its bound is above theirs."""
+    saves = [(each.seconds, own.seconds) for each, own in beside if space.saves(candidate, each.candidate)]
+    return max((took + max(0.0, bound.seconds - least) for took, least in saves), default=bound.seconds)
 
 
 def _lasting(found: Ranking[C], chosen: C) -> C:

@@ -85,12 +85,20 @@ def test_nothing_is_simulated_that_is_no_better_than_the_last_of_the_best_by_its
     assert space.evaluated == [0, 1]
 
 
-def test_what_only_saves_memory_waits_until_there_is_nothing_else() -> None:
-    def found(keep: int) -> list[int]:
-        space = Made([1.0, 1.5, 2.0], [50, 40, 60], 0.1, {(1, 0)})
-        return [each.candidate for each in search(space, range(3), LIMITS, keep=keep).fits]
+def test_what_only_saves_memory_comes_after_what_it_saves_beside_and_before_what_is_slower() -> None:
+    space = Made([1.0, 1.1, 2.0, 5.0], [50, 40, 60, 30], 1.0, {(1, 0), (2, 0)})
+    assert [each.candidate for each in search(space, range(4), LIMITS, keep=3).fits] == [0, 1, 2]
+    assert space.evaluated == [0, 1, 2], "the last is slower by its bound than three that were found"
 
-    assert found(2) == [0, 2] and found(3) == [0, 1, 2]
+
+@pytest.mark.parametrize("seed", range(40))
+def test_all_of_the_best_are_the_best_there_are_where_bounds_are_exact(seed: int) -> None:
+    space = made(seed)
+    space.tight = 1.0
+    found = search(space, range(len(space.seconds)), LIMITS, keep=3, most=1000)
+    possible = [each for each in range(len(space.seconds)) if space.device[each] <= 100 and each not in space.refused]
+    best = sorted(space.seconds[each] for each in possible)[:3]
+    assert sorted(each.seconds for each in found.fits)[:3] == best
 
 
 def test_of_steps_as_quick_as_each_other_the_one_that_holds_less_is_first() -> None:
