@@ -26,9 +26,11 @@ from offload.errors import PolicyError
 from offload.policy import Policy
 from offload.tier import Tier, Tiers
 
-__all__ = ["ON_DEVICE", "Batch", "Candidate", "Dtype", "Shape", "batches", "candidates", "changed", "saves"]
+__all__ = ["MOST_DIVIDED", "ON_DEVICE", "Batch", "Candidate", "Dtype", "Shape", "batches", "candidates", "changed", "saves"]
 
 ON_DEVICE = Tiers(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
+#: Micro-batches that a step is divided into at the most: simulating a step takes as long as there are micro-batches in it.
+MOST_DIVIDED = 64
 _CELLS = ("parameter", "gradient", "optimizer")
 
 #: Axes on which neither side only saves memory beside the other.
@@ -158,9 +160,9 @@ def changed(old: Policy, new: Policy) -> dict[str, Any]:
 
 
 def batches(micro_batch: int, accumulation: int) -> tuple[Batch, ...]:
-    """As many samples a step in smaller and smaller micro-batches, the given one first."""
+    """As many samples a step in smaller and smaller micro-batches, the given one first; not in more than `MOST_DIVIDED`."""
     out = [Batch(micro_batch, accumulation)]
-    while out[-1].micro_batch % 2 == 0:
+    while out[-1].micro_batch % 2 == 0 and 2 * out[-1].accumulation <= MOST_DIVIDED:
         out.append(Batch(out[-1].micro_batch // 2, out[-1].accumulation * 2))
     return tuple(out)
 

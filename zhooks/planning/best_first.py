@@ -90,11 +90,13 @@ class Outcome:
 
     Attributes:
         refused: why attaching failed; its time and memory are then nothing.
+        least: it takes no less than these seconds; its memory is known, and is more than there is.
     """
 
     seconds: float
     memory: Memory
     refused: str = ""
+    least: bool = False
 
 
 class Space(Protocol[_Given]):
@@ -256,7 +258,7 @@ def _try(space: Space[C], chosen: C, limits: Limits, found: Ranking[C]) -> None:
         bound = space.bound(chosen)
         found.unfit.append(Tried(chosen, bound.seconds, bound.memory, True, outcome.refused))
     elif why:
-        found.unfit.append(Tried(chosen, outcome.seconds, outcome.memory, True, "needs " + ", ".join(why)))
+        found.unfit.append(Tried(chosen, outcome.seconds, outcome.memory, not outcome.least, "needs " + ", ".join(why)))
     else:
         found.fits.append(Tried(chosen, outcome.seconds, outcome.memory, True))
         found.fits.sort(key=lambda each: each.seconds)

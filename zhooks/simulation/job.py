@@ -24,7 +24,7 @@ from offload.virtual import NAME, Machine
 from zhooks.comm import ranks_on_paper
 from zhooks.layout import Ignored
 from zhooks.plan import check_module
-from zhooks.planning import Batch, Built, Dtype, Needs, batches
+from zhooks.planning import MOST_DIVIDED, Batch, Built, Dtype, Needs, batches
 from zhooks.simulation.costs import HardwareCosts
 from zhooks.tensor import ShardedTensor
 
@@ -62,7 +62,14 @@ class Job:
                 f"a step has, found {given[0]!r} and {given[1]!r}. Write step(model, optimizer, *, micro_batch=8, "
                 "accumulation=1)."
             )
-        return batches(given[0], given[1])
+        found = batches(given[0], given[1])
+        if found[-1].micro_batch % 2 == 0:
+            note = (
+                f"micro-batches below {found[-1].micro_batch}: a step is divided into {MOST_DIVIDED} at the most; give step a "
+                "smaller micro_batch and more accumulation"
+            )
+            self.notes += [note] if note not in self.notes else []
+        return found
 
     def replicas(self) -> tuple[int, ...]:
         """Shards over all ranks, or over those of a node with a replica on each."""

@@ -24,6 +24,7 @@ from offload.tier import Tier, Tiers
 from offload.virtual import running
 from zhooks.planning import (
     TIE,
+    Batch,
     Bound,
     Bounds,
     Candidate,
@@ -51,6 +52,10 @@ _EXPOSED = 0.1
 
 #: Blocks of a larger unit that are tried.
 _JOINED = (2, 4)
+
+#: Of a step of more micro-batches the memory is found first, by a step of the first few: the others hold what the last of
+#: these does.
+_MANY, _FEW = 8, 2
 
 
 def find_policy(
@@ -93,7 +98,7 @@ def find_policy(
     limits = _limits(profile, world, device, host, disk)
     job = Job(build, step, world, profile)
     batched, dtypes, replicas = job.batched(), job.dtypes(precision), job.replicas()
-    space = _Space(job, base, tell, job.needs(base))
+    space = _Space(job, base, limits, tell, job.needs(base))
     # A tier that the user says is empty, or that the hardware lacks, is none.
     tiers = [tier for tier in Tier if tier is Tier.DEVICE or (getattr(limits, tier.value) > 0 and _has(profile, tier))]
     listed = list(
@@ -114,7 +119,12 @@ def find_policy(
         nothing_ahead = [replace(each, prefetch=0) for each in listed]
         ranking = ranking.joined(search(space, nothing_ahead, limits, keep=keep, most=most))
     if not ranking.fits:
-        raise BudgetError(_nothing_fits(space, limits, tiers, replace(listed[-1], batch=batched[-1], tp=1)))
+        least = _least(space, tiers, replace(listed[-1], batch=batched[-1], tp=1))
+        # What the search has not come to within its simulations may fit after all.
+        ranking.fits = [each for each in least if not each.why and not limits.exceeded(each.memory)]
+        if not ranking.fits:
+            raise BudgetError(_nothing_fits(space, limits, tiers, least))
+        ranking = ranking.ordered()
     for changes in (_deeper, _larger, _shared):
         further = list(changes(space, ranking.fits[0], limits))
         if further:
@@ -140,6 +150,7 @@ class _Space:
 
     job: Job
     base: Policy
+    limits: Limits
     tell: Callable[[str], None]
     needs: Needs
     simulated: dict[Candidate, Simulation] = field(default_factory=dict)
@@ -167,6 +178,31 @@ class _Space:
         return saves(candidate, beside, one_memory=not self.accelerated)
 
     def evaluate(self, candidate: Candidate) -> Outcome:
+        batch = candidate.batch
+        if batch is not None and batch.accumulation > _MANY:
+            few = self._simulated(candidate, replace(batch, accumulation=_FEW))
+            if isinstance(few, Outcome):
+                return few
+            memory = self._memory(candidate, few[0])
+            if self.limits.exceeded(memory):
+                self.tell(f"{candidate}: {as_size(memory.device)} on the device after {_FEW} micro-batches, does not fit")
+                # The first micro-batch adds to no gradient: more of them take no less.
+                self.bounds.observe(candidate, few[1].passes_s * batch.accumulation / _FEW, few[1].passes_peak)
+                return Outcome(self.bound(candidate).seconds, memory, least=True)
+        one = self._simulated(candidate, batch)
+        if isinstance(one, Outcome):
+            return one
+        found, watch = one
+        self.tell(f"{candidate}: {found.step_s * 1e3:,.1f} ms, {as_size(found.device.nbytes)} on the device")
+        self.simulated[candidate], self.watched[candidate] = found, watch
+        self.bounds.observe(candidate, watch.passes_s, watch.passes_peak)
+        return Outcome(found.step_s, self._memory(candidate, found))
+
+    def _memory(self, candidate: Candidate, found: Simulation) -> Memory:
+        return Memory(found.device.nbytes, found.host.nbytes, self.needs.of(candidate).stored.disk)
+
+    def _simulated(self, candidate: Candidate, batch: Batch | None) -> tuple[Simulation, Watch] | Outcome:
+        """Its step with this batch, and what that was busy with; why there is none."""
         watch = Watch()
 
         def build(*mesh: DeviceMesh) -> Any:
@@ -174,7 +210,6 @@ class _Space:
             return self.job.build(*mesh)
 
         def step(*given: Any) -> None:
-            batch = candidate.batch
             chosen = {} if batch is None else {"micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
             watch.begin()
             self.job.step(*given, **chosen)
@@ -198,10 +233,7 @@ class _Space:
             return Outcome(0.0, self.needs.of(candidate).stored, said(error))
         finally:
             watch.close()
-        self.tell(f"{candidate}: {found.step_s * 1e3:,.1f} ms, {as_size(found.device.nbytes)} on the device")
-        self.simulated[candidate], self.watched[candidate] = found, watch
-        self.bounds.observe(candidate, watch.passes_s, watch.passes_peak)
-        return Outcome(found.step_s, Memory(found.device.nbytes, found.host.nbytes, self.needs.of(candidate).stored.disk))
+        return found, watch
 
     def proposal(self, candidate: Candidate, memory: Memory) -> Proposal:
         watch = self.watched[candidate]
@@ -266,9 +298,9 @@ def _shared(space: _Space, best: Tried[Candidate], limits: Limits) -> Iterator[C
     yield from (replace(candidate, device_share=share / 100) for share in (most, most // 2) if share > 0)
 
 
-def _nothing_fits(space: _Space, limits: Limits, tiers: list[Tier], smallest: Candidate) -> str:
-    """What was asked, and the least memory that would do, with each further tier."""
-    lines = []
+def _least(space: _Space, tiers: list[Tier], smallest: Candidate) -> list[Tried[Candidate]]:
+    """What holds the least, with each further tier; ``why`` it was refused."""
+    out = []
     for last in tiers if space.accelerated else [tier for tier in tiers if tier is not Tier.HOST]:
         compute = "host" if last is not Tier.DEVICE and space.accelerated else "device"
         least = Candidate(
@@ -276,8 +308,16 @@ def _nothing_fits(space: _Space, limits: Limits, tiers: list[Tier], smallest: Ca
         )  # fmt: skip
         outcome = space.evaluate(least)
         memory = space.needs.of(least).least if outcome.refused else outcome.memory
-        used = [f"{tier.value} {as_size(memory.on(tier))}" for tier in Tier if memory.on(tier)]
-        lines.append(("at least " if outcome.refused else "") + " and ".join(used) + f" a rank ({least})")
+        out.append(Tried(least, outcome.seconds, memory, not outcome.least, outcome.refused))
+    return out
+
+
+def _nothing_fits(space: _Space, limits: Limits, tiers: list[Tier], least: list[Tried[Candidate]]) -> str:
+    """What was asked, and the least memory that would do, with each further tier."""
+    lines = []
+    for each in least:
+        used = [f"{tier.value} {as_size(each.memory.on(tier))}" for tier in Tier if each.memory.on(tier)]
+        lines.append(("at least " if each.why else "") + " and ".join(used) + f" a rank ({each.candidate})")
     there = ", ".join(f"{tier.value} {as_size(getattr(limits, tier.value))}" for tier in tiers)
     return (
         f"find_policy: expected a policy that fits {there} a rank on {space.job.world} rank(s) of {space.job.hardware.name}, "

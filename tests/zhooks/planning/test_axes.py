@@ -78,6 +78,11 @@ def test_ranks_that_share_their_samples_have_as_many_in_a_step() -> None:
     assert {each.stage for each in found if each.tp == 8} == {3}
 
 
+def test_a_step_is_not_divided_into_more_micro_batches_than_can_be_simulated() -> None:
+    assert batches(1 << 15, 1)[-1] == Batch(512, 64) and batches(12, 1)[-1] == Batch(3, 4)
+    assert batches(8, 200) == (Batch(8, 200),), "what the step says itself is not changed"
+
+
 def test_each_candidate_s_mesh_has_all_ranks() -> None:
     found = list(candidates(BF16, 16, batched=batches(2, 1), divided=(1, 4), replicas=(1, 2)))
     assert {each.replicate for each in found} == {1, 2}

@@ -112,6 +112,30 @@ def test_a_step_that_lets_its_batch_be_divided_is_divided_where_activations_do_n
 
 
 @on_virtual()
+def test_where_nothing_fits_a_step_of_many_samples_is_simulated_by_its_first_micro_batches() -> None:
+    called: list[int] = []
+
+    def many(model: nn.Module, optimizer: torch.optim.Optimizer, *, micro_batch: int = 1 << 15, accumulation: int = 1) -> None:
+        called.append(accumulation)
+        divided(model, optimizer, micro_batch=micro_batch, accumulation=accumulation)
+
+    with pytest.raises(BudgetError, match=r"micro-batch 512 x 64\)"):
+        found(many, device=1 << 20, most=2)
+    assert max(called) <= 8
+
+
+@on_virtual()
+def test_what_a_few_micro_batches_hold_is_what_many_do() -> None:
+    def held(times: int, **policy: Any) -> int:
+        change = lambda *made: divided(*made, micro_batch=1, accumulation=times)  # noqa: E731
+        return simulate(build, change, world=8, policy={**BF16, **policy}, check_races=False).device.nbytes
+
+    away = {"gradient": {"tier": "host"}, "optimizer": {"tier": "host"}}
+    for policy in ({"stage": 2}, {"stage": 3, "activation": {"checkpoint": "unit"}}, {"stage": 3, **away}):
+        assert held(2, **policy) == held(5, **policy)
+
+
+@on_virtual()
 def test_a_batch_that_can_be_divided_needs_defaults_that_say_how_large_it_is() -> None:
     with pytest.raises(SimulationError, match=r"expected defaults from 1"):
         found(lambda model, optimizer, micro_batch=0, accumulation=1: None)
