@@ -6,8 +6,10 @@ is made ready to be read.  Nothing is trained and nothing is written.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -58,6 +60,21 @@ _JOINED = (2, 4)
 _MANY, _FEW = 8, 2
 
 
+@contextmanager
+def _heap_set_aside() -> Iterator[None]:
+    """Leave what is there before to no garbage collection: each attach runs one, which takes longer than a small simulation."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_heap_set_aside()
 def find_policy(
     build: Build,
     step: Callable[..., object],
