@@ -107,7 +107,6 @@ class Replanning:
     def open(self) -> None:
         """Follow the steps from now on."""
         self._handles = watch_steps(self)
-        self._bus.attach(self)
 
     def close(self) -> None:
         """It is over: another policy was applied, or the model is detached."""
@@ -139,6 +138,9 @@ class Replanning:
     def training_begins(self) -> None:
         """A training pass begins on every rank.  Collective after each step from the third on, until it is over."""
         if not self._stepped or self._over:
+            if not self._over and not self._steps:
+                # Not before: a model that is only evaluated shall not pay for it.
+                self._bus.attach(self)
             return
         self._stepped = False
         self._steps += 1

@@ -133,6 +133,25 @@ def test_it_looks_after_the_third_step_and_once() -> None:
     assert said[0] in run.attachment.describe()
 
 
+@on_ranks(1, 2)
+def test_a_model_that_is_only_evaluated_is_not_measured() -> None:
+    asked: list[int] = []
+
+    def resident(self: Machine) -> tuple[int, int]:
+        asked.append(1)
+        return 100 * MIB, 100 * MIB
+
+    with memory(*ROOMY):
+        run = Run("auto")
+    with memory(*ROOMY), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Machine, "resident", resident)
+        with torch.no_grad():
+            run.model(torch.ones(4, WIDTH))
+        assert not asked
+        run.train(1)
+        assert asked
+
+
 @on_ranks(2)
 def test_the_rank_that_has_least_decides_for_all() -> None:
     rank, _ = place()
