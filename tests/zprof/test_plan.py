@@ -68,7 +68,8 @@ def test_the_best_are_printed_and_the_first_is_written_as_a_policy() -> None:
         written = Policy.load(here / "found.toml")
         assert Policy.of(found["best"][0]["policy"]) == written
         assert written.precision.param == "fp32"
-        assert found["simulations"] <= 10 and told.stderr.count("simulated ") >= found["simulations"]
+        # Ten, and of the best one at most two depths, two sizes of units and two shares.
+        assert found["simulations"] <= 16 and told.stderr.count("simulated ") >= found["simulations"]
         again = zprof("planned_job.py:job", "--world", "8", "-o", "found.toml")
         assert again.exit_code == 1 and "exists already" in again.stderr
 
