@@ -85,7 +85,9 @@ def recover(parent: Folder, name: str, made: Folder) -> None:
     _recover(parent, name, made, beside=False)
     for other in sorted(begun - {name}):
         if alike is not None and alike.fullmatch(other):
-            _recover(parent, other, made, beside=True)
+            # Another user's that nobody else may open, or one that goes meanwhile: no reason not to save here.
+            with suppress(OSError):
+                _recover(parent, other, made, beside=True)
 
 
 def _recover(parent: Folder, name: str, made: Folder, *, beside: bool) -> None:

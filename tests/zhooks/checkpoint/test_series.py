@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -182,3 +184,21 @@ def test_a_save_between_its_renames_is_finished_for_it_only_once_its_process_has
             found = [name.removesuffix(f"-{token}") for name in names(path)]
             assert found == (between if owner is living else ["step-1", "step-3"])
             assert run.load(path / "step-1") == {"step": "new"}
+
+
+@on_ranks(1)
+def test_a_neighbour_that_may_not_be_opened_fails_no_save() -> None:
+    run, real = Run(SMALL), os.open
+
+    def refuse(name: Any, *arguments: Any, **named: Any) -> int:
+        if str(name).startswith("step-1"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(name, *arguments, **named)
+
+    with folder() as path:
+        for each in ("step-1", "step-1.tmp-00000000000000a1", "step-1.old-00000000000000a1"):
+            (path / each).mkdir()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "open", refuse)
+            run.save(path / "step-2")
+        assert len(names(path)) == 4 and run.load(path / "step-2") == {}
