@@ -75,7 +75,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate(content)
     except (ValidationError, RecursionError) as error:
         raise _unreadable(path, "entries of another kind") from error
-    if [record.name for record in manifest.files] != [shard_name(rank) for rank in range(manifest.world)]:
+    names = [record.name for record in manifest.files]
+    if len(names) != manifest.world or names != [shard_name(rank) for rank in range(len(names))]:
         raise _unreadable(path, "files that are not one a rank")
     return manifest
 
