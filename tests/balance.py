@@ -22,12 +22,15 @@ SECONDS: Mapping[str, float] = {
     "parity/test_oracle.py": 14, "parity/test_adversity.py": 13, "parity/test_adversity_loop.py": 13,
     "zhooks/unit/test_buffers.py": 11, "zhooks/integrations/test_trl.py": 11, "zhooks/integrations/test_accelerate.py": 10,
     "zhooks/run/test_pipeline.py": 10, "test_source_rules.py": 9, "zhooks/checkpoint/test_save_load.py": 9,
-    "zhooks/checkpoint/test_reshard.py": 9, "zhooks/checkpoint/test_reshard_edges.py": 12,
+    "zhooks/checkpoint/test_reshard.py": 9, "zhooks/checkpoint/test_reshard_edges.py": 12, "zhooks/run/test_uneven.py": 15,
+    "zprof/test_pages.py": 14, "zprof/test_hardware.py": 14, "zhooks/simulation/test_policy_search_axes.py": 12,
+    "zhooks/optim/test_tiers_optim.py": 10, "zhooks/tensor/test_tensor_parallel.py": 10,
+    "zhooks/activation/test_partition_parallel.py": 9, "zhooks/checkpoint/test_torch_distributed.py": 9,
     "zprof/test_recorder.py": 9, "examples/test_small_examples.py": 8, "parity/test_adversity_autograd.py": 8,
     "examples/test_libraries.py": 7, "zhooks/checkpoint/test_save_forged.py": 7, "zhooks/integrations/test_pretrained.py": 7,
     "zprof/test_export.py": 7, "zhooks/integrations/test_peft.py": 7, "zprof/test_bench.py": 7,
     "zhooks/integrations/test_lightning.py": 6, "zhooks/integrations/test_generate.py": 6, "test_imports.py": 5,
-    "test_checkout.py": 5, "zprof/test_pages.py": 5, "zhooks/unit/test_arena_replay.py": 4,
+    "test_checkout.py": 5, "zhooks/unit/test_arena_replay.py": 4,
     "architectures/test_trainer.py": 4, "examples/test_train.py": 3, "benchmarks/test_gpu.py": 3,
 }  # fmt: skip
 #: CPU seconds of a test of any other file.
