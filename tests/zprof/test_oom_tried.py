@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.support.forked import python
 from tests.support.ranks import Pool
+from tests.support.zprof_command import WRITE_RESULTS
 from tests.support.zprof_traces import MIB, write_trace
 from zprof.rows import Row, RowKind, placed
 
@@ -67,23 +67,6 @@ COMMANDS = {
 }
 
 
-def run_all(folder: str) -> None:
-    """In the process of the virtual device: every command, into files."""
-    from click.testing import CliRunner
-
-    from zprof.cli import main
-
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        for name, words in COMMANDS.items():
-            found = CliRunner().invoke(main, ["oom", *words.split()], prog_name="zprof")
-            body = {"code": found.exit_code, "out": found.stdout, "err": found.stderr, "raised": repr(found.exception)}
-            Path(f"{name}.result").write_text(json.dumps(body))
-    finally:
-        os.chdir(before)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, virtual_ranks: Pool) -> Path:
     """The folder with the results of all `COMMANDS`."""
@@ -101,7 +84,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, virtual_ranks: Pool) -> Path:
     ]
     write_trace(folder / "cuda.zprof", rows, notes={"policy": policy, "oom": {**note, "exact": False}})
     write_trace(folder / "fine.zprof", rows)
-    virtual_ranks.run(f"{run_all.__module__}:run_all", folder=str(folder))
+    virtual_ranks.run(WRITE_RESULTS, folder=str(folder), command="oom", words=COMMANDS)
     return folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Pool
-from tests.support.zprof_command import Zprof
+from tests.support.zprof_command import WRITE_RESULTS, Zprof
 from zprof.rows import RowKind
 from zprof.trace.reader import Trace
 
@@ -134,30 +133,13 @@ COMMANDS = {
 }
 
 
-def run_all(folder: str) -> None:
-    """In the process of the virtual device: every command, into files."""
-    from click.testing import CliRunner
-
-    from zprof.cli import main
-
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        for name, words in COMMANDS.items():
-            found = CliRunner().invoke(main, ["simulate", *words.split()], prog_name="zprof")
-            body = {"code": found.exit_code, "out": found.stdout, "err": found.stderr, "raised": repr(found.exception)}
-            Path(f"{name}.result").write_text(json.dumps(body))
-    finally:
-        os.chdir(before)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, virtual_ranks: Pool) -> Path:
     """The folder with the results of all `COMMANDS`."""
     folder = tmp_path_factory.mktemp("simulated")
     (folder / "job.py").write_text(JOB)
     (folder / "tiered.toml").write_text(TIERED)
-    virtual_ranks.run(f"{run_all.__module__}:run_all", folder=str(folder))
+    virtual_ranks.run(WRITE_RESULTS, folder=str(folder), command="simulate", words=COMMANDS)
     return folder
 
 

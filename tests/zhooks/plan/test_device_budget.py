@@ -294,13 +294,19 @@ def frozen(budget: int | None = None) -> tuple[nn.Module, zhooks.Attachment]:
     return model, zhooks.attach(model, policy=policy_of(3, budget))
 
 
-@on_ranks(1, 2)
-def test_what_is_unfrozen_must_fit_too_and_is_refused_before_anything_is_laid_out() -> None:
+def for_one_layer() -> int:
+    """Bytes of the device that one of the layers needs to train."""
     _, probe = frozen()
     plans = plans_of(probe)
     one = sum(flat.shard_numel * 4 for plan in plans for flat in plan.flats if flat.kind.trainable)
     budget = device_floor(probe.policy, plans) + 2 * one
     probe.detach()
+    return budget
+
+
+@on_ranks(1, 2)
+def test_what_is_unfrozen_must_fit_too_and_is_refused_before_anything_is_laid_out() -> None:
+    budget = for_one_layer()
     model, attachment = frozen(budget)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
@@ -324,12 +330,8 @@ def test_what_is_unfrozen_must_fit_too_and_is_refused_before_anything_is_laid_ou
 
 @on_ranks(1, 2)
 def test_what_is_frozen_leaves_its_memory_to_what_is_unfrozen_next() -> None:
-    _, probe = frozen()
-    plans = plans_of(probe)
-    one = sum(flat.shard_numel * 4 for plan in plans for flat in plan.flats if flat.kind.trainable)
     # Either layer trains, not both.
-    budget = device_floor(probe.policy, plans) + 2 * one
-    probe.detach()
+    budget = for_one_layer()
     model, attachment = frozen(budget)
     every = list(model.parameters())
     step(model, torch.optim.AdamW(every[:2], lr=0.1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zhooks
-from offload.hardware import Hardware
-from tests.support.on_ranks import place
 from tests.support.ranks import Pool
+from tests.support.storage_peak import a_cpu, peak
 from zhooks.simulation import simulate
-from zprof.ledger.ledger import Ledger
-from zprof.recording.recorder import Recorder
-from zprof.trace.reader import Trace
 
 WIDTH, ROWS, LENGTH = 128, 4, 32
 
@@ -121,25 +116,10 @@ def measured(case: str, folder: str) -> int:
     return found - before
 
 
-def peak(path: Path, work: Callable[[], object]) -> int:
-    """The most bytes that this rank's storages hold meanwhile."""
-    gc.collect()
-    path = path.with_stem(f"{path.stem}.{place()[0]}")
-    with Recorder(path, level="alloc").listen():
-        work()
-    return Ledger.of(Trace.open(path)).peak("device").nbytes
-
-
 def simulated(case: str, hardware: dict[str, Any]) -> int:
     name, policy = CASES[case]
     policy = {"units": {"min_numel": 0}, **policy}
     return simulate(*programs(name), world=2, hardware=hardware, policy=policy, steps=3).device.nbytes
-
-
-def a_cpu() -> dict[str, Any]:
-    """Hardware whose devices are threads; of its figures none is looked at here."""
-    values = Hardware.of("h100").values() | {"kind": "cpu"}
-    return values | {"link": values["link"] | {"through": "memory", "bandwidth": "10 GB/s"}}
 
 
 @pytest.mark.parametrize("case", CASES)
