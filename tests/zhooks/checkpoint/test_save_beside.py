@@ -355,11 +355,10 @@ def test_a_rank_killed_while_it_writes_leaves_the_earlier_checkpoint(ranks2: Poo
 
 
 KILLED = '''
-import os, signal, sys
+import os, sys
 from pathlib import Path
 import zhooks
-from offload.shards import ShardWriter
-from tests.support.inside import EXCHANGE
+from tests.support.killed import ends_unless_killed_at
 from tests.support.resuming import Run
 
 path = Path(sys.argv[1])
@@ -367,27 +366,12 @@ run = Run({"stage": 3})
 run.train(range(1))
 
 def save_killed_at(number, target, **more):
-    """Fork, save beside training, and die before the call of that number; True when the save came to its end."""
-    child = os.fork()
-    if child == 0:
-        count = 0
-        def counted(real):
-            def call(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*args, **kwargs)
-            return call
-        for name in ("fsync", "rename", "unlink", "mkdir", "rmdir"):
-            setattr(os, name, counted(getattr(os, name)))
-        ShardWriter.write = counted(ShardWriter.write)
-        setattr(*EXCHANGE, counted(getattr(*EXCHANGE)))
+    """Save beside training, and die before the call of that number; True when the save came to its end."""
+    def work():
         saving = run.attachment.save(target, run.optimizer, objects=run.objects, extra={"saved": number}, wait=False, **more)
         run.train(range(2))
         saving.wait()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return ends_unless_killed_at(number, ("fsync", "rename", "unlink", "mkdir", "rmdir"), work)
 
 number, found, ended = 0, [], False
 while not ended:

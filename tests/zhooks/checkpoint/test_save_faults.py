@@ -57,12 +57,12 @@ def refused(run: Run, match: str) -> Iterator[None]:
 # ---- killed saves
 
 KILLED = '''
-import os, signal, sys
+import os, sys
 from pathlib import Path
 import zhooks
-from offload.shards import ShardWriter
 from tests.support.forked import python
 from tests.support.inside import EXCHANGE
+from tests.support.killed import ends_unless_killed_at
 from tests.support.resuming import Run
 
 path = Path(sys.argv[1])
@@ -70,25 +70,9 @@ run = Run({"stage": 3})
 run.train(range(1))
 
 def save_killed_at(number, target):
-    """Fork, save, and die before the call of that number; True when the save came to its end."""
-    child = os.fork()
-    if child == 0:
-        count = 0
-        def counted(real):
-            def call(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*args, **kwargs)
-            return call
-        for name in ("open", "fsync", "rename", "unlink", "mkdir", "rmdir"):
-            setattr(os, name, counted(getattr(os, name)))
-        ShardWriter.write = counted(ShardWriter.write)
-        setattr(*EXCHANGE, counted(getattr(*EXCHANGE)))
-        run.save(target, extra={"saved": number})
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """Save, and die before the call of that number; True when the save came to its end."""
+    names = ("open", "fsync", "rename", "unlink", "mkdir", "rmdir")
+    return ends_unless_killed_at(number, names, lambda: run.save(target, extra={"saved": number}))
 
 def loaded(target):
     try:
