@@ -96,7 +96,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--stage", type=int, default=3)
-    parser.add_argument("--levels", default="events,alloc", help="of events, alloc and stack, separated by commas")
+    parser.add_argument("--levels", default="events,alloc", help="of auto, events, alloc and stack, separated by commas")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)

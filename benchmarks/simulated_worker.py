@@ -25,7 +25,7 @@ from torch import nn
 import zhooks
 from launch import RECORD_PREFIX, report_failure
 from simulated_models import MODELS
-from zprof.ledger.ledger import Ledger
+from zprof.analysis.ledger import Ledger
 from zprof.recording.recorder import Recorder
 from zprof.trace.reader import Trace
 

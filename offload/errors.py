@@ -13,6 +13,7 @@ __all__ = [
     "DivergenceError",
     "HardwareError",
     "LayoutError",
+    "NonFiniteError",
     "PolicyError",
     "ScaleError",
     "ShardedOpError",
@@ -56,6 +57,10 @@ class ShardedOpError(ZhooksError, RuntimeError):
 
 class ScaleError(ZhooksError, RuntimeError):
     """Loss scaling cannot go on: the scale is at its minimum, or gradients go round it."""
+
+
+class NonFiniteError(ZhooksError, RuntimeError):
+    """A step would have used an inf or a nan; the message names the rank and the unit where it came up."""
 
 
 class DivergenceError(ZhooksError, RuntimeError):

@@ -15,14 +15,15 @@ __all__ = ["open_regular", "read_regular"]
 _KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
 
 
-def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read a regular file; the caller closes it.
+def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
+    """A descriptor to read a regular file; the caller closes it.  Without ``follow`` a link is refused.
 
     Raises:
         OSError: it cannot be opened, or is none.  ValueError: the path is none.
     """
     # Without O_NONBLOCK a named pipe would wait for a writer; to a regular file it means nothing.
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    handle = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
         return handle

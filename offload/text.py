@@ -1,10 +1,11 @@
-"""Owns the way between one value and its text: sizes, shares of what is free, TOML values, and values shown in errors.
+"""Owns the way between one value and its text: sizes, durations, shares of what is free, TOML values, values shown in errors.
 
 The policy's modules and ``zprof`` call it. It never reads a file and never knows which key a value belongs to.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -20,11 +21,14 @@ __all__ = [
     "UNITS",
     "Share",
     "as_dollars",
+    "as_duration",
+    "as_moment",
     "as_size",
     "format_amount",
     "format_size",
     "one_line",
     "parse_amount",
+    "parse_duration",
     "parse_size",
     "shown",
     "shown_path",
@@ -41,6 +45,9 @@ _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,400})?)\s*%", re.ASCII)
 _DECIMAL_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE_UNITS = _DECIMAL_UNITS | _BINARY_UNITS
+#: Nanoseconds of each unit of time, the largest first.
+_TIME_UNITS = {"h": 3600 * 10**9, "min": 60 * 10**9, "s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+_TIME = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)\s*", re.ASCII)
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 
@@ -92,6 +99,54 @@ def as_size(nbytes: int) -> str:
             value = nbytes / unit
             return f"{nbytes // unit if nbytes % unit == 0 else f'{value:.3g}' if value < 999.5 else f'{value:.0f}'} {name}"
     return f"{nbytes} B"
+
+
+def as_duration(ns: float, digits: int = 3) -> str:
+    """Nanoseconds for a reader: "812 us", "3.42 ms", "1.27 s", "2 min 14 s", "3 h 5 min"; `parse_duration` reads it back.
+
+    Args:
+        digits: at most so many that say something, of what is less than a minute.
+    """
+    if not math.isfinite(ns):
+        return f"{ns} s"
+    if ns < 0:
+        return f"-{as_duration(-ns, digits)}"
+    rounded = float(f"{ns:.{digits}g}")
+    if rounded >= _TIME_UNITS["min"]:
+        minutes, seconds = divmod(round(ns / 1e9), 60)
+        return f"{minutes} min {seconds} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    unit = next((unit for unit in ("s", "ms", "us", "ns") if rounded >= _TIME_UNITS[unit]), "ns" if rounded else "ms")
+    return f"{rounded / _TIME_UNITS[unit]:.{digits}g} {unit}"
+
+
+def as_moment(ns: float) -> str:
+    """When, in nanoseconds since something began, to the millisecond: "6.353 s", "2 min 14.250 s", "1 h 2 min 14.250 s"."""
+    if ns < 0:
+        return f"-{as_moment(-ns)}"
+    minutes, ms = divmod(round(ns / 1e6), 60_000)
+    hours = f"{minutes // 60} h " if minutes >= 60 else ""
+    return f"{hours}{f'{minutes % 60} min ' if minutes else ''}{ms / 1000:.3f} s"
+
+
+def parse_duration(text: str, bare: str = "") -> float:
+    """Nanoseconds meant by text such as "450ms", "1.5 s", "2 min 14 s" or "1h30min".
+
+    Args:
+        bare: the unit of a number without one; none means that it needs one.
+    Raises:
+        ValueError: anything else: units are h, min, s, ms, us and ns, each once and the largest first.
+    """
+    found: list[tuple[Fraction, str]] = []
+    at = 0
+    while match := _TIME.match(text.strip(), at):
+        found.append((Fraction(match[1]), match[2]))
+        at = match.end()
+    if len(found) == 1 and not found[0][1]:
+        found = [(found[0][0], bare)]
+    places = [list(_TIME_UNITS).index(unit) if unit in _TIME_UNITS else -1 for _, unit in found]
+    if at != len(text.strip()) or not places or -1 in places or any(b <= a for a, b in itertools.pairwise(places)):
+        raise ValueError(f'expected a time such as "450ms", "1.5 s" or "2 min 14 s", found {shown(text)}')
+    return float(sum(number * _TIME_UNITS[unit] for number, unit in found))
 
 
 def as_dollars(price: float) -> str:

@@ -19,13 +19,14 @@ def product(**factors: tuple[Hashable, ...]) -> list[dict[str, Hashable]]:
     return [dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())]
 
 
-def test_every_value_every_stage_at_every_world_and_every_value_on_two_ranks_is_chosen() -> None:
+def test_every_value_every_world_and_every_value_on_two_ranks_is_chosen() -> None:
     rows = product(world=(1, 2, 4), stage=(0, 1, 2, 3), tier=("device", "host", "disk"), reshard=(True, False))
     chosen = [rows[place] for place in covering(rows)]
-    assert {(row["stage"], row["world"]) for row in chosen} == set(itertools.product((0, 1, 2, 3), (1, 2, 4)))
+    assert {row["world"] for row in chosen} == {1, 2, 4}
+    assert {row["stage"] for row in chosen if row["world"] == 2} == {0, 1, 2, 3}
     assert {row["tier"] for row in chosen if row["world"] == 2} == {"device", "host", "disk"}
     assert {row["reshard"] for row in chosen if row["world"] == 2} == {True, False}
-    assert len(chosen) == 12, "as many as there are pairs of a stage and a world, of 72"
+    assert len(chosen) == 6, "a case for each stage on two ranks, and one for each other world, of 72"
 
 
 def test_of_a_table_whose_every_line_has_a_value_of_its_own_all_is_chosen() -> None:
@@ -65,7 +66,7 @@ def test_choices_given_as_a_mapping_are_factors_and_what_cannot_be_compared_is_i
 
 
 def test_a_default_run_of_this_suite_holds_what_it_owes(pytestconfig: pytest.Config) -> None:
-    """Of every function with cases on ranks: each value, each stage at each world, each value on two ranks."""
+    """Of every function with cases on ranks: each value, each world, each value on two ranks."""
     cases: dict[str, list[pytest.Function]] = {}
     for item in everything(pytestconfig):
         if starts_ranks(item):

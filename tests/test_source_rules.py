@@ -251,7 +251,7 @@ def test_the_rule_of_shared_things_notices_each_way_of_importing_a_test(text: st
 
 SOUND: list[tuple[Rule, str, str]] = [
     (imports_point_down, "tools/zprof/top.py", "from offload.events import Event"),
-    (imports_point_down, "tools/zprof/simulate_cli.py", "import zhooks"),
+    (imports_point_down, "tools/zprof/commands/simulate.py", "import zhooks"),
     (imports_point_down, "zhooks/unit/unit.py", "from offload import policy"),
     (packages_point_down, "zhooks/unit/unit.py", "from zhooks.comm import Call\nfrom zhooks.unit.flat import Flat"),
     (collectives_only_in_comm, "zhooks/comm/p2p.py", "import torch.distributed as d\nd.all_reduce(t)"),

@@ -12,6 +12,7 @@ from offload.errors import (
     DivergenceError,
     HardwareError,
     LayoutError,
+    NonFiniteError,
     PolicyError,
     ScaleError,
     ShardedOpError,
@@ -22,6 +23,7 @@ from offload.errors import (
 from offload.events import Recorder
 from offload.policy import Policy
 from zhooks.attach import Attachment, attach
+from zhooks.attachment import Recovery
 from zhooks.checkpoint import Saving, latest
 from zhooks.integrations import from_pretrained
 from zhooks.simulation import Proposals, Simulation, Slowdown, find_policy, simulate
@@ -37,10 +39,12 @@ __all__ = [
     "DivergenceError",
     "HardwareError",
     "LayoutError",
+    "NonFiniteError",
     "Policy",
     "PolicyError",
     "Proposals",
     "Recorder",
+    "Recovery",
     "Saving",
     "ScaleError",
     "ShardedOpError",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,38 +16,40 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from offload.errors import AttachError, PolicyError
+from offload.errors import AttachError
 from offload.events import Bus, Observer
 from offload.policy import Policy
-from zhooks.activation import check_axis
-from zhooks.attached_choice import Chosen
-from zhooks.attached_control import Controlled
-from zhooks.attached_state import Stateful
-from zhooks.build import BuildContext, build_units, open_tiers, relayout_units, restore_units
-from zhooks.checkpoint import StockState, own_anew
-from zhooks.comm import CONTROL, Call, Comm, all_or_none, disagreement, meet, open_comm, policy_facts, refused_by_all
-from zhooks.compiled import keep_outside_graphs
-from zhooks.layout import PP, TP, Table, UnitPlan
-from zhooks.optim import Closures, Optimizers, Owners, Rounding, watch_steps
-from zhooks.plan import (
-    DeviceBudget,
-    Layouts,
-    Plan,
-    Request,
-    check_change,
-    check_ignored,
-    check_scaled,
-    ignored_here,
-    look,
-    read,
-    rest_reserve,
-    shards_reserve,
+from offload.virtual import NAME
+from zhooks.attachment import (
+    Changeable,
+    Chosen,
+    Controlled,
+    Preemptible,
+    Recovering,
+    Replicated,
+    Resumable,
 )
+from zhooks.build import build_units, open_tiers, restore_units
+from zhooks.checkpoint import StockState, remove_dead_jobs
+from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refused_by_all
+from zhooks.compiled import keep_outside_graphs
+from zhooks.optim import Closures, Optimizers, Owners, Rounding, Steps, watch_steps
+from zhooks.plan import DeviceBudget, Plan, Request, ignored_here, look, read
 from zhooks.planning import Choice, chosen_for
-from zhooks.report import Calibrated, GradStatistics, MemoryReport, Observation, describe, memory_report, state_held
-from zhooks.run import Casts, Choices, Map, Runtime, batches, chart, install, remove
+from zhooks.report import (
+    Calibrated,
+    GradStatistics,
+    MemoryReport,
+    NonFinite,
+    Observation,
+    ReplicaChecks,
+    describe,
+    memory_report,
+    state_held,
+)
+from zhooks.run import Casts, Runtime, batches, install, remove
 from zhooks.tensor import Overflow, Registries
-from zhooks.unit import Links, Pool, Unit
+from zhooks.unit import Pool, Unit
 
 Batch = TypeVar("Batch")
 
@@ -92,13 +93,17 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
         with refused_by_all(meeting):
             asked = request()
+        resilience = asked.policy.resilience
+        remove_dead_jobs(Path(resilience.memory).expanduser(), resilience.job)
         comm = open_comm(asked.mesh, asked.policy, asked.device, asked.facts, meeting, asked.everywhere)
         undo.callback(comm.close)
         choice = chosen_for(asked, comm) if asked.automatic else None
         return Attachment(look(asked if choice is None else choice.request, comm), comm, undo, choice)
 
 
-class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
+class Attachment(
+    Preemptible, Resumable, Changeable, Recovering, Replicated, Controlled, Chosen, Calibrated, GradStatistics
+):  # fmt: skip
     """A model under ZeRO.  Made by ``attach``; the model knows it until ``detach``."""
 
     def __init__(self, plan: Plan, comm: Comm, undo: ExitStack, choice: Choice | None) -> None:
@@ -112,6 +117,7 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
         self._pool = Pool(policy.comm.buffer, self._bus)
         self._rounding = Rounding(policy.optimizer.seed, stochastic=policy.optimizer.rounding == "stochastic")
         self._units: list[Unit] = []
+        self._steps = Steps(partial(self._ignored.parameters, self.model))
         self._tiers = open_tiers(policy, request.device, plan.tiers, comm, self._bus)
         # An attach that failed knows the optimizer it was given alone; what `apply` put in the place of tiers is shut, too.
         undo.callback(lambda: self._tiers.shut())
@@ -122,7 +128,7 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
             self._runtime = Runtime(
                 self.model, policy, comm, self._pool, self._bus,
                 spare=plan.headroom.spare, follow_freezes=self._follow_freezes, ignored=self._ignored,
-                training_begins=self._plan_again,
+                training_begins=self._training_begins,
             )
             undo.callback(self._runtime.close)
         build_units(plan, self._context(), self._units)
@@ -142,7 +148,7 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
             self._comm, self._units, self.policy, plan.headroom, self._keep_within, ignored_here(self._ignored, self._device)
         )
         stock = StockState(self.model, self._units, self._comm, runtime.finish_backward, self._ignored)
-        owners = Owners(lambda: (flat for unit in self._units for flat in unit.flats), self._comm.shard)
+        owners = Owners(lambda: (flat for unit in self._units for flat in unit.flats), self._comm)
         self._optimizers = Optimizers(partial(self._ignored.parameters, self.model), self._comm.stage, stock, owners)
 
         def begin(listener: Any, *given: Any) -> None:
@@ -158,7 +164,15 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
         begin(self._optimizers, self._known)
         begin(self._device_budget)
         begin(scaling, watch_steps)
+        self._nonfinite = NonFinite(self._comm, self._units, runtime, self._steps, virtual=self._device.type == NAME)
+        begin(self._nonfinite, self.policy, watch_steps)
+        alike = partial(self._optimizers.agreed, "compare replicas")
+        self._replica_checks = ReplicaChecks(self._comm, self._bus, self._units, self._steps, alike, self._ignored)
         undo.callback(lambda: self._tiers.end_steps())
+        begin(self._steps, watch_steps)
+        if self._comm.failure is not None:
+            undo.callback(setattr, self._comm.failure, "progress", None)
+            self._comm.failure.progress = self._progress
         self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding, self._optimizers)
         begin(
             Closures(
@@ -171,11 +185,20 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
         if self._replanning is not None:
             begin(self._replanning)
 
-    def _context(self) -> BuildContext:
-        """What flats are built on now."""
-        runtime, beside = self._runtime, {TP: self._comm.tp, PP: self._comm.pp}
-        links = Links(self._bus, self._tiers.store, beside, runtime.asked, runtime.node, runtime.scaling)
-        return BuildContext(self._comm, self._pool, links)
+    def _training_begins(self) -> None:
+        """A training pass begins, on every rank.  Collective."""
+        self._check_whole("forward")
+        failure = self._comm.failure
+        if failure is None or failure.verdict is None:
+            self._steps.go_on()
+        self._steps.training_begins()
+        self._replica_checks.training_begins(self.policy.resilience.check_every)
+        self._plan_again()
+
+    def _progress(self) -> Progress:
+        # Stages of a pipeline are given what those before them make.
+        inputs = self._runtime.inputs.texts() if self._comm.pp.axis.world == 1 else []
+        return Progress(self._steps.number, inputs)
 
     def _make_plain(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Full parameters, gradients and optimizer states; of units that are plain already, nothing.  Collective."""
@@ -189,107 +212,6 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
             self._bus.instant("policy chosen", self._why)
         state_held(self._live("observe", (), None), self.policy, self._tiers.store, self._optimizers.here())
         self._pool.state_held()
-
-    def _keep_within(self, spare: int | None) -> None:
-        """So many bytes of gathered units may stay between forward and backward, from now on."""
-        self._size_pool(spare)
-        self._runtime.paths.choices = replace(self._runtime.paths.choices, budget=spare)
-
-    def _size_pool(self, spare: int | None) -> None:
-        """Keep as many idle buffers as the schedule has under way at once, or reserve memory for them."""
-        self._pool.keep(rest_reserve(self.policy, self._device, self._plans(), spare), self._device)
-
-    def _plans(self) -> list[UnitPlan]:
-        """How units are laid out now."""
-        return [unit.plan for unit in self._units]
-
-    def _follow_freezes(self) -> None:
-        """Lay parameters out anew that were frozen or unfrozen since the last step.  Collective."""
-        now = self._plans()
-        plans = Layouts.of(self.model, self.policy, self._comm, self._device).following(now)
-        # What was frozen may be unfrozen again.
-        if any(plan is not before for plan, before in zip(plans, now, strict=True)):
-            spare = self._device_budget.lay_out(plans)
-            # As in `apply`: what stays gathered goes by the new layout alone.
-            self._keep_within(0)
-            self._lay_out(plans, self._optimizers.agreed("lay out"))
-            self._keep_within(spare)
-
-    def _lay_out(self, plans: Sequence[UnitPlan], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._runtime.reducer.reduce_owed()
-        try:
-            relayout_units(self.model, self._units, plans, self._context(), optimizers, partial(self._tiers.adopt, optimizers))
-        finally:
-            self._runtime.take(self._units)
-
-    def apply(self, policy: Policy | str | Path | dict[str, Any]) -> None:
-        """Go on under another policy: states move between tiers, partitions change, nothing restarts.  Collective.
-
-        Call it between steps.  [units] and [comm] stay as they were, and so does the scratch file once there is one.
-        Raises:
-            PolicyError: the policy cannot be read, differs between ranks, or changes what cannot change.
-            AttachError: a rule splits a module's parameters over dtypes; nothing has changed.
-            BudgetError, TierError: a tier cannot take what should move there; what has moved stays moved, all of it usable.
-        """
-        self._check_attached("apply")
-        if self._replanning is not None:
-            self._replanning.close()
-        self._change(policy)
-
-    def _change(self, policy: Policy | str | Path | dict[str, Any]) -> None:
-        """As ``apply``."""
-        with all_or_none(self._comm.stage, "apply"):
-            if policy is None:
-                raise PolicyError("apply: expected a path, a mapping or a Policy, found None; name what shall change")
-            chosen = Policy.of(policy)
-        problem = disagreement(self._comm.stage, {"policy": policy_facts(chosen)[1]})
-        if problem:
-            raise PolicyError(problem)
-        check_change(self.policy, chosen, self._tiers.fixed)
-        check_scaled(self.model, chosen, self._ignored)
-        check_ignored(self.model, self._ignored, chosen)
-        check_axis(chosen, self._comm.names)
-        charted = chart(self.model, self._plans(), chosen)
-        with self._runtime.laying_out():
-            self._check_at_rest("apply")
-            self._apply(chosen, charted)
-        self._keep_within(self._device_budget.change(chosen, self._device))
-
-    def _apply(self, chosen: Policy, charted: Map) -> None:
-        """Take everything over to a policy that was found possible.  Collective."""
-        optimizers = self._optimizers.with_ranges("apply")
-        layouts = Layouts.of(self.model, chosen, self._comm, self._device)
-        plans = layouts.anew(self._plans())
-        before = self._tiers
-        self._tiers = before.change(chosen, self._device, plans, self._comm, self._bus)
-        self.policy, self._table, self._why = chosen, Table.of(chosen.table()), ""
-        self._rounding.seed = chosen.optimizer.seed
-        before.end_steps()
-        self._pool.clear()
-        try:
-            with all_or_none(self._comm.stage, "apply"):
-                self._tiers.step(chosen, self._bus, self._units, self._runtime, self._rounding, self._optimizers)
-                self._pool.keep(shards_reserve(chosen, self._device, plans), self._device)
-            self._lay_out(plans, optimizers)
-            for optimizer in optimizers:
-                own_anew(optimizer, self._optimizers.owners, self._comm.shard)
-            with all_or_none(self._comm.stage, "apply"):
-                for unit in self._units:
-                    for flat in unit.flats:
-                        self._tiers.adopt(optimizers, flat)
-        finally:
-            self._casts.open(chosen.precision, charted)
-            self._runtime.scaling.change(chosen.precision)
-            self._runtime.reducer.change(
-                most=chosen.schedule.most_reductions,
-                unreduced=self._table.accumulates_unreduced,
-                mean=chosen.gradient.reduce == "mean",
-            )
-            self._runtime.saved.follow(chosen, self._units, self._tiers.store, self._pool.arena)
-            self._size_pool(0)
-            # Nothing is kept between forward and backward until the budget is known to allow it.
-            schedule = chosen.schedule
-            self._runtime.paths.choices = Choices(schedule.prefetch, schedule.reshard_after_forward, 0, schedule.uneven)
 
     def detach(self) -> nn.Module:
         """Restore the plain model: full parameters, gradients and optimizer states, no hook left.  Collective.
@@ -310,6 +232,7 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
             )
             self._make_plain(optimizers)
         self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
+        self._leave_peers()
         undo, self._undo = self._undo, None
         assert undo is not None
         undo.close()
@@ -335,8 +258,10 @@ class Attachment(Stateful, Controlled, Chosen, Calibrated, GradStatistics):
         try:
             yield
         finally:
-            self._runtime.finish_backward()
-            reducer.sync = before
+            try:
+                self._runtime.finish_backward()
+            finally:
+                reducer.sync = before
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -35,10 +35,12 @@ from offload.policy.tables import (
     Optimizer,
     Partition,
     Placed,
+    Resilience,
     Save,
     Schedule,
     TierName,
     Units,
+    unjudged,
 )
 from offload.text import Share, format_size, parse_size, toml_value
 
@@ -59,6 +61,7 @@ __all__ = [
     "Placed",
     "Policy",
     "Precision",
+    "Resilience",
     "Rule",
     "RuleCell",
     "RulePrecision",
@@ -131,6 +134,7 @@ class Policy(Table):
     host: Host = Field(Host(), description="The memory of the host tier.")
     disk: Disk = Field(Disk(), description="The scratch file of the disk tier.")
     save: Save = Field(Save(), description="Saves that go on beside training.")
+    resilience: Resilience = Field(Resilience(), description="What is looked for, and what is kept to go on after a failure.")
     comm: Comm = Field(Comm(), description="How ranks talk.")
     rule: Rules = words((), expected=_RULES, does="Other tiers and dtypes for parameters by name; the last wins.")
 
@@ -212,6 +216,7 @@ class Policy(Table):
         """Refuse cells that contradict the stage, that spell none or several of the four rows, or that cannot be placed."""
         problems = self._rows() or self._misplaced() or self._undivided() or self._unkept() or self._uncomputed()
         problems = problems or misscaled(self.precision, self.optimizer) or uncast(self.precision)
+        problems = problems or unjudged(self.resilience, self.optimizer)
         if problems:
             raise PydanticCustomError("policy_cells", "cells contradict", {"problems": problems})
         return self

@@ -35,10 +35,12 @@ __all__ = [
     "Optimizer",
     "Partition",
     "Placed",
+    "Resilience",
     "Save",
     "Schedule",
     "TierName",
     "Units",
+    "unjudged",
 ]
 
 #: What the documents are, for their errors.
@@ -385,6 +387,56 @@ class Save(Table):
         does="What a save does while an earlier one still goes on.",
         why="wait loses no checkpoint; refuse never holds up a step.",
     )
+
+
+class Resilience(Table):
+    """[resilience]: what is looked for beside training, and what a job keeps to go on after a failure."""
+
+    check_every: int | None = words(
+        None,
+        expected="a number of steps, from 1",
+        does="So often masters and optimizer states that several ranks hold alike are compared by checksums; where they differ "
+        "every rank raises `DivergenceError`, which names unit, parameter and rank.",
+        why="Unset reads nothing. A check reads all of them once, those on a disk too.",
+        ge=1,
+    )
+    nonfinite: Literal["ignore", "name"] = words(
+        "ignore",
+        expected='"ignore" or "name"',
+        does="name looks at gradients before they are reduced and at what units make; a step whose gradients hold an inf or a "
+        "nan raises `NonFiniteError` on every rank before anything is updated, and says on which rank and where it came up. A "
+        "loss scale goes on skipping steps.",
+        why="ignore reads nothing, and what one rank computed is everybody's after the mean.",
+    )
+    copies: int = words(
+        1,
+        expected="an integer from 0 to 16",
+        does="How many other hosts keep a copy of each rank's shards in memory, at `save_to_peers`; where there are fewer, as "
+        "many as there are.",
+        why="One outlives the loss of any one host.",
+        ge=0,
+        le=16,
+    )
+    memory: Annotated[str, AfterValidator(_path)] = words(
+        "/dev/shm",
+        expected="the path of a folder",
+        does="A folder on a tmpfs, where checkpoints in memory outlive the ranks; each host may have its own.",
+        why="Linux has one there for every user.",
+    )
+    job: Annotated[str, AfterValidator(_path)] | None = words(
+        None,
+        expected="a name",
+        does="By which ranks that are started again find the memory of those before.",
+        why="Unset is torchrun's run id.",
+    )
+
+
+def unjudged(resilience: Resilience, optimizer: Optimizer) -> list[tuple[tuple[str, ...], str]]:
+    """What contradicts the look at gradients before a step, place and words."""
+    if resilience.nonfinite == "ignore" or not optimizer.overlap:
+        return []
+    why = 'expected false beside [resilience] nonfinite = "name", found true: gradients are judged when backward is over'
+    return [(("optimizer", "overlap"), why)]
 
 
 class Comm(Table):

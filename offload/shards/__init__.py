@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from offload.shards.commit import Draft, destination, find
-from offload.shards.file import CHUNK, CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, digest
-from offload.shards.manifest import Manifest, read_manifest, shard_name
+from offload.shards.export import ExportDraft, ExportKind, WholeFile
+from offload.shards.file import CHUNK, CODES, DTYPES, Entry, Record, ShardReader, ShardWriter, digest, file_nbytes
+from offload.shards.host_memory import HostMemory, check_memory, copy_name, remove_dead_jobs
+from offload.shards.job import job_of
+from offload.shards.manifest import MANIFEST, Manifest, encoded, read_manifest, shard_name
 from offload.shards.outcomes import FailedElsewhere, Outcomes
+from offload.shards.part import Part
 from offload.shards.saved_layout import Places, SavedFlat, SavedLayout, SavedParam
 from offload.shards.saved_model import SavedModel
-from offload.shards.series import Series, latest, run_of
+from offload.shards.saved_states import state_key
+from offload.shards.series import Series, latest, run_of, saved_ns, when_saved
 
 __all__ = [
     "CHUNK",
     "CODES",
     "DTYPES",
+    "MANIFEST",
     "Draft",
     "Entry",
+    "ExportDraft",
+    "ExportKind",
     "FailedElsewhere",
+    "HostMemory",
     "Manifest",
     "Outcomes",
+    "Part",
     "Places",
     "Record",
     "SavedFlat",
@@ -28,11 +38,21 @@ __all__ = [
     "Series",
     "ShardReader",
     "ShardWriter",
+    "WholeFile",
+    "check_memory",
+    "copy_name",
     "destination",
     "digest",
+    "encoded",
+    "file_nbytes",
     "find",
+    "job_of",
     "latest",
     "read_manifest",
+    "remove_dead_jobs",
     "run_of",
+    "saved_ns",
     "shard_name",
+    "state_key",
+    "when_saved",
 ]

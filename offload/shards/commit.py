@@ -12,6 +12,7 @@ Note: [Renames]
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 from offload.disk import Owner
 from offload.errors import CheckpointError
 from offload.shards.file import Record
-from offload.shards.folder import EXCHANGE, OURS, Folder, lstat, renameat2, retire
+from offload.shards.folder import EXCHANGE, OURS, Folder, lstat, made_by_first, renameat2, retire
 from offload.shards.leftovers import recover, standing, working
 from offload.shards.manifest import MANIFEST, MANIFEST_MOST, Manifest, encoded, shard_name
 from offload.text import shown, shown_path
@@ -83,6 +84,8 @@ class Draft:
     Args:
         target: where the checkpoint shall be, from `destination`.
         token: 16 hexadecimal digits no other save uses.
+    Attributes:
+        opened_ns: when it was begun, by the clock of its file system; of the rank that opened it.
     """
 
     def __init__(self, target: Path, token: str) -> None:
@@ -91,6 +94,7 @@ class Draft:
         self._old = f"{target.name}.old-{token}"
         self._parent: Folder | None = None
         self._made: Folder | None = None
+        self.opened_ns = 0
 
     def open(self) -> None:
         """Tidy what killed saves left and make the folder; one rank only.
@@ -107,6 +111,7 @@ class Draft:
         self._made = Folder(self._name, self._parent)
         working.add(self.token)
         self._made.create(f"saving-{self.token}", Owner.here().page())
+        self.opened_ns = os.fstat(self._made.fd).st_mtime_ns
         recover(self._parent, self.target.name, self._made)
         with self._earlier(self._parent, self._made):
             pass
@@ -118,20 +123,8 @@ class Draft:
         Raises:
             CheckpointError: the folder that the first rank made is not here.
         """
-        try:
-            with Folder(self.target.parent) as parent, Folder(self._name, parent) as folder:
-                if folder.size(f"saving-{self.token}") is None:
-                    raise FileNotFoundError
-                fd = os.dup(folder.fd)
-        except OSError as error:
-            raise CheckpointError(
-                f"save {self.target}: expected the folder that the first rank made, found none on this host. Save into a file "
-                "system that all hosts share, by the same path."
-            ) from error
-        try:
+        with made_by_first(self.target, self._name, f"saving-{self.token}", "save") as fd:
             yield fd
-        finally:
-            os.close(fd)
 
     def folder(self) -> Folder:
         """The folder itself, for a rank that writes beside training; every rank.  Raises as ``files``."""
@@ -141,12 +134,6 @@ class Draft:
     def path(self, name: str) -> Path:
         """Where a file of the folder is while the save works, for errors."""
         return self.target.with_name(self._name) / name
-
-    @property
-    def now_ns(self) -> int:
-        """When something was last made in the folder, by the clock of its file system; one rank only."""
-        assert self._made is not None, "open() comes first"
-        return os.fstat(self._made.fd).st_mtime_ns
 
     def commit(self, about: Mapping[str, Any], files: Sequence[Record]) -> None:
         """Write the manifest and put the folder in place of ``target``; one rank only, when all files are durable.
@@ -169,16 +156,24 @@ class Draft:
             )
         self._made.create(MANIFEST, raw)
         self._made.sync()
-        with self._earlier(self._parent, self._made) as earlier:
-            left = self._put_in_place(self._parent, self._made, earlier)
-            self._parent.sync()
-            with suppress(OSError):
-                os.unlink(f"saving-{self.token}", dir_fd=self._made.fd)
-            if earlier is not None:
-                retire(self._parent, left, earlier, self._made)
+        while not self._committed(self._parent, self._made):
+            # Another save has put its checkpoint there since this one looked: that is the earlier one now.
+            pass
 
-    def _put_in_place(self, parent: Folder, made: Folder, earlier: Folder | None) -> str:
-        """See Note [Renames]; returns what the earlier checkpoint is called now, if there was one."""
+    def _committed(self, parent: Folder, made: Folder) -> bool:
+        with self._earlier(parent, made) as earlier:
+            left = self._put_in_place(parent, made, earlier)
+            if left is None:
+                return False
+            parent.sync()
+            with suppress(OSError):
+                os.unlink(f"saving-{self.token}", dir_fd=made.fd)
+            if earlier is not None:
+                retire(parent, left, earlier, made)
+        return True
+
+    def _put_in_place(self, parent: Folder, made: Folder, earlier: Folder | None) -> str | None:
+        """See Note [Renames]; returns what the earlier checkpoint is called now, if there was one.  None: there is another."""
         name = self.target.name
         if not parent.holds(made, self._name):
             raise CheckpointError(
@@ -186,7 +181,12 @@ class Draft:
                 "place. Choose a path where nobody else renames folders."
             )
         if earlier is None or not earlier.names():
-            parent.rename(self._name, name)
+            try:
+                parent.rename(self._name, name)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                return None
             return self._old
         if _exchange(parent.fd, self._name, name):
             return self._name
@@ -262,6 +262,11 @@ def find(target: Path) -> Path:
             name = standing(parent, target.name)
         if name is not None:
             return target.with_name(name)
+    if (target / ".metadata").exists():
+        raise CheckpointError(
+            f"load {target}: expected a checkpoint that attachment.save() wrote, found one of torch.distributed.checkpoint (as "
+            "FSDP2's are saved). Load it with dcp.load and get_state_dict of the attached model."
+        )
     what = "a folder without a manifest" if target.is_dir() else "a file" if target.exists() else "nothing there"
     raise CheckpointError(
         f"load {target}: expected a checkpoint that attachment.save() wrote, found {what}. Check the path; a save that was "

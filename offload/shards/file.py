@@ -23,13 +23,17 @@ import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from offload.disk import Bytes
 from offload.errors import CheckpointError
 from offload.regular_files import open_regular
+from offload.shards.part import Part
 from offload.shards.stream import Stream
 
-__all__ = ["CHUNK", "CODES", "Entry", "Record", "ShardReader", "ShardWriter", "digest"]
+__all__ = [
+    "CHUNK", "CODES", "DTYPES", "Entry", "Record", "ShardReader", "ShardWriter", "blocks", "digest", "file_nbytes", "header"
+]  # fmt: skip
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
@@ -73,9 +77,15 @@ def digest(chunks: Iterable[Tensor]) -> str:
     """The checksum of these tensors' bytes, one after the other."""
     state = xxhash.xxh3_64()
     for chunk in chunks:
-        for block in _blocks(chunk):
+        for block in blocks(chunk):
             state.update(block.data)
     return state.hexdigest()
+
+
+def file_nbytes(entries: Sequence[Entry]) -> tuple[int, int]:
+    """Bytes of the header of a file with these tensors, and of all of it."""
+    front = len(header(entries))
+    return front, front + sum(entry.nbytes for entry in entries)
 
 
 class ShardWriter:
@@ -90,7 +100,7 @@ class ShardWriter:
         self.path = path
         self._entries = iter(entries)
         self._digests: dict[str, str] = {}
-        raw = _header(entries)
+        raw = header(entries)
         self._header = xxhash.xxh3_64_hexdigest(raw)
         self.nbytes = len(raw) + sum(entry.nbytes for entry in entries)
         self._stream = Stream(path, dir_fd)
@@ -107,7 +117,7 @@ class ShardWriter:
         state, written = xxhash.xxh3_64(), 0
         for chunk in chunks:
             assert chunk.dtype == entry.dtype, f"{name}: announced as {entry.dtype}, found {chunk.dtype}"
-            for block in _blocks(chunk):
+            for block in blocks(chunk):
                 state.update(block.data)
                 self._stream.write(block)
                 written += block.size
@@ -128,15 +138,18 @@ class ShardWriter:
 class ShardReader:
     """A shard file that agrees with its record in size and header; ``verify`` says whether its tensors do.
 
+    Args:
+        part: what is here of a file that lies elsewhere; None: it lies in ``folder``.
     Raises:
         CheckpointError: the file is missing, unreadable, or differs from its record.
     """
 
-    def __init__(self, folder: Path, record: Record) -> None:
-        self.path, self._record = folder / record.name, record
+    def __init__(self, folder: Path, record: Record, part: Part | None = None) -> None:
+        self.path, self._record, self._part = folder / record.name, record, part
         self._handle = -1
         try:
-            self._handle = open_regular(self.path)
+            if part is None:
+                self._handle = open_regular(self.path)
             self._open()
         except OSError as error:
             self.close()
@@ -146,11 +159,12 @@ class ShardReader:
             raise
 
     def _open(self) -> None:
-        nbytes = os.fstat(self._handle).st_size
+        nbytes = os.fstat(self._handle).st_size if self._part is None else self._part.nbytes
         if nbytes != self._record.nbytes:
             raise self._damaged(f"{nbytes} bytes, not {self._record.nbytes}")
-        start = os.pread(self._handle, 8, 0)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_MOST
+        start = bytearray(8)
+        self._read(memoryview(start)[: min(8, nbytes)], 0)
+        length = struct.unpack("<Q", start)[0] if nbytes >= 8 else HEADER_MOST
         if length > min(HEADER_MOST, nbytes - 8):
             raise self._damaged(f"a header of {length} bytes")
         raw = bytearray(length)
@@ -198,9 +212,15 @@ class ShardReader:
         Raises:
             CheckpointError: bytes are not those that were written, or cannot be read.
         """
+        # So little that a core's cache has it still when its checksum is taken.
+        memory = bytearray(CACHED)
         for name in self._entries if names is None else names:
-            for _ in self.chunks(name):
-                pass
+            state, total = xxhash.xxh3_64(), self.entry(name).nbytes
+            for offset in range(0, total, CACHED):
+                now = memoryview(memory)[: min(CACHED, total - offset)]
+                self._read(now, self._offsets[name] + offset)
+                state.update(now)
+            self._compare(name, state.hexdigest())
 
     def chunks(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """The tensor's elements as (offset, 1-D CPU tensor), in order; a chunk is valid until the next is asked for.
@@ -218,7 +238,10 @@ class ShardReader:
             self._read(memory[:nbytes], self._offsets[name] + offset)
             state.update(memory[:nbytes])
             yield offset // itemsize, buffer[:nbytes].view(entry.dtype)
-        if state.hexdigest() != self._record.tensors[name]:
+        self._compare(name, state.hexdigest())
+
+    def _compare(self, name: str, found: str) -> None:
+        if found != self._record.tensors[name]:
             raise self._damaged(f"bytes of {name} whose checksum does not match")
 
     def tensor(self, name: str) -> Tensor:
@@ -230,18 +253,37 @@ class ShardReader:
         return whole.reshape(entry.shape)
 
     def elements(self, name: str, start: int, numel: int) -> Tensor:
-        """A run of the tensor's elements, new, 1-D on the CPU; nobody compares it with a checksum (`verify` does, the whole).
+        """A run of the tensor's elements, 1-D on the CPU, not to be written to; nobody compares it with a checksum (`verify`
+        does, the whole).
 
         Raises:
             CheckpointError: it has no such elements, or they cannot be read.
         """
+        entry = self._run(name, start, numel)
+        low, high = self.span(name, start, start + numel)
+        if self._part is not None and self._part.has(low, high) and low % entry.dtype.itemsize == 0:
+            return self._part.bytes(low, high).view(entry.dtype)
+        found = torch.empty(numel, dtype=entry.dtype)
+        self.read(name, start, found)
+        return found
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """A run of the tensor's elements into ``out``: 1-D, contiguous, on the CPU, of the tensor's dtype.
+
+        Raises:
+            CheckpointError: it has no such elements, or they cannot be read.
+        """
+        assert out.dtype == self._run(name, start, out.numel()).dtype, f"{name}: asked for as {out.dtype}"
+        if out.numel():
+            self._read(out.detach().view(torch.uint8).numpy().data, self.span(name, start, start)[0])
+            # A tier sees by the version of a buffer whether it was written, and torch sees no write through a view of numpy's.
+            increment_version(out)
+
+    def _run(self, name: str, start: int, numel: int) -> Entry:
         entry = self.entry(name)
         if not 0 <= start <= start + numel <= math.prod(entry.shape):
             raise self._damaged(f"{math.prod(entry.shape)} elements of {name}, not {start + numel}")
-        found = torch.empty(numel, dtype=entry.dtype)
-        if numel:
-            self._read(found.view(torch.uint8).numpy().data, self._offsets[name] + start * entry.dtype.itemsize)
-        return found
+        return entry
 
     def close(self) -> None:
         """Idempotent."""
@@ -249,7 +291,18 @@ class ShardReader:
         if handle >= 0:
             os.close(handle)
 
+    def span(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """Which bytes of the file these elements of a tensor are."""
+        itemsize = self.entry(name).dtype.itemsize
+        return self._offsets[name] + start * itemsize, self._offsets[name] + stop * itemsize
+
     def _read(self, into: memoryview, offset: int) -> None:
+        if self._part is not None:
+            if not self._part.has(offset, offset + len(into)) and len(into):
+                raise self._damaged(f"no bytes {offset} to {offset + len(into)} in the part that was fetched of it")
+            if len(into):
+                into[:] = self._part.bytes(offset, offset + len(into)).numpy().data
+            return
         done = 0
         while done < len(into):
             try:
@@ -267,7 +320,8 @@ class ShardReader:
         )
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def header(entries: Sequence[Entry]) -> bytes:
+    """The beginning of a file that has these tensors in this order."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -284,7 +338,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _blocks(chunk: Tensor) -> Iterator[Bytes]:
+def blocks(chunk: Tensor) -> Iterator[Bytes]:
     """The tensor's bytes in storage order of a contiguous copy, at most CHUNK at a time from another device."""
     flat = chunk.detach().resolve_conj().resolve_neg().reshape(-1)
     step = CHUNK // chunk.dtype.itemsize

@@ -1,7 +1,7 @@
 """A folder that is held open, so that nobody's links and renames lead elsewhere: entries are looked up and removed in it.
 
-``commit.py`` and ``series.py`` touch checkpoints through it alone.  It removes nothing but regular files of our own names, and
-never decides which folder is ours.
+``commit.py``, ``export.py`` and ``series.py`` touch checkpoints through it alone.  It removes nothing but regular files of our
+own names, and never decides which folder is ours.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import errno
 import os
 import re
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from offload.errors import CheckpointError
 from offload.regular_files import read_regular
 from offload.shards.manifest import MANIFEST, Manifest, read_manifest
 
-__all__ = ["EXCHANGE", "OURS", "Folder", "lstat", "renameat2", "retire"]
+__all__ = ["EXCHANGE", "OURS", "Folder", "lstat", "made_by_first", "renameat2", "retire"]
 
 RENAME_NOREPLACE, EXCHANGE = 1, 2
 #: Files that a save makes, while it works and to stay.
@@ -176,3 +177,28 @@ def _hand_on(folder: Folder, name: str, heir: Folder) -> None:
     with suppress(FileExistsError):
         if not renameat2(folder.fd, name, heir.fd, name, RENAME_NOREPLACE) and heir.entry(name) is None:
             os.rename(name, name, src_dir_fd=folder.fd, dst_dir_fd=heir.fd)
+
+
+@contextmanager
+def made_by_first(target: Path, name: str, mark: str, verb: str) -> Iterator[int]:
+    """The descriptor of the folder ``name`` beside ``target``, which the first rank made and marked; on every rank.
+
+    Args:
+        verb: what it was made for, for the error.
+    Raises:
+        CheckpointError: it is not here.
+    """
+    try:
+        with Folder(target.parent) as parent, Folder(name, parent) as folder:
+            if folder.size(mark) is None:
+                raise FileNotFoundError
+            fd = os.dup(folder.fd)
+    except OSError as error:
+        raise CheckpointError(
+            f"{verb} {target}: expected the folder that the first rank made, found none on this host. {verb.capitalize()} into "
+            "a file system that all hosts share, by the same path."
+        ) from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)

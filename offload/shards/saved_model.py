@@ -7,7 +7,7 @@ anything a folder holds, needs no other rank, and knows neither modules nor poli
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from offload.errors import CheckpointError
 from offload.shards.file import Entry, ShardReader
 from offload.shards.manifest import read_manifest
 from offload.shards.saved_layout import Places, SavedFlat, SavedLayout, SavedParam, UnknownPlacesError, read_flats
+from offload.shards.saved_states import flat_states, groups_of, number_states, state_key
 
 __all__ = ["SavedModel"]
 
@@ -89,6 +90,27 @@ class SavedModel:
             raise self._refused("a document of another kind")
         return found
 
+    def files(self) -> list[tuple[str, int]]:
+        """Each file, and its bytes."""
+        return [(record.name, record.nbytes) for record in self.manifest.files]
+
+    def verify(self, number: int, advance: Callable[[int], object]) -> bool:
+        """Compare one file with its checksums.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        with closing(self.reader(number)) as reader:
+            for name, entry in reader.entries.items():
+                reader.verify([name])
+                advance(entry.nbytes)
+        return True
+
+    @property
+    def parameters(self) -> set[str]:
+        """The names of the parameters among ``entries``."""
+        return {param.name for flat in self.flats for param in flat.params}
+
     def entries(self) -> list[Entry]:
         """Every tensor of the whole model: parameters, buffers, and parameters that were ignored, as ``tensors`` gives them.
 
@@ -126,19 +148,70 @@ class SavedModel:
             for name in self._buffers():
                 yield name, reader.tensor(_BUFFER + name)
 
+    def state_entries(self) -> list[Entry]:
+        """The states of the optimizers by parameter, as ``states`` gives them.
+
+        Raises:
+            CheckpointError: one is neither a range nor a number, as of a parameter that is updated whole.
+        """
+        entries: list[Entry] = []
+        with closing(self.reader(0)) as reader:
+            for kind in flat_states(self.document()):
+                params = [self.flats[kind.number].params[index] for index in kind.held]
+                dtype = reader.entry(kind.tensor).dtype
+                entries += [Entry(state_key(param.name, kind.key), dtype, param.shape) for param in params]
+        entries += [entry for entry, _ in self._numbers()]
+        if len({entry.name for entry in entries}) != len(entries):
+            raise self._refused("two optimizers with a state of one parameter")
+        return entries
+
+    def states(self) -> Iterator[tuple[str, Tensor]]:
+        """Each of ``state_entries``, in their order; in memory is one flat buffer at a time."""
+        for kind in flat_states(self.document()):
+            flat, fulls = self.flats[kind.number], dict[int, Tensor]()
+            for param in (flat.params[index] for index in kind.held):
+                places = range(param.count) if param.dim is not None else range(1)
+                for place in places:
+                    if place not in fulls:
+                        fulls[place] = self._full(flat, place, kind.tensor)
+                yield state_key(param.name, kind.key), _joined(param, [_part(param, fulls[place]) for place in places])
+        for entry, value in self._numbers():
+            yield entry.name, torch.tensor(value, dtype=entry.dtype)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The options of the optimizer's groups, "params" by name.
+
+        Raises:
+            CheckpointError: several optimizers were saved, or options that are no plain data.
+        """
+        try:
+            return groups_of(self.document())
+        except ValueError as error:
+            raise self._refused(f"{error}") from error
+
+    def _numbers(self) -> list[tuple[Entry, float]]:
+        try:
+            return list(number_states(self.document()))
+        except ValueError as error:
+            raise self._refused(f"{error}") from error
+
     def _places(self) -> Places:
         if self._layout is None:
             raise self._refused(self._unknown)
         return self._layout.places
 
-    def _full(self, flat: SavedFlat, tp: int) -> Tensor:
-        full = torch.empty(flat.padded, dtype=flat.dtype)
+    def _full(self, flat: SavedFlat, tp: int, name: str = "") -> Tensor:
+        """The flat buffer of one place on tp: its values, or the tensor of states that is called so."""
+        name = name or flat.tensor
+        with closing(self.reader(self._places().ranks[0, 0, tp])) as reader:
+            dtype = flat.dtype if name == flat.tensor else reader.entry(name).dtype
+        full = torch.empty(flat.padded, dtype=dtype)
         for shard in range(flat.world):
             with closing(self.reader(self._places().ranks[shard, 0, tp])) as reader:
-                entry = reader.entry(flat.tensor)
-                if (entry.dtype, entry.shape) != (flat.dtype, (flat.shard_numel,)):
-                    raise self._refused(f"{flat.tensor} of {entry.dtype} and shape {list(entry.shape)} in {reader.path.name}")
-                _put(flat, full, shard, reader.tensor(flat.tensor))
+                entry = reader.entry(name)
+                if (entry.dtype, entry.shape) != (dtype, (flat.shard_numel,)):
+                    raise self._refused(f"{name} of {entry.dtype} and shape {list(entry.shape)} in {reader.path.name}")
+                _put(flat, full, shard, reader.tensor(name))
         return full
 
     def _buffers(self) -> dict[str, Entry]:

@@ -25,7 +25,7 @@ from offload.shards.leftovers import BESIDE, names_like
 from offload.shards.manifest import Manifest, read_manifest
 from offload.text import shown_path
 
-__all__ = ["Series", "latest", "run_of"]
+__all__ = ["Series", "latest", "run_of", "saved_ns", "when_saved"]
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -44,7 +44,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         )
     with Folder(place) as parent:
         names = {beside[1] if (beside := BESIDE.fullmatch(name)) else name for name in parent.names()}
-        found = [(_age(manifest), _natural(name), name) for name in names if (manifest := _whole(parent, place / name))]
+        found = [(saved_ns(manifest), _natural(name), name) for name in names if (manifest := _whole(parent, place / name))]
     return place / max(found)[2] if found else None
 
 
@@ -59,8 +59,8 @@ def _whole(parent: Folder, target: Path) -> Manifest | None:
     return None
 
 
-def _age(manifest: Manifest) -> int:
-    """When it was saved, in nanoseconds; those of releases that did not say come first."""
+def saved_ns(manifest: Manifest) -> int:
+    """When its state was taken, in nanoseconds; those of releases that did not say come first."""
     saved = manifest.about.get("saved_ns")
     return saved if type(saved) is int else 0
 
@@ -77,10 +77,12 @@ class Series:
     Attributes:
         run: 16 hexadecimal digits of the run; a run that was resumed goes on with those it loaded.
         keep: how many stay, the newest among them; None: what is saved now stays until somebody removes it.
+        after_ns: when the last one before was saved, as far as the run knows.
     """
 
     run: str
     keep: int | None
+    after_ns: int = 0
 
     def check(self, target: Path) -> None:
         """
@@ -93,16 +95,17 @@ class Series:
                 f"differ, found {target.name}. Save to e.g. runs/step-100."
             )
 
-    def about(self, target: Path, now_ns: int) -> dict[str, object]:
-        """What the manifest of the one that is committed to ``target`` now says; ``now_ns`` by the file system's clock."""
-        newest = max((_age(each.manifest) for each in self._older(target)), default=0)
+    def about(self, target: Path, taken_ns: int) -> dict[str, object]:
+        """What the manifest of the one that is committed to ``target`` says; its state is of ``taken_ns``, by the file system's
+        clock."""
+        newest = max((saved_ns(each.manifest) for each in self._older(target)), default=0)
         # A clock that was put back must not make the newest the oldest.
-        return {"saved_ns": max(now_ns, newest + 1), "run": self.run, "replaceable": self.keep is not None}
+        return {"saved_ns": max(taken_ns, newest + 1, self.after_ns + 1), "run": self.run, "replaceable": self.keep is not None}
 
     def remove_older(self, target: Path) -> list[tuple[str, int]]:
         """Remove what is older than the newest ``keep``, once ``target`` is committed; the names and bytes of what went."""
         removed, kept = [], 1
-        for each in sorted(self._older(target), key=lambda each: _age(each.manifest), reverse=True):
+        for each in sorted(self._older(target), key=lambda each: saved_ns(each.manifest), reverse=True):
             if self.keep is None or kept < self.keep:
                 kept += each.complete
                 continue
@@ -166,3 +169,10 @@ def run_of(target: Path) -> str | None:
         run = read_manifest(find(target)).about.get("run")
         return run if isinstance(run, str) and re.fullmatch("[0-9a-f]{16}", run) else None
     return None
+
+
+def when_saved(target: Path) -> int:
+    """`saved_ns` of the checkpoint at ``target``; 0 where it does not say."""
+    with suppress(CheckpointError, OSError):
+        return saved_ns(read_manifest(find(target)))
+    return 0

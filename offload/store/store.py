@@ -131,6 +131,16 @@ class Store:
         if self._disk is not None:
             self._disk.limit = limits.get(Tier.DISK)
 
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Inside no budget refuses what comes back to where it was a moment ago."""
+        limits = {tier: self.budget.limit(tier) for tier in Tier}
+        self.change_limits(dict.fromkeys(Tier))
+        try:
+            yield
+        finally:
+            self.change_limits(limits)
+
     @property
     def unused(self) -> dict[Tier, int]:
         """Bytes that host memory and scratch file have reserved and no block or buffer has taken."""

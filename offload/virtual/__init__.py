@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from offload.virtual.calls import Calls
-from offload.virtual.counting import flops, moved, name_of
 from offload.virtual.machine import Access, Costs, Happening, Listener, Machine, Moment, Stream, access, running
 from offload.virtual.memory import ACCELERATOR, HOST, NAME, memory_at, take_address
 from offload.virtual.races import Race, Races
@@ -27,10 +26,7 @@ __all__ = [
     "Stream",
     "Turns",
     "access",
-    "flops",
     "memory_at",
-    "moved",
-    "name_of",
     "running",
     "take_address",
 ]

@@ -52,7 +52,7 @@ def test_the_commands_of_the_page_work_on_the_example(tmp_path: Path, virtual_ra
 def simulate_billions() -> dict[str, float]:
     """In the process of the virtual device."""
     from zhooks import simulate
-    from zprof.jobs import load_job
+    from zprof.commands.jobs import load_job
 
     job = load_job(f"{JOBS}:billions")
     found = simulate(job.build, job.step, world=64, policy={"precision": {"param": "bf16"}}, check_races=False)

@@ -25,6 +25,7 @@ TEXT = ["--source", str(ROOT / "zhooks")]
 #: Program, its options at a small size, and the library it needs.
 SMALL: dict[str, tuple[str, list[str], str]] = {
     "minimal": ("minimal", ["--steps", "12"], ""),
+    "elastic": ("elastic", ["--steps", "12"], ""),
     "three tiers": ("three_tiers", ["--steps", "8", "--dim", "32", *TEXT], ""),
     "bert": ("bert", ["--steps", "12", "--batch", "4", "--hidden", "32", "--layers", "1", *TEXT], "transformers"),
     "vit": ("vision", ["--steps", "12", "--batch", "16", "--size", "16", "--width", "16"], "transformers"),

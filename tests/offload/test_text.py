@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from offload.text import as_dollars
+from offload.text import as_dollars, as_duration, as_moment, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -13,3 +15,58 @@ from offload.text import as_dollars
 )
 def test_a_price_below_a_cent_has_three_digits(price: float, said: str) -> None:
     assert as_dollars(price) == said
+
+
+@pytest.mark.parametrize(
+    ("ns", "said"),
+    [
+        (0, "0 ms"),
+        (400, "400 ns"),
+        (812_345, "812 us"),
+        (999_999, "1 ms"),
+        (3_420_000, "3.42 ms"),
+        (1_270_000_000, "1.27 s"),
+        (30_000_000_000, "30 s"),
+        (59_960_000_000, "1 min 0 s"),
+        (134_000_000_000, "2 min 14 s"),
+        (7_260_000_000_000, "2 h 1 min"),
+        (-3_400_000, "-3.4 ms"),
+    ],
+)
+def test_a_duration_has_three_digits_and_the_unit_that_suits(ns: int, said: str) -> None:
+    assert as_duration(ns) == said
+    assert as_duration(186_512_000, digits=4) == "186.5 ms"
+
+
+@pytest.mark.parametrize(
+    ("ns", "said"),
+    [
+        (0, "0.000 s"),
+        (6_353_000_000, "6.353 s"),
+        (134_250_000_000, "2 min 14.250 s"),
+        (1 << 42, "1 h 13 min 18.047 s"),
+    ],
+)
+def test_a_moment_is_said_to_the_millisecond(ns: int, said: str) -> None:
+    assert as_moment(ns) == said
+    assert parse_duration(said) == pytest.approx(ns, abs=500_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "ns"),
+    [("450ms", 450e6), (" 1.5 s ", 1.5e9), ("2 min 14 s", 134e9), ("1h30min", 5400e9), ("0.4us", 400), ("7", 7e9)],
+)
+def test_a_duration_is_read_in_any_of_its_units(text: str, ns: float) -> None:
+    assert parse_duration(text, bare="s") == ns
+
+
+@pytest.mark.parametrize("text", ["", "7", "1s 2min", "1s 1s", "1e5s", "-1s", "1 s x", "5 MS", "5 sec", "1 2 s", "\u0667 s"])
+def test_what_is_no_duration_is_refused_with_one_that_is(text: str) -> None:
+    with pytest.raises(ValueError, match='expected a time such as "450ms"'):
+        parse_duration(text)
+
+
+@given(st.integers(0, 10**16))
+def test_a_duration_is_read_back_as_it_was_written(ns: int) -> None:
+    back = parse_duration(as_duration(ns))
+    assert back == pytest.approx(ns, rel=0.009) and as_duration(back) == as_duration(ns)

@@ -14,8 +14,8 @@ the story says that zhooks may add in another order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,6 @@ class Side:
     stage: int
     notes: Notes = field(default_factory=list)
     attachments: list[Any] = field(default_factory=list)
-    refused: bool = False
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **policy: Any) -> Any:
         return self._keep(Replica(model))
@@ -53,10 +52,6 @@ class Side:
     def settle(self, model: nn.Module) -> None:
         """Average the gradients of the replicas."""
         average_gradients(model, self.world)
-
-    def may_refuse(self, word: str) -> AbstractContextManager[None]:
-        """What happens inside may be refused with an error that says ``word``."""
-        return nullcontext()
 
     def note(self, name: str, value: Tensor | float) -> None:
         """Keep a value, the full one where it is sharded, to be compared with the other side's note at the same
@@ -102,16 +97,6 @@ class ZhooksSide(Side):
 
     def settle(self, model: nn.Module) -> None:
         return None
-
-    @contextmanager
-    def may_refuse(self, word: str) -> Iterator[None]:
-        from zhooks import ZhooksError
-
-        try:
-            yield
-        except ZhooksError as error:
-            assert word in str(error), f"refused without naming {word}: {error}"
-            self.refused = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +197,8 @@ def adversity(
         def test(world: int, stage: int, ranks: Callable[[int], Pool]) -> None:
             job = f"{story.__module__}:{story.__name__}"
             tolerance = EXACT if world == 1 or exact else REORDERED
-            for rank, (plain, found, refused) in enumerate(ranks(world).run(JOB, story=job, stage=stage)):
-                lines = [] if refused else compare(plain, found, tolerance)
+            for rank, (plain, found) in enumerate(ranks(world).run(JOB, story=job, stage=stage)):
+                lines = compare(plain, found, tolerance)
                 assert not lines, "\n".join([f"rank {rank}: {len(lines)} notes differ from plain replicas", *lines])
 
         test.__name__ = test.__qualname__ = story.__name__
@@ -228,8 +213,8 @@ def adversity(
 JOB = "tests.parity.adversity:play"
 
 
-def play(story: str, stage: int) -> tuple[Notes, Notes, bool]:
-    """Run a story on both sides, on this rank; the plain notes, those under zhooks, and whether zhooks refused."""
+def play(story: str, stage: int) -> tuple[Notes, Notes]:
+    """Run a story on both sides, on this rank; the plain notes and those under zhooks."""
     sides = [side(*place(), stage) for side in (Side, ZhooksSide)]
     for side in sides:
         torch.manual_seed(SEED)
@@ -237,7 +222,7 @@ def play(story: str, stage: int) -> tuple[Notes, Notes, bool]:
         for attachment in side.attachments:
             attachment.detach()
     plain, under_zhooks = sides
-    return plain.notes, under_zhooks.notes, under_zhooks.refused
+    return plain.notes, under_zhooks.notes
 
 
 def compare(plain: Notes, found: Notes, tolerance: Any) -> list[str]:

@@ -7,6 +7,8 @@ function that says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from offload.shards import commit as shard_commit
 from offload.shards import manifest as shard_manifest
 from offload.store import BlockRange, Store
 from zhooks.comm import Comm
+from zhooks.comm.agreed_failure import grace_of
 from zhooks.layout import UnitPlan
 from zhooks.optim import Stepper
 from zhooks.run import Runtime
@@ -132,7 +135,26 @@ def break_disk(store: Store, io: Any) -> None:
 
 
 def transports_of(comm: Comm) -> list[Any]:
-    return list(comm._distinct())
+    return list(comm.distinct())
+
+
+@contextmanager
+def short_waits(attachment: zhooks.Attachment, seconds: float = 4.0) -> Iterator[None]:
+    """Inside, a rank that waits for another gives it up so soon; outside, as the policy says: long, for busy machines."""
+    comm = comm_of(attachment)
+    over = [one for one in comm.distinct() if one.axis.world > 1]
+    told = [(one, "_timeout_s", seconds) for one in over if hasattr(one, "_patience_s")]
+    told += [(one, "_patience_s", seconds - grace_of(seconds)) for one in over if hasattr(one, "_patience_s")]
+    told += [(one._waits, "timeout_s", seconds) for one in over if hasattr(one, "_waits")]
+    told += [(comm.failure, "timeout_s", seconds)]
+    before = [(each, name, getattr(each, name)) for each, name, _ in told]
+    for each, name, value in told:
+        setattr(each, name, value)
+    try:
+        yield
+    finally:
+        for each, name, value in before:
+            setattr(each, name, value)
 
 
 def checksum_of(manifest: Any) -> str:

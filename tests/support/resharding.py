@@ -38,6 +38,19 @@ def mesh_of(tp: int, replicate: int) -> DeviceMesh | None:
     return None
 
 
+def policy_of(folder: Path, stage: int, tier: str, units: int | None = None, *, half: bool = False) -> dict[str, Any]:
+    """What a run is attached under."""
+    policy: dict[str, Any] = {"stage": stage, "units": {"min_numel": 0} | ({} if units is None else {"max_numel": units})}
+    if tier != "device":
+        # What is replicated beside a sharded optimizer is on the device at every use.
+        cells = ("optimizer",) if stage in (1, 2) else ("parameter", "gradient", "optimizer")
+        policy |= {cell: {"tier": tier} for cell in cells}
+        policy |= {"disk": {"path": str(folder)}} if tier == "disk" else {}
+    if half:
+        policy["precision"] = {"param": "bf16", "reduce": "fp32"}
+    return policy
+
+
 class Resharded:
     """One run; ``seed`` says what it begins with."""
 
@@ -52,16 +65,9 @@ class Resharded:
             model = model.to(getattr(torch, dtype))
         if tp > 1 and self.mesh is not None:
             model = divide(model, self.mesh["tp"])  # type: ignore[arg-type]
-        policy: dict[str, Any] = {"stage": stage, "units": {"min_numel": 0} | ({} if units is None else {"max_numel": units})}
-        if tier != "device":
-            # What is replicated beside a sharded optimizer is on the device at every use.
-            cells = ("optimizer",) if stage in (1, 2) else ("parameter", "gradient", "optimizer")
-            policy |= {cell: {"tier": tier} for cell in cells}
-            policy |= {"disk": {"path": str(folder)}} if tier == "disk" else {}
-        if half:
-            policy["precision"] = {"param": "bf16", "reduce": "fp32"}
+        policy = policy_of(folder, stage, tier, units, half=half) | (more or {})
         self.model, self.kind, self.rows = model, kind, rows
-        self.attachment = zhooks.attach(model, policy=policy | (more or {}), mesh=self.mesh)
+        self.attachment = zhooks.attach(model, policy=policy, mesh=self.mesh)
         self.optimizer = OPTIMIZERS[kind](list(model.parameters()))
         data = place()[1] // tp
         self.at = place()[0] // tp, data

@@ -12,7 +12,7 @@ from typing import Any
 
 from offload.hardware import Hardware
 from tests.support.on_ranks import place
-from zprof.ledger.ledger import Ledger
+from zprof.analysis.ledger import Ledger
 from zprof.recording.recorder import Recorder
 from zprof.trace.reader import Trace
 

@@ -9,8 +9,8 @@ import random
 from typing import Any
 
 from offload.allocator import ALLOC, RELEASE, Events, parse_settings, replay
-from zprof.frag.recordings import replayed_snapshot
-from zprof.frag.snapshot import plain
+from zprof.allocator.recordings import replayed_snapshot
+from zprof.allocator.snapshot import plain
 
 MIB = 1 << 20
 _BASE = 0x7F0000000000

@@ -31,7 +31,6 @@ HEADER = Header(
     rss_nbytes=200 << 20,
     argv=("train.py", "--steps", "5"),
     versions={"torch": "2.13.0", "zhooks": "0.1"},
-    budgets={"device": None, "host": 1 << 30, "disk": None},
 )
 
 KIB, MIB = 1 << 10, 1 << 20

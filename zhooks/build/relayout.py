@@ -1,23 +1,26 @@
-"""Lays units out anew: parameters were frozen or unfrozen, or the policy changed.
+"""Lays units out anew: parameters were frozen or unfrozen, the policy changed, or the mesh.
 
-``attach.py`` calls it between steps, with the plans that differ.  Values, gradients and optimizer states follow, one unit at a
-time.  It decides nothing about layouts.
+``attachment/change.py`` calls it between steps, with the plans that differ.  Values, gradients and optimizer states follow, one
+unit at a time, as the ranges that ranks have.  It decides nothing about layouts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from offload.errors import DivergenceError
+from zhooks.build.moved_ranges import laid_down, moved, targets_of
 from zhooks.build.shard import BuildContext, flat_of
 from zhooks.comm import all_or_none
 from zhooks.layout import UnitPlan
-from zhooks.optim import shard_vectors, state_keys, whole_vectors
+from zhooks.optim import shard_vectors, state_keys, states_of, whole_vectors
 from zhooks.tensor import ShardedTensor
-from zhooks.unit import Flat, Unit, all_copies, find_slots
+from zhooks.unit import Flat, Unit, find_slots
 
 __all__ = ["relayout_units"]
 
@@ -29,11 +32,13 @@ def relayout_units(
     context: BuildContext,
     optimizers: Sequence[torch.optim.Optimizer],
     laid: Callable[[Flat], None],
+    before: BuildContext | None = None,
 ) -> None:
     """Lay out anew the units that have another plan; gradients and states follow.  Collective.
 
     Args:
         laid: called with each new flat; never collective.
+        before: what units are built on that have not moved to another mesh yet; None where the mesh stays.
     Raises:
         BudgetError, TierError: there is no room for a unit on some rank; that one and those after it are laid out as they were.
             Where its states alone find none, it has moved, and those after it have not.
@@ -43,7 +48,7 @@ def relayout_units(
     try:
         for unit, plan in zip(units, plans, strict=True):
             if plan is not unit.plan:
-                _relayout_unit(unit, plan, context, optimizers)
+                _relayout_unit(unit, plan, context, before or context, optimizers)
                 with all_or_none(context.comm.stage, "lay out"):
                     for flat in unit.flats:
                         laid(flat)
@@ -53,16 +58,35 @@ def relayout_units(
         find_slots(model, units)
 
 
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """A gradient (no ``owner``) or an optimizer's state of a parameter: as it was, and its new range on this rank."""
+
+    param: nn.Parameter
+    owner: torch.optim.Optimizer | None
+    key: Any
+    old: ShardedTensor
+    new: Tensor
+
+
 @torch.no_grad()
 def _relayout_unit(
-    unit: Unit, plan: UnitPlan, context: BuildContext, optimizers: Sequence[torch.optim.Optimizer]
+    unit: Unit, plan: UnitPlan, context: BuildContext, before: BuildContext, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    before = unit.plan
+    known, targets = unit.plan, targets_of(plan, context.comm.shard.axis)
     values: dict[int, Tensor] = {}
-    carried: list[tuple[nn.Parameter, Any, str, Tensor]] = []
+    kept: dict[int, Tensor] = {}
+    carried: list[_Carried] = []
     for flat in unit.flats:
-        values |= {id(param): value for value, param in zip(all_copies(flat, flat.shard), flat.params, strict=True)}
-        carried.extend(_carried(flat, optimizers))
+        shard = flat.shard
+        for index, (param, new) in enumerate(zip(flat.params, moved(flat, shard, targets), strict=True)):
+            assert new is not None
+            values[id(param)], kept[id(param)] = new, flat.local(index, shard).clone()
+        del shard
+        for owner, key, tensors in _kinds(flat, optimizers):
+            for param, old, new in zip(flat.params, tensors, moved(flat, tensors, targets), strict=True):
+                if new is not None:
+                    carried.append(_Carried(param, owner, key, old, new))
     # Not before all of it is here: copies may need more memory than there is.
     for flat in unit.flats:
         flat.release()
@@ -70,35 +94,46 @@ def _relayout_unit(
         flat.buffer.drop()
     hooks = {id(p): (s.hooks, s.post_hooks) for flat in unit.flats for p, s in zip(flat.params, flat.specs, strict=True)}
     asked = any(flat.node_asked for flat in unit.flats)
+    there = False
     try:
         _lay_out(unit, plan, values, context)
+        there = True
+    except DivergenceError:
+        # Nobody can be asked any more whether there is room.
+        carried.clear()
+        raise
     except Exception:
         # Its values are here and nowhere else: the room they had a moment ago takes them back.
-        _lay_out(unit, before, values, context)
+        with before.unlimited():
+            _lay_out(unit, known, kept, before)
         raise
     finally:
-        for param, spec in [pair for flat in unit.flats for pair in zip(flat.params, flat.specs, strict=True)]:
+        specs = {id(param): spec for flat in unit.flats for param, spec in flat.members()}
+        for param, spec in [pair for flat in unit.flats for pair in flat.members()]:
             spec.hooks, spec.post_hooks = hooks[id(param)]
-        specs = {id(param): spec for flat in unit.flats for param, spec in zip(flat.params, flat.specs, strict=True)}
-        for param, owner, key, value in carried:
-            moved = ShardedTensor(specs[id(param)].pick(value).clone(), specs[id(param)])
-            if owner is None:
-                param.grad = moved
+        for one in carried:
+            spec, old = specs[id(one.param)], one.old
+            state = ShardedTensor(one.new, spec) if there else ShardedTensor(old._at, spec, device=old._on)
+            if one.owner is None:
+                one.param.grad = state
             else:
-                owner.state[param][key] = moved
+                one.owner.state[one.param][one.key] = state
         for flat in unit.flats:
             flat.node_asked = asked
 
 
 def _lay_out(unit: Unit, plan: UnitPlan, values: dict[int, Tensor], context: BuildContext) -> None:
-    """New flats for a unit whose parameters are sharded already, by their full values.  Collective: there is room on all ranks,
-    or on none."""
+    """New flats for a unit whose parameters are sharded already, by this rank's ranges.  Collective: there is room on all
+    ranks, or on none."""
     unit.flats = []
     try:
         with all_or_none(context.comm.stage, "lay out"):
             for planned in plan.flats:
                 unit.flats.append(flat_of(planned, plan.params(planned), context))
                 unit.flats[-1].buffer.reserve()
+        with all_or_none(context.comm.stage, "lay out"):
+            for flat in unit.flats:
+                laid_down(flat, [values.pop(id(param)) for param in flat.params])
     except BaseException:
         for flat in unit.flats:
             flat.buffer.drop()
@@ -106,27 +141,13 @@ def _lay_out(unit: Unit, plan: UnitPlan, values: dict[int, Tensor], context: Bui
         raise
     unit.plan = plan
     for flat in unit.flats:
-        full = torch.zeros(flat.layout.padded, dtype=flat.kind.master, device=flat.kind.device)
-        for spec, start, param in zip(flat.specs, flat.layout.starts, flat.params, strict=True):
-            spec.within(full, start).copy_(values[id(param)])
-        flat.adopt(full)
-        flat.holds = True
         for index, (spec, param) in enumerate(zip(flat.specs, flat.params, strict=True)):
             sharded: Any = param
             sharded._at, sharded._on, sharded._spec, sharded._bound = flat.part(index), flat.kind.device, spec, flat
 
 
-def _carried(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[nn.Parameter, Any, str, Tensor]]:
-    """Full gradients and optimizer states of a flat, with where they belong."""
-    out: list[tuple[nn.Parameter, Any, str, Tensor]] = []
-    jobs: list[tuple[Any, str, list[Any]]] = [(None, "grad", [param.grad for param in flat.params])]
-    for optimizer in optimizers:
-        for key in state_keys(flat, optimizer):
-            jobs.append((optimizer, key, [optimizer.state.get(param, {}).get(key) for param in flat.params]))
-    for owner, key, tensors in jobs:
-        if not any(isinstance(tensor, ShardedTensor) for tensor in tensors):
-            continue
-        for param, tensor, value in zip(flat.params, tensors, all_copies(flat, tensors), strict=True):
-            if isinstance(tensor, ShardedTensor):
-                out.append((param, owner, key, value))
-    return out
+def _kinds(flat: Flat, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[Any, Any, list[Any]]]:
+    """Gradients and optimizer states of a flat, one a parameter or None, with whose they are."""
+    jobs: list[tuple[Any, Any, list[Any]]] = [(None, "grad", [param.grad for param in flat.params])]
+    jobs += [(one, key, states_of(flat, one, key)) for one in optimizers for key in state_keys(flat, one)]
+    return [job for job in jobs if any(isinstance(tensor, ShardedTensor) for tensor in job[2])]

@@ -7,6 +7,7 @@ nothing about layouts, never runs a forward and installs no hook.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,10 @@ class BuildContext:
     comm: Comm
     pool: Pool
     links: Links
+
+    def unlimited(self) -> AbstractContextManager[None]:
+        """Inside no budget of a tier refuses what comes back to where it was."""
+        return nullcontext() if self.links.store is None else self.links.store.unlimited()
 
 
 def build_units(plan: Plan, context: BuildContext, units: list[Unit]) -> None:

@@ -64,10 +64,19 @@ class Tiers:
         """
         return open_tiers(policy, device, admit_any(policy, device, units, comm), comm, bus)
 
+    def bound(self) -> None:
+        """From now on their budgets hold."""
+
+    def shut_beside(self, others: Tiers) -> None:
+        """Give back what ``others``, which stay, do not have: nothing is kept there any more."""
+        if self.store is not others.store:
+            self.shut()
+
     def step(
         self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding, optimizers: Optimizers
     ) -> None:
         """Step ``optimizers`` from now on, as ``policy`` says; ``units`` may change under it."""
+        runtime.reducer.update_early(None)
         self.stepper = Stepper(open_whole(policy, bus, runtime, optimizers, InMemory()), None, runtime.due)
         self.stepper.open()
 
@@ -96,14 +105,15 @@ class StoredTiers(Tiers):
     store: Store
     fixed = (*Tiers.fixed, "disk", "host")
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, admitted: Admission) -> None:
+        self.store, self._admitted = store, admitted
 
     def change(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm, bus: Bus) -> Tiers:
-        admitted = admit(policy, device, units, comm, self.store.device)
-        self.store.change_limits(admitted.limits)
-        self.store.staging_limit = admitted.staging_nbytes
-        return self
+        return StoredTiers(self.store, admit(policy, device, units, comm, self.store.device))
+
+    def bound(self) -> None:
+        self.store.change_limits(self._admitted.limits)
+        self.store.staging_limit = self._admitted.staging_nbytes
 
     def step(
         self, policy: Policy, bus: Bus, units: Sequence[Unit], runtime: Runtime, rounding: Rounding, optimizers: Optimizers
@@ -132,7 +142,7 @@ def open_tiers(policy: Policy, device: torch.device, admitted: Admission | None,
     Args:
         admitted: what they will hold; None where nothing is kept off the device.
     """
-    return Tiers() if admitted is None else StoredTiers(open_store(policy, device, admitted, comm, bus))
+    return Tiers() if admitted is None else StoredTiers(open_store(policy, device, admitted, comm, bus), admitted)
 
 
 def open_store(policy: Policy, device: torch.device, admitted: Admission, comm: Comm, bus: Bus) -> Store:

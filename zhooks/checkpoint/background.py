@@ -1,6 +1,6 @@
 """A save that goes on beside training: the thread that writes this rank's file, and what the user holds of it.
 
-``save_load.py`` starts one once every rank has its snapshot; ``attached_state.py`` waits for it before the next.  The thread
+``save_load.py`` starts one once every rank has its snapshot; ``attachment/state.py`` waits for it before the next.  The thread
 calls no collective: ranks agree by files in the draft (`offload.shards.Outcomes`).  It never touches a tensor of the model's.
 """
 
@@ -48,7 +48,7 @@ class Commit:
     def __call__(self, records: Sequence[Record]) -> None:
         """Put the folder in its place, then remove the older ones that it replaces."""
         draft, series = self.draft, self.series
-        draft.commit({**self.about, **series.about(draft.target, draft.now_ns)}, records)
+        draft.commit({**self.about, **series.about(draft.target, draft.opened_ns)}, records)
         # What cannot be removed is tried again by the next.
         with suppress(OSError):
             for name, nbytes in series.remove_older(draft.target):
@@ -203,10 +203,12 @@ class Saving:
 
     Attributes:
         folder: what becomes the checkpoint.
+        begun_ns: when its state was taken, by the clock of its file system; on the first rank.
     """
 
-    def __init__(self, folder: Path, ranks: AllRanks, writing: Writing | None, nbytes: int = 0) -> None:
+    def __init__(self, folder: Path, ranks: AllRanks, writing: Writing | None, begun_ns: int, nbytes: int = 0) -> None:
         self.folder, self._ranks, self._writing, self._nbytes = folder, ranks, writing, nbytes
+        self.begun_ns = begun_ns
         self._settled = writing is None
         self._failure = ""
 
@@ -226,6 +228,16 @@ class Saving:
     def settled(self) -> bool:
         """Every rank knows how it ended."""
         return self._settled
+
+    def give_up(self) -> None:
+        """Some ranks have not begun it: it ends without a checkpoint, by itself, and no rank waits for it."""
+        if not self._settled and self._writing is not None:
+            self._writing.heard()
+            self._settled = True
+            self._failure = (
+                f"save {shown_path(self.folder)}: expected every rank to begin it, found that some were interrupted. Save "
+                "again."
+            )
 
     def wait(self) -> None:
         """Until the checkpoint is there.  Collective, as every other call of the attachment's.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import CheckpointError
+from zhooks.checkpoint.check_whole_states import Follow, check_fits, check_whole, converted, dtypes_of, follows
 from zhooks.checkpoint.load_shard import OptimizerStates
 from zhooks.checkpoint.saved_files import SavedFolder
 from zhooks.checkpoint.shard_contents import SHARDED, RunState, group_names, param_names
@@ -91,13 +92,14 @@ def _check_optimizer(
     main = sources[sources[0].folder.place.stage % len(sources)]
     loose = main.unpacker(main.folder).unpack(main.optimizers[number]["loose"])
     require(isinstance(loose, dict), "states without a parameter as a dict")
-    entries = _check_entries(optimizer, found)
+    follow = {param: follows(run, param, one.source.folder) for param, one in found.items() if one.owned}
+    entries = _check_entries(optimizer, found, follow)
     owners = _owners(run, {param: one for param, one in found.items() if one.owned})
     owned = {}
     names, device_rank = param_names(run), run.comm.shard.axis.rank
     for param, owner in owners.items():
         here, name = owner is None or owner == device_rank, names.get(id(param), "")
-        owned[param] = partial(_owned, name, owner, found[param], here=here)
+        owned[param] = partial(_owned, name, owner, found[param], follow[param], here=here)
         entries.pop(param, None)
     return OptimizerStates(optimizer, options, entries, owned, loose)
 
@@ -219,12 +221,12 @@ def _owners(run: RunState, found: Mapping[nn.Parameter, _Entry]) -> dict[nn.Para
     return owners
 
 
-def _owned(name: str, owner: int | None, entry: _Entry, *, here: bool) -> OwnedStates:
+def _owned(name: str, owner: int | None, entry: _Entry, follow: Follow, *, here: bool) -> OwnedStates:
     """The states of one parameter, which may be on a tier before the next one's are read; elsewhere what all ranks note."""
     rank, packed = entry.of_owner()
     unpacker = entry.source.unpacker(entry.source.folder, rank)
     flags = [pair for pair in packed if pair[1] is None or isinstance(pair[1], (bool, str))]
-    kept = {unpacker.unpack(key): unpacker.unpack(value) for key, value in (packed if here else flags)}
+    kept = {unpacker.unpack(key): converted(follow, unpacker.unpack(value)) for key, value in (packed if here else flags)}
     return OwnedStates(name, owner, kept, here=here)
 
 
@@ -267,7 +269,7 @@ def _kind(value: Any, *, number: bool = False) -> Any:
 
 
 def _check_entries(
-    optimizer: torch.optim.Optimizer, found: Mapping[nn.Parameter, _Entry]
+    optimizer: torch.optim.Optimizer, found: Mapping[nn.Parameter, _Entry], follow: Mapping[nn.Parameter, Follow]
 ) -> dict[nn.Parameter, dict[Any, Any]]:
     """The states of each parameter: of the kinds that they have here, or where there are none yet, all of one kind.
 
@@ -275,6 +277,7 @@ def _check_entries(
     """
     entries: dict[nn.Parameter, dict[Any, Any]] = {}
     kinds: dict[Any, Any] = {}
+    whole: dict[Any, Any] = {}
     for param, one in found.items():
         entries[param] = {}
         rank, packed = one.of_owner() if one.owned else (one.source.folder.counterpart, one.packed)
@@ -290,6 +293,12 @@ def _check_entries(
                 continue
             entries[param][key] = value
             held = optimizer.state.get(param, {}).get(key)
+            if one.owned:
+                made = converted(follow[param], value)
+                check_whole(optimizer, str(key), made, held, whole.setdefault((key, param.dtype), []))
+                if dtypes_of(made) != dtypes_of(value):
+                    read = one.source.unpacker(one.source.folder, rank).unpack(packed_value)
+                    check_fits(optimizer, str(key), read, follow[param])
             if free:
                 continue  # as the parameter's shape will have it
             kind = kinds.setdefault(key, _kind(value)) if held is None or isinstance(held, ShardedTensor) else _kind(held)

@@ -55,9 +55,7 @@ def check(run: RunState, folders: Sequence[SavedFolder]) -> tuple[Loading, int]:
     check_left_out(run.ignored, _only_here(run, _union(saved, "left out", {}), run.ignored.frozen), "load")
     states = check_optimizers(run, [_source(saved, folder) for folder in folders])
     modules = _check_modules(saved)
-    document = saved.document(saved.main)
-    extra = saved.unpacker(saved.main).unpack(document["extra"])
-    require(isinstance(extra, dict), "extra as a dict")
+    extra = saved.main.extra(saved.unpacker(saved.main))
     loading = Loading(
         run=run,
         folders=folders,
@@ -206,9 +204,14 @@ def _check_objects(saved: Saved) -> dict[str, Any]:
 
 
 def _check_random(saved: Saved) -> dict[str, Any]:
-    """The states of the rank at this place; where there was none, states made of those of the one that stands for it."""
+    """The states of the rank at this place; where there was none, states made of those of the one that stands for it.
+
+    {} where the checkpoint has none at all.
+    """
     main, place = saved.main, saved.main.place
-    states: dict[str, Any] = saved.unpacker(main).unpack(saved.document(main)["rng"])
+    states = main.random_states(saved.unpacker(main))
+    if states is None:
+        return {}
     check_generators(states, saved.run.devices)
     new_stage = place.stage >= len(saved.folders) > 1
     if main.same_place and not new_stage:

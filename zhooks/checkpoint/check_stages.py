@@ -29,12 +29,8 @@ def check_stages(comm: Comm, loading: Loading) -> None:
     if axis.world == 1:
         return
     rows = _rows(loading)
-    tokens = torch.zeros(axis.world + 1, dtype=torch.int64)
-    tokens[axis.rank] = text_digest("\n".join(sorted(folder.manifest.token for folder in loading.folders)))
-    tokens[-1] = sum(not taken for _, _, taken in rows)
-    comm.pp.all_reduce(Call(CONTROL, "load: folders", "all stages"), tokens, "sum")
-    *each, left = tokens.tolist()
-    if len(set(each)) == axis.world and not left:
+    each, left = _every_stage(comm, loading, sum(not taken for _, _, taken in rows))
+    if sum(map(len, each)) == len(frozenset().union(*each)) and not left:
         return
     problem = "other folders on some stages" + (", with what the stage that loads them has not got" if left else "")
     if len(set(each)) == 1:
@@ -50,6 +46,19 @@ def check_stages(comm: Comm, loading: Loading) -> None:
             f"parameter in one stage, by the name it was saved under, found {problem}. Name modules alike in all stages and in "
             "the whole model."
         )
+
+
+def _every_stage(comm: Comm, loading: Loading, left: int) -> tuple[list[frozenset[int]], int]:
+    """Which folders each stage loads, and how much is left over in all.  Collective over pp."""
+    axis, call = comm.pp.axis, Call(CONTROL, "load: folders", "all stages")
+    mine = [text_digest(folder.manifest.token) for folder in loading.folders]
+    most = torch.tensor([len(mine)], dtype=torch.int64)
+    comm.pp.all_reduce(call, most, "max")
+    tokens = torch.zeros(axis.world, int(most.item()) + 2, dtype=torch.int64)
+    tokens[axis.rank] = torch.tensor([left, len(mine), *mine, *[0] * (int(most.item()) - len(mine))])
+    comm.pp.all_reduce(call, tokens, "sum")
+    rows = tokens.tolist()
+    return [frozenset(row[2 : 2 + row[1]]) for row in rows], sum(row[0] for row in rows)
 
 
 def _rows(loading: Loading) -> list[tuple[str, str, bool]]:

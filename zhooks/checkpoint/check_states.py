@@ -14,11 +14,12 @@ import torch
 from offload.errors import CheckpointError
 from offload.shards import CHUNK
 from zhooks.checkpoint.check_optimizers import IN_FILE, require
+from zhooks.checkpoint.check_whole_states import state_dtype
 from zhooks.checkpoint.load_shard import FlatState, Loading, OptimizerStates
 from zhooks.checkpoint.saved_files import InFlat, SavedFolder
 from zhooks.checkpoint.saved_layout import ParamRanges
 from zhooks.checkpoint.saved_run import Saved, another, expect, own_numel
-from zhooks.checkpoint.shard_contents import RunState, state_name, tensor_name
+from zhooks.checkpoint.shard_contents import state_name, tensor_name
 from zhooks.tensor import ParamShard
 
 __all__ = ["check_flat_states", "check_gradients", "check_narrower", "check_partials"]
@@ -118,7 +119,7 @@ def check_flat_states(saved: Saved, states: Sequence[OptimizerStates]) -> dict[i
                 here, index = where[param.name]
                 flat = run.flats[here]
                 waiting.remove((which, id(flat.params[index]), key))
-                kept = _state_dtype(run, dtype, param.flat.dtype, flat.kind.master)
+                kept = state_dtype(run, dtype, param.flat.dtype, flat.kind.master)
                 found.setdefault((here, which, key, kept), {})[index] = InFlat(folder, param, name)
     if waiting:
         raise CheckpointError(
@@ -129,13 +130,6 @@ def check_flat_states(saved: Saved, states: Sequence[OptimizerStates]) -> dict[i
     for (here, which, key, dtype), held in found.items():
         out.setdefault(here, []).append(FlatState(states[which], key, dtype, dict(sorted(held.items()))))
     return out
-
-
-def _state_dtype(run: RunState, saved: torch.dtype, master_there: torch.dtype, master: torch.dtype) -> torch.dtype:
-    """States of the masters' dtype follow it, as the optimizer would make them; others stay what they are."""
-    if saved is not master_there or master is master_there or (run.rounding.stochastic and master is torch.bfloat16):
-        return saved
-    return master
 
 
 def check_narrower(loading: Loading) -> None:

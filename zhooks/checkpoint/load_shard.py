@@ -141,7 +141,8 @@ class Loading:
                     part_of(param.grad).copy_(folder.tensor(folder.counterpart, gradient_name(name)))
         for states in self.states:
             _finish_optimizer(states, self.run)
-        restore(self.rng, self.run.devices)
+        if self.rng:
+            restore(self.rng, self.run.devices)
         if self.rounding:
             self.run.rounding.restore(self.rounding)
 

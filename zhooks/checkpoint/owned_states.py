@@ -21,7 +21,7 @@ from zhooks.checkpoint.state_tree import Packer, Unpacker
 from zhooks.comm import CONTROL, GATHER, Call, Comm, Transport, all_or_none
 from zhooks.optim import OwnedStates, Owners, flags_of, plain_states_of, with_owners
 
-__all__ = ["from_first_rank", "from_owner", "own_anew", "plain_states", "states_of_owners"]
+__all__ = ["check_owned", "from_first_rank", "from_owner", "own_anew", "plain_states", "states_of_owners"]
 
 
 def states_of_owners(
@@ -81,14 +81,31 @@ def plain_states(optimizer: Optimizer, params: Iterable[nn.Parameter], shard: Tr
             del optimizer.state[param]
 
 
-def own_anew(optimizer: Optimizer, owners: Owners, shard: Transport) -> None:
-    """Parameters that were sharded, or are no more: owners take their states, or every rank does.  Collective."""
+def check_owned(optimizer: Optimizer, owners: Owners) -> None:
+    """That the states this rank owns can be sent to another.
+
+    Raises:
+        CheckpointError: they are no plain data and tensors.
+    """
     for one in owners.whole(optimizer):
         states = optimizer.state.get(one.param)
-        if isinstance(states, OwnedStates) and states.owner is not None and not one.flat.sharded:
-            got = from_owner(states, shard, range(shard.axis.world), one.param.device)
-            assert got is not None
-            optimizer.state[one.param] = OwnedStates(states.name, None, got, here=True)
+        if isinstance(states, OwnedStates) and states.here:
+            Packer().pack(_taken_apart(dict(states)), f"the optimizer state of {states.name}")
+
+
+def own_anew(optimizer: Optimizer, owners: Owners, before: Transport, shard: Transport) -> None:
+    """Parameters that were sharded, or are no more, or by other ranks than ``before``: owners take their states, or every rank
+    does.  Collective."""
+    for one, owner in owners.over(optimizer, before):
+        states = optimizer.state.get(one.param)
+        if not isinstance(states, OwnedStates) or states.owner is None or (one.flat.sharded and before is shard):
+            continue
+        # Ranks that shared it hold all of it between them, so that each new owner finds it among those it was with.
+        places = enumerate(before.axis.ranks)
+        ranks = [place for place, rank in places if owner is None or shard.axis.place(rank) == owner]
+        got = from_owner(states, before, ranks, one.param.device) if ranks else None
+        here = owner is None or shard.axis.rank == owner
+        optimizer.state[one.param] = OwnedStates(states.name, owner, flags_of(states) if got is None else got, here=here)
     owners.settle(optimizer, "apply")
 
 

@@ -1,6 +1,6 @@
 """Save and resume of sharded runs: every rank writes its own file, one rename commits them all, and every rank reads back.
 
-``attached_state.py`` calls ``save``, ``save_beside`` and ``load`` for the Attachment's methods.  Each step that can fail on
+``attachment/state.py`` calls ``save``, ``save_beside`` and ``load`` for the Attachment's methods.  Each step that can fail on
 one rank fails on all, so no rank is left waiting; before a load has been found possible everywhere, nothing is changed
 anywhere.  It never gathers a parameter and never decides on which tier values are.
 """
@@ -16,29 +16,38 @@ from typing import Any, TypeVar
 
 import torch
 
+from offload.deepspeed import find as find_deepspeed
+from offload.deepspeed import is_deepspeed
+from offload.deepspeed import read as read_deepspeed
 from offload.errors import CheckpointError, ZhooksError
-from offload.shards import Draft, Record, Series, ShardWriter, destination, find, read_manifest, shard_name
+from offload.shards import Draft, Manifest, Record, Series, ShardWriter, destination, find, read_manifest, shard_name
+from offload.store import Store
 from offload.text import shown_path
 from zhooks.checkpoint.background import Commit, Saving, Writing, write_file
 from zhooks.checkpoint.check_shard import check
 from zhooks.checkpoint.check_stages import check_stages
+from zhooks.checkpoint.deepspeed_folder import deepspeed_folder
 from zhooks.checkpoint.load_shard import Loading
-from zhooks.checkpoint.saved_files import Place, SavedFolder
+from zhooks.checkpoint.parts_on_disk import PartsOnDisk, read_ahead
+from zhooks.checkpoint.saved_files import Files, Place, SavedFolder, in_folder
 from zhooks.checkpoint.saved_layout import describe, places
 from zhooks.checkpoint.shard_contents import FileTensor, RunState, contents, whole_digests
 from zhooks.checkpoint.snapshot import Snapshot
 from zhooks.comm import AllRanks, one_stage_a_path
 
-__all__ = ["load", "save", "save_beside"]
+__all__ = ["about_run", "load", "save", "save_beside"]
 
 Take = Callable[[Sequence[FileTensor]], Snapshot]
+FilesOf = Callable[[Path, Manifest], Files]
 
 T = TypeVar("T")
 
 
 @torch.no_grad()
-def save(run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any], series: Series) -> Saving:
-    """See ``Attachment.save``."""
+def save(
+    run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any], series: Series, store: Store | None
+) -> Saving:
+    """See ``Attachment.save``; ``store`` keeps what is not in memory of its own."""
     ranks, draft = _begin(run, folder, series)
     target = draft.target
     run.bus.begin("save", target.name)
@@ -46,10 +55,10 @@ def save(run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any]
     try:
         ranks.on_first(draft.open)
         digests = ranks.share(ranks.run(lambda: whole_digests(run)))
-        record = ranks.run(lambda: _write(run, draft, extra, digests))
+        record = ranks.run(lambda: _write(run, draft, extra, digests, store))
         nbytes = record.nbytes
         raws = ranks.collect(record.model_dump_json().encode())
-        commit = Commit(draft, _about(run), series, run.bus)
+        commit = Commit(draft, about_run(run), series, run.bus)
         ranks.on_first(lambda: commit([Record.model_validate_json(raw) for raw in raws]))
     except BaseException:
         if ranks.first:
@@ -58,7 +67,7 @@ def save(run: RunState, folder: str | os.PathLike[str], extra: Mapping[str, Any]
     finally:
         draft.close()
         run.bus.end("save", target.name, nbytes)
-    return Saving(target, ranks, None, nbytes)
+    return Saving(target, ranks, None, draft.opened_ns, nbytes)
 
 
 @torch.no_grad()
@@ -85,7 +94,7 @@ def save_beside(
     try:
         ranks.on_first(draft.open)
         digests = ranks.share(ranks.run(lambda: whole_digests(run)))
-        about = _about(run)
+        about = about_run(run)
         ranks.run(snapshot)
         ranks.run(begin)
     except BaseException:
@@ -100,7 +109,7 @@ def save_beside(
     finally:
         run.bus.end("snapshot", draft.target.name, sum(each.copied_nbytes for each in held))
     begun[0].go()
-    return Saving(draft.target, ranks, begun[0])
+    return Saving(draft.target, ranks, begun[0], draft.opened_ns)
 
 
 def _begin(run: RunState, folder: str | os.PathLike[str], series: Series) -> tuple[AllRanks, Draft]:
@@ -117,21 +126,26 @@ def _begin(run: RunState, folder: str | os.PathLike[str], series: Series) -> tup
     return ranks, Draft(target, ranks.share(secrets.token_hex(8)))
 
 
-def _about(run: RunState) -> dict[str, Any]:
+def about_run(run: RunState) -> dict[str, Any]:
+    """What a manifest says of the run."""
     layout = {"flats": describe(run), "places": places(run.comm)}
     return {**run.about, **run.scaling.saved(), **layout, "torch": torch.__version__}
 
 
-def _write(run: RunState, draft: Draft, extra: Mapping[str, Any], digests: Mapping[str, str]) -> Record:
+def _write(
+    run: RunState, draft: Draft, extra: Mapping[str, Any], digests: Mapping[str, str], store: Store | None
+) -> Record:
     """This rank's file, durable."""
-    with draft.files() as dir_fd:
-        tensors = contents(run, extra, digests)
+    with draft.files() as dir_fd, closing(PartsOnDisk(store)) as disk:
+        tensors = read_ahead(contents(run, extra, digests), disk)
         writer = ShardWriter(draft.path(shard_name(run.comm.stage.axis.rank)), [each.entry for each in tensors], dir_fd)
         return write_file(writer, tensors, run.bus, lambda nbytes: None)
 
 
-def load(run: RunState, saved: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """See ``Attachment.load``."""
+def load(
+    run: RunState, saved: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], files_of: FilesOf = in_folder
+) -> dict[str, Any]:
+    """See ``Attachment.load``; ``files_of`` says how the files of a folder of this library are read."""
     given = list(saved) if isinstance(saved, (list, tuple)) else [saved]
     ranks = AllRanks(run.comm.stage, "load", shown_path(given[0]) if given else "[]")
     stages = AllRanks(run.comm.pp, "load", "all stages")
@@ -139,7 +153,7 @@ def load(run: RunState, saved: str | os.PathLike[str] | Sequence[str | os.PathLi
     nbytes = 0
     try:
         with ExitStack() as files:
-            loading, nbytes, follow = _on_stages(stages, lambda: _checked(run, ranks, given, targets, files))
+            loading, nbytes, follow = _on_stages(stages, lambda: _checked(run, ranks, given, targets, files, files_of))
             check_stages(run.comm, loading)
             undo: list[Callable[[], None]] = []
             try:
@@ -173,29 +187,48 @@ def _on_stages(stages: AllRanks, step: Callable[[], T]) -> T:
 
 
 def _checked(
-    run: RunState, ranks: AllRanks, given: Sequence[Any], targets: list[Path], files: ExitStack
+    run: RunState, ranks: AllRanks, given: Sequence[Any], targets: list[Path], files: ExitStack, files_of: FilesOf
 ) -> tuple[Loading, int, Callable[[], None]]:
     """Everything that can be wrong with the folders.  Collective."""
     targets.extend(ranks.run(lambda: _destinations(given)))
     run.bus.begin("load", targets[0].name)
-    suffixes = ranks.share(ranks.run(lambda: [find(one).name.removeprefix(one.name) for one in targets] if ranks.first else []))
-    paths = [one.with_name(one.name + suffix) for one, suffix in zip(targets, suffixes, strict=True)]
-    manifests = ranks.run(lambda: [read_manifest(path) for path in paths])
-    tokens = ranks.share([manifest.token for manifest in manifests])
+    foreign = ranks.share(ranks.run(lambda: list(map(is_deepspeed, targets)) if ranks.first else []))
+    suffixes = ranks.share(ranks.run(lambda: list(map(_suffix, targets, foreign)) if ranks.first else []))
+    paths = [Path(f"{one}{suffix}") for one, suffix in zip(targets, suffixes, strict=True)]
     place = Place.of(run.comm)
 
+    def opened() -> list[SavedFolder]:
+        def folder(path: Path, other: bool) -> SavedFolder:
+            if other:
+                return deepspeed_folder(read_deepspeed(path), run, place)
+            manifest = read_manifest(path)
+            return SavedFolder(path, manifest, place, files_of(path, manifest))
+
+        return list(map(folder, paths, foreign))
+
+    found = [files.enter_context(closing(one)) for one in ranks.run(_damaged_or(paths[0], opened))]
+    tokens = ranks.share([one.manifest.token for one in found])
+
     def folders() -> list[SavedFolder]:
-        for path, manifest, token in zip(paths, manifests, tokens, strict=True):
-            if manifest.token != token:
+        for one, token in zip(found, tokens, strict=True):
+            if one.manifest.token != token:
                 raise CheckpointError(
-                    f"load {path}: expected one checkpoint on all ranks, found another than the first rank's. Load from a file "
-                    "system that all hosts share."
+                    f"load {one.path}: expected one checkpoint on all ranks, found another than the first rank's. Load from a "
+                    "file system that all hosts share."
                 )
-        return [files.enter_context(closing(SavedFolder(*one, place))) for one in zip(paths, manifests, strict=True)]
+        return found
 
     loading, nbytes = ranks.run(_damaged_or(paths[0], lambda: check(run, folders())))
     follow = ranks.run(lambda: run.scaling.checked(loading.folders[0].manifest.about))
     return loading, nbytes, follow
+
+
+def _suffix(target: Path, foreign: bool) -> str:
+    """What is added to the path that was given: by a save that was killed, or the folder that DeepSpeed's latest names."""
+    if foreign:
+        inner = find_deepspeed(target)
+        return "" if inner == target else f"/{inner.name}"
+    return find(target).name.removeprefix(target.name)
 
 
 def _destinations(given: Sequence[Any]) -> list[Path]:

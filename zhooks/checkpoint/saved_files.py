@@ -13,27 +13,44 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from offload.errors import CheckpointError
-from offload.shards import CHUNK, Entry, Manifest, Places, SavedLayout, ShardReader
+from offload.shards import CHUNK, Entry, Manifest, Part, Places, SavedLayout, ShardReader
 from zhooks.checkpoint.saved_layout import ParamRanges, places, ranges_of
 from zhooks.checkpoint.shard_contents import DOCUMENT, tensor_name
+from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.comm import Comm
 from zhooks.tensor import ParamShard
 
-__all__ = ["InFlat", "InVector", "Place", "Run", "SavedFolder", "pour", "refuse_folders", "runs", "vectors_in_tree"]
+__all__ = [
+    "GAP",
+    "Files",
+    "InFlat",
+    "InVector",
+    "Place",
+    "Present",
+    "Run",
+    "SavedFolder",
+    "in_folder",
+    "pour",
+    "refuse_folders",
+    "runs",
+    "vectors_in_tree",
+]
 
+Present = Mapping[int, Part]
+"""Of files that are not here whole, by rank: what is."""
 #: So many files, and documents of them, are held at once.
 _OPEN = 16
 #: Bytes between two runs that are read rather than skipped.
-_GAP = 4096
+GAP = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +83,70 @@ class Place:
         )  # fmt: skip
 
 
+class Reader(Protocol):
+    """What one rank saved, wherever it lies, as ``ShardReader`` reads a file."""
+
+    path: Path
+
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
+
+    def entry(self, name: str) -> Entry: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+    def elements(self, name: str, start: int, numel: int) -> Tensor: ...
+
+    def verify(self, names: Iterable[str] | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Document = Mapping[str, Any]
+
+
+def _extra(document: Document, unpacker: Unpacker) -> dict[str, Any]:
+    return _dict(unpacker.unpack(document["extra"]), "extra")
+
+
+def _random_states(document: Document, unpacker: Unpacker) -> dict[str, Any] | None:
+    return _dict(unpacker.unpack(document["rng"]), "random states")
+
+
+def _dict(found: Any, what: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ValueError(f"{what}: no dict")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """How the files of one checkpoint are read: from a folder, in parts that were fetched, from a peer, from another library's.
+
+    Attributes:
+        open: what the rank of this number saved.
+        verified: all that can be read was compared with its checksum before.
+        extra: what the user gave to the save, of a document.
+        random_states: the states of the generators, of a document; None where such files never have any.
+    """
+
+    open: Callable[[int], Reader]
+    verified: bool = False
+    extra: Callable[[Document, Unpacker], dict[str, Any]] = _extra
+    random_states: Callable[[Document, Unpacker], dict[str, Any] | None] = _random_states
+
+
+def in_folder(path: Path, manifest: Manifest, present: Present | None = None) -> Files:
+    """Files that lie in a folder; ``present``: what of them was brought there, verified, where they are not whole."""
+
+    def opened(rank: int) -> ShardReader:
+        return ShardReader(path, manifest.files[rank], (present or {}).get(rank))
+
+    return Files(opened, verified=present is not None)
+
+
 class SavedFolder:
-    """One checkpoint's files.
+    """One checkpoint: its manifest, and its files as they are asked for.
 
     Attributes:
         counterpart: the file of what each rank has for itself (buffers, random states): of this rank's place, else of one
@@ -77,12 +156,12 @@ class SavedFolder:
         members: the parameters of each flat buffer, and ``params`` all of them by name.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, place: Place) -> None:
-        self.path, self.manifest, self.place = path, manifest, place
+    def __init__(self, path: Path, manifest: Manifest, place: Place, files: Files) -> None:
+        self.path, self.manifest, self.place, self._files = path, manifest, place, files
         self.layout = SavedLayout.of(manifest, place.own)
         self.members = tuple(map(ranges_of, self.layout.flats))
         self.params = {param.name: param for members in self.members for param in members}
-        self._readers: OrderedDict[int, ShardReader] = OrderedDict()
+        self._readers: OrderedDict[int, Reader] = OrderedDict()
         self._documents: OrderedDict[int, dict[str, Any]] = OrderedDict()
         kept = self.layout.places
         self._tp = place.tp % kept.tp
@@ -96,13 +175,13 @@ class SavedFolder:
         while self._readers:
             self._readers.popitem()[1].close()
 
-    def reader(self, rank: int) -> ShardReader:
+    def reader(self, rank: int) -> Reader:
         """The file of one rank.
 
         Raises:
             CheckpointError: it is missing, or not what the manifest describes.
         """
-        found = self._readers.get(rank) or ShardReader(self.path, self.manifest.files[rank])
+        found = self._readers.get(rank) or self._files.open(rank)
         self._readers[rank] = found
         self._readers.move_to_end(rank)
         if len(self._readers) > _OPEN:
@@ -120,6 +199,14 @@ class SavedFolder:
             if len(self._documents) > _OPEN:
                 self._documents.popitem(last=False)
         return found
+
+    def extra(self, unpacker: Unpacker) -> dict[str, Any]:
+        """What the user gave to the save."""
+        return self._files.extra(self.document(self.counterpart), unpacker)
+
+    def random_states(self, unpacker: Unpacker) -> dict[str, Any] | None:
+        """Those of the counterpart's generators; None where such files never have any."""
+        return self._files.random_states(self.document(self.counterpart), unpacker)
 
     def entry(self, rank: int, name: str) -> Entry:
         """What one file's header says of a tensor."""
@@ -150,6 +237,8 @@ class SavedFolder:
         Raises:
             CheckpointError: bytes are not those that were written.
         """
+        if self._files.verified:
+            return 0
         prefixes = tuple(tensor_name(number, "") for number in skip)
         files, nbytes = self.manifest.files, 0
         for number in range(rank % len(files), len(files), world):
@@ -248,7 +337,7 @@ def _together(held: Sequence[Run], run: Run) -> bool:
     first, last = held[0], held[-1]
     gap = run.start - last.start - last.out.numel()
     same = (first.folder, first.rank, first.name) == (run.folder, run.rank, run.name)
-    return same and 0 <= gap * 8 <= _GAP and run.start + run.out.numel() - first.start <= CHUNK // 8
+    return same and 0 <= gap * 8 <= GAP and run.start + run.out.numel() - first.start <= CHUNK // 8
 
 
 def _copy(held: Sequence[Run]) -> None:
@@ -256,10 +345,19 @@ def _copy(held: Sequence[Run]) -> None:
         return
     folder, rank, name, start, _ = held[0]
     stop = held[-1].start + held[-1].out.numel()
-    read = folder.reader(rank).elements(name, start, stop - start)
+    reader = folder.reader(rank)
+    if len(held) == 1 and isinstance(reader, ShardReader) and _takes(held[0].out, reader.entry(name).dtype):
+        reader.read(name, start, held[0].out)
+        return
+    read = reader.elements(name, start, stop - start)
     with torch.no_grad():
         for run in held:
             run.out.copy_(read[run.start - start : run.start - start + run.out.numel()])
+
+
+def _takes(out: Tensor, dtype: torch.dtype) -> bool:
+    """A file can be read right into it."""
+    return out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous() and not out.is_conj() and not out.is_neg()
 
 
 def refuse_folders(what: str) -> CheckpointError:

@@ -15,7 +15,7 @@ from offload.shards import SavedFlat, SavedParam
 from zhooks.checkpoint.saved_ranges import Laid, cuts_of, part_runs
 from zhooks.checkpoint.shard_contents import RunState
 from zhooks.comm import Comm
-from zhooks.layout import Axis, Layout, Segment
+from zhooks.layout import Layout, Segment
 from zhooks.tensor import ParamShard
 
 __all__ = ["ParamRanges", "describe", "difference", "places", "ranges_of"]
@@ -53,11 +53,7 @@ def _over_tp(spec: ParamShard) -> dict[str, Any]:
 def places(comm: Comm) -> list[list[int]]:
     """The place of each rank of the model on shard, replicate and tp: see Note [Which file is whose] there."""
     axes = (comm.shard.axis, comm.replicate.axis, comm.tp.axis)
-    return [[_place(axis, rank) for axis in axes] for rank in comm.stage.axis.ranks]
-
-
-def _place(axis: Axis, rank: int) -> int:
-    return next((row.index(rank) for row in (*axis.siblings, axis.ranks) if rank in row), 0)
+    return [[axis.place(rank) for axis in axes] for rank in comm.stage.axis.ranks]
 
 
 # Read.

@@ -23,7 +23,7 @@ from zhooks.checkpoint.shard_contents import RunState, tensor_name
 from zhooks.checkpoint.state_tree import Unpacker
 from zhooks.tensor import ParamShard, ShardedVector, VectorShard
 
-__all__ = ["Saved", "another", "check_alike", "expect", "find_params", "own_numel"]
+__all__ = ["Saved", "another", "check_alike", "expect", "find_params", "own_numel", "tensors_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +223,15 @@ def _common(optimizers: Sequence[Mapping[str, Any]]) -> list[Any]:
 def _check_plain(folder: SavedFolder, rank: int, optimizers: Sequence[Any]) -> None:
     """Plain tensors among the states are the same in both files: of a rank's own range, nobody could divide them."""
     records = folder.manifest.files[rank].tensors, folder.manifest.files[folder.counterpart].tensors
-    for name in _tensors_in([entries for _, _, entries, _ in _common(optimizers)]):
+    for name in tensors_in([entries for _, _, entries, _ in _common(optimizers)]):
         if records[0].get(name) != records[1].get(name):
             raise _unlike(folder, rank, "the same plain tensors among the states of an optimizer")
 
 
-def _tensors_in(packed: Any) -> Iterator[str]:
+def tensors_in(packed: Any) -> Iterator[str]:
+    """The names of plain tensors in what ``Packer`` made."""
     if isinstance(packed, dict) and "tensor" in packed:
         yield str(packed["tensor"])
         return
     for item in packed.values() if isinstance(packed, dict) else packed if isinstance(packed, list) else ():
-        yield from _tensors_in(item)
+        yield from tensors_in(item)

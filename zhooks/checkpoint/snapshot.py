@@ -6,7 +6,6 @@ the first is made and given back as they are written; it never writes and never 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,15 +14,15 @@ import torch
 from torch import Tensor
 
 from offload.budget import Budget, Ranks, available, preflight
-from offload.disk import Kept
+from offload.disk import KeptRange
 from offload.errors import BudgetError, CheckpointError
 from offload.events import Bus
 from offload.policy import Policy
 from offload.store import BlockRange, Store
 from offload.text import Share, as_size
 from offload.tier import Tier
+from zhooks.checkpoint.parts_on_disk import PartsOnDisk
 from zhooks.checkpoint.shard_contents import FileTensor, Piece, opened
-from zhooks.tensor import StoredTensor, spanned
 
 __all__ = ["Snapshot", "SnapshotMemory"]
 
@@ -87,16 +86,7 @@ class SnapshotMemory:
         self.budget.account.give(Tier.HOST, _KEY, nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _OnDisk:
-    """Bytes ``start`` to ``stop`` of what a block's extent held."""
-
-    kept: Kept
-    start: int
-    stop: int
-
-
-_Part = Tensor | _OnDisk
+_Part = Tensor | KeptRange
 
 
 class Snapshot:
@@ -114,19 +104,17 @@ class Snapshot:
 
     def __init__(self, tensors: Sequence[FileTensor], store: Store | None, memory: SnapshotMemory) -> None:
         self._memory, self._held = memory, 0
-        self._uses: Counter[Kept] = Counter()
-        self._kept: dict[int, Kept | None] = {}
-        if store is not None:
-            # What was opened on demand is where it is stored again.
-            store.flush()
-        self._store = store
+        self._disk = PartsOnDisk(store)
+        self._disk.flush()
         try:
-            parts = [self._placed(tensor) for tensor in tensors]
-            copied = [sum(_nbytes(part) for part in each if not isinstance(part, _OnDisk)) for each in parts]
+            parts = [self._disk.placed(tensor) for tensor in tensors]
+            copied = [sum(_nbytes(part) for part in each if not isinstance(part, KeptRange)) for each in parts]
             self.copied_nbytes = sum(copied)
-            self.kept_nbytes = sum(part.stop - part.start for each in parts for part in each if isinstance(part, _OnDisk))
+            on_disk = [part for each in parts for part in each if isinstance(part, KeptRange)]
+            self.kept_nbytes = sum(map(len, on_disk))
             memory.take(self.copied_nbytes)
             self._held = self.copied_nbytes
+            self._disk.plan(on_disk)
             self.tensors: list[FileTensor] = []
             for tensor, each, nbytes in zip(tensors, parts, copied, strict=True):
                 held = self._copied(each, nbytes, tensor.entry.dtype)
@@ -135,38 +123,11 @@ class Snapshot:
             self.close()
             raise
 
-    def _placed(self, tensor: FileTensor) -> list[Piece | _OnDisk]:
-        """Its pieces, those on disk kept there."""
-        found: list[Piece | _OnDisk] = []
-        for piece in tensor.pieces():
-            place = self._on_disk(piece)
-            last = found[-1] if found else None
-            if place is not None and isinstance(last, _OnDisk) and (last.kept, last.stop) == (place.kept, place.start):
-                found[-1] = _OnDisk(last.kept, last.start, place.stop)
-                continue
-            if place is not None:
-                self._uses[place.kept] += 1
-            found.append(piece if place is None else place)
-        return found
-
-    def _on_disk(self, piece: Piece) -> _OnDisk | None:
-        if isinstance(piece, BlockRange):
-            block, start, nbytes = piece.block, piece.start * piece.dtype.itemsize, piece.numel * piece.dtype.itemsize
-        elif isinstance(piece, StoredTensor) and piece.is_contiguous():
-            block, start, nbytes = piece._block, piece._start, spanned(piece)
-        else:
-            return None
-        if id(block) not in self._kept:
-            assert self._store is not None
-            self._kept[id(block)] = self._store.keep(block)
-        kept = self._kept[id(block)]
-        return None if kept is None or not nbytes else _OnDisk(kept, start, start + nbytes)
-
-    def _copied(self, parts: Sequence[Piece | _OnDisk], nbytes: int, dtype: torch.dtype) -> list[_Part]:
+    def _copied(self, parts: Sequence[Piece | KeptRange], nbytes: int, dtype: torch.dtype) -> list[_Part]:
         """Each in one piece of host memory, or where it is kept."""
         memory, at, held = torch.empty(nbytes // dtype.itemsize, dtype=dtype), 0, list[_Part]()
         for part in parts:
-            if isinstance(part, _OnDisk):
+            if isinstance(part, KeptRange):
                 held.append(part)
                 continue
             values = opened(part).detach().resolve_conj().resolve_neg().reshape(-1)
@@ -185,12 +146,10 @@ class Snapshot:
             part = parts.pop()
             if isinstance(part, Tensor):
                 yield part
+                # Its memory must not live until the next was read.
+                del part
                 continue
-            for chunk in part.kept.chunks(part.start, part.stop):
-                yield chunk.view(dtype)
-            self._uses[part.kept] -= 1
-            if not self._uses[part.kept]:
-                part.kept.close()
+            yield from self._disk.read(part, dtype)
         self._held -= nbytes
         self._memory.give(nbytes)
 
@@ -201,14 +160,12 @@ class Snapshot:
     def close(self) -> None:
         """Nothing more is read; idempotent, on the thread that reads."""
         self.tensors = []
-        for kept in self._kept.values():
-            if kept is not None:
-                kept.close()
+        self._disk.close()
         held, self._held = self._held, 0
         if held:
             self._memory.give(held)
 
 
-def _nbytes(part: Piece | _OnDisk) -> int:
-    assert not isinstance(part, _OnDisk)
+def _nbytes(part: Piece | KeptRange) -> int:
+    assert not isinstance(part, KeptRange)
     return part.numel * part.dtype.itemsize if isinstance(part, BlockRange) else part.numel() * part.dtype.itemsize

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from offload.work import DONE, Work
-from zhooks.comm.agree import Agreement, SameGathers, disagreement, least, same_text, text_digest
+from zhooks.comm.agree import Agreement, SameGathers, disagreement, least, same_text, text_digest, text_of
 from zhooks.comm.all_ranks import AllRanks, all_or_none, one_stage_a_path
 from zhooks.comm.alone import Alone
-from zhooks.comm.choose_transport import Comm, open_comm
+from zhooks.comm.choose_transport import Comm, open_comm, reopen_comm
 from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_of_runs, own_ranges, read
-from zhooks.comm.rendezvous import Facts, meet, policy_facts, refused_by_all
+from zhooks.comm.fetch_bytes import Move, Span, fetch
+from zhooks.comm.progress import LastInputs, Progress
+from zhooks.comm.rearrange import another_mesh, close_unused, rearranged
+from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts, refused_by_all
 from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Nbytes, Transport
 from zhooks.comm.virtual_group import check_no_group, join_on_paper, ranks_on_paper
 from zhooks.comm.virtual_stages import Stages, stages_on_paper
@@ -25,16 +28,24 @@ __all__ = [
     "Chunk",
     "Comm",
     "Facts",
+    "LastInputs",
+    "Meeting",
+    "Move",
     "Nbytes",
+    "Progress",
     "SameGathers",
+    "Span",
     "Stages",
     "Transport",
     "Work",
     "all_or_none",
+    "another_mesh",
     "check_no_group",
     "chunks_of",
+    "close_unused",
     "disagreement",
     "even",
+    "fetch",
     "gather",
     "in_order",
     "join_on_paper",
@@ -47,8 +58,11 @@ __all__ = [
     "policy_facts",
     "ranks_on_paper",
     "read",
+    "rearranged",
     "refused_by_all",
+    "reopen_comm",
     "same_text",
     "stages_on_paper",
     "text_digest",
+    "text_of",
 ]

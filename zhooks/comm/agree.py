@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import torch
 
 from offload.errors import DivergenceError
+from zhooks.comm.choose_transport import Comm
+from zhooks.comm.progress import Progress, describe_progress
 from zhooks.comm.rendezvous import Facts, difference
 from zhooks.comm.transport import CONTROL, Call, Transport
 
@@ -23,11 +26,14 @@ class SameGathers:
     """That ranks which gather together have started the same gathers, in one order: bytes that ride along with another
     exchange over the world, which takes the largest of each."""
 
-    def __init__(self, world: Transport, shard: Transport) -> None:
-        self._shard = shard
-        # Each group of ranks that gather together has a place of its own, that of its first rank.
-        self._groups = 1 if world.axis.world == shard.axis.world else world.axis.world
-        self._place = 0 if self._groups == 1 else list(world.axis.ranks).index(shard.axis.ranks[0])
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    @property
+    def _groups(self) -> int:
+        """Each group of ranks that gather together has a place of its own, that of its first rank."""
+        world = self._comm.world.axis.world
+        return 1 if world == self._comm.shard.axis.world else world
 
     @property
     def nbytes(self) -> int:
@@ -35,9 +41,11 @@ class SameGathers:
 
     def bytes(self) -> list[int]:
         """What this rank has started since it was last asked, and beside it the opposite, so that the largest of both tells."""
-        mine = self._shard.order().to_bytes(_DIGEST_BYTES, "little")
+        shard, world = self._comm.shard, self._comm.world
+        mine = shard.order().to_bytes(_DIGEST_BYTES, "little")
         every = [0] * self.nbytes
-        start = 2 * _DIGEST_BYTES * self._place
+        place = 0 if self._groups == 1 else world.axis.ranks.index(shard.axis.ranks[0])
+        start = 2 * _DIGEST_BYTES * place
         every[start : start + 2 * _DIGEST_BYTES] = [*mine, *(255 - byte for byte in mine)]
         return every
 
@@ -51,18 +59,27 @@ class SameGathers:
             one, other = largest[start : start + _DIGEST_BYTES], largest[start + _DIGEST_BYTES : start + 2 * _DIGEST_BYTES]
             if any(a + b > 255 for a, b in zip(one, other, strict=True)):
                 raise DivergenceError(
-                    f"{when}: expected every rank of axis {self._shard.axis.name} to gather the same units in the same order, "
-                    "found ranks that differ, so that some computed with the values of other units. Let every rank run the "
-                    "same model code; where ranks drop layers, set [schedule] uneven = true."
+                    f"{when}: expected every rank of axis {self._comm.shard.axis.name} to gather the same units in the same "
+                    "order, found ranks that differ, so that some computed with the values of other units. Let every rank run "
+                    f"the same model code; where ranks drop layers, set [schedule] uneven = true. {self._progress()}".rstrip()
                 )
+
+    def _progress(self) -> str:
+        """Where the ranks are that have come here, all of which raise.  Collective over them."""
+        failure, world = self._comm.failure, self._comm.world
+        if failure is None or failure.progress is None:
+            return ""
+        every = texts_of(world, Call(CONTROL, "compare progress", "all units"), json.dumps(asdict(failure.progress())))
+        said = zip(world.axis.ranks, map(json.loads, every), strict=True)
+        return describe_progress({rank: Progress(**one) for rank, one in said})
 
 
 class Agreement:
-    """Small exchanges over all ranks of the mesh; ``shard``: those that gather together."""
+    """Small exchanges over all ranks of the mesh that hold this part of the model."""
 
-    def __init__(self, world: Transport, shard: Transport) -> None:
-        self._world = world
-        self._same = SameGathers(world, shard)
+    def __init__(self, comm: Comm) -> None:
+        self._world = comm.world
+        self._same = SameGathers(comm)
 
     @property
     def alone(self) -> bool:
@@ -140,3 +157,14 @@ def text_of(world: Transport, call: Call, rank: int, text: str) -> str:
         said.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     world.all_reduce(call, said, "max")
     return said.numpy().tobytes().decode()
+
+
+def texts_of(world: Transport, call: Call, text: str) -> list[str]:
+    """The text of every rank of the axis on all of them, in rank order.  Collective."""
+    raw = text.encode()
+    size = torch.tensor([len(raw)], dtype=torch.int64)
+    world.all_reduce(call, size, "max")
+    said = torch.zeros(world.axis.world, int(size.item()), dtype=torch.uint8)
+    said[world.axis.rank, : len(raw)].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    world.all_reduce(call, said.view(-1), "max")
+    return [row.numpy().tobytes().rstrip(b"\0").decode() for row in said]

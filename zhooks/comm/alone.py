@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload.work import DONE, Work
 from zhooks.comm.ranges import copy
-from zhooks.comm.transport import Call, Nbytes
+from zhooks.comm.transport import Call, Nbytes, Transport
 from zhooks.layout import Axis, Layout
 
 
@@ -48,6 +48,12 @@ class Alone:
         return None
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
+        return None
+
+    def interrupt(self) -> None:
+        return None
+
+    def renew(self, opened: Transport) -> None:
         return None
 
     def close(self) -> None:

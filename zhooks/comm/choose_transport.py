@@ -14,8 +14,8 @@ Note: [Transports]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -27,19 +27,24 @@ from offload.budget import ALONE, THIS_MACHINE, Ranks
 from offload.errors import CapabilityError, DivergenceError
 from offload.policy import Policy
 from offload.virtual import NAME
+from zhooks.comm.agreed_failure import AgreedFailure
 from zhooks.comm.alone import Alone
+from zhooks.comm.lost_rank import Waits
 from zhooks.comm.p2p import PeerToPeer
 from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts
 from zhooks.comm.shared_memory import SharedMemory, serve_together
 from zhooks.comm.stock import Stock
-from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Transport
+from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Transport
 from zhooks.comm.virtual import VirtualTransport
 from zhooks.layout import DATA, PP, REPLICATE, SHARD, STAGE, TP, Axis, Mesh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Comm:
     """The transports of an attachment: over each axis, and over axes together.
+
+    ``shard``, ``replicate`` and ``names`` change when the attachment moves to another mesh (`become`): who works over them
+    keeps this, and asks it each time.
 
     Attributes:
         world: all ranks that hold this shard of the tp axis: shard and replicate together.
@@ -50,6 +55,7 @@ class Comm:
         averaged: the ranks whose losses reach the parameters.
         beside: how many ranks of the process group share this rank's machine.
         alike: how many of them hold as much as this one: none of other stages of a pipeline.
+        failure: which rank is gone or late, once that is found out; None where there is one rank.
     """
 
     shard: Transport
@@ -62,6 +68,7 @@ class Comm:
     averaged: int = 1
     beside: Ranks = ALONE
     alike: Ranks = ALONE
+    failure: AgreedFailure | None = None
 
     @property
     def pipelined(self) -> bool:
@@ -69,22 +76,48 @@ class Comm:
         return _pipelined(self.pp.axis, self.world.axis, self.averaged)
 
     @property
+    def bulk(self) -> int:
+        """The channel on which all ranks of the model send each other many bytes; that of facts where there is no other."""
+        return CONTROL if isinstance(self.stage, Stock) and self.stage is not self.shard else GATHER
+
+    @property
     def nbytes(self) -> int:
         """Memory of the transports themselves, as long as they are open."""
-        return sum(transport.nbytes for transport in self._distinct() if not transport.closed)
+        return sum(transport.nbytes for transport in self.distinct() if not transport.closed)
+
+    def become(self, other: Comm) -> None:
+        """Be over the mesh of another one, which has the same ranks on its other axes."""
+        self.shard, self.replicate, self.names = other.shard, other.replicate, other.names
+        # Messages name the axis that the memory is used for now: the first of them, as `open_comm` has it.
+        for name, transport in reversed(self._over().items()):
+            if isinstance(transport, SharedMemory):
+                transport.axis = replace(transport.axis, name=name)
 
     def close(self) -> None:
         """Close every transport once."""
-        for transport in self._distinct():
+        for transport in self.distinct():
             transport.close()
 
-    def _distinct(self) -> list[Transport]:
-        every = (self.shard, self.replicate, self.world, self.tp, self.pp, self.stage)
-        return list({id(transport): transport for transport in every}.values())
+    def distinct(self) -> list[Transport]:
+        """Every transport once."""
+        return list({id(transport): transport for transport in self._over().values()}.values())
+
+    def used(self) -> list[tuple[Transport, set[int]]]:
+        """Every transport between ranks once, and the channels it is used on; on every rank in one order."""
+        found: dict[int, tuple[Transport, set[int]]] = {}
+        for name, transport in self._over().items():
+            if transport.axis.world > 1:
+                found.setdefault(id(transport), (transport, set()))[1].update(CHANNELS_OF[name])
+        return list(found.values())
+
+    def _over(self) -> dict[str, Transport]:
+        return {
+            SHARD: self.shard, REPLICATE: self.replicate, DATA: self.world, TP: self.tp, PP: self.pp, STAGE: self.stage
+        }  # fmt: skip
 
 
 #: The channels each axis is used on: where ranks coincide, axes share a transport with the channels of all of them.
-_CHANNELS_OF = {
+CHANNELS_OF = {
     SHARD: {GATHER, REDUCE, CONTROL},
     REPLICATE: {REDUCE},
     DATA: {CONTROL},
@@ -116,6 +149,7 @@ def open_comm(
     """
     meeting = meeting or meet()
     beside = equal = ALONE
+    failure = None
     if meeting is not None:
         # Devices that a process sees do not tell: each rank may have been given one alone.
         places = THIS_MACHINE.places()
@@ -127,27 +161,76 @@ def open_comm(
         everywhere |= {"device": {"type": device.type}, **(alike or {})}
         meeting.compare(everywhere, {"policy": own, **(facts or {})}, mesh.stage.ranks[0], policy.comm.timeout_s)
         beside, equal = (Ranks(*map(meeting.arrived, these)) for these in (places, same))
-    needed: dict[tuple[int, ...], tuple[Axis, set[int]]] = {}
-    for axis in (mesh.shard, mesh.replicate, mesh.data, mesh.tp, mesh.pp, mesh.stage):
-        # Axes over the same ranks share a transport; on every rank alike, for a mesh is regular.
-        if axis.world > 1:
-            needed.setdefault(axis.ranks, (axis, set()))[1].update(_CHANNELS_OF[axis.name])
-    opened: dict[tuple[int, ...], Transport] = {}
-    try:
-        for axis, channels in needed.values():
-            opened[axis.ranks] = _open_axis(axis, channels, policy, device, meeting)
-    except BaseException:
-        for transport in opened.values():
-            transport.close()
-        raise
-    serve_together(opened.values())
+        failure = meeting.met(policy.comm.timeout_s)
+    opened = _open_axes(mesh, policy, device, meeting, failure)
+    if failure is not None:
+        failure.watch(opened.values())
 
     def over(axis: Axis) -> Transport:
         return Alone(axis) if axis.world == 1 else opened[axis.ranks]
 
     shard, replicate, world = over(mesh.shard), over(mesh.replicate), over(mesh.data)
     tp, pp, stage = over(mesh.tp), over(mesh.pp), over(mesh.stage)
-    return Comm(shard, replicate, world, tp, pp, stage, mesh.names, mesh.averaged, beside, equal)
+    return Comm(shard, replicate, world, tp, pp, stage, mesh.names, mesh.averaged, beside, equal, failure)
+
+
+def reopen_comm(comm: Comm, policy: Policy, device: torch.device, meeting: Meeting) -> None:
+    """Open every transport of ``comm`` anew, in its place: ranks have met again.  Collective over the process group.
+
+    Raises:
+        CapabilityError, DivergenceError: one cannot be had any more; nothing can be sent.
+    """
+    renewed: list[tuple[Transport, Transport]] = []
+    try:
+        for before, channels in comm.used():
+            opened = _open_axis(before.axis, channels, policy, device, meeting, comm.failure)
+            renewed.append((before, opened))
+            if type(opened) is not type(before):
+                raise CapabilityError(
+                    f"recover: expected to talk over {before.name} again, found that only {opened.name} is to be had. Load "
+                    "the last checkpoint in new processes."
+                )
+    except BaseException:
+        for _, opened in renewed:
+            opened.close()
+        raise
+    for before, opened in renewed:
+        before.renew(opened)
+    serve_together([before for before, _ in renewed])
+
+
+def _open_axes(
+    mesh: Mesh, policy: Policy, device: torch.device, meeting: Meeting | None, failure: AgreedFailure | None
+) -> dict[tuple[int, ...], Transport]:
+    """A transport for each set of ranks that is an axis, or several."""
+    needed: dict[tuple[int, ...], tuple[Axis, set[int]]] = {}
+    for axis in (mesh.shard, mesh.replicate, mesh.data, mesh.tp, mesh.pp, mesh.stage):
+        # Axes over the same ranks share a transport; on every rank alike, for a mesh is regular.
+        if axis.world > 1:
+            needed.setdefault(axis.ranks, (axis, set()))[1].update(CHANNELS_OF[axis.name])
+    opened = open_axes(list(needed.values()), policy, device, meeting, failure)
+    serve_together(opened.values())
+    return opened
+
+
+def open_axes(
+    needed: Sequence[tuple[Axis, set[int]]],
+    policy: Policy,
+    device: torch.device,
+    meeting: Meeting | None,
+    failure: AgreedFailure | None,
+) -> dict[tuple[int, ...], Transport]:
+    """A transport for each axis and the channels it is used on, by the axis' ranks; all or none.  Collective over the process
+    group, sibling axes included."""
+    opened: dict[tuple[int, ...], Transport] = {}
+    try:
+        for axis, channels in needed:
+            opened[axis.ranks] = _open_axis(axis, channels, policy, device, meeting, failure)
+    except BaseException:
+        for transport in opened.values():
+            transport.close()
+        raise
+    return opened
 
 
 def _pipelined(pp: Axis, data: Axis, averaged: int) -> bool:
@@ -162,17 +245,26 @@ def _versions() -> Facts:
     return {"torch": torch.__version__, "zhooks": own}
 
 
-def _open_axis(axis: Axis, channels: set[int], policy: Policy, device: torch.device, meeting: Meeting | None) -> Transport:
+def _open_axis(
+    axis: Axis,
+    channels: set[int],
+    policy: Policy,
+    device: torch.device,
+    meeting: Meeting | None,
+    failure: AgreedFailure | None,
+) -> Transport:
     if device.type == NAME:
         return VirtualTransport(axis)
     wanted, timeout = policy.comm.transport, policy.comm.timeout_s
+    # Some calls of the backend wait where they start: by its own clock, no longer than other waits.
+    patience = Waits(axis, timeout, failure).patience_s or timeout
     if device.type != "cpu" and wanted in ("p2p", "shm"):
         raise CapabilityError(
             f'[comm] transport: expected "auto" or "stock" for parameters on {device.type}, found "{wanted}". '
             'Write transport = "auto".'
         )
     if device.type == "cpu" and wanted in ("auto", "shm"):
-        shared = SharedMemory.open(axis, meeting, timeout, policy.comm.bucket)
+        shared = SharedMemory.open(axis, meeting, timeout, policy.comm.bucket, failure)
         if isinstance(shared, SharedMemory):
             return shared
         if wanted == "shm":
@@ -181,12 +273,19 @@ def _open_axis(axis: Axis, channels: set[int], policy: Policy, device: torch.dev
                 f'found that {shared}. Write transport = "auto", or lower [comm] bucket.'
             )
     if device.type == "cpu" and wanted in ("auto", "p2p"):
-        return PeerToPeer(axis, _group(axis, CONTROL, device, timeout), timeout)
-    groups = {channel: _group(axis, channel, device, timeout) for channel in sorted(channels)}
-    return Stock(axis, groups, timeout, device)
+        return PeerToPeer(axis, _group(axis, CONTROL, device, patience, meeting, failure), timeout, failure)
+    groups = {channel: _group(axis, channel, device, patience, meeting, failure) for channel in sorted(channels)}
+    return Stock(axis, groups, timeout, device, failure)
 
 
-def _group(axis: Axis, channel: int, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
+def _group(
+    axis: Axis,
+    channel: int,
+    device: torch.device,
+    timeout_s: float,
+    meeting: Meeting | None,
+    failure: AgreedFailure | None,
+) -> dist.ProcessGroup:
     """A group of our own over ``axis``, connected; every rank makes the groups of all sibling axes, as torch demands.
 
     On a GPU the control channel has two backends: facts of the host travel by Gloo, for on the device's they would wait for
@@ -203,11 +302,17 @@ def _group(axis: Axis, channel: int, device: torch.device, timeout_s: float) -> 
         if channel == CONTROL and "cpu" not in known:
             backend = f"cpu:gloo,{device.type}:{known[device.type]}"
     mine = None
+    if meeting is not None:
+        # The backend's own wait sees no rank that has ended: nobody begins before all are here.
+        meeting.agree(f"groups of {axis.name_among}, channel {channel}")
     try:
         for ranks in axis.siblings:
             group = dist.new_group(list(ranks), backend=backend, **options)
             mine = group if axis.ranks == ranks else mine
     except RuntimeError as error:
+        if failure is not None:
+            found = f"the backend said: {str(error).splitlines()[0]}"
+            raise failure.fail(Call(CONTROL, "attach", "groups"), axis, found) from error
         raise DivergenceError(
             f"rank {axis.ranks[axis.rank]} in attach: expected all ranks {list(axis.ranks)} of axis {axis.name} to connect, "
             f"found: {str(error).splitlines()[0]} Look at the other ranks' own errors first."

@@ -6,19 +6,76 @@ The transports start and wait for their calls through here.  It never decides ho
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import DivergenceError
+from zhooks.comm.agreed_failure import AgreedFailure, grace_of
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis
 
+__all__ = ["BackendWork", "Waits", "gone", "interrupt_group", "late"]
+
 #: What Gloo says of a rank whose process has ended, or has closed its group.
 _PARTED = re.compile(r"(closed|reset) by peer|[Bb]roken pipe")
+#: What it says of calls in a group that this rank has closed itself.
+_OVER = re.compile(r"pair closure|[Tt]imed out|[Cc]onnection refused|not connected|already closed")
+#: So often a rank that waits looks whether another has found out that one is gone or late.
+LOOK_S = 0.5
+#: A tag that no call has, see ``p2p.tag_of``: its channel would be 3.
+_NO_TAG = (1 << 31) - 1
+
+
+class Waits:
+    """How the calls over one axis are waited for.
+
+    Args:
+        timeout_s: for one wait; None leaves it to the backend.
+        failure: what all ranks of the attachment agree on; None where they have not met.
+    """
+
+    def __init__(self, axis: Axis, timeout_s: float | None, failure: AgreedFailure | None) -> None:
+        self.axis, self.timeout_s, self.failure = axis, timeout_s, failure
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long a wait lasts before the roll is called."""
+        return self.timeout_s if self.timeout_s is None or self.failure is None else self.timeout_s - grace_of(self.timeout_s)
+
+    def failed(self, call: Call, error: RuntimeError, suspects: Sequence[int] = ()) -> DivergenceError:
+        """The error of a wait or a start that the backend has ended with ``error``."""
+        parted = _PARTED.search(str(error)) is not None
+        if self.failure is not None and self.timeout_s is not None:
+            found = f"the backend said: {str(error).splitlines()[0]}"
+            return self.failure.fail(call, self.axis, found, kind="gone" if parted else "late", suspects=suspects)
+        if parted:
+            others = list(suspects) or [rank for rank in self.axis.ranks if rank != self.axis.ranks[self.axis.rank]]
+            who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}"
+            return gone(call, self.axis, who, f"; the backend said: {error}")
+        within = None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
+        return late(call, self.axis, within, f"the backend said: {error}")
+
+    @contextmanager
+    def starting(self, call: Call) -> Iterator[None]:
+        """What the backend says, inside, of a rank that is gone, with names; anything else as it is.
+
+        Raises:
+            DivergenceError: another rank's process has ended, or has closed its group.
+        """
+        over = self.failure is not None and self.failure.verdict is not None
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, DivergenceError) or not (over or _PARTED.search(str(error)) or _OVER.search(str(error))):
+                raise
+            raise self.failed(call, error) from error
 
 
 class BackendWork:
@@ -26,48 +83,75 @@ class BackendWork:
 
     Args:
         keep: what the works read or write, kept until they are done.
-        timeout: for one wait; None leaves it to the backend.
+        peers: the rank that each of the works waits for; none where they are collectives.
     """
 
-    __slots__ = ("_axis", "_call", "_keep", "_timeout", "_works")
+    __slots__ = ("_call", "_keep", "_peers", "_waits", "_works")
 
-    def __init__(self, call: Call, works: list[dist.Work], keep: list[Tensor], axis: Axis, timeout: timedelta | None) -> None:
-        self._call, self._works, self._keep, self._axis, self._timeout = call, works, keep, axis, timeout
+    def __init__(
+        self, call: Call, works: list[dist.Work], keep: list[Tensor], waits: Waits, peers: Sequence[int] = ()
+    ) -> None:
+        self._call, self._works, self._keep, self._waits, self._peers = call, works, keep, waits, peers
 
     def wait(self) -> None:
         works, self._works = self._works, []
-        for work in works:
-            try:
-                with naming_lost_ranks(self._call, self._axis):
-                    if self._timeout is None:
-                        work.wait()
-                    else:
-                        work.wait(self._timeout)
-            except DivergenceError:
-                raise
-            except RuntimeError as error:
-                raise late(self._call, self._axis, self._timeout, f"the backend said: {error}") from error
+        if self._waits.timeout_s is None:
+            for work in works:
+                self._wait(work, None, ())
+        else:
+            patience_s = self._waits.patience_s or 0.0
+            deadline = time.monotonic() + patience_s
+            for place, work in enumerate(works):
+                self._wait(work, deadline, self._peers[place : place + 1])
         self._keep = []
+
+    def _wait(self, work: dist.Work, deadline: float | None, peers: Sequence[int]) -> None:
+        try:
+            if deadline is None:
+                work.wait()
+            elif peers or self._waits.failure is None:
+                # A wait for a message closes its group when it runs out: it cannot be had in slices.
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            else:
+                self._look(work, deadline, self._waits.failure)
+        except DivergenceError:
+            raise
+        except RuntimeError as error:
+            raise self._waits.failed(self._call, error, peers) from error
+
+    def _look(self, work: dist.Work, deadline: float, failure: AgreedFailure) -> None:
+        """Wait for a collective, in slices: ranks that wait for this one's peers may know more."""
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                work.wait(timedelta(seconds=max(0.001, min(LOOK_S, left))))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break
+                if left <= LOOK_S or failure.called(self._waits.axis):
+                    raise
+        # It may have come to its end after the slice had: what it says itself counts.
+        work.wait()
 
     def done(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
 
-@contextmanager
-def naming_lost_ranks(call: Call, axis: Axis) -> Iterator[None]:
-    """What a torch backend says inside of a rank that is gone, with names; anything else as it is.
+def interrupt_group(group: dist.ProcessGroup, axis: Axis) -> None:
+    """Close this rank's connections of a group of Gloo's: whoever waits for it there is told at once.
 
-    Raises:
-        DivergenceError: another rank's process has ended, or has closed its group.
+    A receive that nobody answers does it, when its wait runs out; the group's own ``abort`` leaves them open.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if not _PARTED.search(str(error)):
-            raise
-        others = [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
-        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}"
-        raise gone(call, axis, who, f"; the backend said: {error}") from error
+    backend: Any = group._get_backend(torch.device("cpu"))
+    for peer in range(axis.world):
+        if peer == axis.rank:
+            continue
+        try:
+            backend.recv([torch.zeros(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if _PARTED.search(str(error)) is None:
+                return
 
 
 def gone(call: Call, axis: Axis, who: str, found: str = "") -> DivergenceError:

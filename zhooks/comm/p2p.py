@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from offload.work import Work
-from zhooks.comm.lost_rank import BackendWork, naming_lost_ranks
+from zhooks.comm.agreed_failure import AgreedFailure
+from zhooks.comm.lost_rank import BackendWork, Waits, interrupt_group
 from zhooks.comm.ranges import ScatteredBytes, Staged, copy, messages
-from zhooks.comm.transport import CONTROL, OPS, Call, Nbytes, TwoSteps
+from zhooks.comm.transport import CONTROL, OPS, Call, Nbytes, Transport, TwoSteps
 from zhooks.layout import Axis, Layout
 
 #: A tag is what torch lets through, 31 bits: the channel, the call's place in its sequence, and which call it is.
@@ -44,10 +44,10 @@ class PeerToPeer:
     nbytes = 0
     closed = False
 
-    def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout_s: float) -> None:
+    def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout_s: float, failure: AgreedFailure | None = None) -> None:
         self.axis = axis
         self._group = group
-        self._timeout = timedelta(seconds=timeout_s)
+        self._waits = Waits(axis, timeout_s, failure)
         self._sequence = [0, 0, 0]
 
     def _tag(self, call: Call) -> int:
@@ -59,46 +59,50 @@ class PeerToPeer:
         return [(rank + step) % world for step in range(1, world)]
 
     def _send(self, call: Call, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        with naming_lost_ranks(call, self.axis):
+        with self._waits.starting(call):
             work = dist.isend(tensor, self.axis.ranks[peer], group=self._group, tag=tag)
         assert work is not None
         return work
 
     def _receive(self, call: Call, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        with naming_lost_ranks(call, self.axis):
+        with self._waits.starting(call):
             work = dist.irecv(tensor, self.axis.ranks[peer], group=self._group, tag=tag)
         assert work is not None
         return work
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
-        works, rank, tag = [], self.axis.rank, self._tag(call)
+        works, rank, tag, whose = [], self.axis.rank, self._tag(call), list[int]()
         ranges = [layout.ranges(r) for r in range(self.axis.world)]
         step = 0
         for start, stop in ranges[rank]:
             own = shard[step : step + stop - start]
             for peer in self._peers():
                 works.append(self._send(call, own, peer, tag))
+                whose.append(self.axis.ranks[peer])
             if own.data_ptr() != full[start:stop].data_ptr():
                 full[start:stop].copy_(own)
             step += stop - start
         for peer in self._peers():
             for start, stop in ranges[peer]:
                 works.append(self._receive(call, full[start:stop], peer, tag))
-        return BackendWork(call, works, [shard, full], self.axis, self._timeout)
+                whose.append(self.axis.ranks[peer])
+        return BackendWork(call, works, [shard, full], self._waits, whose)
 
     def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
-        works, tag = [], self._tag(call)
+        works, tag, whose = [], self._tag(call), list[int]()
         landed = {peer: torch.empty_like(out) for peer in self._peers()}
         for peer in self._peers():
             for start, stop in layout.ranges(peer):
                 works.append(self._send(call, full[start:stop], peer, tag))
+                whose.append(self.axis.ranks[peer])
         mine = layout.ranges(self.axis.rank)
         for peer in self._peers():
             step = 0
             for start, stop in mine:
                 works.append(self._receive(call, landed[peer][step : step + stop - start], peer, tag))
+                whose.append(self.axis.ranks[peer])
                 step += stop - start
-        pending = BackendWork(call, works, [full], self.axis, self._timeout)
+        pending = BackendWork(call, works, [full], self._waits, whose)
         return _Sum(pending, full, out, landed, self.axis, mine)
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
@@ -107,7 +111,7 @@ class PeerToPeer:
     def exchange(
         self, call: Call, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], nbytes: Nbytes
     ) -> Work:
-        works, rank, tag = [], self.axis.rank, self._tag(call)
+        works, rank, tag, whose = [], self.axis.rank, self._tag(call), list[int]()
         keep: list[Tensor] = []
         staged: list[tuple[Tensor, ScatteredBytes]] = []
         for peer in self._peers():
@@ -117,6 +121,7 @@ class PeerToPeer:
                     message = torch.empty(ranges.nbytes, dtype=torch.uint8)
                     ranges.read(0, message)
                 works.append(self._send(call, message, peer, tag))
+                whose.append(self.axis.ranks[peer])
                 keep.append(message)
         for peer in self._peers():
             for ranges in messages(receives[peer]):
@@ -125,25 +130,34 @@ class PeerToPeer:
                     message = torch.empty(ranges.nbytes, dtype=torch.uint8)
                     staged.append((message, ranges))
                 works.append(self._receive(call, message, peer, tag))
+                whose.append(self.axis.ranks[peer])
                 keep.append(message)
         copy(sends[rank], receives[rank])
-        return Staged(BackendWork(call, works, keep, self.axis, self._timeout), staged)
+        return Staged(BackendWork(call, works, keep, self._waits, whose), staged)
 
     def order(self) -> int:
         return 0
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
-        with naming_lost_ranks(call, self.axis):
+        with self._waits.starting(call):
             work = dist.all_reduce(tensor, op=OPS[op], group=self._group, async_op=True)
-        BackendWork(call, [work], [], self.axis, self._timeout).wait()
+        BackendWork(call, [work], [], self._waits).wait()
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         tag = self._tag(Call(CONTROL, call.what, call.key, call.number))
         if self.axis.rank == 0:
-            works = [self._send(call, tensor, peer, tag) for peer in self._peers()]
+            works, whose = [self._send(call, tensor, peer, tag) for peer in self._peers()], self._peers()
         else:
-            works = [self._receive(call, tensor, 0, tag)]
-        BackendWork(call, works, [tensor], self.axis, self._timeout).wait()
+            works, whose = [self._receive(call, tensor, 0, tag)], [0]
+        BackendWork(call, works, [tensor], self._waits, [self.axis.ranks[peer] for peer in whose]).wait()
+
+    def interrupt(self) -> None:
+        interrupt_group(self._group, self.axis)
+
+    def renew(self, opened: Transport) -> None:
+        assert isinstance(opened, PeerToPeer)
+        dist.destroy_process_group(self._group)
+        self._group, self._sequence = opened._group, [0, 0, 0]
 
     def close(self) -> None:
         self.closed = True

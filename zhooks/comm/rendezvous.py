@@ -9,6 +9,7 @@ tensor, and waits for nothing longer than ``[comm] timeout_s``.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,6 +20,8 @@ from torch.distributed import distributed_c10d
 from offload import errors
 from offload.errors import AttachError, DivergenceError, ZhooksError
 from offload.policy import Policy
+from zhooks.comm.agreed_failure import AgreedFailure
+from zhooks.comm.processes import Process, ended
 from zhooks.comm.virtual_group import BACKEND
 
 __all__ = ["Facts", "Meeting", "difference", "error_of", "meet", "policy_facts", "refused_by_all"]
@@ -37,27 +40,44 @@ _ON_PAPER = ("fake", BACKEND)
 _SHOWN = 200
 #: The most characters of one rank's refusal that the others repeat.
 _MOST_TEXT = 2048
+#: So often a rank that waits looks whether the others still run.
+LOOK_S = 0.5
 _COMPARISON = "comparison of settings"
 #: What describes a rank's own machine; of budgets the least of all ranks counts anyway.
 _OWN_TABLES = ("budget", "disk", "host")
+#: Keys that may differ: each host may have its own.
+_OWN_KEYS = ("resilience.memory",)
 #: What stages of a pipeline, which have policies of their own, share with each other all the same.
 _SHARED_TABLES = ("comm",)
 
 
 class Meeting:
-    """One attach, on every rank of the process group; each rank makes one a call, a call that is refused among them.
+    """One attach or recovery, on every rank of the process group; each rank makes one a call, one that is refused among them.
 
+    Args:
+        verb: the call: "attach", "recover", or "apply" where an attachment moves to another mesh.
+        noun: what each rank has counted that it does it to.
     Attributes:
         timeout_s: how long one wait may take; ``compare`` takes the policy's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, verb: str = "attach", noun: str = "model {0} of its process") -> None:
         self._store = distributed_c10d._get_default_store()
-        self._world, self._rank = dist.get_world_size(), dist.get_rank()
+        self._world, self._rank, self._verb, self._noun = dist.get_world_size(), dist.get_rank(), verb, noun
         self.timeout_s = Policy().comm.timeout_s
-        self._count = self._store.add(f"zhooks/attached/{self._rank}", 1)
-        self._at = f"zhooks/attach/{self._count}"
+        # By the number of ranks: a launcher's store may still have the counts of ranks that it has started again since.
+        self._counted = f"zhooks/{verb}/{self._world} ranks"
+        self._count = self._store.add(f"{self._counted}/of {self._rank}", 1)
+        self._at = f"{self._counted}/{self._count}"
         self._steps = 0
+        self._processes: dict[int, Process] = {}
+        self.say("process", Process.here().text())
+
+    def met(self, timeout_s: float) -> AgreedFailure:
+        """What all ranks, which have come to ``compare``, agree on when one of them is gone or late."""
+        keys = [f"{self._at}/process/{rank}" for rank in range(self._world)]
+        self._processes = {rank: Process.of(bytes(self._store.get(key)).decode()) for rank, key in enumerate(keys)}
+        return AgreedFailure(self._store, self._at, self._rank, self._processes, timeout_s)
 
     def say(self, what: str, text: str) -> None:
         """Leave ``text`` for whoever asks for ``what`` of this rank."""
@@ -133,24 +153,61 @@ class Meeting:
             self.say("settings", json.dumps([]))
 
     def _wait(self, key: str, what: str) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._store.wait([key], timedelta(seconds=max(0.001, min(LOOK_S, left))))
+                return
+            except RuntimeError as error:  # a DistStoreError of a TCPStore; a FileStore's is no more than this
+                over = self._ended()
+                if over:
+                    raise DivergenceError(
+                        f"rank {self._rank} in {self._verb}: expected every rank to come to the {what}, found "
+                        f"{' and '.join(f'rank {rank}' for rank in over)} gone: killed, or ended by an error of its own. Look "
+                        "at that rank's own output first."
+                    ) from error
+                if left <= LOOK_S or not self._is_there():
+                    raise DivergenceError(self._absent(what, error)) from error
+
+    def _ended(self) -> list[int]:
+        """Ranks that had come to this meeting, and whose processes have ended; of those the first that were seen so.
+
+        Others end because they have seen it.
+        """
         try:
-            self._store.wait([key], timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:  # a DistStoreError of a TCPStore; a FileStore's is no more than this
-            raise DivergenceError(self._absent(what, error)) from error
+            for rank in range(self._world):
+                key = f"{self._at}/process/{rank}"
+                if rank not in self._processes and self._store.check([key]):
+                    self._processes[rank] = Process.of(bytes(self._store.get(key)).decode())
+            over = ended(self._processes)
+            if over and self._store.add(f"{self._at}/gone/seen", 1) == 1:
+                self._store.set(f"{self._at}/gone/ranks", json.dumps(over))
+            return json.loads(bytes(self._store.get(f"{self._at}/gone/ranks")).decode()) if over else []
+        except RuntimeError:  # the store is gone, with the rank that served it
+            return ended(self._processes)
+
+    def _is_there(self) -> bool:
+        """The store answers."""
+        try:
+            self._store.check([f"{self._at}/looked"])
+        except RuntimeError:
+            return False
+        return True
 
     def _absent(self, what: str, error: RuntimeError) -> str:
-        expected = f"rank {self._rank} in attach: expected every rank to"
+        expected = f"rank {self._rank} in {self._verb}: expected every rank to"
         try:
             every = range(self._world)
-            attached = {other: self._store.add(f"zhooks/attached/{other}", 0) for other in every}
+            attached = {other: self._store.add(f"{self._counted}/of {other}", 0) for other in every}
             steps = {other: self._store.add(f"{self._at}/steps/{other}", 0) for other in every}
         except RuntimeError:  # the store is gone, with the rank that served it
             attached, steps = {}, {}
         fewer = ", ".join(f"rank {other} {number}" for other, number in attached.items() if number < self._count)
         if fewer:
             return (
-                f"{expected} attach model {self._count} of its process within {self.timeout_s} s, found that some have "
-                f"attached fewer ({fewer}). Attach as many models on every rank, pipeline stages included, in the same order, "
+                f"{expected} {self._verb} {self._noun.format(self._count)} within {self.timeout_s} s, found that some have "
+                f"come to fewer ({fewer}). Attach as many models on every rank, pipeline stages included, in the same order, "
                 "or raise [comm] timeout_s."
             )
         late = ", ".join(f"rank {other}" for other, number in steps.items() if number < self._steps)
@@ -161,11 +218,11 @@ class Meeting:
         )
 
 
-def meet() -> Meeting | None:
-    """The meeting of all ranks for this attach; None where there is nobody to meet."""
+def meet(verb: str = "attach") -> Meeting | None:
+    """The meeting of all ranks for this call; None where there is nobody to meet."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in _ON_PAPER:
         return None
-    return Meeting()
+    return Meeting(verb)
 
 
 @contextmanager
@@ -193,7 +250,7 @@ def policy_facts(policy: Policy) -> tuple[Facts, Facts]:
             continue
         into = shared if name in _SHARED_TABLES else own
         keys = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-        into |= {key: _text(each) for key, each in keys.items()}
+        into |= {key: _text(each) for key, each in keys.items() if key not in _OWN_KEYS}
     return shared, own
 
 

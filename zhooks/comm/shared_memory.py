@@ -14,13 +14,15 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from offload.errors import DivergenceError
 from offload.work import Work
-from zhooks.comm.lost_rank import gone, late
+from zhooks.comm.agreed_failure import AgreedFailure
+from zhooks.comm.lost_rank import LOOK_S, Waits, gone, late
+from zhooks.comm.processes import machine
 from zhooks.comm.ranges import ScatteredBytes, copy
 from zhooks.comm.rendezvous import Meeting
 from zhooks.comm.shared_memory_ring import SLOT, SMALL_SLOT, Message, Ring
@@ -28,8 +30,6 @@ from zhooks.comm.transport import CHANNELS, CONTROL, Call, Nbytes, Transport, Tw
 from zhooks.layout import Axis, Layout
 
 SPIN_S = 0.002
-#: So often a rank that waits looks whether the others still run.
-LOOK_S = 0.5
 #: At the end of the memory, so that a rank knows it is the right one.
 TOKEN_BYTES = 16
 
@@ -40,16 +40,19 @@ class SharedMemory:
     name = "shm"
     closed = False
 
-    def __init__(self, axis: Axis, timeout_s: float, rings: list[Ring]) -> None:
+    def __init__(self, axis: Axis, timeout_s: float, rings: list[Ring], failure: AgreedFailure | None = None) -> None:
         self.axis = axis
         self._timeout_s = timeout_s
+        self._failure, self._patience_s = failure, Waits(axis, timeout_s, failure).patience_s or timeout_s
         self._rings = rings
         #: What is served while this rank waits: a rank that waits here may owe a message to one that waits elsewhere.
         self.served = rings
         self.nbytes = sum(ring.total for ring in rings)
 
     @classmethod
-    def open(cls, axis: Axis, meeting: Meeting | None, timeout_s: float, bucket: int) -> SharedMemory | str:
+    def open(
+        cls, axis: Axis, meeting: Meeting | None, timeout_s: float, bucket: int, failure: AgreedFailure | None = None
+    ) -> SharedMemory | str:
         """Map memory for the axis' ranks; else the reason why not, the same on every rank.
 
         Collective over the process group, sibling axes included: all have shared memory, or none.
@@ -66,7 +69,7 @@ class SharedMemory:
         for (slots, slot), size in zip(shapes, sizes, strict=True):
             rings.append(Ring(memory, offset, axis, slots, slot))
             offset += size
-        return cls(axis, timeout_s, rings)
+        return cls(axis, timeout_s, rings, failure)
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         ring, rank = self._rings[call.channel], self.axis.rank
@@ -171,11 +174,22 @@ class SharedMemory:
         if flat is not tensor:
             tensor.copy_(flat)
 
+    def interrupt(self) -> None:
+        for ring in self._rings:
+            ring.interrupt()
+
+    def renew(self, opened: Transport) -> None:
+        assert isinstance(opened, SharedMemory)
+        self._rings = self.served = opened._rings
+
     def close(self) -> None:
         self.closed = True
         self._rings = self.served = []
 
     def _launch(self, ring: Ring, message: Message) -> Work:
+        if ring.interrupted and self._failure is not None:
+            # Not even what is there is taken: this rank shall stand where the others do.
+            raise self._failure.fail(message.call, self.axis, "it was given up by others", kind="gone")
         ring.launch(message)
         return _Waiting(self, ring, message)
 
@@ -183,24 +197,57 @@ class SharedMemory:
         """Make progress until ``message`` is complete; the rings of all axes are served, so no rank starves another."""
         started = looked = time.monotonic()
         pause = 0.0
+        if ring.interrupted and self._failure is not None:
+            raise self._gone(ring, message)
         while not message.done:
-            moved = False
-            for other in self.served:
-                moved = other.progress() or moved
-            if moved:
+            if self._progress(message):
                 started, pause = time.monotonic(), 0.0
                 continue
             waited = time.monotonic() - started
-            if waited > self._timeout_s:
-                raise late(message.call, self.axis, timedelta(seconds=self._timeout_s), ring.describe_absent(message))
+            if waited > self._patience_s:
+                raise self._late(ring, message)
             if started + waited - looked > LOOK_S:
                 looked = started + waited
                 # What a rank had written before it ended is still to be read.
-                lost = ring.lost()
-                if lost and not sum(other.progress() for other in self.served):
-                    raise gone(message.call, self.axis, " and ".join(f"rank {rank}" for rank in lost))
+                if self._is_over(ring) and not self._progress(message):
+                    raise self._gone(ring, message)
             pause = 0.0 if waited < SPIN_S else min(0.001, pause + 0.00005)
             time.sleep(pause)
+
+
+    def _progress(self, message: Message) -> bool:
+        """Anything moved.
+
+        Raises:
+            DivergenceError: ranks make other calls.
+        """
+        try:
+            moved = False
+            for other in self.served:
+                moved = other.progress() or moved
+            return moved
+        except DivergenceError as error:
+            if self._failure is None:
+                raise
+            raise self._failure.fail(message.call, self.axis, str(error), kind="apart") from error
+
+    def _is_over(self, ring: Ring) -> bool:
+        """What is waited for may never come."""
+        if self._failure is None:
+            return bool(ring.lost())
+        return any(other.interrupted for other in self.served) or self._failure.called(self.axis)
+
+    def _late(self, ring: Ring, message: Message) -> DivergenceError:
+        if self._failure is None:
+            return late(message.call, self.axis, timedelta(seconds=self._timeout_s), ring.describe_absent(message))
+        return self._failure.fail(message.call, self.axis, ring.describe_absent(message), suspects=ring.absent(message))
+
+    def _gone(self, ring: Ring, message: Message) -> DivergenceError:
+        if self._failure is None:
+            return gone(message.call, self.axis, " and ".join(f"rank {rank}" for rank in ring.lost()))
+        return self._failure.fail(
+            message.call, self.axis, ring.describe_absent(message), kind="gone", suspects=ring.absent(message)
+        )
 
 
 class _Waiting:
@@ -235,7 +282,7 @@ def _share(axis: Axis, meeting: Meeting, nbytes: int) -> mmap.mmap | str:
     It has no name: the first rank makes it (`memfd_create`), the others open it through that rank's descriptor, and the system
     frees it with the last process that maps it, however that one ends.  Nor has it the bound of /dev/shm.
     """
-    what = f"shared memory of axis {axis.name}"
+    what = f"shared memory of {axis.name_among}"
     memory, handle, place, problem = None, -1, "", ""
     me = f"rank {axis.ranks[axis.rank]} cannot have {nbytes} B of it"
     if axis.rank == 0:
@@ -273,12 +320,12 @@ def _reserve(nbytes: int) -> tuple[str, int]:
     except BaseException:
         os.close(handle)
         raise
-    return f"{_host()} {os.getpid()} {handle} {token.hex()}", handle
+    return f"{machine()} {os.getpid()} {handle} {token.hex()}", handle
 
 
 def _open_at(place: str, nbytes: int) -> mmap.mmap:
     host, process, number, token = place.split()
-    if host != _host():
+    if host != machine():
         raise OSError("the first rank of the axis runs on another host, or in another container")
     handle = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -287,8 +334,3 @@ def _open_at(place: str, nbytes: int) -> mmap.mmap:
         return mmap.mmap(handle, nbytes)
     finally:
         os.close(handle)
-
-
-def _host() -> str:
-    """The same for processes that see each other's numbers: of one boot of one machine, and one space of numbers."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}/{os.readlink('/proc/self/ns/pid')}"

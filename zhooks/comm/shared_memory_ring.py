@@ -99,6 +99,7 @@ class Ring:
         self._labels: list[list[memoryview]] = []
         self._data: list[list[Tensor]] = []
         self._process: list[np.ndarray] = []
+        self._over = np.frombuffer(memory, dtype=np.int64, count=4, offset=offset)[3:]
         view = memoryview(memory)
         for _ in range(axis.world):
             counters = np.frombuffer(memory, dtype=np.int64, count=512, offset=offset)
@@ -122,6 +123,15 @@ class Ring:
         """Ranks whose processes have ended."""
         known = [(r, *self._process[r].tolist()) for r in self._peers]
         return [self._axis.ranks[r] for r, process, ticks in known if process and started_ticks(process) != ticks]
+
+    def interrupt(self) -> None:
+        """Tell the others that this rank has given up a wait."""
+        self._over[0] = 1
+
+    @property
+    def interrupted(self) -> bool:
+        """Some rank has given up a wait: what is not here yet may never come."""
+        return bool(self._over[0])
 
     def launch(self, message: Message) -> None:
         self._sequence += 1
@@ -225,6 +235,10 @@ class Ring:
                 "calls in the same order. Let every rank run the same model code; where ranks drop layers, set [schedule] "
                 "uneven = true."
             )
+
+    def absent(self, message: Message) -> list[int]:
+        """Ranks that have not delivered, or else have not read."""
+        return [self._axis.ranks[r] for r in self._peers if r not in message.passed]
 
     def describe_absent(self, message: Message) -> str:
         """Which ranks have not delivered, and what they delivered last on this channel."""

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from offload.work import Work
-from zhooks.comm.lost_rank import BackendWork, naming_lost_ranks
+from zhooks.comm.agreed_failure import AgreedFailure
+from zhooks.comm.lost_rank import BackendWork, Waits, interrupt_group
 from zhooks.comm.ranges import ScatteredBytes, Staged, copy
-from zhooks.comm.transport import CONTROL, GATHER, OPS, Call, Nbytes
+from zhooks.comm.transport import CONTROL, GATHER, OPS, Call, Nbytes, Transport
 from zhooks.layout import Axis, Layout
 
 #: A tensor of the host up to this size goes by the host's network, one of a GPU's model above it by the GPU's.
@@ -44,17 +44,19 @@ class Stock:
         groups: dict[int, dist.ProcessGroup],
         timeout_s: float,
         device: torch.device,
+        failure: AgreedFailure | None = None,
     ) -> None:
         self.axis = axis
         self._groups = groups
-        self._timeout = timedelta(seconds=timeout_s)
+        # On a GPU waits are the process group's own.
+        self._waits, self._unbounded = Waits(axis, timeout_s, failure), Waits(axis, None, failure)
         self._device = device
         # The backend pairs calls by their order alone: two gathers of one size would pass each other's values unseen.
         self._order = 0
 
     def all_gather(self, call: Call, shard: Tensor, full: Tensor, layout: Layout) -> Work:
         group = self._groups[call.channel]
-        with naming_lost_ranks(call, self.axis):
+        with self._waits.starting(call):
             works = [_all_gather(all_, own, group=group, async_op=True) for all_, own in self._pairs(full, shard, layout)]
         if works and call.channel == GATHER:
             self._order = zlib.crc32(f"{call.what} {call.key}".encode(), self._order)
@@ -62,7 +64,7 @@ class Stock:
 
     def reduce_scatter(self, call: Call, full: Tensor, out: Tensor, layout: Layout) -> Work:
         group = self._groups[call.channel]
-        with naming_lost_ranks(call, self.axis):
+        with self._waits.starting(call):
             works = [_reduce_scatter(own, all_, group=group, async_op=True) for all_, own in self._pairs(full, out, layout)]
         return self._track(call, full, works)
 
@@ -80,14 +82,14 @@ class Stock:
 
     def all_reduce(self, call: Call, tensor: Tensor, op: str) -> None:
         moved = self._sent(tensor)
-        with naming_lost_ranks(call, self.axis):
+        with self._waits.starting(call):
             work = dist.all_reduce(moved, op=OPS[op], group=self._groups[CONTROL], async_op=True)
         self._track(call, moved, [work]).wait()
         if moved is not tensor:
             tensor.copy_(moved)
 
     def all_reduce_flat(self, call: Call, full: Tensor, layout: Layout) -> Work:
-        with naming_lost_ranks(call, self.axis):
+        with self._waits.starting(call):
             work = dist.all_reduce(full, group=self._groups[call.channel], async_op=True)
         return self._track(call, full, [work])
 
@@ -103,14 +105,14 @@ class Stock:
         sent = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
         received = torch.empty(target.nbytes, dtype=torch.uint8, device=self._device)
         source.read(0, sent)
-        with naming_lost_ranks(call, self.axis):
+        with self._waits.starting(call):
             work = dist.all_to_all_single(received, sent, coming, going, group=self._groups[call.channel], async_op=True)
         copy(sends[rank], receives[rank])
         return Staged(self._track(call, sent, [work]), [(received, target)])
 
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         moved = self._sent(tensor).contiguous()
-        with naming_lost_ranks(call, self.axis):
+        with self._waits.starting(call):
             work = dist.broadcast(moved, src=self.axis.ranks[0], group=self._groups[CONTROL], async_op=True)
         self._track(call, moved, [work]).wait()
         if moved is not tensor:
@@ -120,6 +122,16 @@ class Stock:
         """Where a tensor is sent from: facts of the host from there, whole parameters of it by the device's faster links."""
         return tensor if tensor.device == self._device or tensor.nbytes <= HOST_NBYTES else tensor.to(self._device)
 
+    def interrupt(self) -> None:
+        for group in self._groups.values() if self._device.type == "cpu" else ():
+            interrupt_group(group, self.axis)
+
+    def renew(self, opened: Transport) -> None:
+        assert isinstance(opened, Stock)
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups, self._order = opened._groups, 0
+
     def close(self) -> None:
         self.closed = True
         for group in self._groups.values():
@@ -127,4 +139,4 @@ class Stock:
         self._groups = {}
 
     def _track(self, call: Call, moved: Tensor, works: list[dist.Work]) -> Work:
-        return BackendWork(call, works, [], self.axis, self._timeout if moved.device.type == "cpu" else None)
+        return BackendWork(call, works, [], self._waits if moved.device.type == "cpu" else self._unbounded)

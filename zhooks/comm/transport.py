@@ -81,6 +81,15 @@ class Transport(Protocol):
     def broadcast(self, call: Call, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with that of the axis' first rank."""
 
+    def interrupt(self) -> None:
+        """End the waits of those who wait for this rank: a wait has failed.  Nothing is sent until ``renew``."""
+
+    def renew(self, opened: Transport) -> None:
+        """Go on with the connections of ``opened``, a new transport of this kind over the same axis; it is not used itself.
+
+        What was under way is not waited for any more.
+        """
+
     def close(self) -> None:
         """Give back groups and memory; the transport is not used again."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.device import VirtualWork
 from offload.virtual import NAME, Machine, Moment, access, running
 from offload.work import Work
-from zhooks.comm.transport import CONTROL, Call, Nbytes, TwoSteps
+from zhooks.comm.transport import CONTROL, Call, Nbytes, Transport, TwoSteps
 from zhooks.comm.virtual_stages import channel_of
 from zhooks.layout import Axis, Layout
 
@@ -76,6 +76,12 @@ class VirtualTransport:
             self._start(call, "broadcast", tensor.nbytes, reads=[], writes=[tensor]).wait()
         elif self._channel is not None:
             tensor.copy_(self._channel.values("broadcast", [tensor])[0][0])
+
+    def interrupt(self) -> None:
+        return None
+
+    def renew(self, opened: Transport) -> None:
+        return None
 
     def close(self) -> None:
         self.closed = True

@@ -5,9 +5,10 @@ from __future__ import annotations
 from zhooks.grad.direct import watch_direct
 from zhooks.grad.gradient import Gradient
 from zhooks.grad.node import Node
-from zhooks.grad.reduce import Reducer
+from zhooks.grad.reduce import Reducer, Rider
 from zhooks.grad.reduce_hooks import ReduceHook
 from zhooks.grad.reduction import Probe, Sent
+from zhooks.grad.replicas import ReplicaSums
 from zhooks.grad.scaled_graph import each
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import Asked, full_state_asked, in_backward, running, transforms
@@ -19,6 +20,8 @@ __all__ = [
     "Probe",
     "ReduceHook",
     "Reducer",
+    "ReplicaSums",
+    "Rider",
     "Scaling",
     "Sent",
     "each",

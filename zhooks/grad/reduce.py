@@ -5,7 +5,8 @@ The ``Reducer`` is handed a unit's gradients by its node of the graph (``node.py
 
 Note: [Canonical order]
     Reductions are launched in one order on all ranks: the reverse of the units' order at first, then the order in which
-    rank 0's first backward completed them.  A unit that is ready early waits its turn; what is left when backward ends
+    rank 0's first backward completed them.  Among replicas that are jobs of their own it stays the first, for one that comes
+    later has seen no backward of the others.  A unit that is ready early waits its turn; what is left when backward ends
     is reduced in the same order, with zeros from a rank that had no gradient.  So every backward outside ``no_sync``
     reduces every unit once.  Then the ranks exchange one byte a parameter: parameters no rank used keep ``grad is None`` as
     in plain PyTorch.
@@ -25,6 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +40,7 @@ from zhooks.grad.accumulation import Accumulation
 from zhooks.grad.gradient import Gradient, gradient_of
 from zhooks.grad.reduce_hooks import ReduceHooks
 from zhooks.grad.reduction import Probe, Reduction, Sent
+from zhooks.grad.replicas import OnAxis, ReplicaSums
 from zhooks.grad.scaling import Scaling
 from zhooks.grad.stacks import accumulates
 from zhooks.grad.user_hooks import hooked
@@ -79,6 +82,19 @@ class Meter(Protocol):
         """A backward has ended, and its gradients are in place."""
 
 
+class Rider(Protocol):
+    """Whose bytes travel with the exchange that every reducing backward of several ranks ends with."""
+
+    def board(self) -> Sequence[int]:
+        """This rank's bytes, 0 to 255; on every rank as many."""
+
+    def arrive(self, largest: Sequence[int]) -> None:
+        """The largest of each over the ranks that share this slice of the model."""
+
+    def forget(self) -> None:
+        """Ranks have not met: some may have heard what others have not."""
+
+
 class Reducer:
     """All reductions of an attachment, in canonical order, a bounded number at a time.
 
@@ -92,21 +108,25 @@ class Reducer:
         self, comm: Comm, pool: Pool, bus: Bus, scaling: Scaling, backward: Backward, *, most: int, unreduced: bool, mean: bool
     ) -> None:
         self.comm, self.pool, self.bus, self.scaling = comm, pool, bus, scaling
-        self._same = SameGathers(comm.world, comm.shard)
+        self._same = SameGathers(comm)
         self._backward = backward
         self.sync = True
         #: This rank has run out of batches: its gradients count as zero.
         self.idle = False
         self.accumulation = Accumulation(comm.world.axis.ranks)
         self.open = False
+        #: A backward ended by an error in its reductions: what gradients hold is of some units only.
+        self.torn = False
         self.updates: Updates | None = None
         self._meter: Meter | None = None
         self.probe: Probe | None = None
+        #: The same kinds, in the same order, on every rank.
+        self.riders: list[Rider] = []
         self.most, self._unreduced = most, unreduced
         self._world = comm.shard.axis.world * comm.replicate.axis.world
-        self._alone = self._world == 1
-        #: What sums over the ranks are divided by.
-        self._divisor = self.comm.averaged if mean else 1
+        self.replicas: ReplicaSums = OnAxis(comm)
+        #: What sums over the ranks of the mesh are divided by.
+        self._mean_of_all, self._divisor = mean, self.comm.averaged if mean else 1
         self.hooks = ReduceHooks()
         self.gradients: dict[int, Gradient] = {}
         #: What all of a backward's gradients are added up, reduced and landed under.
@@ -126,7 +146,27 @@ class Reducer:
     def change(self, *, most: int, unreduced: bool, mean: bool) -> None:
         """Another policy, between steps."""
         self.most, self._unreduced = most, unreduced
-        self._divisor = self.comm.averaged if mean else 1
+        self._mean_of_all, self._divisor = mean, self.comm.averaged if mean else 1
+
+    @property
+    def _alone(self) -> bool:
+        """No other rank takes part in a reduction."""
+        return self._world == 1 and not self.replicas.several
+
+    @property
+    def divisor(self) -> int:
+        """What sums over the ranks and all replicas are divided by, now."""
+        return self._divisor * self.replicas.averaged() if self._mean_of_all else 1
+
+    def reduce_over(self, replicas: ReplicaSums | None) -> None:
+        """From the next backward on gradients are summed over these copies of the model; None is the axis of the mesh."""
+        self.replicas = OnAxis(self.comm) if replicas is None else replicas
+        self._agreed = False
+        self._canonical()
+
+    def _canonical(self) -> None:
+        """The order before ranks have agreed on one."""
+        self._order = [number for number in reversed(self.gradients) if self.gradients[number].flat.layout.padded]
 
     @property
     def to_kept(self) -> float:
@@ -161,7 +201,7 @@ class Reducer:
         kept = {gradient.flat: gradient for gradient in self.gradients.values()}
         self.gradients = {flat.number: kept.get(flat) or gradient_of(flat, self.pool) for flat in flats}
         self._streams = one_stream(flats[0].kind.device) if flats else self._streams
-        self._order = [flat.number for flat in reversed(flats) if flat.layout.padded]
+        self._canonical()
         self._agreed = False
         self._late.clear()
         self.scaling.watch(self.gradients.values())
@@ -169,7 +209,7 @@ class Reducer:
     def expect(self, used: Sequence[int]) -> None:
         """Units in the order of a forward that all ranks have agreed on: until a backward has shown better, gradients
         complete the other way round, a unit's at its first use."""
-        if self._agreed or self.open:
+        if self._agreed or self.open or self.replicas.jobs:
             return
         place = {number: at for at, number in reversed(list(enumerate(used)))}
         self._order.sort(key=lambda number: -place.get(number // FLATS, -1))
@@ -299,7 +339,7 @@ class Reducer:
             self.bus.begin("reduce", flat.name, gradient.moved_nbytes)
         # fp16 sums would overflow.
         before = flat.kind.reduce is torch.float16
-        reduction = Reduction(gradient, self.comm.shard, self._divisor, self.hooks, before=before)
+        reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, before=before)
         for number, chunk in enumerate(gradient.chunks):
             if number:
                 self._make_way()
@@ -317,10 +357,10 @@ class Reducer:
             ]
         gradient = gradient_of(flat, self.pool, returned=True)
         gradient.add(grads)
-        reduction = Reduction(gradient, self.comm.shard, self._divisor, self.hooks, what="reduce for autograd.grad")
+        reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, what="reduce for autograd.grad")
         for chunk in gradient.chunks:
             sent = reduction.start(chunk)
-            sent.begin_replicas(self.comm.replicate)
+            sent.begin_replicas(self.replicas)
             sent.wait()
             reduction.land(sent, self._mean(sent))
         result = reduction.result
@@ -342,7 +382,7 @@ class Reducer:
     def _begin_replicas(self, but: int) -> None:
         """Start the sums over the replicas of all that is under way but the newest ``but``: they run while the next reductions
         do.  Which ones depends on numbers alone, so that all replicas start them in one order."""
-        if self.comm.replicate.axis.world == 1:
+        if not self.replicas.several:
             return
         for place in range(len(self._under_way) - but):
             sent = self._under_way[place]
@@ -350,7 +390,7 @@ class Reducer:
                 key = sent.reduction.gradient.flat.name
                 self.bus.begin("wait reduce", key)
                 try:
-                    sent.begin_replicas(self.comm.replicate)
+                    sent.begin_replicas(self.replicas)
                 finally:
                     self.bus.end("wait reduce", key)
 
@@ -452,15 +492,48 @@ class Reducer:
             # A rank by itself may have put all there was into the gradients that parameters have.
             if not (self._alone and self._idle()):
                 self._finish_all()
+        except BaseException:
+            self.torn = True
+            raise
         finally:
-            for gradient in self.gradients.values():
-                gradient.shard.hand_over()
-            self._next = 0
-            self._ready.clear()
-            self._under_way.clear()
-            self._landed.clear()
-            self._completed.clear()
-            self._seen.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        """Nothing is completed, sent or landed."""
+        for gradient in self.gradients.values():
+            gradient.shard.hand_over()
+        self._next = 0
+        self._ready.clear()
+        self._under_way.clear()
+        self._landed.clear()
+        self._completed.clear()
+        self._seen.clear()
+
+    def abandon(self) -> bool:
+        """Forget a backward that failed, without waiting for ranks that may never come; whether there was one."""
+        failed = self.torn or self.open or bool(self._under_way or self._ready or self._landed)
+        if self.updates is not None:
+            self.updates.finish()
+        self.open = self.torn = False
+        self._clear()
+        for rider in self.riders:
+            rider.forget()
+        return failed
+
+    @property
+    def holds(self) -> bool:
+        """Some parameter has a gradient, or a sum is held back."""
+        held = any(gradient.partial is not None for gradient in self.gradients.values())
+        return held or any(param.grad is not None for one in self.gradients.values() for param in one.flat.params)
+
+    def drop(self) -> None:
+        """Parameters have no gradient any more, and nothing is held back of one."""
+        self.accumulation.owed = False
+        self.scaling.forget()
+        for gradient in self.gradients.values():
+            gradient.resume(None, [False] * len(gradient.flat.params))
+            for param in gradient.flat.params:
+                param.grad = None
 
     def _finish_all(self) -> None:
         for number in self._order[self._next :]:
@@ -484,10 +557,17 @@ class Reducer:
                 present = [a or b for a, b in zip(present, seen, strict=True)] if any(present) else seen
             local.extend(present)
             local.append(seen is not None and number in self._ready)
-        flags = torch.tensor([*local, *self._same.bytes()], dtype=torch.uint8)
+        same, boarded = self._same.bytes(), [rider.board() for rider in self.riders]
+        flags = torch.tensor([*local, *same, *chain.from_iterable(boarded)], dtype=torch.uint8)
+        # First over replicas that are jobs of their own: what is lost on that way is lost for all ranks of this one alike.
+        self.replicas.merge(flags[: len(local)])
         self.comm.world.all_reduce(Call(CONTROL, "end of backward", "all units"), flags, "max")
-        merged, used, again, at = flags.tolist(), {}, [], 0
-        self._same.check(merged[len(local) :], "end of backward")
+        merged, used, again, at = flags.tolist(), {}, [], len(local) + len(same)
+        self._same.check(merged[len(local) : at], "end of backward")
+        for rider, bytes_of in zip(self.riders, boarded, strict=True):
+            rider.arrive(merged[at : at + len(bytes_of)])
+            at += len(bytes_of)
+        at = 0
         for number, gradient in self.gradients.items():
             count = len(gradient.present)
             used[number] = merged[at : at + count]
@@ -498,9 +578,9 @@ class Reducer:
 
     def _agree_order(self) -> None:
         """After the first whole backward, take rank 0's order of completion as canonical."""
-        if self._agreed or self._alone:
+        if self._agreed or self._alone or self.replicas.jobs:
             return
         done = list(dict.fromkeys(self._completed))
         order = done + [number for number in self._order if number not in done]
-        self._order = Agreement(self.comm.world, self.comm.shard).sequence("all units", order)
+        self._order = Agreement(self.comm).sequence("all units", order)
         self._agreed = True

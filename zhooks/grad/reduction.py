@@ -23,7 +23,7 @@ from offload.device import beside
 from zhooks.comm import DONE, REDUCE, Call, Chunk, Transport, Work
 from zhooks.grad.gradient import Gradient, Into
 from zhooks.grad.reduce_hooks import ReduceHooks
-from zhooks.layout import flat_layout
+from zhooks.grad.replicas import ReplicaSums
 from zhooks.unit import Flat
 
 __all__ = ["Probe", "Reduction", "Sent"]
@@ -181,19 +181,18 @@ class Sent:
         """Bytes it lands in, apart from the gradient's own memory and what it is sent from."""
         return 0 if self.received or self.out is self.partial else self.out.nbytes
 
-    def begin_replicas(self, replicate: Transport) -> None:
+    def begin_replicas(self, replicas: ReplicaSums) -> None:
         """When the sum of its range is there, start adding it up over the replicas, in place.  Collective over them.
 
         The caller's stream waits for neither before it waits for ``work``.
         """
         self.replicas = True
-        if replicate.axis.world == 1:
+        if not replicas.several:
             return
         flat, out = self.reduction.gradient.flat, self.out
-        layout = flat_layout([out.numel()], world=replicate.axis.world, itemsize=out.element_size())
         with beside(out.device, "reduce"):
             self.work.wait()
-            self.work = replicate.all_reduce_flat(Call(REDUCE, "reduce replicas", flat.name, flat.number), out, layout)
+            self.work = replicas.add_up(Call(REDUCE, "reduce replicas", flat.name, flat.number), out)
 
     def wait(self) -> None:
         """Until its sum is there."""

@@ -221,6 +221,12 @@ class Scaling:
     def _all_reduce(self, what: str, flags: Tensor) -> None:
         self.comm.stage.all_reduce(Call(CONTROL, "loss scale", what), flags, "max")
 
+    def forget(self) -> None:
+        """What was reduced since the last step is dropped: as if no backward had been."""
+        self._fresh = self._lost = self._asked = False
+        self._bad = {}
+        self._found.clear()
+
     def _lose(self) -> None:
         """This step is lost; the scale backs off once for it."""
         if self._lost:
@@ -260,7 +266,7 @@ class Scaling:
         self._restore()
         if not self.on:
             return
-        mine = [param for group in optimizer.param_groups for param in group["params"] if self._is_mine(param)]
+        mine = [param for group in optimizer.param_groups for param in group["params"] if self.is_mine(param)]
         if not mine:
             return
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
@@ -292,7 +298,8 @@ class Scaling:
         if undo is not None:
             undo()
 
-    def _is_mine(self, param: object) -> bool:
+    def is_mine(self, param: object) -> bool:
+        """It is a parameter of this attachment."""
         return isinstance(param, ShardedTensor) and getattr(param._spec.group, "watch", None) is self
 
     def _ask_other_stages(self) -> None:

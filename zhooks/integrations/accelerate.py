@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import PolicyError
+from offload.errors import CheckpointError, PolicyError
 from offload.policy import Policy
+from offload.text import shown_path
 from zhooks.attach import Attachment, attach
 from zhooks.compiled import uncompiled
 from zhooks.integrations.marks import NO_SYNC, mark, unmark
+from zhooks.integrations.other_ranks import RandomStates, SavedBy, saved_by
 from zhooks.integrations.required import require
 from zhooks.integrations.weights import whole_weights
 
@@ -52,6 +54,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         PolicyError: the policy cannot be read, or Accelerate was asked for another precision or another way to shard.
     """
 
+    step: int
     _models: list[nn.Module]
     _optimizers: list[Any]
 
@@ -232,27 +235,63 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         finally:
             last.remove()
         self.wait_for_everyone()
+        about = SavedBy.noting(step=int(self.step), examples=self._counts())
         for number, attachment in enumerate(self.attachments):
-            attachment.save(_shards(where, number), self._optimizers_of(attachment))
+            attachment.save(_shards(where, number), self._optimizers_of(attachment), extra=about)
         return where
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Go on from what ``save_state`` wrote, on as many ranks.  Collective.
+        """Go on from what ``save_state`` wrote, on any number of ranks.  Collective.
 
         Raises:
             CheckpointError: on every rank: shards of an attached model are missing or others.  That model is as it was; of
-                several, those before it are loaded.
+                several, those before it are loaded.  Also on other ranks than saved, where schedulers or data loaders count
+                what a rank does.
         """
         folder = self._newest(input_dir)
+        saved = saved_by(_shards(folder, 0)) if self.attachments else None
+        elsewhere = saved is not None and saved.ranks != self.num_processes
+        if saved is not None and elsewhere:
+            self._check_counts(_shards(folder, 0), saved)
         for number, attachment in enumerate(self.attachments):
             attachment.load(_shards(folder, number), self._optimizers_of(attachment))
         hooked = bool(self._load_model_state_pre_hook)
         last = super().register_load_state_pre_hook(self._without_models)
         try:
             with self._but_ours(hooked):
+                random = RandomStates()
                 super().load_state(input_dir, load_kwargs, **kwargs)
+            if saved is not None and elsewhere:
+                # Accelerate has read what the rank of this number had, where there was one.
+                random.put_back()
+                self.step = int(saved.facts["step"])
         finally:
             last.remove()
+
+    def _counts(self) -> list[int]:
+        """The examples of a rank between two updates, by each data loader: a prepared scheduler makes one step for them."""
+        every = [getattr(loader, "total_batch_size", None) or 0 for loader in self._dataloaders]
+        return [count * self.gradient_accumulation_steps // self.num_processes for count in every]
+
+    def _check_counts(self, folder: Path, saved: SavedBy) -> None:
+        """What Accelerate keeps by ranks that an attachment knows nothing of.
+
+        Raises:
+            CheckpointError: it would mean something else on this number of ranks.
+        """
+        saved.check_noted(folder)
+        if any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders):
+            raise CheckpointError(
+                f"load {shown_path(folder)}: expected {saved.ranks} ranks as saved, found {self.num_processes}: a stateful "
+                "data loader keeps where one rank stood. Resume on as many, or leave use_stateful_dataloader out."
+            )
+        counted = [one for one in self._schedulers if one.step_with_optimizer and not one.split_batches]
+        if counted:
+            instead = (
+                "A prepared scheduler steps once a rank: keep the batch and gradient_accumulation_steps of a rank, or do not "
+                "prepare it and step it yourself."
+            )
+            saved.check_same(folder, "the examples of a rank's step", "examples", self._counts(), instead)
 
     def _without_weights(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """After the hooks of others: what they left of attached models' weights is not written, as their shards are."""

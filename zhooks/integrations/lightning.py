@@ -6,6 +6,8 @@ wrap DistributedDataParallel around it.  Checkpoints are Lightning's own, whole,
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,20 +15,25 @@ from typing import Any
 
 import torch
 
-from offload.errors import AttachError, PolicyError
+from offload.errors import AttachError, CheckpointError, PolicyError
 from offload.policy import Policy
+from offload.text import shown_path
 from zhooks.attach import Attachment, attach
 from zhooks.integrations.required import require
 from zhooks.integrations.weights import whole_weights
 
 require("lightning", "lightning", (2, 4))
 
+import lightning.pytorch as pl  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 
-__all__ = ["ZhooksStrategy"]
+__all__ = ["SaveOnPreemption", "ZhooksStrategy"]
 
+#: How many ranks saved, in Lightning's checkpoints.
+_RANKS = "zhooks.ranks"
 #: Options of DDPStrategy that are named in its signature.
 _OF_DDP = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
 
@@ -184,6 +191,28 @@ class ZhooksStrategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint({**checkpoint, _RANKS: self.world_size}, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *how: Any, **options: Any) -> dict[str, Any]:
+        """As Lightning's, on any number of ranks.
+
+        Raises:
+            CheckpointError: it is of other ranks and of the middle of an epoch, where Lightning counts the batches of a rank.
+        """
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *how, **options)
+        ranks = checkpoint.get(_RANKS, self.world_size)
+        module = self.lightning_module
+        fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        batches = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+        done = batches.get("current", {}).get("processed", 0)
+        if fitting and ranks != self.world_size and done and not batches.get("is_last_batch"):
+            raise CheckpointError(
+                f"load {shown_path(checkpoint_path)}: expected {ranks} ranks as saved, or a checkpoint of an epoch's end, "
+                f"found {self.world_size} and one after {done} batches of a rank. Resume on as many, or save when epochs end."
+            )
+        return checkpoint
+
     # The end.
 
     def on_exception(self, exception: BaseException) -> None:
@@ -203,3 +232,40 @@ class ZhooksStrategy(DDPStrategy):
         assert self.accelerator is not None and self.cluster_environment is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
+
+
+class SaveOnPreemption(pl.Callback):
+    """Once SIGTERM has reached some rank, all ranks finish the step, save, and end with exit code 0.
+
+    In place of Lightning's own handler during ``fit``, which waits inside the signal for ranks that have not got one.
+
+    Args:
+        path: of the checkpoint, as ``trainer.save_checkpoint`` takes it; ``fit(ckpt_path=path)`` goes on from there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self._before: Any = signal.SIG_DFL
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # Lightning's comes after this one.
+        self._before = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        attachment = getattr(trainer.strategy, "attachment", None)
+        if attachment is None:
+            raise AttachError(
+                f"SaveOnPreemption: expected ZhooksStrategy, found {type(trainer.strategy).__name__}. Pass "
+                "strategy=ZhooksStrategy()."
+            )
+        if threading.current_thread() is threading.main_thread():
+            # What is there is called as well by what catches signals next: Lightning's would wait for the other ranks.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+        attachment.catch_preemption()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Lightning's checkpoints have no gradients: those of a step begun would be lost.
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        if stepped and trainer.strategy.attachment.preempted:
+            trainer.save_checkpoint(self._path)
+            raise SIGTERMException(0)

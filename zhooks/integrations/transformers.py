@@ -14,11 +14,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.errors import CapabilityError, PolicyError
+from offload.errors import CapabilityError, CheckpointError, PolicyError
 from offload.policy import Policy
+from offload.text import shown_path
 from zhooks.attach import Attachment
 from zhooks.integrations.accelerate import SHARDS, Accelerator, bare_optimizer
 from zhooks.integrations.automatic import filled
+from zhooks.integrations.other_ranks import RandomStates, SavedBy, saved_by
 from zhooks.integrations.required import require
 from zhooks.integrations.weights import adapter_weights
 
@@ -53,6 +55,22 @@ class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingAr
     """``transformers.Seq2SeqTrainingArguments``, as ``TrainingArguments`` here."""
 
 
+class SaveOnPreemption(transformers.TrainerCallback):
+    """In place of the Trainer's own for ``enable_jit_checkpoint``, which would save on the ranks that got a signal alone."""
+
+    def __init__(self, trainer: ZeroMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (attachment := self._trainer.attachment) is not None:
+            attachment.catch_preemption()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        attachment = self._trainer.attachment
+        if attachment is not None and attachment.preempted:
+            control.should_save = control.should_training_stop = True
+
+
 class ZeroMixin:
     """Put before a Trainer class: ``class MyTrainer(ZeroMixin, SFTTrainer)``.
 
@@ -70,8 +88,14 @@ class ZeroMixin:
     lr_scheduler: Any
 
     def __init__(self, *args: Any, zhooks: Given = None, **kwargs: Any) -> None:
-        self._policy = zhooks
+        self._policy, self._saves_when_preempted = zhooks, False
+        #: What a load on other ranks than saved gave them, whose own files there are not.
+        self._random: RandomStates | None = None
         super().__init__(*args, **kwargs)
+        if self._saves_when_preempted:
+            self.args.enable_jit_checkpoint = True
+            trainer: Any = self
+            trainer.add_callback(SaveOnPreemption(self))
 
     @property
     def attachment(self) -> Attachment | None:
@@ -86,6 +110,13 @@ class ZeroMixin:
         chosen = given if isinstance(given, Attachment) else filled(given, self.args)
         self.accelerator = Accelerator.over(self.accelerator, chosen)
         self._check_arguments()
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            if self.args.save_strategy == "best":
+                raise PolicyError(
+                    'Trainer: expected a save_strategy that saves when it is asked to, found "best" beside '
+                    'enable_jit_checkpoint = True: evaluation would decide alone. Set save_strategy = "no", "steps" or "epoch".'
+                )
+            self.args.enable_jit_checkpoint, self._saves_when_preempted = False, True
         # One process has one device: nn.DataParallel is for those who have no ranks.
         self.args._n_gpu = min(self.args.n_gpu, 1)
 
@@ -143,7 +174,8 @@ class ZeroMixin:
             base: Any = super()
             base._save_optimizer_and_scheduler(output_dir)
             return
-        self.attachment.save(Path(output_dir) / SHARDS, bare_optimizer(self.optimizer))
+        about = SavedBy.noting(examples=self._examples())
+        self.attachment.save(Path(output_dir) / SHARDS, bare_optimizer(self.optimizer), extra=about)
         if self.args.should_save:
             # A Trainer without zhooks would go on with fresh states, or with older ones that are there.
             torch.save({SHARDS: f"the states are in {SHARDS}/; resume with zhooks"}, os.path.join(output_dir, OPTIMIZER_NAME))
@@ -158,8 +190,48 @@ class ZeroMixin:
             base: Any = super()
             base._load_optimizer_and_scheduler(checkpoint)
             return
-        self.attachment.load(Path(checkpoint) / SHARDS, bare_optimizer(self.optimizer))
+        shards = Path(checkpoint) / SHARDS
+        saved = saved_by(shards)
+        elsewhere = saved.ranks != self.args.world_size
+        if elsewhere:
+            self._check_position(shards, saved)
+        self.attachment.load(shards, bare_optimizer(self.optimizer))
+        self._random = RandomStates() if elsewhere else None
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _examples(self) -> int:
+        """Of one step, on all ranks."""
+        trainer: Any = self
+        batches = 1 if self.accelerator.split_batches else self.args.world_size
+        count: int = trainer._train_batch_size * self.args.gradient_accumulation_steps * batches
+        return count
+
+    def _check_position(self, shards: Path, saved: SavedBy) -> None:
+        """Where the data go on is a number of steps: on other ranks these must be of the same examples."""
+        if self.args.ignore_data_skip:
+            return
+        saved.check_noted(shards)
+        by_length = getattr(self.args, "group_by_length", False)
+        strategy = "group_by_length" if by_length else getattr(self.args, "train_sampling_strategy", "random")
+        if strategy not in ("random", "sequential"):
+            raise CheckpointError(
+                f"load {shown_path(shards)}: expected {saved.ranks} ranks as saved, found {self.args.world_size}: which "
+                f"examples were seen under {strategy} depends on the batch of a rank. Resume on as many, or set "
+                "ignore_data_skip=True."
+            )
+        instead = (
+            "Set per_device_train_batch_size and gradient_accumulation_steps so that their product with the ranks is the same, "
+            "or ignore_data_skip=True to begin the epoch's data anew."
+        )
+        saved.check_same(shards, "the examples of a step", "examples", self._examples(), instead)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Those files are one a rank, of as many ranks; on others the states are what the shards' load gave."""
+        if checkpoint is None or self._random is None:
+            base: Any = super()
+            base._load_rng_state(checkpoint)
+            return
+        self._random.put_back()
 
 
 class Trainer(ZeroMixin, transformers.Trainer):

@@ -52,6 +52,16 @@ class Axis:
     def world(self) -> int:
         return len(self.ranks)
 
+    @property
+    def name_among(self) -> str:
+        """Its name among those that an attachment may have at once: after a move an axis of all ranks may be named as one of
+        some of them is."""
+        return f"axis {self.name} of {self.world} ranks"
+
+    def place(self, rank: int) -> int:
+        """Where any rank of the mesh is on its own axis of this name."""
+        return next((row.index(rank) for row in (*self.siblings, self.ranks) if rank in row), 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

@@ -65,6 +65,11 @@ class FlatPlan:
         return 1 if self.replicated else self.layout.world
 
     @property
+    def shared(self) -> Layout:
+        """The buffer as it is divided over the ranks that share the values."""
+        return self.layout.undivided() if self.replicated else self.layout
+
+    @property
     def sharded(self) -> bool:
         """More than one rank shares them."""
         return self.ranks > 1

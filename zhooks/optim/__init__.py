@@ -12,6 +12,7 @@ from zhooks.optim.owners import Owners, Whole
 from zhooks.optim.rounding import Rounding, check_rounding
 from zhooks.optim.states import sharded_states, state_keys, states_of
 from zhooks.optim.step_hooks import Stepper, watch_steps
+from zhooks.optim.steps import Steps
 from zhooks.optim.stored_states import plain_states_of
 from zhooks.optim.tiered_update import Updater
 from zhooks.optim.update_thread import open_worker
@@ -29,6 +30,7 @@ __all__ = [
     "Owners",
     "Rounding",
     "Stepper",
+    "Steps",
     "Updater",
     "Whole",
     "WholeUpdater",

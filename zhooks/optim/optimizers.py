@@ -175,6 +175,11 @@ class Optimizers:
             raise DivergenceError(problem)
         self.owners.settle(optimizer, verb)
 
+    def meet_again(self) -> None:
+        """Ranks may have come further than others in meeting them: each is met again at its next step."""
+        for met in self._met.values():
+            met.groups = -1
+
     def _note(self, optimizer: Optimizer) -> None:
         """It has been met, as it is now."""
         met = self.met(optimizer)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.errors import ShardedOpError
+from zhooks.tensor import check_together
 
 if TYPE_CHECKING:
     from zhooks.optim.stored_states import Stored
@@ -49,6 +50,12 @@ class OwnedStates(dict[Any, Any]):
     def __repr__(self) -> str:
         where = "of every rank" if self.owner is None else f"on rank {self.owner} of the shard axis"
         return f"OwnedStates({self.name}, {where}, {dict(self)!r})"
+
+    def items(self) -> Any:
+        """As a dict's; refused in a save of ``torch.distributed.checkpoint`` that would leave other ranks' states out."""
+        if self.owner is not None:
+            check_together(self.name)
+        return super().items()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedStates:
         return OwnedStates(self.name, self.owner, copy.deepcopy(dict(self), memo), here=self.here)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.errors import CheckpointError
-from zhooks.comm import CONTROL, AllRanks, Call, Transport
+from zhooks.comm import CONTROL, AllRanks, Call, Comm, Transport
 from zhooks.optim.assign_owners import assign, cost_of
 from zhooks.optim.kernel import names_of
 from zhooks.optim.owned_states import OwnedStates, flags_of, holds_states, tensors_in
@@ -69,16 +69,20 @@ class Owners:
 
     Args:
         flats: the attachment's flats, now.
-        shard: the ranks that share a sharded parameter.
+        comm: its ``shard``: the ranks that share a sharded parameter.
     """
 
-    def __init__(self, flats: Callable[[], Iterable[Flat]], shard: Transport) -> None:
-        self._flats, self._shard = flats, shard
+    def __init__(self, flats: Callable[[], Iterable[Flat]], comm: Comm) -> None:
+        self._flats, self._comm = flats, comm
         self._judged: weakref.WeakKeyDictionary[Optimizer, _Judged] = weakref.WeakKeyDictionary()
 
     @property
     def rank(self) -> int:
         return self._shard.axis.rank
+
+    @property
+    def _shard(self) -> Transport:
+        return self._comm.shard
 
     # What is whole.
 
@@ -207,6 +211,14 @@ class Owners:
         ]
         for one, owner in zip(mine, self._chosen(mine, known), strict=True):
             self._take(optimizer, one, owner)
+
+    def over(self, optimizer: Optimizer, before: Transport) -> list[tuple[Whole, int | None]]:
+        """The owner of each now, where another axis shared them ``before``: the one at the same place among as many ranks,
+        else one that is chosen anew; nobody where it is not sharded."""
+        mine = self.whole(optimizer)
+        same = before.axis.world == self._shard.axis.world
+        known = [one.owner if same else None for one in mine]
+        return list(zip(mine, self._chosen(mine, known), strict=True))
 
     def _chosen(self, mine: Sequence[Whole], known: Sequence[int | None]) -> list[int | None]:
         """The owner of each: whoever has the states, else by cost; nobody in particular where it is not sharded."""

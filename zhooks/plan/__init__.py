@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zhooks.plan.arena import rest_reserve, shards_reserve
 from zhooks.plan.checks import check_holds, check_ignored, check_module, check_scaled
-from zhooks.plan.device_budget import DeviceBudget, device_floor, ignored_here, state_nbytes
+from zhooks.plan.device_budget import DeviceBudget, Headroom, device_floor, ignored_here, state_nbytes
 from zhooks.plan.initialisers import initialiser_of, is_meta
 from zhooks.plan.layouts import STAGED_NBYTES, Layouts
 from zhooks.plan.plan import Plan, look
@@ -15,6 +15,7 @@ __all__ = [
     "STAGED_NBYTES",
     "Admission",
     "DeviceBudget",
+    "Headroom",
     "Layouts",
     "Need",
     "Plan",

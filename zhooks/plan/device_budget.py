@@ -133,21 +133,23 @@ class DeviceBudget:
         while self._handles:
             self._handles.pop().remove()
 
-    def change(self, policy: Policy, device: torch.device) -> int | None:
-        """Another policy, between steps; returns what ``Headroom.spare`` is under it.  Collective.
+    def admit(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm) -> Headroom:
+        """What the bound leaves under another policy beside units that are, or would be, laid out so.  Collective.
 
         Raises:
-            BudgetError: as ``device_headroom``; steps are refused until another policy frees memory.
+            BudgetError: they are not within it; on every rank.
         """
-        known = list(self._counted)
+        limit = _limit(policy, device, comm)
+        if limit is None:
+            return Headroom(None, None)
+        return _headroom(limit, policy, units, list(self._counted), comm, self._ignored, " Nothing has been changed.")
+
+    def change(self, policy: Policy, headroom: Headroom) -> None:
+        """Another policy, between steps, under which ``admit`` has found this."""
         self._counted.clear()
         self._unforeseen.clear()
-        self._policy, self._limit = policy, _limit(policy, device, self._comm)
-        if self._limit is None:
-            return None
-        headroom = self._headroom(known, "")
+        self._policy, self._limit = policy, headroom.limit
         self._count(headroom)
-        return headroom.spare
 
     def lay_out(self, units: Sequence[UnitPlan]) -> int | None:
         """Parameters were frozen or unfrozen, and units are to be laid out so; returns what ``Headroom.spare`` will be.

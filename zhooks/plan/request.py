@@ -31,6 +31,7 @@ from zhooks.plan.checks import (
 )
 from zhooks.plan.initialisers import check_initialisers
 from zhooks.plan.overlaps import check_own_memory
+from zhooks.report import check_resilience
 from zhooks.tensor import ShardedTensor
 
 __all__ = ["Request", "read"]
@@ -97,6 +98,7 @@ def read(
     axes = resolve(mesh)
     check_division(model, axes.tp, ignored)
     check_axis(chosen, axes.names)
+    check_resilience(chosen, axes.names)
     check_initialisers(model, init)
     facts = {"attach": {"sync": str(sync)}, "optimizer": optimizer_facts(optimizer, ignored.parameters(model))}
     known = () if optimizer is None else (optimizer,)

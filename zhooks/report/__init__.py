@@ -8,7 +8,9 @@ from zhooks.report.grad_norms import GradNorms
 from zhooks.report.grad_statistics import GradStatistics
 from zhooks.report.memory import MemoryReport, memory_report
 from zhooks.report.noise_scale import NoiseEstimate, NoiseScale
+from zhooks.report.nonfinite import NonFinite
 from zhooks.report.observe import Observation, state_held
+from zhooks.report.replica_checks import ReplicaChecks, check_resilience
 
 __all__ = [
     "Calibrated",
@@ -17,7 +19,10 @@ __all__ = [
     "MemoryReport",
     "NoiseEstimate",
     "NoiseScale",
+    "NonFinite",
     "Observation",
+    "ReplicaChecks",
+    "check_resilience",
     "describe",
     "memory_report",
     "state_held",

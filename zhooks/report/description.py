@@ -17,7 +17,7 @@ from offload.tier import Tier
 from zhooks.comm import Comm
 from zhooks.compiled import named_modules
 from zhooks.grad import Scaling
-from zhooks.layout import EP, PP, TP, Ignored, Placement, Table
+from zhooks.layout import EP, PP, REPLICATE, SHARD, TP, Ignored, Placement, Table
 from zhooks.unit import Unit
 
 
@@ -79,7 +79,7 @@ def _axes(comm: Comm) -> str:
     """How many ranks each axis has, and on tp and pp, which this rank is."""
     others = ((comm.tp.axis, TP), (comm.pp.axis, PP if comm.pipelined else EP))
     divided = [(axis, name) for axis, name in others if axis.world > 1]
-    data = [(axis, axis.name) for axis in (comm.shard.axis, comm.replicate.axis)]
+    data = [(comm.shard.axis, SHARD), (comm.replicate.axis, REPLICATE)]
     sizes = [f"{name} x {axis.world}" for axis, name in (*data, *divided)]
     here = [f"{axis.rank} of {name}" for axis, name in divided]
     return ", ".join(sizes) + (f" (this is {', '.join(here)})" if here else "")

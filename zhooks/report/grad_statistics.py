@@ -99,6 +99,11 @@ class GradStatistics:
                 "noise_scale: expected several ranks, or several backward passes a step, found one rank and [optimizer] "
                 "overlap = true, which allows one pass. Set overlap = false."
             )
+        if self._runtime.reducer.replicas.jobs:
+            raise CapabilityError(
+                "noise_scale: expected a mean over the ranks of the mesh, found one over replicas that are jobs of their own. "
+                "Measure without them."
+            )
         if self._runtime.reducer.probe is not None:
             raise ShardedOpError(
                 "noise_scale: expected one measurement at a time, found another handle that is open. Close that one first."

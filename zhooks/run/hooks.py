@@ -86,6 +86,8 @@ class Before(Hook):
         self._runtime, self._units, self._scope, self._casts = runtime, tuple(units), scope, casts
         # The last forward of the module began a pass; a recomputation in backward then casts as that forward did.
         self.begins = False
+        #: What is entered through the module, for whoever names it.
+        self.where = units[0].name if units else scope.name
         # Of each forward of the module that runs.
         self._given: list[Given | None] = []
 
@@ -95,10 +97,14 @@ class Before(Hook):
         backward, outermost = in_backward(), runtime.outermost
         if not backward:
             self.begins = outermost
+            if outermost:
+                runtime.inputs.note(args, kwargs)
         runtime.enter(module, self._units, self._scope, module.training)
         path = f"{where} {'train' if module.training else 'eval'}" if outermost and not backward else None
         runtime.saved.entered(module, args, kwargs, where=where, begins=path, unit=bool(self._units))
         scaling, begins = self._casts.scaling, outermost and self.begins
+        if runtime.values is not None and begins and not backward and torch.is_grad_enabled():
+            runtime.values.given((args, kwargs))
         dtype = self._casts.given(module, begins)
         if dtype is None and not (begins and scaling.on):
             return None
@@ -126,6 +132,8 @@ class After(Hook):
         # torch calls this with None from inside its except clause; a module may also return None of its own.
         failed = output is None and sys.exc_info()[0] is not None
         runtime = self._runtime
+        if runtime.values is not None and not failed and not in_backward() and torch.is_grad_enabled():
+            runtime.values.made(self._before.where, output)
         self._before.left(failed)
         runtime.saved.left(module, failed)
         runtime.leave(module, failed)

@@ -15,16 +15,18 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from offload.errors import ShardedOpError
 from offload.events import Bus
 from offload.policy import Policy
 from zhooks.activation import SavedParameters
-from zhooks.comm import Agreement, Comm
+from zhooks.comm import Agreement, Comm, LastInputs
 from zhooks.compiled import Breaks
 from zhooks.grad import Node, Reducer, Scaling, in_backward, running, transforms, watch_direct
 from zhooks.layout import Ignored, Table
@@ -46,6 +48,16 @@ def forget_idle_graphs() -> None:
     """
     if sum(runtime.forget_idle_graphs() for runtime in _living):
         gc.collect()
+
+
+class Values(Protocol):
+    """Who is shown what training passes are given and make (``report/nonfinite.py``)."""
+
+    def given(self, value: Any) -> None:
+        """A forward begins, with these arguments."""
+
+    def made(self, where: str, value: Any) -> None:
+        """A module that a unit is entered through has made this."""
 
 
 class Runtime:
@@ -81,8 +93,10 @@ class Runtime:
         )
         self.node = Node(self.reducer)
         choices = Choices(schedule.prefetch, schedule.reshard_after_forward, spare, schedule.uneven)
-        self.paths = Paths(choices, Agreement(comm.world, comm.shard))
+        self.paths = Paths(choices, Agreement(comm))
         self.saved = SavedParameters(self.backward_use, model, comm, bus, ignored)
+        self.values: Values | None = None
+        self.inputs = LastInputs()
         self._units: list[Unit] = []
         self._of: dict[int, Unit] = {}
         self.relayout_due, self.releases = False, False
@@ -465,6 +479,37 @@ class Runtime:
             self.saved.residual.backward_over()
             if walk is not None:
                 self.bus.end("backward", walk.path.name)
+
+    @property
+    def updated_early(self) -> bool:
+        """Updates in backward have changed values for a step that has not come."""
+        return any(flat.spent for unit in self._units for flat in unit.flats)
+
+    def abandon(self) -> bool:
+        """Be at rest after ranks have not met, without waiting for any; whether gradients of a backward were lost.
+
+        What paths and reductions had agreed on is forgotten, for some ranks may have come further than others.
+        """
+        lost = self._back is not None
+        with suppress(ShardedOpError):
+            self.reducer.updates_due("recover")
+        if self._pass is not None:
+            self._abandon_dead()
+        self._back, self._kept = None, frozenset()
+        self._tasks.clear()
+        self._entries.clear()
+        self.saved.backward_over()
+        self.saved.residual.backward_over()
+        lost = self.reducer.abandon() or lost
+        for unit in self._units:
+            unit.trainable_left = 0
+        self._abandon_gathers()
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.forget()
+        self.forget_idle_graphs()
+        self.take(self._units)
+        return lost
 
     # The sharded tensor.
 

@@ -1,6 +1,6 @@
 """What operations, copies and collectives take on a hardware profile: a machine's `Costs` from ``offload.hardware``.
 
-``run.py`` makes one for a simulation.  What an operation does is counted by ``offload.virtual``; it keeps no clock.
+``run.py`` makes one for a simulation.  What an operation does is counted by ``offload.counting``; it keeps no clock.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from offload.counting import flops, moved, name_of
 from offload.hardware import Collective, CostModel, Hardware
-from offload.virtual import ACCELERATOR, HOST, Operation, flops, moved, name_of
+from offload.virtual import ACCELERATOR, HOST, Operation
 from zhooks.simulation.slowdown import Pace, slowed
 
 __all__ = ["HardwareCosts"]

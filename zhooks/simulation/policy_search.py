@@ -42,7 +42,7 @@ from zhooks.planning import (
 )
 from zhooks.simulation.job import Build, Job, said
 from zhooks.simulation.proposals import Proposal, Proposals
-from zhooks.simulation.run import Simulation, simulate
+from zhooks.simulation.run import Simulation, lasting, simulate
 from zhooks.simulation.watch import Watch
 
 __all__ = ["find_policy"]
@@ -210,7 +210,7 @@ class _Space:
         if isinstance(one, Outcome):
             return one
         found, watch = one
-        self.tell(f"{candidate}: {found.step_s * 1e3:,.1f} ms, {as_size(found.device.nbytes)} on the device")
+        self.tell(f"{candidate}: {lasting(found.step_s)}, {as_size(found.device.nbytes)} on the device")
         self.simulated[candidate], self.watched[candidate] = found, watch
         self.bounds.observe(candidate, watch.passes_s, watch.passes_peak)
         return Outcome(found.step_s, self._memory(candidate, found))

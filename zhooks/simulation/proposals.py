@@ -13,7 +13,7 @@ from offload.policy import Policy, Table, written
 from offload.text import as_dollars, as_size, toml_value
 from offload.tier import Tier
 from zhooks.planning import Candidate, Limits, Memory, Ranking, Tried
-from zhooks.simulation.run import Simulation
+from zhooks.simulation.run import Simulation, lasting
 from zhooks.simulation.watch import RESOURCES
 
 __all__ = ["Bandwidth", "Proposal", "Proposals"]
@@ -150,14 +150,14 @@ class Proposals:
             held = [as_size(each.memory.on(tier)) if each.memory.on(tier) else "-" for tier in Tier]
             columns = "".join(f" {size:>10}" for size in held)
             price = "-" if each.simulation.price is None else as_dollars(each.simulation.price)
-            taken = f"{each.simulation.step_s * 1e3:>9,.1f} ms{columns} {price:>15}"
+            taken = f"{lasting(each.simulation.step_s):>12}{columns} {price:>15}"
             yield f"{number:>2}. {taken}  {each.binds:<12} {each.candidate}"
         yield from self.reasons()
 
     def reasons(self) -> Iterator[str]:
         """Why the first one: what it is busy with, what its tiers need, what would be quicker and does not fit."""
         best = self.best[0]
-        busy = ", ".join(f"{name} {best.busy[name] * 1e3:,.1f} ms" for name in RESOURCES if best.busy.get(name, 0.0) >= 5e-5)
+        busy = ", ".join(f"{name} {lasting(best.busy[name])}" for name in RESOURCES if best.busy.get(name, 0.0) >= 5e-5)
         yield f"first: busy with {busy}"
         for name, each in best.bandwidths().items():
             enough = "hides behind compute" if each.needed <= each.found else "does not hide behind compute"
@@ -167,7 +167,7 @@ class Proposals:
             )
         quicker = [each for each in self.ranking.unfit if each.seconds < best.simulation.step_s]
         for tried in self._shown(quicker):
-            at = f"{tried.seconds * 1e3:,.1f} ms" if tried.simulated else f"at least {tried.seconds * 1e3:,.1f} ms"
+            at = lasting(tried.seconds) if tried.simulated else f"at least {lasting(tried.seconds)}"
             yield f"does not fit: {tried.candidate} ({at}): {tried.why}"
         if len(quicker) > _SHOWN:
             yield f"  and {len(quicker) - _SHOWN} more that would be quicker"

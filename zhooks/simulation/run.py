@@ -23,7 +23,7 @@ from offload.allocator import Settings, parse_settings
 from offload.errors import PolicyError, SimulationError, ZhooksError
 from offload.hardware import Hardware
 from offload.policy import Policy
-from offload.text import as_dollars, as_size
+from offload.text import as_dollars, as_duration, as_size
 from offload.virtual import ACCELERATOR, HOST, Machine, Race, Races
 from zhooks.attach import Attachment, abandon, attach
 from zhooks.comm import ranks_on_paper
@@ -36,7 +36,7 @@ from zhooks.simulation.reserved import Allocations, Reserved
 from zhooks.simulation.slowdown import Pace, Slowdown, slowest
 from zhooks.simulation.stages import pipeline
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["Simulation", "lasting", "simulate"]
 
 #: FLOPs, bytes over the link, bytes over the network, so far.
 Counts = tuple[float, float, float]
@@ -111,28 +111,28 @@ class Simulation:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.hardware} x {self.world}: {self.step_s * 1e3:,.1f} ms a step (predicted, on no hardware)",
-            f"  compute {self.compute_s * 1e3:,.1f} ms, communication beyond it {self.exposed_s * 1e3:,.1f} ms, "
-            f"host {self.host_s * 1e3:,.1f} ms",
+            f"{self.hardware} x {self.world}: {lasting(self.step_s)} a step (predicted, on no hardware)",
+            f"  compute {lasting(self.compute_s)}, communication beyond it {lasting(self.exposed_s)}, "
+            f"host {lasting(self.host_s)}",
             f"  {self.tflops:,.1f} TFLOP/s a device, {self.mfu:.1%} of its peak",
             f"  sent a step: {as_size(int(self.link_nbytes))} over a device's link, {as_size(int(self.network_nbytes))} a node",
         ]
         if self.waiting_s:
-            lines.append(f"  this is rank {self.rank}, the slowest: the others wait {self.waiting_s * 1e3:,.1f} ms for it")
+            lines.append(f"  this is rank {self.rank}, the slowest: the others wait {lasting(self.waiting_s)} for it")
         if self.stages:
             share = self.bubble_s / self.step_s if self.step_s else math.nan
             lines.append(
-                f"  {len(self.stages)} stages wait for each other {self.bubble_s * 1e3:,.1f} ms each ({share:.1%}), on average"
+                f"  {len(self.stages)} stages wait for each other {lasting(self.bubble_s)} each ({share:.1%}), on average"
             )
             lines += [
-                f"    stage {place}: compute {stage.compute_s * 1e3:,.1f} ms, waits {stage.bubble_s * 1e3:,.1f} ms, device "
+                f"    stage {place}: compute {lasting(stage.compute_s)}, waits {lasting(stage.bubble_s)}, device "
                 f"{as_size(stage.device.nbytes)}, host {as_size(stage.host.nbytes)}" + ("" if stage.fits else ": does not fit")
                 for place, stage in enumerate(self.stages)
             ]
         places = (("device", self.device, self.device_memory), ("host", self.host, self.host_memory))
         for what, peak, there in places:
             held = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in peak.holders.items())
-            lines.append(f"  {what} memory: {as_size(peak.nbytes)} at {peak.at * 1e3:,.1f} ms" + (f" ({held})" if held else ""))
+            lines.append(f"  {what} memory: {as_size(peak.nbytes)} at {lasting(peak.at)}" + (f" ({held})" if held else ""))
             if peak.nbytes > there:
                 missing = as_size(peak.nbytes - there)
                 lines.append(f"  does not fit: {missing} more than the {as_size(there)} of the {what}")
@@ -145,6 +145,11 @@ class Simulation:
             lines.append(f"  {self.joules:,.0f} J a step" + ("" if self.price is None else f", {as_dollars(self.price)}"))
         lines += [f"  race: {race}" for race in self.races]
         return "\n".join(lines)
+
+
+def lasting(seconds: float) -> str:
+    """A predicted time for a reader, with a digit more than others: predictions are compared."""
+    return as_duration(seconds * 1e9, digits=4)
 
 
 def simulate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zhooks.tensor.checkpoint_chunks import check_together
 from zhooks.tensor.group import ShardGroup
 from zhooks.tensor.overflow import Name, Overflow, Overflows, Watch, overflowed
 from zhooks.tensor.range_tensor import ParamShard, part_numel
@@ -22,6 +23,7 @@ __all__ = [
     "StoredTensor",
     "VectorShard",
     "Watch",
+    "check_together",
     "overflowed",
     "part_numel",
     "spanned",

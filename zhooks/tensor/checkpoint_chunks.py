@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ChunkTensor",
     "boxes",
+    "check_together",
     "chunk_at",
     "chunk_list",
     "chunks_of",
@@ -166,16 +167,34 @@ def written_by(spec: ParamShard, fqn: str) -> list[Chunk]:
             "tensor from one rank, found HuggingFaceStorageWriter, which would keep one of them. Save without it, or call "
             "attachment.save_full(file) on every rank."
         )
-    ranks = under_way["distW"]
-    together = under_way.get("use_collectives", True) and ranks.use_dist and dist.get_world_size(ranks.group) > 1
-    if not together and (spec.group.sharded or spec.place is not None):
+    if not _together(under_way) and (spec.group.sharded or spec.place is not None):
         # Torch compares the chunks of several ranks with the tensor's size, and those of one rank with nothing.
-        raise ShardedOpError(
-            f"torch.distributed.checkpoint.save of {fqn} ({spec.name}): expected all ranks to save together, for each has a "
-            "range, found this rank by itself (no_dist=True, use_collectives=False or a process group of one). Leave that out, "
-            "or call attachment.save(folder) on every rank."
-        )
+        raise _by_itself(f"{fqn} ({spec.name})", "each has a range")
     return chunks
+
+
+def check_together(name: str) -> None:
+    """Refuse the states of a parameter that one rank alone has, where this rank saves by itself; quick where nobody saves.
+
+    Raises:
+        ShardedOpError: torch's plan of such a save asks for them.
+    """
+    under_way = _save_under_way(sys._getframe())
+    if under_way is not None and not _together(under_way):
+        raise _by_itself(f"the optimizer state of {name}", "the parameter's owner has it")
+
+
+def _together(under_way: dict[str, Any]) -> bool:
+    ranks = under_way["distW"]
+    return bool(under_way.get("use_collectives", True) and ranks.use_dist and dist.get_world_size(ranks.group) > 1)
+
+
+def _by_itself(what: str, why: str) -> ShardedOpError:
+    return ShardedOpError(
+        f"torch.distributed.checkpoint.save of {what}: expected all ranks to save together, for {why}, found this rank by "
+        "itself (no_dist=True, use_collectives=False or a process group of one). Leave that out, or call "
+        "attachment.save(folder) on every rank."
+    )
 
 
 def _save_under_way(caller: FrameType | None) -> dict[str, Any] | None:

@@ -266,8 +266,8 @@ def range_alone(what: str, tensor: RangeTensor) -> ShardedOpError:
     return ShardedOpError(
         f"{what} {spec.name} (torch.save, safetensors, save_pretrained, or a checkpoint of Lightning, Accelerate or Trainer): "
         f"expected the whole tensor, found {found}. Call, on every rank, "
-        "attachment.save(folder) to resume, attachment.save_full(file) for the weights, or attachment.state_dict(optimizer), "
-        "whole on rank 0: save_pretrained(..., state_dict=that['model'])."
+        "attachment.save(folder) to resume, attachment.save_pretrained(folder) for the folder that from_pretrained reads, "
+        "attachment.save_full(file) for the weights alone, or attachment.state_dict(optimizer), whole on rank 0."
     )
 
 

@@ -84,6 +84,10 @@ class Buffer:
         """The range in memory; short-lived where it is kept on disk.  Writes reach it."""
         return self._values
 
+    def copied(self) -> Tensor | None:
+        """What is kept of the range in the compute dtype beside it; as it will be, where it is due to be cast anew."""
+        return None
+
     def stored(self) -> Tensor | BlockRange:
         """The range where it is kept, opened by nobody."""
         return self._values
@@ -198,6 +202,12 @@ class StoreBuffer(Buffer):
     def values(self) -> Tensor:
         self._reclaim()
         return self.master.tensor()
+
+    def copied(self) -> Tensor | None:
+        if self.copy is None:
+            return None
+        values = self.values()
+        return values.to(self._kind.compute) if self._copied != self.master.version else self.copy.tensor(Mode.READ)
 
     def stored(self) -> Tensor | BlockRange:
         self._reclaim()

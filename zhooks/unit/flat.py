@@ -269,6 +269,11 @@ class Flat:
         elif self.state is State.GATHERING:
             self.state, self._version = State.GATHERED, -1
 
+    def forget(self) -> None:
+        """As ``abandon``, and what is gathered passes for the values no more: other ranks may have gathered less."""
+        self.abandon()
+        self._version = -1
+
     def _move(self, verb: str) -> None:
         moved = MOVES.get((self.state, verb))
         assert moved is not None, f"unit {self.name}: cannot {verb} while {self.state.value}"

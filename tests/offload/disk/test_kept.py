@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from offload.disk import DiskFile, Extent, Kept
+from offload.disk import DiskFile, Extent, Kept, KeptRange, ReadAhead
 from offload.disk.disk_tier import ALIGN, CHECK
 from offload.errors import BudgetError, TierError
 from offload.pages import aligned
@@ -38,7 +42,12 @@ def written(disk: DiskFile, seed: int) -> Extent:
 
 
 def read(kept: Kept, start: int = 0, stop: int = NBYTES) -> Tensor:
-    return torch.cat([chunk.clone() for chunk in kept.chunks(start, stop)])
+    place = KeptRange(kept, start, stop)
+    return whole(ReadAhead([place]), place)
+
+
+def whole(ahead: ReadAhead, place: KeptRange) -> Tensor:
+    return torch.cat([chunk.clone() for chunk in ahead.chunks(place)])
 
 
 def test_what_is_kept_stays_while_its_block_goes_on_elsewhere(disk: DiskFile) -> None:
@@ -114,3 +123,119 @@ def test_a_reader_of_a_closed_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="was closed"):
         read(kept)
     kept.close()
+
+
+def held_reads(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
+    """No read of the file ends before the event is set; the offsets that were asked for."""
+    gate, asked, real = threading.Event(), list[int](), os.preadv
+
+    def preadv(fd: int, buffers: Sequence[Any], offset: int) -> int:
+        asked.append(offset)
+        assert gate.wait(300)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return gate, asked
+
+
+def test_the_next_ranges_are_read_while_one_is_used_and_memory_is_bounded(tmp_path: Path) -> None:
+    disk = DiskFile(tmp_path, threads=16)
+    extents = [written(disk, seed) for seed in range(6)]
+    kept = [disk.keep(extent, "b") for extent in extents]
+    reads: list[tuple[int, Tensor]] = []
+    for number, each in enumerate(kept):
+        each.read = lambda into, at, real=each.read, number=number: (reads.append((number, into)), real(into, at))[1]
+    places = [KeptRange(each, CHECK, NBYTES) for each in kept]
+    ahead = ReadAhead(places)
+    for number, place in enumerate(places):
+        chunks = ahead.chunks(place)
+        first = next(chunks)
+        assert torch.equal(first, pattern(number)[CHECK : 8 * CHECK])
+        assert max(each for each, _ in reads) >= min(number + 1, 5), "what comes next was begun before this one was used"
+        assert torch.equal(torch.cat(list(chunks)), pattern(number)[8 * CHECK :])
+        kept[number].close()
+    assert [number for number, _ in reads] == [number for number in range(6) for _ in range(2)], "each window is read once"
+    assert len({into.data_ptr() for _, into in reads}) <= 3
+    disk.close()
+
+
+def test_ranges_side_by_side_share_what_was_read(disk: DiskFile) -> None:
+    kept = disk.keep(written(disk, 4), "b")
+    cuts = [0, 5, CHECK, 8 * CHECK + 3, 8 * CHECK + 70, NBYTES]
+    offsets: list[int] = []
+    real = kept.read
+    kept.read = lambda into, at: (offsets.append(at), real(into, at))[1]
+    places = [KeptRange(kept, start, stop) for start, stop in pairwise(cuts)]
+    ahead = ReadAhead(places)
+    for place in places:
+        assert torch.equal(whole(ahead, place), pattern(4)[place.start : place.stop])
+    assert offsets == [0, 8 * CHECK]
+    kept.close()
+
+
+def test_closing_waits_for_reads_under_way_and_space_comes_back_after(
+    disk: DiskFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = [disk.keep(written(disk, seed), "b") for seed in range(3)]
+    gate, asked = held_reads(disk, monkeypatch)
+    places = [KeptRange(each, 0, NBYTES) for each in kept]
+    ahead, over = ReadAhead(places), threading.Event()
+
+    def read_one() -> None:
+        with suppress(TierError):
+            next(ahead.chunks(places[0]))
+        ahead.close()
+        for each in kept:
+            each.close()
+        over.set()
+
+    for each in kept:
+        disk.free(each.extent)
+    reader = threading.Thread(target=read_one)
+    reader.start()
+    assert soon(lambda: bool(asked)) and disk.used == 3 * (NBYTES + ALIGN - NBYTES % ALIGN) and not over.is_set()
+    gate.set()
+    assert over.wait(300)
+    reader.join()
+    assert disk.used == 0
+
+
+def test_the_file_is_closed_while_ranges_are_read(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [disk.keep(written(disk, seed), "b") for seed in range(4)]
+    gate, asked = held_reads(disk, monkeypatch)
+    places = [KeptRange(each, 0, NBYTES) for each in kept]
+    ahead, found = ReadAhead(places), list[Any]()
+
+    def read_all() -> None:
+        try:
+            for seed, place in enumerate(places):
+                found.append(torch.equal(whole(ahead, place), pattern(seed)))
+        except TierError as error:
+            found.append(error)
+        ahead.close()
+
+    reader = threading.Thread(target=read_all)
+    reader.start()
+    assert soon(lambda: bool(asked))
+    closer = threading.Thread(target=disk.close)
+    closer.start()
+    gate.set()
+    closer.join(300)
+    reader.join(300)
+    assert found and all(each is True or "was closed" in str(each) for each in found)
+
+
+def test_bytes_that_have_changed_are_refused_and_those_before_them_are_right(disk: DiskFile) -> None:
+    extents = [written(disk, seed) for seed in range(2)]
+    kept = [disk.keep(extent, "b") for extent in extents]
+    with open(disk.path, "r+b") as file:
+        file.seek(extents[1].offset + CHECK)
+        file.write(b"damaged")
+    places = [KeptRange(each, 0, NBYTES) for each in kept]
+    ahead = ReadAhead(places)
+    assert torch.equal(whole(ahead, places[0]), pattern(0))
+    with pytest.raises(TierError, match="expected checksum"):
+        whole(ahead, places[1])
+    ahead.close()
+    for each in kept:
+        each.close()

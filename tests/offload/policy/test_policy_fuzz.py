@@ -25,7 +25,7 @@ from tests.support.policy_texts import EVERYTHING, WHOLE
 
 Write = Callable[..., Path]
 FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
-SOME = settings(FILES, max_examples=400)
+SOME = settings(FILES, max_examples=200)
 #: What a change of the schema must survive once: run with -m slow.
 MANY = settings(FILES, max_examples=10_000)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.budget import Budget
 from offload.device import open_device
-from offload.disk import Bytes, DiskFile, Kept, SystemIo
+from offload.disk import Bytes, DiskFile, Kept, KeptRange, ReadAhead, SystemIo
 from offload.disk.io import Io
 from offload.errors import BudgetError
 from offload.memory import HostPool
@@ -222,7 +222,8 @@ class Played:
     def read_kept(self, key: str) -> bool:
         if self.kept:
             kept, expected = self.kept.pop(self.random.randrange(len(self.kept)))
-            chunks = [chunk.clone() for chunk in kept.chunks(0, expected.numel() * 4)]
+            place = KeptRange(kept, 0, expected.numel() * 4)
+            chunks = [chunk.clone() for chunk in ReadAhead([place]).chunks(place)]
             assert torch.equal(torch.cat(chunks).view(torch.float32) if chunks else expected[:0], expected)
             kept.close()
         return False

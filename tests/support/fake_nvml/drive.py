@@ -1,8 +1,9 @@
 """Runs a list of steps against the NVML sampler, in a process whose loader finds the fake library.
 
 Read from standard input as JSON, answered on standard output as JSON, one answer a step: ``set`` slots, ``open`` the
-sampler, ``sample`` it (after ``wait`` seconds, or ``until`` slots or readings are at least so much), tell its ``state``,
-``get`` slots, ``close`` it.
+sampler (those opened before stay, ``use`` goes back to one by its number), ``environ`` variables, ``cuda`` begins to run in a
+torch that shows these UUIDs, ``sample`` it (after ``wait`` seconds, or ``until`` slots or readings are at least so much), tell
+its ``state``, ``get`` slots, ``close`` it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.fake_nvml import PLACES, Slots
 from tests.support.waiting import soon
-from zprof.nvml.sampling import NvmlSampler, open_nvml
+from zprof.gpu.sampling import NvmlSampler, open_nvml
 
 
 def reached(slots: Slots, sampler: NvmlSampler | None, name: str, least: int) -> bool:
@@ -27,9 +29,19 @@ def reached(slots: Slots, sampler: NvmlSampler | None, name: str, least: int) ->
     return sampler is not None and any(f"{key} {what}" == name and value >= least for what, key, value in sampler.sample())
 
 
+def running(uuids: list[str]) -> Any:
+    """A torch whose CUDA runs."""
+    devices = [SimpleNamespace(uuid=uuid) for uuid in uuids]
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True, device_count=lambda: len(devices), get_device_properties=lambda index: devices[index]
+    )
+    return SimpleNamespace(cuda=cuda)
+
+
 def main() -> None:
     slots = Slots(Path(os.environ["FAKE_NVML"]))
     sampler: NvmlSampler | None = None
+    opened: list[NvmlSampler] = []
     answers: list[Any] = []
     for step in json.load(sys.stdin):
         answer: Any = None
@@ -42,7 +54,14 @@ def main() -> None:
                 assert soon(partial(reached, slots, sampler, name, least)), f"{name}: never {least}"
         if "open" in step:
             sampler = open_nvml(**step["open"])
+            opened.append(sampler)
             answer = sampler.state()
+        if "use" in step:
+            sampler = opened[step["use"]]
+        if "environ" in step:
+            os.environ.update(step["environ"])
+        if "cuda" in step:
+            sys.modules["torch"] = running(step["cuda"])
         if "sample" in step:
             assert sampler is not None
             begin = time.perf_counter()
@@ -59,6 +78,8 @@ def main() -> None:
             sampler.close()
             answer = [thread.name for thread in threading.enumerate()]
         answers.append(answer)
+    for left in opened:
+        left.close()
     sys.stdout.write(json.dumps(answers))
 
 

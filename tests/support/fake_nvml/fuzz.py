@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from tests.support.fake_nvml import COUNTS, PLACES, Slots
-from zprof.nvml.sampling import NvmlSampler, open_nvml
+from zprof.gpu.sampling import NvmlSampler, open_nvml
 
 CODES = [*range(31), 999, -1, 77, 2**31 - 1, -(2**31)]
 VALUES = [0, 1, 2, 3, 7, 50, 100, 101, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**50, 2**62, 2**63 - 1]

@@ -20,7 +20,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.partition_nets import moved
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
 
-STEPS, LAYERS = 10, 3
+STEPS, LAYERS = 5, 3
 TIERS = ("device", "host", "disk")
 #: stage, partition, tier, sequence parallel
 PRODUCT = list(itertools.product((0, 1, 2, 3), ("none", "tp"), TIERS, (False, True)))

@@ -253,14 +253,14 @@ def test_what_is_each_ranks_own_is_refused_on_other_ranks(ranks: Ranks, tmp_path
 def counts_reads(path: str) -> None:
     run = Resharded(Path(path), seed=5)
     read: list[int] = []
-    real = ShardReader.elements
+    real = ShardReader.read
 
-    def elements(self: ShardReader, name: str, start: int, numel: int) -> Any:
-        read.append(numel * self.entry(name).dtype.itemsize)
-        return real(self, name, start, numel)
+    def into(self: ShardReader, name: str, start: int, out: torch.Tensor) -> None:
+        read.append(out.nbytes)
+        real(self, name, start, out)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ShardReader, "elements", elements)
+        patched.setattr(ShardReader, "read", into)
         run.attachment.load(Path(path) / "run", run.optimizer)
     ranges = [param.to_local() for param in run.model.parameters()]
     states = [value.to_local() for states in run.optimizer.state.values() for value in states.values() if value.dim()]
@@ -460,6 +460,41 @@ def test_stages_that_are_divided_over_tp_are_divided_anew(
     ranks(world).run(f"{__name__}:saves_stages", path=str(tmp_path), stages=stages, tp=tp)
     names = STAGES if stages > 1 else ("run",)
     ranks(other).run(f"{__name__}:loads_stages", path=str(tmp_path), stages=into, names=names, tp=over)
+
+
+def loads_narrow_matrices(path: str) -> None:
+    run = Resharded(Path(path), seed=5, kind="muon", dtype="bfloat16")
+    run.attachment.load(Path(path) / "run", run.optimizer)
+    kept = run.full().get("optimizer", {}).get("state", {})
+    for number, wanted in torch.load(Path(path) / "full.pt")["optimizer"]["state"].items() if kept else ():
+        assert torch.equal(kept[number]["momentum_buffer"], wanted["momentum_buffer"].to(torch.bfloat16))
+    run.train(2, 1)
+
+
+def test_states_of_whole_matrices_follow_the_masters_dtype(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(f"{RESHARD}:save", path=str(tmp_path), kind="muon")
+    ranks(1).run(f"{__name__}:loads_narrow_matrices", path=str(tmp_path))
+
+
+def saves_layers(path: str) -> None:
+    for layer in range(3):
+        zhooks.attach(Staged(range(layer, layer + 1))).save(Path(path) / f"layer{layer}", ())
+
+
+def loads_overlapping_layers(path: str) -> None:
+    stage = place()[0]
+    model = Staged(range(stage, stage + 2))
+    attachment = zhooks.attach(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")))
+    before = full(model)
+    with pytest.raises(zhooks.CheckpointError, match="found other folders on some stages"):
+        attachment.load([Path(path) / f"layer{stage + each}" for each in range(2)], ())
+    assert same(full(model), before)
+
+
+def test_stages_that_share_some_folders_and_not_others_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Each takes all that its folders hold, and the layer in the folder of both would be in both."""
+    ranks(1).run(f"{__name__}:saves_layers", path=str(tmp_path))
+    ranks(2).run(f"{__name__}:loads_overlapping_layers", path=str(tmp_path))
 
 
 def test_names_that_stages_share_are_refused(ranks: Ranks, tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ import zhooks
 from tests.support.killed import ends_unless_killed_at
 from tests.support.resuming import Run
 
-path = Path(sys.argv[1])
+path, every = Path(sys.argv[1]), int(sys.argv[2])
 run = Run({"stage": 3})
 run.train(range(1))
 
@@ -373,9 +373,9 @@ def save_killed_at(number, target, **more):
         saving.wait()
     return ends_unless_killed_at(number, ("fsync", "rename", "unlink", "mkdir", "rmdir"), work)
 
-number, found, ended = 0, [], False
+number, found, ended = 1 - every, [], False
 while not ended:
-    number += 1
+    number += every
     folder = path / str(number)
     folder.mkdir()
     run.save(folder / "run", extra={"saved": 0})
@@ -391,7 +391,7 @@ assert new == sorted(new) and new[-1] and not new[0] and number > 15, found
 # One of a series: the next, which has another name, leaves nothing of it.
 number, ended = 0, False
 while not ended:
-    number += 1
+    number += every
     folder = path / f"series-{number}"
     folder.mkdir()
     run.save(folder / "step-1", keep=1, extra={"saved": 0})
@@ -404,8 +404,10 @@ assert number > 15
 '''
 
 
-def test_a_save_killed_at_any_call_leaves_one_checkpoint_that_loads(tmp_path: Path) -> None:
-    done = python("-c", KILLED, str(tmp_path))
+# Every other call by default, of the one save or of the next of a series.
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_save_killed_at_any_call_leaves_one_checkpoint_that_loads(tmp_path: Path, every: int) -> None:
+    done = python("-c", KILLED, str(tmp_path), str(every))
     assert done.returncode == 0, done.stderr
 
 

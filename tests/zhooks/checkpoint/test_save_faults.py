@@ -32,6 +32,7 @@ from offload.disk.scratch import started_ticks
 from offload.events import Event
 from offload.shards import Entry, ShardReader, ShardWriter
 from offload.shards import commit as shard_commit
+from offload.shards.folder import Folder
 from offload.text import as_size
 from tests.support.forked import python
 from tests.support.inside import checksum_of, units_of
@@ -65,7 +66,7 @@ from tests.support.inside import EXCHANGE
 from tests.support.killed import ends_unless_killed_at
 from tests.support.resuming import Run
 
-path = Path(sys.argv[1])
+path, every = Path(sys.argv[1]), int(sys.argv[2])
 run = Run({"stage": 3})
 run.train(range(1))
 
@@ -83,9 +84,10 @@ def loaded(target):
 for earlier, exchanges in ((True, True), (True, False), (False, True)):
     if not exchanges:
         setattr(*EXCHANGE, lambda *names: False)
-    number, found = 0, []
+    # What one of the three leaves out, the next one kills.
+    number, found = -int(exchanges and every > 1), []
     while not found or not ended:
-        number += 1
+        number += every
         folder = path / f"{earlier}{exchanges}{number}"
         folder.mkdir(parents=True)
         if earlier:
@@ -102,12 +104,13 @@ for earlier, exchanges in ((True, True), (True, False), (False, True)):
 '''
 
 
-def test_a_save_killed_at_any_call_leaves_one_checkpoint_that_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_save_killed_at_any_call_leaves_one_checkpoint_that_loads(tmp_path: Path, every: int) -> None:
     """SIGKILL before each call that touches the file system: the earlier one loads, or from the commit on the new one.
 
     Where the file system exchanges two folders, and where the commit takes two renames.
     """
-    done = python("-c", KILLED, str(tmp_path))
+    done = python("-c", KILLED, str(tmp_path), str(every))
     assert done.returncode == 0, done.stderr
 
 
@@ -192,6 +195,23 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_nothing(room: 
                 with refused(run, match), failing(call, code, rank=last):
                     run.save(path / "run")
         assert os.listdir(path) == ["run"] and run.load(path / "run") == {"step": 1}
+
+
+@on_ranks(1)
+def test_a_save_that_commits_where_another_has_just_done_so_takes_its_place() -> None:
+    one, other = Run(SMALL), Run(SMALL)
+    other.train(range(1))
+    real = Folder.rename
+
+    def later(self: Folder, old: str, new: str) -> None:
+        patched.undo()
+        other.attachment.save(path / "run", other.optimizer, extra={"of": "other"})
+        real(self, old, new)
+
+    with folder() as path, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Folder, "rename", later)
+        one.attachment.save(path / "run", one.optimizer, extra={"of": "one"})
+        assert one.attachment.load(path / "run", one.optimizer) == {"of": "one"} and os.listdir(path) == ["run"]
 
 
 @on_ranks(1, 2)

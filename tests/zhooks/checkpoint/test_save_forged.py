@@ -160,6 +160,28 @@ def test_a_forged_checkpoint_loads_whole_or_changes_nothing_on_any_rank(part: st
         run.train(range(2, 4))
 
 
+@on_ranks(2, fresh=(True, False))
+def test_a_state_of_a_whole_matrix_in_another_dtype_is_refused_on_every_rank(fresh: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    attachment, optimizer = zhooks.attach(model, policy={"stage": 3}), torch.optim.Muon(model.parameters())
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+
+    def narrow(document: dict[str, Any], tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        name = next(name for name, value in tensors.items() if name.startswith("tree/") and value.is_floating_point())
+        tensors[name] = tensors[name].to(torch.bfloat16)
+
+    with folder() as path:
+        attachment.save(path / "good", optimizer)
+        if place()[0] == 0:
+            forge(path / "good", path / "bad", 0, narrow)
+        from_first(None)
+        other = torch.optim.Muon(model.parameters()) if fresh else optimizer
+        with pytest.raises(zhooks.CheckpointError, match=r"Muon's momentum_buffer in torch\.\w+, .* found torch\.\w+"):
+            attachment.load(path / "bad", other)
+        attachment.load(path / "good", other)
+
+
 @pytest.mark.parametrize("state", [None, [], {}, {"torch": 1, "python": 2, "cuda": []}])
 def test_random_states_of_another_kind_are_refused(state: Any) -> None:
     from zhooks.checkpoint.rng import check

@@ -255,6 +255,26 @@ def test_a_rank_that_saves_by_itself_is_refused() -> None:
         dcp.save(alone.model.state_dict(), checkpoint_id=str(path / f"alone{place()[0]}"), no_dist=True)
 
 
+@on_ranks(2, tier=("device", "host"))
+def test_a_rank_that_saves_states_of_owners_alone_by_itself_is_refused(tier: str) -> None:
+    """Nothing in them is a range: what other ranks own would be missing, and nobody would know."""
+    job = Job({"stage": 3, "optimizer": {"tier": tier}}, kind="muon_with_adam")
+    job.train(range(1))
+    of_one = {"state": job.optimizer.state_dict()["state"]}
+    states = {"state": {name: held for name, held in of_one["state"].items() if not any_ranges(held)}}
+    refusals = dcp.CheckpointException, zhooks.ShardedOpError
+    with folder() as path, by_itself():
+        with pytest.raises(refusals, match=r"parameter's owner has it.*no_dist=True"):
+            dcp.save(states, checkpoint_id=str(path / f"{place()[0]}"), no_dist=True)
+        assert not list(path.glob("*/.metadata"))
+        dist.barrier()
+        dcp.save(states, checkpoint_id=str(path / "together"))
+
+
+def any_ranges(held: dict[str, Any]) -> bool:
+    return any(isinstance(value, zhooks.ShardedTensor) for value in held.values())
+
+
 @on_ranks(2)
 def test_a_storage_that_keeps_one_chunk_of_a_tensor_is_refused_on_every_rank() -> None:
     job = Job({"stage": 3})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zhooks
 from tests.support.compiling import breaks, compiling, graphs
 from tests.support.launched import launched
-from tests.support.on_ranks import folder, hooks_left, on_ranks
+from tests.support.on_ranks import folder, hooks_left, on_ranks, place
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -281,3 +282,27 @@ def test_the_policy_is_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_text("stage = 2\n")
     with launched():
         assert Accelerator(cpu=True, zhooks=tmp_path / "policy.toml").policy.stage == 2
+
+
+@on_ranks(1, 2, limit_s=180.0)
+def test_a_signal_on_one_rank_alone_ends_the_script_on_all_after_the_step_in_a_state_that_goes_on() -> None:
+    with folder() as path, launched() as (_, world):
+        through = ours({"stage": 3})
+        through.train(0, STEPS)
+        expected = through.values()
+        script = ours({"stage": 3})
+        attachment = script.accelerator.attachment(script.model)
+        attachment.catch_preemption()
+        for step in range(STEPS):
+            if step == 1 and place()[0] == world - 1:
+                signal.raise_signal(signal.SIGTERM)
+            script.train(step, step + 1)
+            if attachment.preempted:
+                script.accelerator.save_state(str(path))
+                break
+        assert step == 1
+        attachment.detach()
+        again = ours({"stage": 3})
+        again.accelerator.load_state(str(path))
+        again.train(step + 1, STEPS)
+        assert all(torch.equal(value, other) for value, other in zip(again.values(), expected, strict=True))

@@ -5,6 +5,7 @@ pytest runs it, on one rank and on two.
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -290,3 +291,60 @@ def test_what_contradicts_the_policy_is_refused_and_both_are_named(tmp_path: Pat
         fitted(tmp_path, ours(scaled), 1, 1, precision="bf16-mixed")
     with quiet(), launched(), pytest.raises(zhooks.PolicyError, match=r'\[precision\] param = "bf16".*precision="bf16-mixed"'):
         fitted(tmp_path, ours({"precision": {"param": "bf16"}}), 1, 1, precision="bf16-mixed")
+
+
+class Signalled(lightning.Callback):  # type: ignore[misc]
+    """The last rank alone is told to end during a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_start(self, run: Any, module: Any, batch: Any, number: int) -> None:
+        rank, world = place()
+        if run.global_step == self._step and rank == world - 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@on_ranks(1, 2, limit_s=180.0)
+def test_a_signal_on_one_rank_alone_ends_all_after_the_step_with_exit_code_0_in_a_checkpoint_that_goes_on() -> None:
+    from zhooks.integrations.lightning import SaveOnPreemption
+
+    class Third(lightning.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, run: Any, *_: Any) -> None:
+            if run.global_step == 3:
+                run.save_checkpoint(path / "third.ckpt")
+
+    with quiet(), folder() as path, launched() as (_, world):
+        fitted(path, ours(), world, 1, callbacks=[Third()], max_steps=3)
+        file = path / "preempted.ckpt"
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            fitted(path, ours(), world, 1, callbacks=[SaveOnPreemption(file), Signalled(2)])
+        assert not ended.value.code
+        assert signal.getsignal(signal.SIGTERM) == before
+        found, expected = (torch.load(each, weights_only=False) for each in (file, path / "third.ckpt"))
+        assert found["global_step"] == expected["global_step"] == 3
+        for part in ("state_dict", "optimizer_states"):
+            torch.testing.assert_close(found[part], expected[part], rtol=0, atol=0)
+        run, _ = fitted(path, ours(), world, 1, resume=file, max_steps=4)
+        assert run.global_step == 4
+
+
+def test_a_signal_between_two_backwards_of_a_step_saves_after_the_step_and_no_gradient_is_lost(tmp_path: Path) -> None:
+    from zhooks.integrations.lightning import SaveOnPreemption
+
+    with quiet(), launched() as (_, world):
+        _, undisturbed = fitted(tmp_path, ours(), world, 2, max_steps=2)
+        file = tmp_path / "preempted.ckpt"
+        with pytest.raises(SystemExit):
+            fitted(tmp_path, ours(), world, 2, callbacks=[SaveOnPreemption(file), Signalled(1)], max_steps=2)
+        run, resumed = fitted(tmp_path, ours(), world, 2, resume=file, max_steps=2)
+        assert run.global_step == 2
+        torch.testing.assert_close(values(resumed), values(undisturbed), rtol=0, atol=0)
+
+
+def test_saving_on_preemption_is_refused_by_name_under_another_strategy(tmp_path: Path) -> None:
+    from zhooks.integrations.lightning import SaveOnPreemption
+
+    with quiet(), pytest.raises(zhooks.AttachError, match="expected ZhooksStrategy, found"):
+        fitted(tmp_path, "auto", 1, 1, callbacks=[SaveOnPreemption(tmp_path / "file")])

@@ -186,14 +186,16 @@ def test_the_trainer_saves_adapters_over_a_quantised_base_alone_and_no_quantised
         trainer.train()
         assert trainer.attachment is not None and len(trainer.attachment.left_out) == 15
         trainer.save_model(str(path / "adapter"))
+        trainer.attachment.save_pretrained(path / "exported")
         trainer.accelerator.wait_for_everyone()
         state = dict(zip(dict(model.named_parameters()), copies(model.parameters()), strict=True))
         if rank == 0:
             names = {file.name for file in (path / "adapter").iterdir()}
             assert "adapter_model.safetensors" in names and "model.safetensors" not in names
-            loaded = peft.PeftModel.from_pretrained(quantised_base(), path / "adapter")
-            low_rank = {name: param for name, param in loaded.named_parameters() if "lora_" in name}
-            assert len(low_rank) == 8 and all(torch.equal(param, state[name]) for name, param in low_rank.items())
-            assert any(param.any() for name, param in low_rank.items() if "lora_B" in name)
+            for written in ("adapter", "exported"):
+                loaded = peft.PeftModel.from_pretrained(quantised_base(), path / written)
+                low_rank = {name: param for name, param in loaded.named_parameters() if "lora_" in name}
+                assert len(low_rank) == 8 and all(torch.equal(param, state[name]) for name, param in low_rank.items())
+                assert any(param.any() for name, param in low_rank.items() if "lora_B" in name)
         with pytest.raises(zhooks.CheckpointError, match=r"found base_model.*q_proj.base_layer.weight and 14 more"):
             trainer.accelerator.get_state_dict(trainer.model)

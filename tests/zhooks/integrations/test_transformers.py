@@ -7,6 +7,7 @@ ranks see. Models are made from configurations: no weights are downloaded.
 from __future__ import annotations
 
 import json
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,36 @@ def test_a_run_resumes_from_its_own_checkpoint_as_if_it_had_gone_on() -> None:
         again.train(resume_from_checkpoint=str(path / "checkpoint-2"))
         assert again.state.global_step == 4
         assert all(torch.equal(value, other) for value, other in zip(values(again.model), expected, strict=True))
+
+
+class Signalled(transformers.TrainerCallback):  # type: ignore[misc]
+    """One rank is told to end during a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step and place()[0] == 0:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@on_ranks(1, 2, limit_s=180.0)
+def test_a_signal_on_one_rank_ends_training_on_all_in_a_checkpoint_that_goes_on() -> None:
+    with launched(), folder() as path:
+        through = ours(path / "through")
+        through.train()
+        expected = values(through.model)
+        told = ours(path / "told", enable_jit_checkpoint=True)
+        told.add_callback(Signalled(1))
+        told.train()
+        assert told.state.global_step == 2
+        told.attachment.detach()
+        again = ours(path / "told")
+        again.train(resume_from_checkpoint=str(path / "told" / "checkpoint-2"))
+        assert all(torch.equal(value, other) for value, other in zip(values(again.model), expected, strict=True))
+        with pytest.raises(zhooks.PolicyError, match='found "best" beside enable_jit_checkpoint'):
+            best = {"metric_for_best_model": "loss", "eval_strategy": "steps"}
+            ours(path, enable_jit_checkpoint=True, save_strategy="best", **best)
 
 
 @on_ranks(2, limit_s=180.0)

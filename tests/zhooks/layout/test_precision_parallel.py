@@ -22,6 +22,8 @@ from tests.support.tp_gpt import divide, plain_gpt
 from tests.support.tp_runs import FINE, attached, data_place, mean_over_data, mesh_of, train
 from tests.support.values import whole
 
+# Ranks that draw other numbers have other bits after one; more are for the loss to move.
+STEPS = 4
 NORMS = [{"match": "*norm*", "precision.param": "fp32"}]
 
 
@@ -67,12 +69,12 @@ def test_rules_give_units_of_a_divided_model_their_own_dtype(stage: int) -> None
 @on_ranks(4, tier=("device", "host"))
 def test_what_ranks_of_tp_hold_alike_is_rounded_alike(tier: str) -> None:
     mesh, plain = mesh_of(2), plain_gpt()
-    expected = train(plain, adamw(plain, 1e-3), (0, 1), 20)
+    expected = train(plain, adamw(plain, 1e-3), (0, 1), STEPS)
     model = divide(plain_gpt().bfloat16(), mesh["tp"])
     cell = {"tier": tier}
     rounding = {"parameter": cell, "gradient": cell, "optimizer": {**cell, "rounding": "stochastic", "seed": 3}}
     attachment = zhooks.attach(model, policy=FINE | rounding, mesh=mesh)
-    losses = train(model, adamw(model, 1e-3), data_place(mesh), 20)
+    losses = train(model, adamw(model, 1e-3), data_place(mesh), STEPS)
     assert mean_over_data(losses)[-1].item() == pytest.approx(expected[-1], rel=2e-2)
     attachment.detach()
     kept = [param for param in model.parameters() if not isinstance(param, DTensor)]

@@ -74,45 +74,43 @@ def uncompiled(policy: dict[str, Any]) -> list[float]:
     return train(model)
 
 
-@on_ranks(1, 2, way=("in place", "wrapped"))
+@on_ranks(1, 2, way=("in place", "wrapped"), early=(True, False))
 @compiling()
-def test_blocks_compiled_before_or_after_attach_are_one_graph_without_a_break(way: str) -> None:
+def test_blocks_compiled_before_or_after_attach_are_one_graph_without_a_break(way: str, early: bool) -> None:
     expected = uncompiled({"units": UNITS})
     made = {"in place": blocks_in_place, "wrapped": blocks_wrapped}[way]
-    for early in (True, False):
-        restart()
-        model = gpt()
-        if early:
-            made(model, "aot_eager")
-        zhooks.attach(model, policy={"units": UNITS})
-        if not early:
-            made(model, "aot_eager")
-        assert train(model) == pytest.approx(expected, abs=TOLERANCE)
-        # The blocks are alike: one graph serves all of them, in every step.
-        assert (graphs(), breaks()) == (1, [])
+    restart()
+    model = gpt()
+    if early:
+        made(model, "aot_eager")
+    zhooks.attach(model, policy={"units": UNITS})
+    if not early:
+        made(model, "aot_eager")
+    assert train(model) == pytest.approx(expected, abs=TOLERANCE)
+    # The blocks are alike: one graph serves all of them, in every step.
+    assert (graphs(), breaks()) == (1, [])
 
 
-@on_ranks(2, way=("in place", "wrapped"))
+@on_ranks(2, way=("in place", "wrapped"), early=(True, False))
 @compiling()
-def test_the_graph_of_a_whole_model_breaks_where_its_units_are_called_alone(way: str) -> None:
+def test_the_graph_of_a_whole_model_breaks_where_its_units_are_called_alone(way: str, early: bool) -> None:
     expected = uncompiled({"units": UNITS})
     made = {"in place": model_in_place, "wrapped": model_wrapped}[way]
-    for early in (True, False):
-        restart()
-        model = gpt()
-        called = made(model, "aot_eager") if early else model
-        zhooks.attach(called, policy={"units": UNITS})
-        if not early:
-            called = made(model, "aot_eager")
-        with pytest.warns(UserWarning, match="compiled code calls units of an attached model") as said:
-            assert train(called) == pytest.approx(expected, abs=TOLERANCE)
-        assert len(said) == 1
-        assert breaks()
-        assert all("zhooks gathers the unit that is called here" in why for why in breaks())
-        assert len(breaks()) <= 2 * (LAYERS + 3)
-        made_by_then = graphs()
-        train(called)
-        assert graphs() == made_by_then
+    restart()
+    model = gpt()
+    called = made(model, "aot_eager") if early else model
+    zhooks.attach(called, policy={"units": UNITS})
+    if not early:
+        called = made(model, "aot_eager")
+    with pytest.warns(UserWarning, match="compiled code calls units of an attached model") as said:
+        assert train(called) == pytest.approx(expected, abs=TOLERANCE)
+    assert len(said) == 1
+    assert breaks()
+    assert all("zhooks gathers the unit that is called here" in why for why in breaks())
+    assert len(breaks()) <= 2 * (LAYERS + 3)
+    made_by_then = graphs()
+    train(called)
+    assert graphs() == made_by_then
 
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -77,6 +77,7 @@ class Branches(nn.Module):
 def test_ranks_may_take_other_branches_with_a_barrier_of_their_own_after_each_step(stage: int) -> None:
     torch.manual_seed(0)
     model = Branches()
+    expected = [param.detach().clone() for param in model.parameters()]
     zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 0}, "comm": {"bucket": 256, "timeout_s": 60}})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -84,6 +85,10 @@ def test_ranks_may_take_other_branches_with_a_barrier_of_their_own_after_each_st
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
+        for value in expected:
+            # Two rows of ones on one rank of two.
+            value.add_(torch.ones_like(value), alpha=-0.1)
+    assert all(torch.equal(param.full_tensor(), value) for param, value in zip(model.parameters(), expected, strict=True))  # type: ignore[operator]
 
 
 @on_ranks(2)

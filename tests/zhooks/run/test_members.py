@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.modules import module as torch_module
 
 import zhooks
+from tests.support.inside import has_store
 from tests.support.on_ranks import hooks_left, on_ranks, place
 from zhooks.run import members
 from zhooks.unit.buffer import FullBuffer
@@ -227,10 +228,11 @@ def test_a_detach_that_fails_half_way_may_be_called_again_and_lets_nothing_train
 
 
 @on_ranks(1, 2)
-def test_an_apply_that_finds_no_room_on_one_rank_leaves_every_unit_usable_on_all() -> None:
+def test_an_apply_that_finds_no_room_on_one_rank_leaves_everything_as_it_was_on_all() -> None:
     model = net()
     small = {"units": {"min_numel": 0}}
-    attachment = zhooks.attach(model, policy={**small, "optimizer": {"tier": "host"}})
+    attachment = zhooks.attach(model, policy={**small, "stage": 2})
+    before, described = attachment.policy, attachment.describe()
     real, calls = FullBuffer.reserve, []
 
     def instead(buffer: FullBuffer) -> None:
@@ -240,7 +242,10 @@ def test_an_apply_that_finds_no_room_on_one_rank_leaves_every_unit_usable_on_all
         real(buffer)
 
     with mock.patch.object(FullBuffer, "reserve", instead), pytest.raises(zhooks.BudgetError, match="no room"):
-        attachment.apply({**small, "stage": 1, "optimizer": {"tier": "host"}})
+        attachment.apply({**small, "stage": 1, "optimizer": {"tier": "host"}, "precision": {"output": "bf16"}})
+    assert attachment.policy == before and attachment.describe() == described
+    # What was opened for it is closed again.
+    assert not has_store(attachment)
     trains_like_plain(model, attachment)
 
 

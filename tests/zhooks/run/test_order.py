@@ -331,12 +331,12 @@ def test_a_sum_over_replicas_is_started_where_only_its_own_range_is_waited_for(m
         return "the sum"
 
     monkeypatch.setattr(reduction, "beside", beside)
-    replicate: Any = SimpleNamespace(axis=SimpleNamespace(world=2), all_reduce_flat=start)
+    replicas: Any = SimpleNamespace(several=True, add_up=start)
     work: Any = SimpleNamespace(wait=lambda: seen.append("range waited for"))
     of: Any = SimpleNamespace(gradient=SimpleNamespace(flat=SimpleNamespace(name="0", number=0)))
     chunk: Any = None
     sent = reduction.Sent(of, chunk, work, torch.zeros(8), torch.zeros(8), received=True)
-    sent.begin_replicas(replicate)
+    sent.begin_replicas(replicas)
     assert sent.work == "the sum"
     assert seen == ["another stream", "range waited for", "sum started", "the caller's stream"]
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zhooks
 from offload.errors import BudgetError, DivergenceError
+from tests.support.inside import short_waits
 from tests.support.on_ranks import on_ranks, place
 from zhooks.run.schedule import Path, Walk
 
@@ -117,19 +118,18 @@ def step_of(model: nn.Module, orders: tuple[list[int], ...]) -> None:
 def test_ranks_that_use_different_units_once_more_are_named_before_anything_is_updated(transport: str) -> None:
     # The backend's own collectives pair the two gathers with each other: their sizes are the same.
     orders = ([0, 1, 2, 1], [0, 1, 2, 0])
-    policy: dict[str, Any] = {**APART, "comm": {"transport": transport, "timeout_s": 10}}
+    policy: dict[str, Any] = {**APART, "comm": {"transport": transport, "timeout_s": 60}}
     # Gloo closes the connection of a rank that has waited in vain, which the other one may hear of first.
     named = r"set \[schedule\] uneven = true" + ("|found rank . gone" if transport == "p2p" else "")
     torch.manual_seed(0)
     first = Chosen()
-    zhooks.attach(first, policy=policy)
-    with pytest.raises(DivergenceError, match=named):
+    with short_waits(zhooks.attach(first, policy=policy)), pytest.raises(DivergenceError, match=named):
         step_of(first, orders)
     torch.manual_seed(0)
     later = Chosen()
-    zhooks.attach(later, policy=policy)
+    attachment = zhooks.attach(later, policy=policy)
     step_of(later, ([0, 1, 2], [0, 1, 2]))
-    with pytest.raises(DivergenceError, match=named):
+    with short_waits(attachment), pytest.raises(DivergenceError, match=named):
         step_of(later, orders)
 
 

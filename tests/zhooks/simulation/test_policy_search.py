@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.hardware import Hardware
 from offload.policy import Policy
-from offload.text import as_size, parse_size
+from offload.text import as_duration, as_size, parse_size
 from offload.tier import Tier
 from tests.support.virtual import on_virtual
 from zhooks import AttachError, BudgetError, SimulationError
@@ -154,7 +154,7 @@ def test_several_nodes_may_hold_replicas_of_shards() -> None:
 def test_the_text_says_memory_a_tier_what_binds_and_what_the_links_must_carry() -> None:
     proposals = found()
     said, first = str(proposals), proposals.best[0]
-    assert f"{first.simulation.step_s * 1e3:,.1f} ms" in said and as_size(first.memory.on(Tier.DEVICE)) in said
+    assert as_duration(first.simulation.step_s * 1e9, digits=4) in said and as_size(first.memory.on(Tier.DEVICE)) in said
     assert first.binds in said and re.search(r"gathers, over links: .* FLOP a byte; needs .* GB/s, has .* GB/s", said)
     needs = first.bandwidths()["gather"]
     assert needs.needed == pytest.approx(needs.nbytes / first.busy["compute"])

@@ -83,7 +83,8 @@ def measured(partition: str, folder: str) -> int:
     attachment = zhooks.attach(model, policy=policy(partition), mesh=mesh)
     for _ in range(2):
         step(model)
-    found = peak(Path(folder) / "steps.zprof", lambda: [step(model) for _ in range(2)])
+    # A thread of Gloo's that lets go of a buffer late adds it to the peak of a step, and of another rank's in another.
+    found = min(peak(Path(folder) / f"step-{number}.zprof", lambda: step(model)) for number in range(6))
     attachment.detach()
     return found - before
 

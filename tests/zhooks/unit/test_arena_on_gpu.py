@@ -16,7 +16,7 @@ import zhooks
 from offload.events import Bus
 from offload.memory import Arena, Use
 from tests.support.widening import DIM, VOCAB, Widening
-from zprof.frag.study import study
+from zprof.allocator.study import study
 
 pytestmark = [
     pytest.mark.gpu,

@@ -339,6 +339,32 @@ def test_a_write_that_fails_in_the_optimizer_loses_no_value(tmp_path: Path, left
     attachment.detach()
 
 
+def test_a_save_has_what_could_not_be_written_back_and_reads_the_rest_from_disk(tmp_path: Path) -> None:
+    model, attachment, optimizer, faulty = attached(tmp_path / "scratch")
+    first, *between, last = model.parameters()
+    wanted = [2 * copies([first])[0], *copies([*between, last])]
+    averages = [*copies(optimizer.state[param]["exp_avg"] for param in (first, *between)),
+                3 * copies([optimizer.state[last]["exp_avg"]])[0]]  # fmt: skip
+    faulty.writes_left = 0
+    with torch.no_grad():
+        first.mul_(2)
+        optimizer.state[last]["exp_avg"].mul_(3)
+    with pytest.raises(zhooks.TierError, match="cannot write"):
+        store_of(attachment).flush()
+    attachment.save(tmp_path / "run", optimizer)
+    faulty.heal()
+    store_of(attachment).flush()
+    assert same(values(model), wanted)
+    other = ZOO["mlp"].build(8)
+    loaded = zhooks.attach(other, policy=on_disk(tmp_path / "other"))
+    stepped = adamw(other)
+    loaded.load(tmp_path / "run", stepped)
+    assert same(values(other), wanted)
+    assert same(copies(stepped.state[param]["exp_avg"] for param in other.parameters()), averages)
+    loaded.detach()
+    attachment.detach()
+
+
 @pytest.mark.parametrize("damage", ["bit", "cut"])
 def test_a_scratch_file_that_was_altered_between_steps_is_noticed_and_names_what_was_lost(tmp_path: Path, damage: str) -> None:
     model, attachment, optimizer, _ = attached(tmp_path)

@@ -7,7 +7,7 @@ decides what a state consists of.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from zhooks import checkpoint
 from zhooks.build import Tiers
 from zhooks.comm import AllRanks, Comm
 from zhooks.layout import Ignored
-from zhooks.optim import Optimizers, Rounding, holders
+from zhooks.optim import Optimizers, Rounding, Steps, holders
 from zhooks.plan import check_holds
 from zhooks.run import Runtime
 from zhooks.unit import Unit
@@ -45,9 +45,17 @@ class Stateful:
     _optimizers: Optimizers
     _undo: ExitStack | None
     _ignored: Ignored
+    _steps: Steps
+    _check_whole: Callable[[str], None]
+    _check_reload: Callable[[str, Sequence[torch.optim.Optimizer]], None]
+    _loaded: Callable[[], None]
     _saving: checkpoint.Saving | None = None
+    #: A move to another policy or mesh ended half way, and could not be taken back.
+    _torn: bool = False
     #: Whose checkpoints later ones replace; a run that is resumed is the one that it loads.
     _run: str = ""
+    #: When the last checkpoint that the run knows of was saved; on the first rank.
+    _newest_ns: int = 0
 
     def _check_attached(self, verb: str) -> None:
         """What the attachment knew of the model is over once it is detached, and would be read or written in vain."""
@@ -55,10 +63,17 @@ class Stateful:
             raise AttachError(
                 f"{verb}: expected an attached model, found one that was detached already. Attach it again first."
             )
+        if self._torn:
+            raise AttachError(
+                f"{verb}: expected a model that is under one policy on one mesh, found one whose move to another ended half "
+                "way, for ranks or tiers failed. Start anew from the last checkpoint."
+            )
 
     def _check_at_rest(self, verb: str) -> None:
         """What reads or writes values comes after the step that early updates were made for, too."""
         self._check_attached(verb)
+        if verb not in ("load", "resume"):
+            self._check_whole(verb)
         self._runtime.finish_backward()
         self._runtime.reducer.updates_due(verb)
 
@@ -105,9 +120,10 @@ class Stateful:
         chosen = optimizer or next(iter(self._known), None)
         if chosen is not None:
             self._optimizers.settle(chosen, "load_state_dict")
-        checkpoint.load_full_state(
-            self.model, self._units, self._comm, state, chosen, self._runtime.scaling.checked, self._ignored
-        )
+        with self._steps.changing("load_state_dict"):
+            checkpoint.load_full_state(
+                self.model, self._units, self._comm, state, chosen, self._runtime.scaling.checked, self._ignored
+            )
         if chosen is not None:
             self._optimizers.admit(chosen)
 
@@ -134,6 +150,35 @@ class Stateful:
         self._check_at_rest("save_full")
         self._runtime.finish_backward()
         checkpoint.save_full(self.model, self._units, self._comm, path, self._ignored)
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        tokenizer: Any = None,
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        """Write the folder that ``from_pretrained`` of transformers reads, or that of PEFT's adapters.  Collective.
+
+        Each rank writes some of the files, with one unit whole in memory at a time.  The folder appears in one rename, when
+        all is on the disk; an earlier one of its kind stays until then, and what else lies in that moves on.
+
+        Args:
+            folder: on a file system all hosts share; absent, empty, or an earlier folder of a model (or of adapters).
+            tokenizer: whatever has ``save_pretrained``, e.g. a tokenizer or processor; rank 0's is written.
+            max_shard_size: the most bytes of one file, as in transformers; a larger tensor has a file of its own.
+            dtype: "fp32", "bf16", "fp16" or torch's: that of the parameters, but those transformers keeps in fp32; None writes
+                the masters as they are.
+        Raises:
+            CheckpointError: on every rank: the model is none of transformers or PEFT, or quantised, or divided over stages; a
+                number would become infinite in ``dtype``; or it could not be written.  Nothing was committed.
+        """
+        self._check_at_rest("save_pretrained")
+        asked = checkpoint.Pretrained(folder, tokenizer, max_shard_size, dtype)
+        checkpoint.save_pretrained(
+            self.model, self._units, self._comm, self._bus, self._ignored, asked, lambda some: self.gathered(*some)
+        )
 
     def save(
         self,
@@ -178,11 +223,14 @@ class Stateful:
             # What torch loaded into it and no step has met yet is saved as ranges, too.
             self._optimizers.meet(each, "save")
         self._run = self._run or ranks.share(secrets.token_hex(8))
-        series = checkpoint.Series(self._run, keep)
+        series = checkpoint.Series(self._run, keep, self._newest_ns)
         if wait:
-            return checkpoint.save(live, folder, extra or {}, series)
-        self._saving = checkpoint.save_beside(live, folder, extra or {}, series, self._snapshot, self.policy.comm.timeout_s)
-        return self._saving
+            saving = checkpoint.save(live, folder, extra or {}, series, self._tiers.store)
+        else:
+            patience_s = self.policy.comm.timeout_s
+            saving = self._saving = checkpoint.save_beside(live, folder, extra or {}, series, self._snapshot, patience_s)
+        self._newest_ns = max(self._newest_ns + 1, saving.begun_ns)
+        return saving
 
     def _check_save(self, ranks: AllRanks, wait: Any, keep: Any) -> None:
         """What ranks must agree on before anything.  Collective."""
@@ -234,6 +282,9 @@ class Stateful:
     ) -> dict[str, Any]:
         """Go on where ``save`` was called, with the same model; returns ``extra``.  Collective.
 
+        A folder that DeepSpeed saved (ZeRO 1 to 3, universal) is recognised: masters, states and options are loaded, and its
+        client state is returned.
+
         Ranks, mesh and policy may be others: each rank reads the ranges it owns.  Every file is verified, by one rank, before
         anything is changed.  States an optimizer has not made yet are made.
 
@@ -248,8 +299,11 @@ class Stateful:
         self._finish_saving("load")
         self._runtime.due()
         chosen = self._chosen("load", optimizer)
+        self._check_reload("load", chosen)
         live = AllRanks(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", chosen, objects))
-        extra = checkpoint.load(live, folder)
+        with self._steps.changing("load"):
+            extra = checkpoint.load(live, folder)
+        self._loaded()
         self._resume([folder] if isinstance(folder, (str, Path)) else list(folder))
         for each in live.optimizers:
             self._optimizers.admit(each)
@@ -258,8 +312,10 @@ class Stateful:
     def _resume(self, folders: Sequence[str | Path]) -> None:
         """Go on as the run that saved, whose checkpoints later ones may replace; of several folders as none.  Collective."""
         ranks = AllRanks(self._comm.stage, "load", shown_path(folders[0]))
-        found = checkpoint.run_of(checkpoint.destination(folders[0], "load")) if ranks.first and len(folders) == 1 else ""
-        self._run = ranks.share(found or "")
+        targets = [checkpoint.destination(each, "load") for each in folders] if ranks.first else []
+        self._run = ranks.share((checkpoint.run_of(targets[0]) or "") if len(targets) == 1 else "")
+        # What is saved from now on is newer, whatever the clocks of hosts say.
+        self._newest_ns = max([self._newest_ns, *map(checkpoint.when_saved, targets)])
 
     def _check_optimizers(self, optimizer: Any, verb: str) -> None:
         given = () if optimizer is None else (optimizer,)

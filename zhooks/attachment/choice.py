@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from offload.errors import DivergenceError
 from offload.events import Bus
 from offload.policy import Policy
 from zhooks.build import Tiers
@@ -52,13 +53,13 @@ class Chosen:
             self._replanning.training_begins()
 
     def _go_over(self, chosen: Policy) -> str:
-        """Go on under another policy; "", or why it could not be, and what had moved has moved back.  Collective."""
-        before, why = self.policy, self._why
+        """Go on under another policy; "", or why it could not be, and everything is as it was.  Collective."""
+        why = self._why
         try:
             self._change(chosen)
+        except DivergenceError:
+            raise
         except Exception as error:
-            # Of whatever kind: the others, whom it was told, change back as well.
-            self._change(before)
             return str(error)
         finally:
             self._why = why

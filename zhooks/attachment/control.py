@@ -6,7 +6,10 @@ reduces.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import AttachError
@@ -38,12 +41,20 @@ class Controlled:
         """
         self._runtime.unshard(self._units_of("unshard", module))
 
-    def reshard(self, module: nn.Module | None = None) -> None:
-        """Release the units of ``module`` again, what the policy keeps until backward too; backward gathers it.  Collective.
+    def apply(self, policy: Any = None, *, mesh: DeviceMesh | None = None) -> None:
+        """As ``Changeable``."""
+        raise NotImplementedError
+
+    def reshard(self, module: nn.Module | DeviceMesh | None = None) -> None:
+        """Release the units of ``module`` again, what the policy keeps until backward too; backward gathers it.  Given a
+        DeviceMesh, move the model to it: ``apply(mesh=mesh)``.  Collective.
 
         Raises:
-            AttachError: ``module`` has no attached parameters; on every rank.
+            AttachError: ``module`` has no attached parameters; on every rank.  For a mesh, and other errors, see ``apply``.
         """
+        if isinstance(module, DeviceMesh):
+            self.apply(mesh=module)
+            return
         self._runtime.reshard(self._units_of("reshard", module))
 
     def _units_of(self, verb: str, module: nn.Module | None) -> list[Unit]:

@@ -1,0 +1,344 @@
+"""Reads the files of a ZeRO checkpoint into what `SavedRun` describes; ``universal.py`` does for a universal one.
+
+Loaders and ``zprof`` call ``read``.  It compares every size with the shapes that the checkpoint states before anything is read
+by them, and never imports DeepSpeed nor runs what a file holds.
+
+Note: [Stages 1 and 2]
+    Each group of the optimizer is one flat vector of its parameters, in the order in which their shapes are listed, cut into
+    as many partitions as ranks; each rank's file has its partition of the fp32 masters and of each state.  It says where
+    parameters are, too (``param_slice_mappings``), but under ``round_robin_gradients`` as if they had not been reordered: that
+    is not believed.  Frozen parameters are in the model states: whole at stage 2 on their own, at stage 1 among the module's.
+
+Note: [Stage 3]
+    Each parameter is cut into as many partitions as ranks, all of ceil(numel / ranks) elements, the last ones padded.  A rank's
+    sub-group is one flat vector of its partitions of the sub-group's parameters, in their order.
+
+Source: ZeRO, arXiv:1910.02054; the files as DeepSpeed 0.19 writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.deepspeed.folder import Files, find, is_file_of_rank, list_files, refused
+from offload.deepspeed.saved import VALUE, Range, SavedRun, SavedTensor, Values, plain_data, vectors_of
+from offload.deepspeed.universal import read_universal
+from offload.torchfiles import Made, PickleError, Stored, TorchFile
+
+__all__ = ["read"]
+
+_OWN = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+    "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+    "universal_checkpoint_info",
+})  # fmt: skip
+_NUMBERS = (torch.float32, torch.float64, torch.int64, torch.int32)
+#: Partitions begin on multiples of so many elements.
+_ALIGNED = 2
+#: Elements at either end of a parameter that are compared with the module's.
+_COMPARED = 64
+#: What model states of one save say alike.
+_STEPS = ("global_steps", "global_samples", "skipped_steps")
+_ABOUT = ("ds_version", "global_steps", "global_samples", "skipped_steps", "lr_scheduler")
+
+
+def read(folder: Path) -> SavedRun:
+    """What the checkpoint in ``folder`` holds, or the one there that ``latest`` names; no values are read.
+
+    Raises:
+        CheckpointError: there is none, it contradicts itself, or it is of a kind that is not read.
+    """
+    path = find(folder)
+    files = list_files(path)
+    try:
+        return _read(files)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, PickleError) as error:
+        raise refused(path, f"files that contradict themselves ({type(error).__name__}: {error})"[:300]) from error
+
+
+def _read(files: Files) -> SavedRun:
+    models = [TorchFile(path) for path in files.model]
+    model = models[0].root
+    if not isinstance(model, dict) or not isinstance(model.get("module"), dict) or model.get("param_shapes") is None:
+        raise refused(files.path, f"{files.model[0].name} without a module and shapes of a ZeRO optimizer's parameters")
+    shapes = [_shapes(group) for group in model["param_shapes"]]
+    for other in models[1:]:
+        if [_shapes(group) for group in other.root["param_shapes"]] != shapes:
+            raise refused(files.path, f"other parameters in {other.path.name} than in {files.model[0].name}")
+        if [_step(other.root, key) for key in _STEPS] != [_step(model, key) for key in _STEPS]:
+            raise refused(files.path, f"{other.path.name} of another step than {files.model[0].name}")
+    trained = {name for group in shapes for name in group}
+    if sum(map(len, shapes)) != len(trained):
+        raise refused(files.path, "a parameter that is listed twice")
+    if files.universal:
+        stage, params, groups, opened = read_universal(files, shapes)
+    else:
+        opened = [TorchFile(path) for path in files.optim]
+        stage, params, groups = _optimizer(files, opened, shapes)
+    _check_names(files, [*models, *(() if files.universal else opened)])
+    for param in params.values():
+        _compare(files, param, model["module"].get(param.name))
+    frozen = _frozen(files, models, trained, stage)
+    params |= {name: param for name, param in frozen.items() if name not in params}
+    buffers = {name: model["module"][name] for name in model["buffer_names"] if name in model["module"]}
+    if not all(isinstance(buffer, Stored) for buffer in buffers.values()):
+        raise refused(files.path, "buffers that are no tensors")
+    about = {key: plain_data(model.get(key)) for key in _ABOUT}
+    client = {str(key): plain_data(value) for key, value in model.items() if key not in _OWN}
+    tied = dict(model.get("shared_params") or {})
+    ranks = model["dp_world_size"] if files.universal else len(files.optim)
+    if type(ranks) is not int or not all(isinstance(of, str) for of in tied.values()):
+        raise ValueError("a number of ranks or tied names that are none")
+    return SavedRun(
+        files.path, stage, files.universal, ranks, params, buffers, tied, groups, client, about, [*models, *opened]
+    )
+
+
+def _step(root: Any, key: str) -> int | None:
+    found = root.get(key)
+    return found if type(found) is int else None
+
+
+def _check_names(files: Files, opened: Sequence[TorchFile]) -> None:
+    """An archive says what its file was called when it was written: two ranks' files that have changed places would be
+    loaded without a word else, where partitions are of one length.
+    """
+    for file in opened:
+        if is_file_of_rank(f"{file.archive}.pt") and file.archive != file.path.stem:
+            raise refused(files.path, f"{file.path.name}, which was written as {file.archive}.pt")
+
+
+def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
+    for name, shape in group.items():
+        known = isinstance(name, str) and isinstance(shape, (tuple, list)) and len(shape) <= 64
+        if not known or not all(type(size) is int and 0 <= size < 2**62 for size in shape):
+            raise ValueError("shapes that are none")
+    return {name: tuple(shape) for name, shape in group.items()}
+
+
+# The optimizer.
+
+
+def _optimizer(
+    files: Files, opened: Sequence[TorchFile], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> tuple[int, dict[str, SavedTensor], list[dict[str, Any]]]:
+    states = [file.root["optimizer_state_dict"] for file in opened]
+    counts = {count for each in states for count in _counts(each)}
+    if counts != {len(opened)}:
+        raise refused(files.path, f"partitions over {sorted(counts)} ranks in {len(opened)} files of optimizer states")
+    stage = _stage(states[0])
+    if any(_stage(each) != stage for each in states):
+        raise refused(files.path, "files of several stages")
+    if stage == 3:
+        return 3, *_stage_3(files, states, shapes)
+    return stage, *_stage_2(files, states, shapes)
+
+
+def _counts(state: Mapping[str, Any]) -> set[int]:
+    count = state["partition_count"]
+    counts = count if isinstance(count, list) else [count]
+    if not all(type(each) is int and 0 < each < 2**31 for each in counts):
+        raise ValueError("a count of partitions that is none")
+    return set(counts)
+
+
+def _stage(state: Mapping[str, Any]) -> int:
+    """BF16_Optimizer, which is stage 1, does not say."""
+    found = state.get("zero_stage", 1)
+    number = found.args[0] if isinstance(found, Made) and str(found.what).endswith(".ZeroStageEnum") else found
+    if type(number) is not int or number not in (1, 2, 3):
+        raise ValueError("a stage that is none")
+    return number
+
+
+def _groups(inner: Mapping[str, Any], numbers: set[int]) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    """The options of each group, and the group of each flat vector."""
+    options: list[dict[str, Any]] = []
+    owner: dict[int, int] = {}
+    for number, group in enumerate(inner["param_groups"]):
+        owner |= dict.fromkeys(vectors_of(group), number)
+        options.append({str(key): plain_data(value) for key, value in group.items() if key != "params"})
+    if owner.keys() != numbers:
+        raise ValueError(f"groups of the vectors {sorted(owner)[:8]} where there are {len(numbers)}")
+    return options, owner
+
+
+def _vectors(
+    files: Files, masters: Sequence[Stored], states: Sequence[Any]
+) -> tuple[dict[str, list[Stored]], dict[str, float]]:
+    """Of one flat vector, by name: the ranks' partitions, and states of one number."""
+    vectors: dict[str, list[Stored]] = {VALUE: list(masters)}
+    numbers: dict[str, float] = {}
+    keys = [set(each) for each in states]
+    if any(each != keys[0] for each in keys):
+        raise refused(files.path, "other optimizer states on some ranks")
+    for key in sorted(map(str, keys[0])):
+        found = [each[key] for each in states]
+        if key == VALUE:
+            raise refused(files.path, f"an optimizer state called {key}")
+        if all(isinstance(one, Stored) and one.shape for one in found):
+            vectors[key] = found
+            continue
+        plain_numbers = {_number(one) for one in found}
+        if len(plain_numbers) != 1:
+            raise refused(files.path, f"{key} of the optimizer, which differs over the ranks")
+        numbers[key] = plain_numbers.pop()
+    for key, ones in vectors.items():
+        if not all(len(one.shape) == 1 and one.dtype.is_floating_point for one in ones):
+            raise refused(files.path, f"{key} of the optimizer, which is no flat vector of the parameters")
+    return vectors, numbers
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Stored) and not value.shape and value.dtype in _NUMBERS:
+        return float(value.tensor())
+    if type(value) in (int, float):
+        return float(value)
+    raise ValueError("a state that is neither a vector nor a number")
+
+
+def _stage_2(
+    files: Files, states: Sequence[Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> tuple[dict[str, SavedTensor], list[dict[str, Any]]]:
+    """See Note [Stages 1 and 2]."""
+    inner = [each["base_optimizer_state"] for each in states]
+    if not all(isinstance(each, dict) for each in inner):
+        raise refused(files.path, "an elastic checkpoint, which DeepSpeed gave up")
+    groups, owner = _groups(inner[0], set(range(len(shapes))))
+    ranks, params = len(states), dict[str, SavedTensor]()
+    for number, group in enumerate(shapes):
+        masters = [each["single_partition_of_fp32_groups"][number] for each in states]
+        vectors, numbers = _vectors(files, masters, [each["state"].get(number, {}) for each in inner])
+        paddings = states[0].get("param_alignment_paddings")
+        gaps = paddings[number] if paddings is not None else [0] * len(group)
+        if not all(type(gap) is int and gap >= 0 for gap in gaps):
+            raise ValueError("paddings that are none")
+        # The last one comes without its padding.
+        partition, at = masters[0].numel, 0
+        for (name, shape), gap in zip(group.items(), gaps, strict=True):
+            numel = math.prod(shape)
+            places = list(_partitions(at, numel, partition, ranks))
+            if sum(count for _, _, count in places) != numel:
+                raise refused(files.path, f"{partition} elements a partition of group {number}, too few for {name}")
+            values = {
+                key: Values(tuple(_range(files, name, ones[rank], start, count) for rank, start, count in places))
+                for key, ones in vectors.items()
+            }
+            params[name] = _param(files, name, shape, owner[number], values, numbers)
+            at += numel + gap
+        if ranks > 1 and not 0 <= partition * ranks - at < _ALIGNED * ranks:
+            raise refused(files.path, f"{ranks} partitions of {partition} elements for the {at} of group {number}")
+    return params, groups
+
+
+def _partitions(at: int, numel: int, partition: int, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """In which partitions elements of a flat vector are: (rank, start, numel)."""
+    end = at + numel
+    while at < end and partition and at // partition < ranks:
+        rank, start = divmod(at, partition)
+        count = min(partition - start, end - at)
+        yield rank, start, count
+        at += count
+
+
+def _stage_3(
+    files: Files, states: Sequence[Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> tuple[dict[str, SavedTensor], list[dict[str, Any]]]:
+    """See Note [Stage 3]."""
+    if any("ds_zero_partition_groups" in each for each in states):
+        raise refused(files.path, "experts, which are partitioned over fewer ranks")
+    inner = [each["optimizer_state_dict"] for each in states]
+    groups, owner = _groups(inner[0], set(range(len(shapes))))
+    ranks, params = len(states), dict[str, SavedTensor]()
+    for number, group in enumerate(shapes):
+        masters = [each["fp32_flat_groups"][number] for each in states]
+        vectors, numbers = _vectors(files, masters, [each["state"].get(number, {}) for each in inner])
+        at = 0
+        for name, shape in group.items():
+            numel = math.prod(shape)
+            most = -(-numel // ranks)
+            counts = [max(0, min(most, numel - rank * most)) for rank in range(ranks)]
+            places = [(rank, count) for rank, count in enumerate(counts) if count]
+            values = {
+                key: Values(tuple(_range(files, name, ones[rank], at, count) for rank, count in places))
+                for key, ones in vectors.items()
+            }
+            params[name] = _param(files, name, shape, owner[number], values, numbers)
+            at += most
+        for key, ones in vectors.items():
+            if any(one.numel != at for one in ones):
+                raise refused(files.path, f"{ones[0].numel} elements of {key} in sub-group {number}, where {at} should be")
+    return params, groups
+
+
+def _range(files: Files, name: str, tensor: Any, start: int, numel: int) -> Range:
+    if not isinstance(tensor, Stored) or start + numel > tensor.numel:
+        raise refused(files.path, f"a partition without the {numel} elements of {name} at {start}")
+    return Range(tensor, start, numel)
+
+
+def _param(
+    files: Files, name: str, shape: tuple[int, ...], group: int, values: Mapping[str, Values], numbers: Mapping[str, float]
+) -> SavedTensor:
+    for key, found in values.items():
+        if found.numel != math.prod(shape) or len({each.tensor.dtype for each in found.ranges}) > 1:
+            raise refused(files.path, f"{found.numel} elements of {name} ({key}) where its shape has {math.prod(shape)}")
+    return SavedTensor(name, shape, group, values, numbers)
+
+
+def _compare(files: Files, param: SavedTensor, weight: Any) -> None:
+    """The module's own weight, where it is there, is the master as the module's dtype has it: at both ends of each range.
+
+    Ranks or names that were taken for each other would be loaded without a word else, where shapes allow it.
+    """
+    if not isinstance(weight, Stored) or weight.numel != param.numel:
+        return
+    master, starts, at = param.values[VALUE], dict[int, int](), 0
+    for each in master.ranges:
+        numel = min(_COMPARED, each.numel)
+        starts |= {at: numel, at + each.numel - numel: numel}
+        at += each.numel
+    for start, numel in starts.items():
+        here, there = master.elements(start, numel).to(weight.dtype), weight.elements(start, numel)
+        if not bool(((here == there) | (here.isnan() & there.isnan())).all()):
+            raise refused(files.path, f"fp32 values of {param.name} that are not its weights in {files.model[0].name}")
+
+
+# What is frozen.
+
+
+def _frozen(files: Files, models: Sequence[TorchFile], trained: set[str], stage: int) -> dict[str, SavedTensor]:
+    """Parameters that the optimizer has not: see Note [Stages 1 and 2]; at stage 3 they are partitioned like the others."""
+    first = models[0].root
+    found: dict[str, SavedTensor] = {}
+    known = first.get("frozen_param_shapes")
+    if known is None:
+        tied, buffers = set(first.get("shared_params") or ()), set(first["buffer_names"])
+        for name, tensor in first["module"].items():
+            if isinstance(tensor, Stored) and name not in trained | tied | buffers and stage < 3:
+                found[name] = _of_one(name, tensor)
+        return found
+    for name, shape in _shapes(known).items():
+        pieces = [model.root["frozen_param_fragments"][name] for model in models]
+        if not all(isinstance(piece, Stored) for piece in pieces):
+            raise ValueError(f"{name}, which is no tensor")
+        if stage < 3:
+            if pieces[0].shape != shape:
+                raise refused(files.path, f"{name} of shape {list(pieces[0].shape)} where {list(shape)} is stated")
+            found[name] = _of_one(name, pieces[0])
+            continue
+        numel, most = math.prod(shape), -(-math.prod(shape) // len(pieces))
+        counts = [max(0, min(most, numel - rank * most)) for rank in range(len(pieces))]
+        ranges = [_range(files, name, piece, 0, count) for piece, count in zip(pieces, counts, strict=True) if count]
+        found[name] = SavedTensor(name, shape, None, {VALUE: Values(tuple(ranges))}, {})
+    return found
+
+
+def _of_one(name: str, tensor: Stored) -> SavedTensor:
+    return SavedTensor(name, tensor.shape, None, {VALUE: Values((Range(tensor, 0, tensor.numel),))}, {})

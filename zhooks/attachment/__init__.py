@@ -1,0 +1,22 @@
+"""The methods of an Attachment, each group of them a class that it derives from."""
+
+from __future__ import annotations
+
+from zhooks.attachment.change import Changeable
+from zhooks.attachment.choice import Chosen
+from zhooks.attachment.control import Controlled
+from zhooks.attachment.peers import Resumable
+from zhooks.attachment.preemption import Preemptible
+from zhooks.attachment.recovery import Recovering, Recovery
+from zhooks.attachment.replicas import Replicated
+
+__all__ = [
+    "Changeable",
+    "Chosen",
+    "Controlled",
+    "Preemptible",
+    "Recovering",
+    "Recovery",
+    "Replicated",
+    "Resumable",
+]

@@ -1,0 +1,111 @@
+"""What an attachment does when its processes are asked to end: it says so on all ranks alike, saves, and leaves.
+
+``Attachment`` is one of these.  It catches no signal unless a loop has asked for it; it never ends a step.
+"""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import AttachError, CheckpointError
+from zhooks.attachment.state import Stateful
+from zhooks.comm import AllRanks, all_or_none, disagreement
+from zhooks.run import Preemption, checked_signals
+
+__all__ = ["Preemptible"]
+
+
+class Preemptible(Stateful):
+    """The verbs of an attachment around the end of its job."""
+
+    _preemption: Preemption | None = None
+
+    def catch_preemption(self, signals: Iterable[int] = (signal.SIGTERM,)) -> None:
+        """Let ``signals`` end no process any more, but be found by ``preempted`` and ``exit_if_preempted``, until ``detach``.
+
+        Call it before the loop, on every rank, in the main thread; once more with the same signals it changes nothing.  A
+        handler of the program's own that was there before is called as well, and put back at ``detach``.  Collective.
+        Raises:
+            AttachError: these are no signals, others than on another rank or than before, or this is not the main thread; on
+                every rank, and no handler has been changed.
+        """
+        self._check_at_rest("catch_preemption")
+        with all_or_none(self._comm.stage, "catch_preemption"):
+            chosen = checked_signals(signals)
+            if self._preemption is not None and self._preemption.signals != chosen:
+                raise AttachError(
+                    f"catch_preemption: expected the signals that are caught already, {_names(self._preemption.signals)}, "
+                    f"found {_names(chosen)}. Catch all of them with the first call."
+                )
+        problem = disagreement(self._comm.stage, {"catch_preemption": {"signals": _names(chosen)}})
+        if problem:
+            raise AttachError(problem)
+        if self._preemption is not None:
+            return
+        assert self._undo is not None
+        caught = self._preemption = Preemption(self._comm, chosen)
+        riders = self._runtime.reducer.riders
+        riders.append(caught)
+        self._undo.callback(riders.remove, caught)
+        self._undo.callback(caught.close)
+        caught.open()
+
+    @property
+    def preempted(self) -> bool:
+        """A signal that ``catch_preemption`` catches has reached some rank; the same answer on every rank.
+
+        Every rank asks it at the same place.  After a backward that has reduced gradients the answer is there; where there was
+        none since the last question (an evaluation, micro-batches inside ``no_sync``), and over tp and pp, the ranks exchange
+        a byte.  Collective.
+        """
+        self._check_attached("preempted")
+        if self._preemption is None:
+            raise AttachError(
+                "preempted: expected signals that are caught, found none. Call attachment.catch_preemption() before the loop, "
+                "on every rank."
+            )
+        self._runtime.finish_backward()
+        return self._preemption.everywhere()
+
+    def exit_if_preempted(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        objects: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        keep: int | None = None,
+    ) -> None:
+        """Where ``preempted``: save, and end this process with ``SystemExit(0)``; else go on.  Collective.
+
+        Call it at the end of the loop's body, after schedulers and counters: what is saved is that moment.  Signals that come
+        during the save change nothing.
+
+        Args:
+            folder, optimizer, objects, keep: as in ``save``.
+            extra: as in ``save``, or a function that returns it.
+        Raises:
+            SystemExit: with code 0, on every rank, once the checkpoint is complete.
+            CheckpointError: as ``save``; on every rank.
+        """
+        if not self.preempted:
+            return
+        try:
+            self._finish_saving("exit_if_preempted")
+        except CheckpointError as error:
+            # It is the same on every rank, and no reason not to save now.
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        ranks = AllRanks(self._comm.stage, "exit_if_preempted", "extra")
+        given = ranks.run(lambda: extra() if callable(extra) else extra)
+        self.save(folder, optimizer, objects=objects, extra=given, keep=keep)
+        raise SystemExit(0)
+
+
+def _names(signals: Sequence[signal.Signals]) -> str:
+    return " ".join(one.name for one in signals)

@@ -1,0 +1,285 @@
+"""A checkpoint of DeepSpeed as a folder of one file that this run's loader reads: named flats, states, groups, buffers.
+
+``save_load.py`` opens one where a folder is DeepSpeed's; from then on it is loaded as any other, by ranges, onto any mesh.  It
+decides which of DeepSpeed's names and options stand for which of the run's, and never reads a value before it is asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from offload.deepspeed import VALUE, SavedRun, SavedTensor, Values
+from offload.errors import CheckpointError
+from offload.shards import Entry, Manifest, Record
+from offload.torchfiles import Stored
+from zhooks.checkpoint.ignored_values import plain_of
+from zhooks.checkpoint.saved_files import Files, Place, SavedFolder
+from zhooks.checkpoint.shard_contents import (
+    DOCUMENT,
+    SHARDED,
+    RunState,
+    buffer_name,
+    group_names,
+    kept_whole,
+    state_name,
+    tensor_name,
+)
+from zhooks.checkpoint.state_tree import Packer
+from zhooks.compiled import plain_name
+
+__all__ = ["deepspeed_folder"]
+
+
+def deepspeed_folder(saved: SavedRun, run: RunState, place: Place) -> SavedFolder:
+    """See the module; made on every rank, of what it read of the folder itself.
+
+    Raises:
+        CheckpointError: the optimizer here is another than the one that was saved.
+    """
+    content = _Content(saved, run)
+    # What the user gave to save_checkpoint, and what DeepSpeed says of the run.
+    extra = {key: value for key, value in saved.about.items() if value is not None} | dict(saved.client)
+    files = Files(lambda rank: content, extra=lambda document, unpacker: extra, random_states=lambda document, unpacker: None)
+    return SavedFolder(saved.path, _manifest(saved, content), place, files)
+
+
+def _manifest(saved: SavedRun, content: _Content) -> Manifest:
+    flats = [
+        {
+            "name": name, "dtype": str(content.entries[tensor_name(number, "value")].dtype).removeprefix("torch."),
+            "padded": param.numel, "shard_numel": param.numel, "align": 1,
+            "segments": [[0, param.numel]] if param.numel else [],
+            "params": [{"name": name, "shape": list(param.shape), "stride": _row_major(param.shape), "start": 0}],
+        }
+        for number, (name, param) in enumerate(content.params.items())
+    ]  # fmt: skip
+    about = {"flats": flats, "places": [[0, 0, 0]], "stage": saved.stage}
+    listed = sorted((file.path.name, file.nbytes) for file in saved.files)
+    token = xxhash.xxh3_64_hexdigest(json.dumps([listed, str(saved.about), flats]).encode())
+    record = Record(name=saved.path.name, nbytes=saved.nbytes, header="", tensors={})
+    return Manifest(format="zhooks sharded checkpoint", version=1, token=token, world=1, about=about, files=[record])
+
+
+def _row_major(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+class _Content:
+    """What stands for the file of a rank: tensors by the names that ``contents`` would give them.
+
+    Attributes:
+        params: those that lie in flats, by their names here.
+    """
+
+    def __init__(self, saved: SavedRun, run: RunState) -> None:
+        self.path, self._saved, self._run = saved.path, saved, run
+        self._named = {name: param for param in saved.params.values() for name in [_name_here(saved, run, param)]}
+        left = plain_of(run.ignored, "load")
+        self.params = {name: param for name, param in self._named.items() if name not in left}
+        self._sources: dict[str, Values | Stored] = {}
+        self.entries: dict[str, Entry] = {}
+        for number, param in enumerate(self.params.values()):
+            self._add(tensor_name(number, "value"), param.values[VALUE], (param.numel,))
+        whole = kept_whole(run, "load")
+        buffers: dict[str, Values | Stored] = {plain_name(name): value for name, value in saved.buffers.items()}
+        buffers |= {name: param.values[VALUE] for name, param in self._named.items() if name in left}
+        shapes = {name: param.shape for name, param in self._named.items()}
+        for name, value in buffers.items():
+            shape = shapes[name] if name in shapes else value.shape if isinstance(value, Stored) else ()
+            self._add(buffer_name(name), value, shape, _widened(value.dtype, whole.get(name)))
+        described = json.dumps(self._described(list(buffers))).encode()
+        self._document = torch.frombuffer(bytearray(described), dtype=torch.uint8)
+
+    def _add(self, name: str, source: Values | Stored, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+        self._sources[name] = source
+        self.entries[name] = Entry(name, dtype or source.dtype, shape)
+
+    def _described(self, buffers: list[str]) -> dict[str, Any]:
+        """See Note [Document] in shard_contents.py."""
+        states: list[Any] = []
+        document = {
+            "gradients": [None] * len(self.params), "partials": [None] * len(self.params), "states": states,
+            "optimizers": [_optimizer(self._run, self._saved, self._named)] if self._run.optimizers else [],
+            "buffers": dict.fromkeys(buffers, True), "modules": {}, "objects": {}, "rounding": {},
+        }  # fmt: skip
+        if self._run.optimizers:
+            for number, param in enumerate(self.params.values()):
+                for key, values in _states(param).items():
+                    name = state_name(number, 0, key, values.dtype)
+                    self._add(name, values, (param.numel,))
+                    states.append([number, 0, key, name, [0]])
+            for name, param in self._named.items():
+                for key, values in _states(param).items() if name not in self.params else ():
+                    self._add(_ignored_state(name, key), values, param.shape)
+        return document
+
+    # What a ShardReader does.
+
+    def entry(self, name: str) -> Entry:
+        if name not in self.entries:
+            raise CheckpointError(f"{self.path}: expected {name}, found no such tensor. Load another checkpoint.")
+        return self.entries[name]
+
+    def elements(self, name: str, start: int, numel: int) -> Tensor:
+        """A run of the tensor's elements, new, 1-D on the CPU."""
+        return self._sources[name].elements(start, numel).to(self.entry(name).dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        if name == DOCUMENT:
+            return self._document
+        entry = self.entry(name)
+        return self.elements(name, 0, math.prod(entry.shape)).reshape(entry.shape)
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare storages with the checksums that their archives have: those that tensors of these names are the first to use.
+
+        Raises:
+            CheckpointError: bytes are not those that were written.
+        """
+        wanted, seen = set(self.entries if names is None else names), set[tuple[Path, str]]()
+        for name, source in self._sources.items():
+            for stored in [source] if isinstance(source, Stored) else [each.tensor for each in source.ranges]:
+                place = stored.file.path, stored.record
+                if place not in seen:
+                    seen.add(place)
+                    if name in wanted:
+                        stored.file.verify(stored.record)
+
+    def close(self) -> None:
+        """Files are open only while they are read."""
+
+
+def _widened(saved: torch.dtype, here: Tensor | None) -> torch.dtype:
+    """A buffer's dtype here, where it holds all that was saved: DeepSpeed converts floating buffers to bf16 or fp16."""
+    if here is None or not (saved.is_floating_point and here.dtype.is_floating_point):
+        return saved
+    one, other = torch.finfo(here.dtype), torch.finfo(saved)
+    return here.dtype if one.max >= other.max and one.eps <= other.eps else saved
+
+
+def _states(param: SavedTensor) -> dict[str, Values]:
+    return {key: values for key, values in param.values.items() if key != VALUE}
+
+
+def _ignored_state(name: str, key: str) -> str:
+    return f"state/{name}/{key}"
+
+
+def _name_here(saved: SavedRun, run: RunState, param: SavedTensor) -> str:
+    """The name that the run has for it, which may be another one of a tied parameter."""
+    here = {spec.name for flat in run.flats for spec in flat.specs} | set(run.ignored.params)
+    names = [param.name, *(name for name, of in saved.tied.items() if of == param.name)]
+    return next((plain for name in names if (plain := plain_name(name)) in here), plain_name(param.name))
+
+
+# The optimizer.
+
+
+def _optimizer(run: RunState, saved: SavedRun, named: Mapping[str, SavedTensor]) -> dict[str, Any]:
+    """The optimizer as ``contents`` would describe it."""
+    if len(run.optimizers) != 1:
+        raise _other(saved, "one optimizer", f"{len(run.optimizers)} here")
+    optimizer = run.optimizers[0]
+    groups = group_names(run, optimizer)
+    if len(groups) != len(saved.groups):
+        raise _other(saved, f"{len(saved.groups)} parameter groups", f"{len(groups)} here")
+    like = _state_of(saved, optimizer)
+    packer, rows, entries = Packer(), [], []
+    for number, (names, kept, here) in enumerate(zip(groups, saved.groups, optimizer.param_groups, strict=True)):
+        wanted = {name for name, param in named.items() if param.group == number}
+        others = {name for name in names if name not in named or named[name].group not in (number, None)}
+        strange = wanted - set(names) or others
+        if strange:
+            what = f"group {number} with {len(wanted)} parameters"
+            raise _other(saved, what, f"{len(names)} here, and {min(strange) or 'one of another model'} in one alone")
+        rows.append({"params": names, "options": packer.pack(_options(saved, optimizer, number, here, kept), "options")})
+        for index, name in enumerate(names):
+            state = _entry(saved, named[name], kept, like, name not in {spec.name for flat in run.flats for spec in flat.specs})
+            if state:
+                entries.append([number, index, state])
+    return {"type": type(optimizer).__name__, "groups": rows, "entries": entries, "owners": [], "loose": packer.pack({}, "")}
+
+
+def _state_of(saved: SavedRun, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What this optimizer keeps of a parameter, by name: of what it holds, else of a step on a parameter that is nobody's.
+
+    Raises:
+        CheckpointError: it cannot be tried.
+    """
+    held = next((dict(state) for state in optimizer.state.values() if isinstance(state, dict) and state), None)
+    if held is not None:
+        return held
+    usual = {key: value for key, value in optimizer.defaults.items() if key not in ("differentiable", "fused", "foreach")}
+    param = torch.nn.Parameter(torch.zeros(2, device="cpu"))
+    param.grad = torch.zeros(2)
+    try:
+        accepted = {key: value for key, value in usual.items() if key in _parameters(type(optimizer))}
+        trial = type(optimizer)([param], **accepted)
+        trial.step()
+    except Exception as error:
+        raise _other(saved, "an optimizer that can be tried on one parameter", f"{type(error).__name__}: {error}") from error
+    return dict(trial.state.get(param, {}))
+
+
+def _parameters(kind: type) -> set[str]:
+    return set(inspect.signature(kind).parameters)
+
+
+def _entry(saved: SavedRun, param: SavedTensor, group: Mapping[str, Any], like: Mapping[str, Any], ignored: bool) -> list[Any]:
+    """One parameter's states, packed."""
+    vectors, numbers = _states(param), dict(param.numbers)
+    if not vectors and not numbers:
+        return []
+    if "step" in like and "step" not in numbers and type(group.get("step")) in (int, float):
+        numbers["step"] = float(group["step"])
+    wanted = {key for key, value in like.items() if isinstance(value, Tensor) and value.dim()}
+    plain = like.keys() - wanted
+    if vectors.keys() != wanted or numbers.keys() != plain:
+        found = sorted(vectors.keys() | numbers.keys())
+        raise _other(saved, f"an optimizer with the states {', '.join(found)}", f"{', '.join(sorted(like)) or 'none'} here")
+    packer, rows = Packer(), []
+    for key, value in like.items():
+        if key in vectors:
+            rows.append([key, {"tensor": _ignored_state(param.name, key), "device": "cpu"} if ignored else SHARDED])
+        else:
+            number = numbers[key]
+            kind = torch.tensor(number, dtype=value.dtype) if isinstance(value, Tensor) else type(value)(number)
+            rows.append([key, packer.pack(kind, key)])
+    return rows
+
+
+def _options(
+    saved: SavedRun, optimizer: torch.optim.Optimizer, number: int, here: Mapping[str, Any], kept: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The options of a group as they were saved; how an update is computed stays as it is here."""
+    own = {key: value for key, value in here.items() if key != "params"}
+    for key, usual in optimizer.defaults.items():
+        matters = usual is not None and not isinstance(usual, bool)
+        if matters and key not in kept:
+            raise _other(saved, f"an optimizer like the one that was saved, whose group {number} has no {key}", f"{key} here")
+    for key, plain in (("decoupled_weight_decay", None), ("bias_correction", True)):
+        if key in kept and kept[key] != own.get(key, plain if plain is not None else kept[key]):
+            raise _other(saved, f"an optimizer with {key} = {kept[key]}", f"{own.get(key, plain)} here")
+    stays = {"foreach", "fused", "capturable", "differentiable"}
+    taken = {key: kept[key] for key in own.keys() & kept.keys() if key not in stays}
+    if "initial_lr" in kept:
+        taken["initial_lr"] = kept["initial_lr"]
+    return own | taken
+
+
+def _other(saved: SavedRun, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"load {saved.path}: expected {expected}, found {found}. Make the optimizer as it was made for DeepSpeed, or pass "
+        "optimizer=() to load the model alone."
+    )
+

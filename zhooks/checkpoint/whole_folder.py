@@ -1,0 +1,219 @@
+"""Whole tensors of an attached model into safetensors files, one flat buffer at a time; each file is one rank's to write.
+
+``pretrained_folder.py`` says which files there are and what is made of the model's tensors on the way.  Every rank takes part
+in every gather and keeps what belongs to its own files; no rank ever has more than one flat buffer, or what one conversion
+needs.  It knows no library's format of a folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import CheckpointError, ZhooksError
+from offload.events import Bus
+from offload.shards import Entry, ExportDraft, WholeFile
+from zhooks.checkpoint.rank0_values import flats_of, is_first, whole_values
+from zhooks.comm import CONTROL, AllRanks, Call, Comm
+from zhooks.compiled import plain_name
+from zhooks.layout import whole_of
+from zhooks.tensor import ParamShard
+from zhooks.unit import Flat, Unit, passing
+
+__all__ = ["Recipe", "tensors_of", "write_files"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How tensors of the folder are made of tensors of the model.
+
+    Attributes:
+        sources: names in the model.
+        made: what is written, under the names that the folder has.
+        convert: from the sources' values to those of ``made``, by name; None where the one source is the one that is made.
+    """
+
+    sources: tuple[str, ...]
+    made: tuple[Entry, ...]
+    convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+
+
+def tensors_of(model: nn.Module, verb: str) -> dict[str, Tensor]:
+    """The model's state by the names of one that nothing has compiled; what is shared is there under each of its names.
+
+    Raises:
+        CheckpointError: something in it is no tensor.
+    """
+    held = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    for name, value in held.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{verb}: expected tensors in the model's state, found {type(value).__name__} at {name}, which safetensors "
+                "cannot hold. Use attachment.save(), or remove it."
+            )
+    return held
+
+
+@torch.no_grad()
+def write_files(
+    model: nn.Module,
+    units: Sequence[Unit],
+    comm: Comm,
+    bus: Bus,
+    recipes: Sequence[Recipe],
+    files: Mapping[str, Sequence[Entry]],
+    draft: ExportDraft,
+) -> dict[str, int]:
+    """Write ``files`` into the folder, durable; returns their sizes on the first rank.  Collective.
+
+    Raises:
+        CheckpointError: on every rank, naming the first that failed.
+    """
+    ranks = AllRanks(comm.stage, "save_pretrained", str(draft.target))
+    mine = {name: entries for number, (name, entries) in enumerate(files.items()) if number % ranks.size == ranks.rank}
+    with ExitStack() as stack:
+
+        def begin() -> _Sink:
+            folder = stack.enter_context(draft.files())
+            return _Sink(folder, mine, recipes, stack)
+
+        sink = ranks.run(begin)
+        done = 0
+        held = tensors_of(model, "save_pretrained")
+        names: dict[int, list[str]] = {}
+        for name, tensor in held.items():
+            names.setdefault(id(tensor), []).append(name)
+        sharded: set[int] = set()
+        for flat in flats_of(units):
+            sharded.update(id(param) for param in flat.params)
+            _write_flat(flat, sink, names)
+            if sink.written > done:
+                done = sink.written
+                bus.counter("exported", draft.target.name, done)
+        for identity, (name, *_) in list(names.items()):
+            if identity not in sharded:
+                # Of buffers, which ranks may have different ones of, the first rank's count.
+                whole = whole_of(held[name]).detach().clone(memory_format=torch.contiguous_format)
+                comm.stage.broadcast(Call(CONTROL, "save_pretrained", name), whole)
+                for each in names[identity]:
+                    sink.put(each, 0, whole)
+        sizes = ranks.run(sink.finish)
+        raws = ranks.collect(json.dumps(sizes).encode())
+    return {name: nbytes for raw in raws for name, nbytes in json.loads(raw).items()} if is_first(comm) else {}
+
+
+def _write_flat(flat: Flat, sink: _Sink, names: Mapping[int, Sequence[str]]) -> None:
+    of = [names.get(id(param), ()) for param in flat.params]
+    if flat.long and _row_major(flat.specs[0]) and not any(map(sink.converts, of[0])):
+        numel = flat.layout.numels[0]
+        for start, values in passing(flat, flat.shard):
+            known = values[: max(0, numel - start)]
+            for name in of[0] if known.numel() else ():
+                sink.put(name, start, known)
+        return
+    wanted = [index for index, each in enumerate(of) if any(map(sink.wants, each))]
+    for each, value in zip(of, whole_values(flat, flat.shard, wanted, _CPU), strict=True):
+        for name in each if value is not None else ():
+            assert value is not None
+            sink.put(name, 0, value)
+
+
+def _row_major(spec: ParamShard) -> bool:
+    """The flat buffer holds all of the parameter, in the order that a file has it."""
+    return spec.place is None and torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous()
+
+
+class _Sink:
+    """The files of this rank.  The first failure is kept: this rank goes on with the others' gathers, and raises then."""
+
+    def __init__(self, folder: Path, mine: Mapping[str, Sequence[Entry]], recipes: Sequence[Recipe], stack: ExitStack) -> None:
+        self._files: list[WholeFile] = []
+        self._of: dict[str, tuple[WholeFile, Entry]] = {}
+        for name, entries in mine.items():
+            file = WholeFile(folder, name, entries)
+            stack.callback(file.close)
+            self._files.append(file)
+            self._of.update((entry.name, (file, entry)) for entry in entries)
+        self._recipes: dict[str, list[Recipe]] = {}
+        for recipe in recipes:
+            if any(entry.name in self._of for entry in recipe.made):
+                for source in recipe.sources:
+                    self._recipes.setdefault(source, []).append(recipe)
+        #: What waits for the other sources of its conversion.
+        self._held: dict[str, Tensor] = {}
+        self._problem: Exception | None = None
+        self.written = 0
+
+    def wants(self, name: str) -> bool:
+        return self._problem is None and name in self._recipes
+
+    def converts(self, name: str) -> bool:
+        """It is needed whole; asked of all ranks alike, whose files may differ."""
+        return any(recipe.convert is not None for recipe in self._recipes.get(name, ()))
+
+    def put(self, name: str, start: int, values: Tensor) -> None:
+        """Elements of a tensor of the model, from ``start`` on; all of them where it is converted."""
+        if not self.wants(name):
+            return
+        try:
+            for recipe in self._recipes[name]:
+                if recipe.convert is None:
+                    self._write(recipe.made[0].name, start, values)
+                else:
+                    self._convert(recipe, name, values)
+        except Exception as error:
+            self._problem = error
+            self._held.clear()
+
+    def _convert(self, recipe: Recipe, name: str, values: Tensor) -> None:
+        assert recipe.convert is not None
+        self._held[name] = values
+        if not self._held.keys() >= set(recipe.sources):
+            return
+        made = recipe.convert({source: self._held.pop(source) for source in recipe.sources})
+        for name, value in made.items():
+            self._write(name, 0, value)
+
+    def _write(self, name: str, start: int, values: Tensor) -> None:
+        if name not in self._of:
+            return
+        file, entry = self._of[name]
+        file.write(name, start, _as(entry, values))
+        self.written += values.numel() * entry.dtype.itemsize
+
+    def finish(self) -> dict[str, int]:
+        """Everything is on the disk; the sizes of the files."""
+        if isinstance(self._problem, (ZhooksError, OSError)):
+            raise self._problem
+        if self._problem is not None:
+            found = f"{type(self._problem).__name__}: {self._problem}"
+            raise CheckpointError(
+                f"save_pretrained: expected to convert the model's tensors as transformers writes them, found {found}. Use "
+                "attachment.save_full(file)."
+            ) from self._problem
+        for file in self._files:
+            file.finish()
+        return {file.name: file.nbytes for file in self._files}
+
+
+def _as(entry: Entry, values: Tensor) -> Tensor:
+    """In the dtype that is written.
+
+    Raises:
+        CheckpointError: a number would become infinite.
+    """
+    made = values.to(entry.dtype)
+    if made is not values and bool((made.isinf() & values.isfinite()).any()):
+        raise CheckpointError(
+            f"save_pretrained: expected values of {entry.name} that {entry.dtype} can hold, found larger ones, which would "
+            "become infinite. Choose another dtype."
+        )
+    return made
