@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,16 +203,60 @@ def test_an_exception_in_a_forward_or_a_step_leaves_no_place_behind() -> None:
     assert any(category == "activation" and path.endswith("0") for category, path in made)
 
 
-def test_storages_of_other_threads_are_taken_when_they_come_in() -> None:
+def test_storages_of_threads_that_ran_before_are_taken_when_they_come_in() -> None:
     made: list[Tensor] = []
+    go = threading.Event()
+    thread = threading.Thread(target=lambda: (go.wait(), made.append(torch.ones(1000))))
 
     def body() -> None:
-        thread = threading.Thread(target=lambda: made.append(torch.ones(1000)))
-        thread.start()
+        go.set()
         thread.join()
         made.append(made[0][1:] + 1)
 
+    thread.start()
     assert track(body).alive()["other", "(made elsewhere)"] == 4000
+
+
+def test_storages_of_threads_that_begin_meanwhile_are_seen_when_made_each_with_its_own_place() -> None:
+    model, kept = two_layers(), []
+    before = threading.getprofile(), sys.getprofile()
+
+    def work() -> None:
+        kept.append(torch.ones(1000))
+        model(torch.randn(2, 8)).sum().backward()
+
+    def body() -> None:
+        threads = [threading.Thread(target=work) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    ledger = track(body)
+    assert (threading.getprofile(), sys.getprofile()) == before
+    assert ledger.alive()["other", "(outside modules)"] == 20 * 4000
+    assert ledger.alive()["gradient", "0"] and ("activation", "0") in ledger.made()
+    # Nodes of such a thread have numbers of their own, which say nothing of the modules of another.
+    assert {path for category, path in ledger.made() if category == "temporary"} <= {"(backward)", "0", "2"}
+
+
+def test_the_profiler_that_threads_have_already_stays_and_sees_their_first_event() -> None:
+    seen: list[str] = []
+
+    def profiler(frame: Any, event: str, argument: Any) -> None:
+        seen.append(frame.f_code.co_name)
+
+    def body() -> None:
+        thread = threading.Thread(target=torch.ones, args=(1000,))
+        thread.start()
+        thread.join()
+
+    threading.setprofile(profiler)
+    try:
+        track(body)
+        assert threading.getprofile() is profiler and "run" in seen
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
 
 
 def test_nothing_is_kept_alive() -> None:
@@ -331,11 +377,47 @@ def test_stacks_name_the_users_lines_that_made_a_storage() -> None:
     keys = [key for category, key in made if category == "other" and BEFORE_STACK in key]
     assert keys and all("test_alloc_places.py:" in key and "/torch/" not in key for key in keys)
     path, inner, *_ = keys[0].split(BEFORE_STACK)
-    assert path == "(outside modules)" and inner.endswith(":<lambda>")
+    assert path == "(outside modules)" and inner.endswith(".<lambda>")
+
+
+def test_the_lines_that_made_a_storage_stay_with_it_whatever_it_becomes() -> None:
+    def body() -> None:
+        model = two_layers()
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+
+    made = track(body, stacks=True).made()
+    for category in ("parameter", "gradient", "optimizer"):
+        keys = [key for of, key in made if of == category and key.startswith(("0 ", "(optimizer) "))]
+        assert keys and all(f"{BEFORE_STACK}zprof/test_alloc_places.py:" in key for key in keys), category
+    assert all("two_layers" in key for of, key in made if of == "parameter" and BEFORE_STACK in key)
+
+
+def test_code_of_two_files_that_is_the_same_is_told_apart(tmp_path: Path) -> None:
+    kept: list[Tensor] = []
+    modules = []
+    for folder in ("first/pkg", "second/pkg"):
+        file = tmp_path / folder / "made.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("import torch\ndef made():\n    return torch.ones(7)\n")
+        names: dict[str, Any] = {}
+        exec(compile(file.read_text(), str(file), "exec"), names)
+        modules.append(names["made"])
+    keys = track(lambda: kept.extend(made() for made in modules), stacks=True).made()
+    lines = {key.split(BEFORE_STACK)[1] for _, key in keys if "pkg/made.py" in key}
+    assert lines == {"pkg/made.py:3:made", "second/pkg/made.py:3:made"}
+
+
+def test_the_interpreters_own_code_is_no_line_of_the_users() -> None:
+    kept: list[Any] = []
+    made = track(lambda: kept.append(copy.deepcopy([torch.ones(5), torch.ones(6)])), stacks=True).made()
+    keys = [key for _, key in made if BEFORE_STACK in key]
+    assert keys and all("test_alloc_places.py:" in key.split(BEFORE_STACK)[1] for key in keys)
 
 
 def test_stacks_say_the_module_first() -> None:
     model = two_layers()
     made = track(lambda: model(torch.randn(2, 8)).sum().backward(), stacks=True).made()
     assert any(key.startswith(f"0{BEFORE_STACK}") for category, key in made if category == "activation")
-    assert ("gradient", "0") in made
+    assert any(of == "gradient" and key.startswith(f"0{BEFORE_STACK}") for of, key in made)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from tests.support.forked import launch
+from zprof.bench.gather import PREFIX
 from zprof.bench.store import bench_path, stored
 from zprof.cli import main
 
@@ -38,6 +40,15 @@ def test_what_was_measured_is_stored_for_this_host(bench: Any, tmp_path: Path) -
     assert not list(tmp_path.glob("*zhooks*")), "the scratch file is gone"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU a rank needs one of its own")
+def test_ranks_of_an_all_gather_meet_and_the_first_says_its_rate() -> None:
+    first, second = launch(2, "-m", "zprof.bench.gather", str(1 << 20))
+    assert (first.returncode, second.returncode, second.stdout) == (0, 0, ""), first.stderr + second.stderr
+    backend, rate = first.stdout.removeprefix(PREFIX).split()
+    assert backend == "gloo" and float(rate) > 1e5
+
+
+@pytest.mark.slow
 def test_an_all_gather_is_measured_over_real_ranks_and_shown(bench: Any) -> None:
     result = bench("gather", "--size", "1MiB", "--ranks", "2", "--no-store")
     if torch.cuda.device_count() == 1:

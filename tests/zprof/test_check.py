@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
-from zprof.check_cli import Verdict, junit
+from zprof.analysis.coverage import Coverage
+from zprof.analysis.limits import Limit, parse_limit, percent, shown
+from zprof.analysis.measured import Measured
+from zprof.analysis.measures import MEASURES
+from zprof.commands.check import Verdict, junit
 from zprof.rows import Row, RowKind, placed
-from zprof.timing.coverage import Coverage
-from zprof.timing.limits import Limit, parse_limit, percent, shown
-from zprof.timing.measured import Measured
-from zprof.timing.measures import MEASURES
 
 
 @pytest.fixture
@@ -160,6 +160,8 @@ def test_a_limit_that_cannot_be_meant_is_wrong_usage(zprof: Zprof, limit: str, s
         ("rss.growth=-1KiB", -1024),
         ("step.p95_ms=1.5s", 1500),
         ("step.p95_ms=250us", 0.25),
+        ("step.p95_ms=450", 450),
+        ("step.p95_ms=2 min 14s", 134_000),
         ("exposed.percent=40%", 40),
         ("gather.bytes_per_s=3GiB/s", 3 * 2**30),
         ("energy.joules_per_step=2kJ", 2000),

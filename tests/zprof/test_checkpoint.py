@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import os
 import stat
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zhooks
 from offload.shards import Manifest, read_manifest
@@ -54,6 +57,9 @@ def save(path: str, policy: dict[str, Any]) -> None:
     optimizer.zero_grad()
     attachment.save(f"{path}/run", optimizer, extra={"step": 1})
     attachment.save_full(f"{path}/full.safetensors")
+    state = attachment.state_dict(optimizer)
+    if attachment.rank == 0:
+        torch.save(state, f"{path}/state.pt")
 
 
 def save_over_tp(path: str) -> None:
@@ -142,6 +148,54 @@ def test_parts_over_tp_are_joined_where_the_manifest_says_whose_they_are(
     result = zprof("checkpoint", "convert", run, "-o", tmp_path / "two.safetensors")
     assert result.exit_code == 1 and "does not say which place on the mesh each rank had" in result.stderr
     assert zprof("checkpoint", "show", run).exit_code == 0
+
+
+def test_optimizer_states_are_those_that_state_dict_gives(folder: Path, tmp_path: Path, zprof: Zprof) -> None:
+    out = tmp_path / "m.safetensors"
+    assert zprof("checkpoint", "convert", folder / "run", "-o", out, "--optimizer", "--dtype", "bf16").exit_code == 0
+    found, model = load_file(out), Net()
+    wanted = torch.load(folder / "state.pt", weights_only=True)["optimizer"]["state"]
+    names = [name for name, _ in model.named_parameters() if not name.startswith("left")]
+    states = {f"state.{names[index]}.{key}": value for index, entry in wanted.items() for key, value in entry.items()}
+    assert {name for name in found if name.startswith("state.")} == states.keys()
+    for name, value in states.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def test_a_file_of_torch_holds_what_state_dict_gives(folder: Path, tmp_path: Path, zprof: Zprof) -> None:
+    out = tmp_path / "state.pt"
+    result = zprof("checkpoint", "convert", folder / "run", "-o", out, "--to", "torch", "--optimizer")
+    assert result.exit_code == 0, result.stderr
+    found, wanted = torch.load(out, weights_only=True), torch.load(folder / "state.pt", weights_only=True)
+    equal(found["model"], wanted["model"])
+    assert found["optimizer"]["param_groups"] == wanted["optimizer"]["param_groups"]
+    assert found["optimizer"]["state"].keys() == wanted["optimizer"]["state"].keys()
+    for index, entry in wanted["optimizer"]["state"].items():
+        assert all(torch.equal(found["optimizer"]["state"][index][key], value) for key, value in entry.items())
+    assert zprof("checkpoint", "convert", folder / "run", "-o", out, "--to", "torch").exit_code == 1
+    assert zprof("checkpoint", "convert", folder / "run", "-o", out, "-f", "--to", "torch", "--max-file", "1GB").exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_a_folder_for_torch_distributed_is_loaded_by_it(folder: Path, tmp_path: Path, zprof: Zprof) -> None:
+    out = tmp_path / "dcp"
+    result = zprof("checkpoint", "convert", folder / "run", "-o", out, "--to", "dcp", "--optimizer")
+    assert result.exit_code == 0, result.stderr
+    model = Net()
+    optimizer = torch.optim.AdamW([param for name, param in model.named_parameters() if not name.startswith("left")], lr=1.0)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    values, states = get_state_dict(model, optimizer, options=flat)
+    values.pop("tied.weight")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({"model": values, "optim": states}, checkpoint_id=str(out), no_dist=True)
+    wanted = torch.load(folder / "state.pt", weights_only=True)
+    equal(values, wanted["model"])
+    set_state_dict(model, optimizer, model_state_dict=model.state_dict() | values, optim_state_dict=states, options=flat)
+    loaded = optimizer.state_dict()
+    assert loaded["param_groups"][0]["lr"] == 0.01
+    for index, entry in wanted["optimizer"]["state"].items():
+        assert all(torch.equal(loaded["state"][index][key], value) for key, value in entry.items())
 
 
 def test_a_dtype_is_that_of_the_parameters_alone(folder: Path, tmp_path: Path, zprof: Zprof) -> None:

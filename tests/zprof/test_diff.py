@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
+from zprof.analysis.limits import parse_change
 from zprof.rows import Row, RowKind, placed
-from zprof.timing.limits import parse_change
 
 START = 1_000_000_000
 

@@ -157,7 +157,7 @@ def ended(pid: int) -> bool:
 
 def test_a_descriptor_that_the_script_closed_is_not_written_to(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "run.zprof").start()
-    writer = recorder._writer
+    writer = recorder._queue.writer
     assert writer is not None and writer._fd is not None
     number = writer._fd
     os.close(number)

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from tests.support.zprof_exports import Export, exporting, promtool, refused, well
 from tests.support.zprof_formats import check_exposition, check_nesting, check_speedscope, check_trace_events
 from tests.support.zprof_traces import HEADER, MIB, sample_rows, write_trace
-from zprof.exports import exported
-from zprof.exports.prometheus import exposition, named
-from zprof.ledger.ledger import Ledger
+from zprof.analysis.ledger import Ledger
+from zprof.analysis.measures import MEASURES
+from zprof.analysis.spans import SpanTable
 from zprof.rows import Row, RowKind, placed
-from zprof.timing.measures import MEASURES
-from zprof.timing.spans import SpanTable
+from zprof.show.exports import exported
+from zprof.show.exports.prometheus import exposition, named
 from zprof.trace.reader import Trace
 
 BEGIN, END, INSTANT, COUNTER, ALLOC, FREE = RowKind
@@ -163,7 +163,7 @@ def test_a_file_stays_below_40_megabytes_and_says_what_it_left_out(export: Expor
 
     told = well(export(write_trace(Path("run.zprof"), rows()), "-f", "perfetto", "-o", "out"))
     assert Path("out").stat().st_size < 40_000_000
-    assert " more, of at most 0.062 us each, left out); open it" in told
+    assert " more, of at most 62 ns each, left out); open it" in told
     events = events_of("out")
     count = sum(event["ph"] in "Xb" for event in events)
     assert told.startswith(f"out: {count:,} spans ({120_001 - count:,} more, ")

@@ -16,7 +16,7 @@ import pytest
 from tests.support.zprof_exports import Export, exporting, promtool, refused, well
 from tests.support.zprof_formats import check_exposition, check_speedscope, check_trace_events
 from tests.support.zprof_traces import HEADER, KIB, MIB, sample_rows, write_trace
-from zprof.export_cli import FORMATS
+from zprof.commands.export import FORMATS
 from zprof.rows import Row, RowKind, placed
 from zprof.trace.reader import DROPPED
 

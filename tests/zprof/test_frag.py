@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from offload.allocator import ALLOC, DEFAULTS, EMPTY, RELEASE, Events, parse_settings, replay
 from tests.support.zprof_snapshots import MIB, golden, made, random_run
 from tests.support.zprof_traces import sample_rows, write_trace
+from zprof.allocator.fragmentation import parts, total, would_succeed
+from zprof.allocator.history import history
+from zprof.allocator.recordings import Recording, of_snapshot, of_trace, replayed_snapshot, score
+from zprof.allocator.snapshot import INACTIVE, Snapshot, checked, plain, reduced
+from zprof.allocator.stranding import stranding
 from zprof.cli import main
-from zprof.frag.fragmentation import parts, total, would_succeed
-from zprof.frag.history import history
-from zprof.frag.recordings import Recording, of_snapshot, of_trace, replayed_snapshot, score
-from zprof.frag.snapshot import INACTIVE, Snapshot, checked, plain, reduced
-from zprof.frag.stranding import stranding
 from zprof.rows import Row, RowKind, placed
 from zprof.trace.reader import Trace
 

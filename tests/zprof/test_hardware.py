@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from offload.hardware import CostModel, Hardware
 from tests.support.paths import ROOT
 from zprof.cli import main
-from zprof.hardware_docs import main as write_page
-from zprof.hardware_docs import render, tables
+from zprof.commands.hardware_docs import main as write_page
+from zprof.commands.hardware_docs import render, tables
 
 
 def zprof(*arguments: str) -> Result:
@@ -94,7 +94,7 @@ def test_a_profile_that_is_there_is_left_alone(measured: tuple[Path, dict[str, A
 
 def test_the_committed_page_is_what_the_models_say() -> None:
     page = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
-    assert render(page) == page, "run python -m zprof.hardware_docs docs/hardware.md"
+    assert render(page) == page, "run python -m zprof.commands.hardware_docs docs/hardware.md"
     assert re.findall(r"<!-- keys: (\w+) -->", page) == list(tables()), "a table of the profile has no place in the page"
 
 

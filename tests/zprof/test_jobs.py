@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zprof.jobs import load_job
+from zprof.commands.jobs import load_job
 from zprof.problem import Misuse, Problem
 
 JOB = """

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.support.zprof_traces import HEADER, MIB, sample_rows, write_trace
-from zprof.ledger import tally
-from zprof.ledger.curves import BYS, Curves, module_of
-from zprof.ledger.ledger import Ledger, Moment, Series
-from zprof.ledger.samples import Samples, thinned
+from zprof.analysis import tally
+from zprof.analysis.curves import BYS, Curves, module_of
+from zprof.analysis.ledger import Ledger, Moment, Series
+from zprof.analysis.remainder import fullest_sample
+from zprof.analysis.samples import Samples, thinned
 from zprof.rows import CATEGORIES, TIERS, Row, RowKind, TraceError, placed, placement
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
@@ -401,3 +402,15 @@ def test_a_remainder_is_said_minus_ledger_in_every_line(run: Ledger) -> None:
     for line in lines:
         assert line.nbytes == line.said_nbytes - line.ledger_nbytes
         assert dataclasses.is_dataclass(line) and line.explanation
+
+
+def test_a_ledger_that_holds_nothing_is_reconciled_at_the_highest_sample(tmp_path: Path) -> None:
+    begin = HEADER.mono_ns
+    rows = [Row(RowKind.COUNTER, "rss", "", value * MIB, begin + at) for at, value in ((1, 200), (2, 500), (3, 400))]
+    ledger = Ledger.of(Trace.open(write_trace(tmp_path / "run.zprof", rows)))
+    assert fullest_sample(ledger, begin, begin + 3) == begin + 2
+    assert fullest_sample(ledger, begin + 3, begin + 3) == begin + 3
+    held = Row(RowKind.COUNTER, placed("parameter", "device"), "layers.0", MIB, begin + 1)
+    rows = [held, *rows, held._replace(nbytes=0, time_ns=begin + 2)]
+    ledger = Ledger.of(Trace.open(write_trace(tmp_path / "held.zprof", rows)))
+    assert fullest_sample(ledger, begin, begin + 3) == begin + 1

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from offload.errors import CapabilityError
 from tests.support.fake_nvml import MIB, Slots, build, drive, environment
 from tests.support.paths import ROOT
-from zprof.nvml.answers import Unbelievable
-from zprof.nvml.counters import Total
-from zprof.nvml.devices import Device, visible_devices
-from zprof.nvml.quantities import throttles
-from zprof.nvml.sampling import open_nvml
+from zprof.gpu.answers import Unbelievable
+from zprof.gpu.counters import Total
+from zprof.gpu.devices import Device, visible_devices
+from zprof.gpu.quantities import throttles
+from zprof.gpu.sampling import open_nvml
 from zprof.recording.sampler import ProcessSampler, ReplaySampler, TorchSampler, cgroup_folder, process_samplers, torch_uuids
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -214,7 +214,7 @@ def test_nvml_that_does_not_serve_is_a_state_of_one_line(
 
 def test_without_the_library_the_state_is_absent_and_the_bindings_are_not_imported(tmp_path: Path) -> None:
     code = (
-        "import sys; from zprof.nvml.sampling import open_nvml; s = open_nvml(); print(s.state()['state'], s.sample(), s.why);"
+        "import sys; from zprof.gpu.sampling import open_nvml; s = open_nvml(); print(s.state()['state'], s.sample(), s.why);"
         "s.close(); print('pynvml' in sys.modules, 'torch' in sys.modules)"
     )
     # A file that is no library hides the one a machine with a driver has.
@@ -238,7 +238,7 @@ def test_a_gpu_that_is_lost_is_told_and_its_neighbour_goes_on(library: Path, tmp
 
 
 def test_recording_that_insists_on_nvml_is_refused_without_it(library: Path, tmp_path: Path) -> None:
-    code = "from zprof.nvml.sampling import open_nvml; open_nvml(required=True)"
+    code = "from zprof.gpu.sampling import open_nvml; open_nvml(required=True)"
     Slots(tmp_path / "slots", {"ret_init": 9})
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -277,6 +277,47 @@ def test_a_process_sees_its_devices_by_the_numbers_cuda_gives_them(library: Path
     (opened, sample) = asked(library, tmp_path, {"count": 3}, MINE, SAMPLE, CUDA_VISIBLE_DEVICES="2,0")
     assert [(device["key"], device["label"]) for device in opened["devices"]] == [("gpu0", "2"), ("gpu1", "0")]
     assert sample["gpu0 nvml memory used"] == 1002 * MIB and sample["gpu1 nvml memory used"] == 1000 * MIB
+
+
+def uuid(gpu: int) -> str:
+    """As CUDA says it, without what NVML puts before it."""
+    return f"{gpu:08d}-0000-0000-0000-000000000000"
+
+
+def test_devices_are_keyed_anew_when_cuda_begins_to_run(library: Path, tmp_path: Path) -> None:
+    """The script says which devices it takes after the recording began, e.g. CUDA_VISIBLE_DEVICES by its rank."""
+    before, _, _, after, state, again = asked(
+        library, tmp_path, {"count": 3}, MINE, SAMPLE, {"cuda": [uuid(2)]}, SAMPLE, STATE, SAMPLE
+    )
+    assert [device["label"] for device in before["devices"]] == ["0", "1", "2"]
+    assert after["gpu0 nvml memory used"] == again["gpu0 nvml memory used"] == 1002 * MIB
+    assert not any(name.startswith("gpu1") for name in after)
+    assert [(device["key"], device["label"]) for device in state["devices"]] == [("gpu0", "2")]
+    assert state["notes"] == ["keyed anew when CUDA began to run; until then by the bus: gpu0 0, gpu1 1, gpu2 2"]
+
+
+def test_of_the_ranks_of_a_host_one_samples_each_gpu(library: Path, tmp_path: Path) -> None:
+    """Each rank sees every GPU until its CUDA runs; then the first keeps its own, and the others sample theirs."""
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": f"{tmp_path}"}
+    steps = [MINE, MINE, {"use": 0}, SAMPLE, {"use": 1}, SAMPLE, STATE]
+    steps += [{"cuda": [uuid(1)]}, SAMPLE, {"use": 0}, {"cuda": [uuid(0)]}, SAMPLE, {"use": 1}, SAMPLE, {"use": 0}, SAMPLE]
+    answers = asked(library, tmp_path, {"count": 2}, *steps, **rank)
+    first, second, state, early, narrowed, taken, last = (answers[place] for place in (3, 5, 6, 8, 11, 13, 15))
+    energy = ("gpu0 nvml energy", "gpu1 nvml energy")
+    assert [name in first for name in energy] == [True, True]
+    assert set(second) == {"seconds"} and state["state"] == "ok"
+    assert [note for note in state["notes"] if note.endswith("sampled by another rank of this job")] == state["notes"]
+    assert len(state["notes"]) == 2
+    # The first rank has the second's GPU until its own CUDA runs.
+    assert set(early) == {"seconds"}
+    for sample, used in ((narrowed, 1000), (taken, 1001), (last, 1000)):
+        assert sample["gpu0 nvml memory used"] == used * MIB and not any(name.startswith("gpu1") for name in sample)
+
+
+def test_two_jobs_on_a_host_sample_apart(library: Path, tmp_path: Path) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": f"{tmp_path}"}
+    _, _, _, other = asked(library, tmp_path, {}, MINE, {"environ": {"MASTER_PORT": "another"}}, MINE, SAMPLE, **rank)
+    assert "gpu0 nvml energy" in other
 
 
 def test_a_mig_instance_has_its_memory_and_says_what_is_of_the_whole_gpu(library: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.support.zprof_traces import HEADER, KIB, MIB, write_trace
 from zprof.oom.changes import Plight
 from zprof.oom.explanation import explain
 from zprof.oom.facts import failure_of
-from zprof.oom.fit import Remedy, remedies
+from zprof.oom.fit import Remedy, Verdict, remedies
 from zprof.rows import CATEGORIES, TIERS, Row, RowKind, placed
 from zprof.running.child import Kills
 from zprof.trace.reader import Trace
@@ -248,6 +249,22 @@ def test_without_zhooks_plain_torch_and_what_zhooks_would_save_are_named() -> No
     assert "half the batch" in found
 
 
+def test_a_change_that_a_later_moment_of_the_step_refutes_is_not_promised() -> None:
+    activations = {("activation", "device", f"layers.{number}"): 10 * MIB for number in range(8)}
+    inner = {("activation", "device", f"layers.0.{number}"): 0 for number in range(9)}
+    early = {("parameter", "device", "layers.0"): 80 * MIB, **dict(list(activations.items())[:2]), **inner}
+    late = {("parameter", "device", "layers.0"): 80 * MIB, ("gradient", "device", "layers.0"): 80 * MIB, **activations}
+    seen = Plight(early, ("device",), short=MIB, room=100 * MIB, blocks=8, shared=True)
+    for plight, verdict in (
+        (seen, Verdict.REQUEST_ALONE),
+        (dataclasses.replace(seen, step=(late,)), Verdict.NOT_THE_STEP),
+        (dataclasses.replace(seen, step=(late,), room=175 * MIB), Verdict.MAY),
+    ):
+        found = {remedy.what: remedy for remedy in remedies(plight)}
+        checkpoint = found["torch.utils.checkpoint around each block"]
+        assert checkpoint.verdict is verdict and "the inputs of 8 blocks" in checkpoint.price
+
+
 def test_idle_memory_of_the_allocator_is_the_cheapest_remedy() -> None:
     first = remedies(Plight(held(), ("device",), 5 * MIB, 1, policy(stage=0), UNITS, idle=10 * MIB))[0]
     assert (first.what, first.nbytes, first.fits) == ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", 10 * MIB, True)
@@ -320,7 +337,7 @@ def test_a_trace_is_explained_by_what_was_held_when_it_failed(tmp_path: Path) ->
     assert table["parameter"] == ["100", "MiB"]
     assert table["activation"] == ["60", "MiB"]
     assert any(line.startswith('  [activation] checkpoint = "unit": saves at most 50 MiB; ') for line in lines)
-    assert lines.index("would have let it fit:") < next(at for at, line in enumerate(lines) if "checkpoint" in line)
+    assert lines.index(Verdict.REQUEST_ALONE.value) < next(at for at, line in enumerate(lines) if "checkpoint" in line)
     assert "\x1b" not in "".join(lines)
 
 
@@ -464,10 +481,17 @@ if sys.argv[3:]:
 """
 
 
-@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
-@pytest.mark.parametrize("left_mib", [4, 60])
+@pytest.mark.parametrize(
+    ("left_mib", "limit"),
+    [
+        (4, "RLIMIT_AS"),
+        (60, "RLIMIT_DATA"),
+        pytest.param(4, "RLIMIT_DATA", marks=pytest.mark.slow),
+        pytest.param(60, "RLIMIT_AS", marks=pytest.mark.slow),
+    ],
+)
 def test_a_script_that_leaves_little_memory_is_not_ended_by_what_the_recording_loads(
-    tmp_path: Path, limit: str, left_mib: int
+    tmp_path: Path, left_mib: int, limit: str
 ) -> None:
     (tmp_path / "train.py").write_text(NEAR)
     ended = fresh("-m", "zprof", "run", "train.py", limit, str(left_mib), at=tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import gzip
+import hashlib
 import json
 import os
 import re
@@ -21,11 +23,11 @@ from numpy.typing import NDArray
 from tests.support.browser import Browser, opened, why_none
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
-from zprof.pages import timeline as page_timeline
-from zprof.pages.lanes import Kept, Lane, Spans, keep
-from zprof.pages.page import embedded, page_path
-from zprof.pages.tree import Node, tree
 from zprof.rows import Row, RowKind
+from zprof.show.pages import timeline as page_timeline
+from zprof.show.pages.lanes import Kept, Lane, Spans, keep
+from zprof.show.pages.page import embedded, page_path
+from zprof.show.pages.tree import Node, tree
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'zhooks[pages]'")
 
@@ -69,7 +71,8 @@ def test_a_page_asks_no_network_and_runs_only_its_own_scripts(zprof: Zprof) -> N
         policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
         assert policy and "default-src 'none'; script-src 'sha256-" in policy[1]
         scripts = re.findall(r"<script\b[^>]*>", text)
-        assert scripts == ['<script type="application/json" id="data">', "<script>", "<script>"]
+        data, plotly = ('<script type="application/json" id="data">', '<script type="application/gzip" id="plotly">')
+        assert scripts == [data, plotly, "<script>"]
         head = text[: text.index("<script")]
         assert "http://" not in head and "https://" not in head and " src=" not in head
         assert "alert(1)</script>" not in text and "onerror=alert(1)>" not in text
@@ -159,6 +162,46 @@ def test_ten_thousand_names_do_not_make_most_of_a_page(zprof: Zprof) -> None:
     write_trace(Path("run.zprof"), rows)
     assert zprof("timeline", "run.zprof").exit_code == 0
     assert len(json.dumps(data_of(Path("run.timeline.html")))) < 2 << 20
+
+
+def test_plotly_is_packed_into_a_page_and_its_hash_is_of_what_is_unpacked(zprof: Zprof) -> None:
+    from zprof.show.pages.page import plotly_source
+
+    write_trace(Path("run.zprof"), sample_rows(steps=1, units=2))
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    text = Path("run.timeline.html").read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/gzip" id="plotly">([^<]*)</script>', text)
+    assert found
+    source = gzip.decompress(base64.b64decode(found[1]))
+    assert source.decode() == plotly_source()
+    assert base64.b64encode(hashlib.sha256(source).digest()).decode() in text
+    assert len(text) < len(source) / 2
+
+
+LATE_NS = 31_000_000_000
+
+
+def test_a_timeline_begins_at_the_first_step_and_says_what_was_before(zprof: Zprof) -> None:
+    write_trace(Path("run.zprof"), sample_rows(steps=3, units=4, start_ns=LATE_NS))
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    data = data_of(Path("run.timeline.html"))
+    focus, tick_ns = data["focus"], data["tick_ns"]
+    assert focus["what"] == "first step" and 30.0 <= focus["before_ns"] / 1e9 < 30.1
+    assert 0.9 * focus["before_ns"] < focus["begin"] * tick_ns < focus["before_ns"]
+    write_trace(Path("soon.zprof"), sample_rows(steps=3, units=4))
+    assert zprof("timeline", "soon.zprof").exit_code == 0
+    assert data_of(Path("soon.timeline.html"))["focus"] is None
+
+
+def test_a_peak_before_the_first_step_is_in_what_a_timeline_shows_first(zprof: Zprof) -> None:
+    early = [
+        Row(kind, "other on device", "loaded", 4 << 30, at_ns)
+        for kind, at_ns in ((RowKind.ALLOC, 11_000_000_000), (RowKind.FREE, 12_000_000_000))
+    ]
+    write_trace(Path("run.zprof"), [*early, *sample_rows(steps=3, units=4, start_ns=LATE_NS)])
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    data = data_of(Path("run.timeline.html"))
+    assert data["focus"]["begin"] * data["tick_ns"] < 10_000_000_000 <= data["focus"]["before_ns"]
 
 
 # --- what is merged ---------------------------------------------------------------------------------------------------
@@ -296,6 +339,40 @@ def test_a_timeline_is_drawn_and_answers_clicks_without_a_complaint_or_a_request
     assert browser.complaints() == [] and browser.requests() == []
 
 
+def test_what_was_before_the_first_step_is_seen_when_zoomed_out_and_times_are_in_their_unit(
+    zprof: Zprof, browser: Browser
+) -> None:
+    write_trace(Path("run.zprof"), sample_rows(steps=3, units=4, start_ns=LATE_NS))
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    browser.open(Path("run.timeline.html"))
+    assert browser.run("return state.begin") > 29_000
+    assert browser.text("#before").startswith("The recording began 30 s before the first step.")
+    browser.click("#whole")
+    assert browser.run("return state.begin") == 0
+    labels = browser.run("return [...document.querySelectorAll('#memory-plot .xtick text')].map((each) => each.textContent)")
+    assert "30 s" in labels and not any("ms" in label for label in labels)
+    browser.click("#focus")
+    assert browser.run("return state.begin") > 29_000
+    written = browser.run("return [0, 0.0004, 0.12, 1, 999.7, 1250, 30000, 59999, 125000, 7260000].map(duration)")
+    assert written == ["0 ms", "400 ns", "120 us", "1 ms", "1 s", "1.25 s", "30 s", "1 min 0 s", "2 min 5 s", "2 h 1 min"]
+    assert browser.complaints() == [] and browser.requests() == []
+
+
+def test_a_model_much_smaller_than_the_process_has_a_scale_of_its_own(zprof: Zprof, browser: Browser) -> None:
+    rss = [Row(RowKind.COUNTER, "rss", "", (200 << 20) + (number << 30), 1_000_000_000 + number) for number in range(1, 4)]
+    write_trace(Path("run.zprof"), [*rss, *sample_rows(steps=2, units=3, level="alloc", start_ns=1_000_000_010)])
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    browser.open(Path("run.timeline.html"))
+    peak = browser.run("return viewOf(DATA.runs[0]).peak.total")
+    held, measured = browser.run(
+        "const made = document.getElementById('memory-plot').layout; return [made.yaxis.range[1], made.yaxis2.range[1]]"
+    )
+    assert peak <= held <= 1.2 * peak and measured == pytest.approx(1.1 * (3 << 30))
+    assert browser.text("#band") == "lower band, a scale of its own:"
+    assert browser.run("return document.querySelectorAll('#memory-plot .ytick, #memory-plot .y2tick').length") > 4
+    assert browser.complaints() == [] and browser.requests() == []
+
+
 def test_a_timeline_of_ranks_shows_one_or_all_of_them(zprof: Zprof, browser: Browser) -> None:
     for rank in range(2):
         rows = sample_rows(steps=2, units=3, start_ns=1_000_000_000 + rank * 1_000_000)
@@ -352,7 +429,7 @@ def test_a_flamegraph_is_drawn_and_looked_into(zprof: Zprof, browser: Browser) -
 
 
 def test_columns_come_back_as_they_were_packed() -> None:
-    from zprof.pages.page import packed
+    from zprof.show.pages.page import packed
 
     for kind in ("uint8", "uint16", "uint32", "float32", "float64"):
         values = np.arange(9).astype(kind)

@@ -18,8 +18,8 @@ from offload.policy import IgnoredKeys, Policy
 from tests.support.paths import ROOT
 from tests.support.zprof_command import Zprof
 from zprof.cli import main
-from zprof.policy_docs import main as write_page
-from zprof.policy_docs import render, tables
+from zprof.commands.policy_docs import main as write_page
+from zprof.commands.policy_docs import render, tables
 from zprof.problem import problem_of
 
 
@@ -242,7 +242,7 @@ def test_schema_prints_the_json_schema(zprof: Zprof) -> None:
 
 def test_the_committed_page_is_what_the_models_say() -> None:
     page = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
-    assert render(page) == page, "run python -m zprof.policy_docs docs/policy.md"
+    assert render(page) == page, "run python -m zprof.commands.policy_docs docs/policy.md"
     assert re.findall(r"<!-- keys: (\w+) -->", page) == tables(), "a table of the policy has no place in the page"
 
 

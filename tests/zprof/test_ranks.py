@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.zprof_traces import HEADER, sample_rows, write_trace
-from zprof.ledger.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
+from zprof.analysis.analysis import times
+from zprof.analysis.coverage import coverage
+from zprof.analysis.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
+from zprof.analysis.stalls import stalls
+from zprof.analysis.steps import steps_of
 from zprof.rows import Row, RowKind, TraceError
-from zprof.timing.analysis import times
-from zprof.timing.coverage import coverage
-from zprof.timing.stalls import stalls
-from zprof.timing.steps import steps_of
 from zprof.trace.reader import Trace
 
 MS = 1_000_000

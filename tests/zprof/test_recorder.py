@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,16 @@ from tests.support.forked import python
 from tests.support.held_levels import training
 from tests.support.inside import is_heard
 from tests.support.waiting import soon
+from zprof.analysis.analysis import both
+from zprof.analysis.coverage import coverage
+from zprof.analysis.measures import measures
+from zprof.recording import queue
 from zprof.recording import recorder as module
 from zprof.recording.recorder import Recorder
 from zprof.recording.sampler import Reading
 from zprof.rows import RowKind, TraceError
 from zprof.trace.reader import Trace
+from zprof.trace.tail import tail_path
 
 INSTANT = int(RowKind.INSTANT)
 
@@ -273,7 +278,8 @@ def test_workers_of_a_loader_record_nothing(path: Path, method: str) -> None:
 
 
 def test_no_row_is_lost_of_many_threads_and_each_keeps_its_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_WAITING", 5000)
+    monkeypatch.setattr(queue, "MOST_WAITING", 5000)
+    monkeypatch.setattr(queue, "LONGEST_WAIT_S", 600)
     # No samples meanwhile: the thread that writes never waits for itself, so what it samples comes on top of the bound.
     recorder, waiting = recorder_at(path, interval_s=3600).start(), [0]
     # All at once: the system gives the number of a thread that has ended to the next.
@@ -289,7 +295,7 @@ def test_no_row_is_lost_of_many_threads_and_each_keeps_its_order(path: Path, mon
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        waiting.append(len(recorder._rows))
+        waiting.append(len(recorder._queue))
     recorder.close()
     by_key: dict[str, list[int]] = {}
     numbers: dict[str, set[int]] = {}
@@ -298,6 +304,63 @@ def test_no_row_is_lost_of_many_threads_and_each_keeps_its_order(path: Path, mon
         numbers.setdefault(key, set()).add(number)
     assert len(by_key) == 6 and all(found == list(range(20_000)) for found in by_key.values())
     assert len(set.union(*numbers.values())) == 6 and max(waiting) <= 5000 + len(threads)
+
+
+@pytest.fixture
+def hanging(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Recorder, threading.Event]]:
+    """A recorder whose own thread hangs in a write, as on a dead network file system, until the event is set."""
+    recorder, go_on, hangs = recorder_at(path, interval_s=3600).start(), threading.Event(), threading.Event()
+    writer = recorder._queue.writer
+    assert writer is not None
+    write = writer.rows
+
+    def rows(rows: Sequence[Any]) -> None:
+        hangs.set()
+        assert go_on.wait(600)
+        write(rows)
+
+    monkeypatch.setattr(writer, "rows", rows)
+    monkeypatch.setattr(queue, "MOST_WAITING", 100)
+    monkeypatch.setattr(queue, "LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(module, "CHUNK", 10)
+    for _ in range(10):
+        recorder.row(INSTANT, "first", "", 0)
+    recorder._queue.wake.set()
+    assert hangs.wait(600)
+    yield recorder, go_on
+    go_on.set()
+    recorder.close()
+
+
+def test_rows_are_dropped_and_counted_where_a_write_hangs(path: Path, hanging: tuple[Recorder, threading.Event]) -> None:
+    recorder, go_on = hanging
+    for number in range(1000):
+        recorder.row(INSTANT, "many", "", number)
+    with pytest.warns(RuntimeWarning, match="rows were dropped, because writing the trace took too long; training went on"):
+        go_on.set()
+        recorder.flush()
+        while recorder._queue.late or len(recorder._queue):
+            recorder.flush()
+        # It takes rows again.
+        recorder.row(INSTANT, "again", "", 1)
+        recorder.close()
+    trace = Trace.open(path)
+    there = rows_of(path, "many")
+    assert 0 < len(there) < 1000 and len(there) + trace.dropped == 1000
+    assert [number for _, number, _ in there] == list(range(len(there)))
+    assert len(rows_of(path, "again")) == 1
+    ledger, times = both(trace)
+    assert measures(trace, ledger, times)["rows.dropped"] == trace.dropped == trace.notes("lost")[-1].body["rows"]
+    assert str(coverage(trace).place("parameter", "device")) == f"{trace.dropped:,} recorded rows are not in the file"
+
+
+def test_a_recording_whose_write_hangs_at_its_end_lets_the_program_end(hanging: tuple[Recorder, threading.Event]) -> None:
+    recorder, _ = hanging
+    recorder.row(INSTANT, "last", "", 1)
+    with pytest.warns(RuntimeWarning, match=r"writing takes too long; the trace has no end and lacks at least \d+ rows"):
+        recorder.close()
+    # The newest rows are still beside the trace.
+    assert tail_path(recorder.path).exists()
 
 
 def test_a_storage_that_dies_while_rows_are_written_is_recorded_and_blocks_nothing(
@@ -310,8 +373,8 @@ def test_a_storage_that_dies_while_rows_are_written_is_recorded_and_blocks_nothi
     for tensor in tensors:
         bus.hold("other on device", "a", tensor.untyped_storage())
     del tensor
-    assert recorder._writer is not None
-    write = recorder._writer.rows
+    assert recorder._queue.writer is not None
+    write = recorder._queue.writer.rows
 
     def rows(rows: Sequence[Any]) -> None:
         if tensors:
@@ -322,8 +385,8 @@ def test_a_storage_that_dies_while_rows_are_written_is_recorded_and_blocks_nothi
             recorder.note("inside", {})
         write(rows)
 
-    monkeypatch.setattr(module, "MOST_WAITING", 3)
-    monkeypatch.setattr(recorder._writer, "rows", rows)
+    monkeypatch.setattr(queue, "MOST_WAITING", 3)
+    monkeypatch.setattr(recorder._queue.writer, "rows", rows)
     recorder.flush()
     recorder.close()
     assert len(rows_of(path, "other on device")) == 6 and len(rows_of(path, "inside")) == 5
@@ -336,8 +399,8 @@ def test_want_of_memory_for_a_moment_loses_no_row_and_ends_no_recording(
     monkeypatch.setattr(module, "FLUSH_NS", 1_000_000)
     recorder, bus = recorder_at(path, interval_s=0.001).start(), Bus()
     bus.attach(recorder)
-    assert recorder._writer is not None
-    write, refused = recorder._writer.rows, threading.Event()
+    assert recorder._queue.writer is not None
+    write, refused = recorder._queue.writer.rows, threading.Event()
 
     def rows(rows: Sequence[Any]) -> None:
         if not refused.is_set() and any(row[1] == "kept" for row in rows):
@@ -345,7 +408,7 @@ def test_want_of_memory_for_a_moment_loses_no_row_and_ends_no_recording(
             raise MemoryError
         write(rows)
 
-    monkeypatch.setattr(recorder._writer, "rows", rows)
+    monkeypatch.setattr(recorder._queue.writer, "rows", rows)
     bus.instant("kept", "a")
     assert refused.wait(60)
     bus.instant("kept", "b")
@@ -368,7 +431,11 @@ def test_the_collector_may_run_at_any_allocation(path: Path) -> None:
             del knot
     finally:
         gc.set_threshold(*before)
-    gc.collect()
+    for _ in range(1000):
+        # It does nothing while the recorder's thread collects.
+        gc.collect()
+        if not len(recorder.storages):
+            break
     assert len(recorder.storages) == 0
     recorder.close()
     assert len(rows_of(path, "other on device")) == 600
@@ -402,7 +469,7 @@ def test_a_full_disk_ends_the_recording_with_one_warning_and_the_run_goes_on(
     write = os.write
 
     def full(fd: int, data: Any) -> int:
-        if recorder._writer is not None and fd == recorder._writer._fd:
+        if recorder._queue.writer is not None and fd == recorder._queue.writer._fd:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(fd, data)
 
@@ -478,7 +545,7 @@ def test_a_long_recording_keeps_nothing(path: Path) -> None:
             optimizer.zero_grad()
             if number % 400 == 399:
                 gc.collect()
-                marks.append((len(recorder.storages), len(recorder._threads)))
+                marks.append((len(recorder.storages), recorder._queue.threads))
                 files.append(open_files())
         assert soon(lambda: open_files() <= files[0]), "but for what is just being sampled"
         assert set(threading.enumerate()) <= threads

@@ -32,7 +32,7 @@ from offload.allocator import (
 )
 from offload.errors import PolicyError
 from tests.support.zprof_allocator import Allocator
-from zprof.frag.stranding import stranding
+from zprof.allocator.stranding import stranding
 
 MIB = 1 << 20
 SETTINGS = [

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.zprof_traces import HEADER, MIB, SHARD, WHOLE, sample_rows, write_trace
+from zprof.analysis.ledger import Ledger
 from zprof.bench import store as bench_store
 from zprof.cli import main
-from zprof.ledger.ledger import Ledger
 from zprof.rows import Row, RowKind, placed
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
@@ -43,12 +43,13 @@ def words(text: str) -> set[str]:
 
 
 def test_the_text_says_what_ran_who_held_what_what_is_left_and_what_was_waited_for(report: Report) -> None:
-    write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc")
+    policy = {"policy": {"text": json.dumps({"budget": {"host": 1 << 30}})}}
+    write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc", notes=policy)
     result = report("run.zprof")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[0] == "train.py --steps 5"
-    assert lines[1] == "rank 0 of 1, node, cpu; level alloc; 0.4 s, 5 steps; 1,496 rows; run.zprof"
+    assert lines[1] == "rank 0 of 1, node, cpu; level alloc; 400 ms, 5 steps; 1,496 rows; run.zprof"
     headings = ["held at the peak, by category", "most held by", "reconciliation", "time", "bandwidth", "next"]
     assert [line for line in lines if line in headings] == headings
     assert lines[6].split() == ["activation", "116", "MiB", "-", "71%", "█" * 17]
@@ -62,7 +63,8 @@ def test_the_text_says_what_ran_who_held_what_what_is_left_and_what_was_waited_f
 
 
 def test_the_values_are_those_of_the_ledger(report: Report) -> None:
-    path = write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc")
+    policy = {"policy": {"text": json.dumps({"budget": {"host": 1 << 30, "device": "50%"}})}}
+    path = write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc", notes=policy)
     (run,) = values(report("run.zprof", "--json"))["runs"]
     ledger = Ledger.of(Trace.open(path))
     for tier in ("device", "host"):
@@ -72,7 +74,7 @@ def test_the_values_are_those_of_the_ledger(report: Report) -> None:
         assert sum(holder["bytes"] for holder in told["holders"]) == peak.nbytes
         assert told["at_s"] == (peak.time_ns - HEADER.mono_ns) / 1e9
     assert run["measures"]["device.peak"] == ledger.peak("device").nbytes
-    assert run["tiers"]["host"]["budget_bytes"] == 1 << 30
+    assert (run["tiers"]["host"]["budget_bytes"], run["tiers"]["device"]["budget_bytes"]) == (1 << 30, None)
     for line in run["reconciliation"]:
         assert line["bytes"] == line["said_bytes"] - line["against_bytes"]
 
@@ -85,7 +87,7 @@ def test_the_keys_of_version_1_stay(report: Report) -> None:
     assert told["version"] == 1
     assert set(told) == {"version", "by", "at", "runs", "ranks", "next"}
     assert set(told["runs"][0]) == words(
-        "file rank world simulated host device level argv versions duration_s rows dropped_rows damage below_zero "
+        "file rank world simulated host device level level_chosen argv versions duration_s rows dropped_rows damage below_zero "
         "bench_problem end steps tiers residual reconciliation rss measures unseen not_recorded waits mends rates large_batch "
         "oom"
     )
@@ -95,7 +97,7 @@ def test_the_keys_of_version_1_stay(report: Report) -> None:
     assert set(told["runs"][0]["reconciliation"][0]) == words("name bytes said said_bytes against against_bytes likely at_s")
     assert set(told["runs"][0]["waits"][0]) == words("what unit ms_per_step waits longest_ms settings")
     assert set(told["runs"][0]["rates"][0]) == words(
-        "verb count bytes busy_s bytes_per_s reached_bytes_per_s bench_bytes_per_s share_of_bench"
+        "verb count bytes busy_s bytes_per_s reached_bytes_per_s bench_bytes_per_s share_of_bench why"
     )
     assert set(told["ranks"]) == words("world missing clocks skew stragglers peak_bytes work_ms step_ms")
     assert set(told["ranks"]["skew"][0]) == words("what key rank late_ns times count total_ns")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import forked
 from tests.support.waiting import soon
-from tests.support.zprof_traces import HEADER
+from tests.support.zprof_traces import HEADER, sample_rows, write_trace
 from zprof.rows import Row, RowKind, placed
 from zprof.running.child import Kills
 from zprof.running.live import Follower
@@ -84,6 +84,31 @@ def test_a_script_prints_raises_and_ends_as_under_plain_python(mode: str, tmp_pa
         assert end.body["exit"] == {"7": 7, "300": 300, "_exit": 9}.get(mode, 0 if mode == "0" else 1)
 
 
+def test_an_error_within_an_operation_is_shown_without_what_listens_to_it(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+import torch
+try: torch.ones(2, 3) @ torch.ones(2, 3)
+except RuntimeError as error:
+    raise ExceptionGroup("both", [error, ValueError()]) from error
+""",
+    )
+    recorded = zprof("--level", "alloc", "script.py", at=tmp_path)
+    plain = python("script.py", at=tmp_path)
+    assert (theirs(recorded.stderr), recorded.returncode) == (plain.stderr, plain.returncode)
+
+
+def test_a_reader_that_goes_away_ends_a_command_as_it_ends_cat(tmp_path: Path) -> None:
+    write_trace(tmp_path / "run.zprof", sample_rows(steps=1, units=2))
+    for words in (["--help"], ["check", "--measures"], ["report", "run.zprof"]):
+        ours, theirs = os.pipe()
+        os.close(ours)
+        ended = subprocess.run([sys.executable, "-m", "zprof", *words], cwd=tmp_path, stdout=theirs, stderr=subprocess.PIPE)
+        os.close(theirs)
+        assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b""), words
+
+
 def test_modules_folders_and_scripts_that_do_not_compile_are_as_under_plain_python(tmp_path: Path) -> None:
     script(tmp_path, "", "pkg/__init__.py")
     script(tmp_path, "import sys; print(sys.argv, sys.path[0], __spec__.name, __package__); raise ValueError", "pkg/mod.py")
@@ -150,15 +175,24 @@ def test_each_rank_writes_a_file_of_its_own_and_a_restart_leaves_the_first(tmp_p
 
 def test_starting_a_run_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     heavy = "{'torch', 'numpy', 'numba', 'rich', 'pydantic'} & set(sys.modules)"
-    found = python("-c", f"import sys, zprof.run_cli, zprof.running.launch; print({heavy})", at=tmp_path)
+    found = python("-c", f"import sys, zprof.commands.run, zprof.running.launch; print({heavy})", at=tmp_path)
     assert found.stdout == "set()\n", found.stderr
 
 
 # Signals.
 
 
-def started(*words: str, at: Path) -> subprocess.Popen[str]:
-    run = subprocess.Popen([*ZPROF, *words], cwd=at, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def started(*words: str, at: Path, start_new_session: bool = False) -> subprocess.Popen[str]:
+    """``start_new_session``: in a process group of its own, as torchrun starts its ranks."""
+    run = subprocess.Popen(
+        [*ZPROF, *words],
+        cwd=at,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=start_new_session,
+    )
     assert run.stdout is not None
     assert run.stdout.readline() == "ready\n"
     return run
@@ -192,6 +226,94 @@ def test_ctrl_c_on_a_terminal_reaches_the_script_once(tmp_path: Path) -> None:
     assert code == 11, shown
 
 
+COUNTS = """
+import os, signal, sys, time
+heard = open("heard", "wb", buffering=0)
+for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+    signal.signal(getattr(signal, name), lambda number, frame: heard.write(b"%d\\n" % number))
+print("ready", flush=True)
+until = time.monotonic() + 100
+while not os.path.exists("enough") and time.monotonic() < until:
+    time.sleep(0.01)
+"""
+
+
+def sent_to(run: subprocess.Popen[str], number: signal.Signals, way: str) -> None:
+    """By the ways in which people and launchers send signals."""
+    if way == "to zprof":
+        run.send_signal(number)
+    elif way == "to the group":
+        os.killpg(run.pid, number)
+    else:  # as Slurm and systemd do
+        for process in (run.pid, *children(run)):
+            os.kill(process, number)
+
+
+def children(run: subprocess.Popen[str]) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+
+
+def counted(folder: Path) -> list[int]:
+    return [int(line) for line in (folder / "heard").read_bytes().split()]
+
+
+@pytest.mark.parametrize("way", ["to zprof", "to the group", "to each process"])
+def test_the_script_hears_each_signal_once_whoever_it_is_sent_to(way: str, tmp_path: Path) -> None:
+    run = started(script(tmp_path, COUNTS), at=tmp_path, start_new_session=True)
+    sent = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM]
+    expected: list[int] = []
+    for number in sent:
+        sent_to(run, number, way)
+        expected.append(number)
+        assert soon(lambda: len(counted(tmp_path)) >= len(expected) and not pending(run.pid))
+        # What zprof has heard it passes on before it hears the next: this one comes after a second copy of the other.
+        run.send_signal(signal.SIGUSR2)
+        expected.append(signal.SIGUSR2)
+        assert soon(lambda: len(counted(tmp_path)) >= len(expected))
+    (tmp_path / "enough").touch()
+    run.communicate(timeout=600)
+    assert counted(tmp_path) == expected
+    assert run.returncode == 0
+
+
+def test_a_signal_to_the_group_reaches_a_script_that_has_left_it(tmp_path: Path) -> None:
+    run = started(script(tmp_path, f"import os\nos.setpgid(0, 0)\n{HEARS}"), "SIGTERM", at=tmp_path, start_new_session=True)
+    os.killpg(run.pid, signal.SIGTERM)
+    run.communicate(timeout=600)
+    assert run.returncode == 11
+
+
+def pending(process: int) -> bool:
+    """Whether a signal waits to be heard by it."""
+    fields = dict(line.split(":\t") for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return int(fields["ShdPnd"], 16) != 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_group_ends_zprof_as_it_ends_python(number: signal.Signals, tmp_path: Path) -> None:
+    name = script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(120)")
+    run = started(name, at=tmp_path, start_new_session=True)
+    os.killpg(run.pid, number)
+    _, said = run.communicate(timeout=600)
+    assert run.returncode == -number
+    assert said.count("KeyboardInterrupt\n") == (number == signal.SIGINT)
+    alone = subprocess.Popen([sys.executable, name], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert alone.stdout is not None
+    assert alone.stdout.readline() == "ready\n"
+    alone.send_signal(number)
+    alone.communicate(timeout=600)
+    assert alone.returncode == run.returncode
+
+
+def test_nothing_of_zprof_is_left_when_it_is_killed(tmp_path: Path) -> None:
+    run = started(script(tmp_path, COUNTS), at=tmp_path)
+    processes = children(run)
+    assert len(processes) == 2
+    run.kill()
+    run.communicate(timeout=600)
+    assert soon(lambda: not any(Path(f"/proc/{process}").exists() for process in processes))
+
+
 def test_a_script_that_a_signal_ends_ends_zprof_alike(tmp_path: Path) -> None:
     run = started(script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(120)"), at=tmp_path)
     run.terminate()
@@ -203,7 +325,8 @@ def test_a_script_that_a_signal_ends_ends_zprof_alike(tmp_path: Path) -> None:
 def test_a_script_that_is_killed_leaves_a_trace_that_reads(tmp_path: Path) -> None:
     run = started(script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(120)"), at=tmp_path)
     assert soon(lambda: Trace.open(tmp_path / "run.0.zprof").count > 0), "the recorder writes every second"
-    [child] = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    # The script is the one started last.
+    *_, child = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     os.kill(int(child), signal.SIGKILL)
     _, said = run.communicate(timeout=600)
     assert run.returncode == -signal.SIGKILL

@@ -16,12 +16,13 @@ from tests.support.ranks import Pool
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
 from zprof import Recorder
-from zprof.pages.timeline import peak_line, timeline
-from zprof.reports.findings import report
+from zprof.analysis.analysis import both
+from zprof.analysis.coverage import Unseen, coverage
+from zprof.analysis.measures import MEASURES, Value, measures, numbers
 from zprof.rows import CATEGORIES, TIERS, Row, RowKind
-from zprof.timing.analysis import both
-from zprof.timing.coverage import Unseen, coverage
-from zprof.timing.measures import MEASURES, Value, measures, numbers
+from zprof.running.live import Follower
+from zprof.show.pages.timeline import peak_line, timeline
+from zprof.show.report.findings import report
 from zprof.trace.reader import Trace
 
 SAMPLED = ("rss", "cgroup memory", "pinned", "cuda allocated", "cuda reserved", "nvml energy")
@@ -122,6 +123,9 @@ def test_what_the_cheap_level_shows_is_what_the_costly_one_does(tmp_path: Path) 
     for name in ("plain", "zhooks"):
         paths = {level: tmp_path / f"{name}.{level}.zprof" for level in ("events", "alloc")}
         one = model()
+        # What other tests of this process have left attached would say what it holds.
+        gc.collect()
+        hush_earlier()
         recorders = [Recorder(path, level=level, nvml="off").listen() for level, path in paths.items()]  # type: ignore[arg-type]
         attachment = zhooks.attach(one) if name == "zhooks" else None
         steps(one)
@@ -167,6 +171,29 @@ def test_a_limit_on_what_was_not_seen_fails_and_says_what_sees_it(plain: Zprof) 
     assert told["runs"][0]["measures"]["device.peak"] is None
     assert told["runs"][0]["unseen"]["device.peak"] == "not recorded at level events: record with --level alloc"
     assert plain("check", "alloc.zprof", "--max", "device.peak=1TiB").exit_code == 0
+
+
+def test_on_a_gpu_what_the_host_only_queued_is_said_to_be_unmeasured(zprof: Zprof) -> None:
+    write_trace(Path("gpu.zprof"), sample_rows(steps=3, units=2, level="events"), level="events", device="cuda:0")
+    shown = zprof("report", "gpu.zprof").stdout
+    assert "waiting was not measured on CUDA" in shown
+    [gather] = [line for line in shown.splitlines() if line.strip().startswith("gather ")]
+    assert gather.split()[3:7] == ["not", "measured", "on", "CUDA"], gather
+    [run] = json.loads(zprof("report", "gpu.zprof", "--json").stdout)["runs"]
+    rates = {rate["verb"]: rate for rate in run["rates"]}
+    for verb in ("gather", "reduce"):
+        assert rates[verb]["bytes"] > 0 and rates[verb]["why"].startswith("not measured on CUDA")
+        assert [rates[verb][name] for name in ("busy_s", "bytes_per_s", "reached_bytes_per_s", "share_of_bench")] == [None] * 4
+    assert rates["disk read"]["why"] is None and rates["disk read"]["bytes_per_s"] > 0
+    assert run["waits"] is None
+    assert run["unseen"]["exposed.ms_per_step"].startswith("not measured on CUDA")
+
+    page = json.dumps(timeline([Trace.open("gpu.zprof")]))
+    assert "exposed waits" not in page and "where the host queued them: not measured on CUDA" in page
+    glance = Follower(Path("gpu.zprof")).poll()
+    assert glance is not None and glance.waited is None and "gather" not in glance.moved and "disk read" in glance.moved
+    [seen] = json.loads(zprof("top", "--once", "--json", "gpu.zprof").stdout)["runs"]
+    assert seen["waiting"] == [] and seen["unmeasured"].startswith("not measured on CUDA") and "gather" not in seen["bandwidth"]
 
 
 def test_two_levels_are_not_compared_as_if_one_had_held_nothing(plain: Zprof) -> None:
@@ -244,11 +271,18 @@ def test_a_run_without_an_end_keeps_no_limit(plain: Zprof) -> None:
     assert (result.exit_code, "has no end" in result.stderr) == (1, True)
 
 
+def test_the_command_of_a_trace_cannot_steer_the_terminal(zprof: Zprof) -> None:
+    rows = [row for row in sample_rows(steps=2, units=1) if row.what in ("step", "rss")]
+    write_trace(Path("run.zprof"), rows, zhooks=False, level="events", argv=("\x1b[2Jtrain.py",))
+    said = zprof("report", "run.zprof").stdout
+    assert "\x1b" not in said and said.count("[2Jtrain.py") == 2, "as what ran, and in what to run next"
+
+
 # What others shard.
 
 
 def train(folder: str, wrapper: str) -> None:
-    """Two steps of a small model, heard at both levels; the last rank comes late to each."""
+    """Three steps of a small model, heard at both levels; the last rank comes late to each."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -269,24 +303,28 @@ def train(folder: str, wrapper: str) -> None:
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        time.sleep(0.05 * rank)
+    for _ in range(3):
+        time.sleep(0.4 * rank)
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     for recorder in recorders:
         recorder.close()
+    assert "zprof" not in (torch._C._distributed_c10d.Work.wait.__module__ or ""), "torch is left as it was"
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_waits_inside_other_wrappers_are_not_seen_and_their_states_are(tmp_path: Path, ranks2: Pool, wrapper: str) -> None:
+def test_waits_of_other_wrappers_name_the_late_rank_and_states_are_seen(tmp_path: Path, ranks2: Pool, wrapper: str) -> None:
     ranks2.run("tests.zprof.test_seen:train", folder=str(tmp_path), wrapper=wrapper)
     for level in ("events", "alloc"):
         told = report(sorted(tmp_path.glob(f"{wrapper}.{level}.*.zprof")))
-        assert [run["waits"] for run in told["runs"]] == [None, None]
-        assert told["ranks"]["work_ms"] == {"0": None, "1": None}
-        assert (told["ranks"]["skew"], told["ranks"]["stragglers"]) == (None, None)
-        assert all(step is not None for step in told["ranks"]["step_ms"].values())
+        unit = "all_reduce" if wrapper == "ddp" else "all_gather"
+        first, last = ({wait["unit"]: wait["ms_per_step"] for wait in run["waits"]} for run in told["runs"])
+        assert first[unit] > last.get(unit, 0), (first, last)
+        assert [slow["rank"] for slow in told["ranks"]["stragglers"]] == [1]
+        [late] = [each for each in told["ranks"]["skew"] if each["key"] == unit]
+        assert (late["what"], late["rank"]) == ("collective", 1)
+        assert told["ranks"]["work_ms"]["1"] > 400, "it sleeps as long as that in each step"
     whole = 2 * 64 * 256 * 4
     own = whole if wrapper == "ddp" else whole // 2
     for path in sorted(tmp_path.glob(f"{wrapper}.alloc.*.zprof")):

@@ -19,10 +19,10 @@ import torch.cuda._memory_viz as viewer
 from tests.support.forked import python
 from tests.support.zprof_snapshots import MIB, golden, made
 from tests.support.zprof_traces import sample_rows, write_trace
-from zprof.frag.recordings import snapshot_of
-from zprof.frag.snapshot import Entry, checked, load_snapshot, plain, reduced, write_snapshot
-from zprof.frag.snapshot_files import decoded
-from zprof.rows import TraceError
+from zprof.allocator.recordings import snapshot_of
+from zprof.allocator.snapshot import Entry, Frame, checked, load_snapshot, plain, reduced, write_snapshot
+from zprof.allocator.snapshot_files import decoded
+from zprof.rows import Row, RowKind, TraceError
 from zprof.trace.reader import Trace
 
 FORMS: dict[str, Callable[[Any], bytes]] = {
@@ -103,8 +103,20 @@ def test_a_cpu_trace_gets_a_snapshot_by_replay(tmp_path: Path) -> None:
     snapshot = snapshot_of(Trace.open(path))
     assert snapshot.source == "replay" and snapshot.traces[0]
     allocs = [entry for entry in snapshot.traces[0] if entry.action == "alloc"]
-    assert {frame.name for entry in allocs for frame in entry.frames} >= {"model.layers.0.attn", "model.layers.0.mlp"}
+    frames = [frame for entry in allocs for frame in entry.frames]
+    assert {frame.name for frame in frames} >= {"model.layers.0.attn", "model.layers.0.mlp"}
+    assert {(frame.filename, frame.line) for frame in frames} == {("lines not recorded (zprof run --level stack)", 0)}
     assert viewer.segsum(plain(snapshot))
+
+
+def test_a_snapshot_by_replay_has_the_lines_that_were_recorded(tmp_path: Path) -> None:
+    key = "layers.0 <- a:b/model.py:31:forward <- train.py:12:<module>"
+    rows = [Row(RowKind.ALLOC, "activation on device", key, 4096, 2_000_000_000, 0, 1)]
+    snapshot = snapshot_of(Trace.open(write_trace(tmp_path / "run.zprof", rows, level="stack")))
+    [entry] = [entry for entry in snapshot.traces[0] if entry.action == "alloc"]
+    assert entry.frames == (Frame("a:b/model.py", 31, "forward"), Frame("train.py", 12, "<module>"))
+    [block] = [block for segment in snapshot.segments for block in segment.blocks if block.requested]
+    assert block.frames == entry.frames
 
 
 def test_a_trace_with_a_snapshot_gives_that(tmp_path: Path) -> None:
@@ -212,7 +224,7 @@ def test_a_nasty_file_is_refused_in_one_line_within_its_memory(name: str) -> Non
 
 
 def test_shared_members_do_not_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zprof.frag.snapshot._MOST_BLOCKS", 1 << 16)
+    monkeypatch.setattr("zprof.allocator.snapshot._MOST_BLOCKS", 1 << 16)
     block = {"size": 512, "requested_size": 512, "state": "active_allocated", "frames": []}
     segment = {"address": 0, "total_size": 512 << 12, "blocks": [block] * (1 << 12), "segment_type": "large"}
     with pytest.raises(TraceError, match="blocks, found more"):

@@ -25,7 +25,7 @@ from tests.support.fake_nvml import MIB, Slots, build, environment
 from tests.support.zprof_traces import HEADER, SHARD, Row, RowKind, Writer, placed, sample_rows, write_trace
 from zprof.cli import main
 from zprof.clock import now_ns, wall_ns
-from zprof.watching.follow import Followed
+from zprof.show.top.follow import Followed
 
 SECOND = 1_000_000_000
 

@@ -21,8 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.zprof_traces import HEADER, rows_of, sample_rows, write_trace
-from zprof.rows import Row, RowKind, TraceError
+from zprof.analysis.coverage import coverage
+from zprof.rows import PLACES, Row, RowKind, TraceError, placed, placement
 from zprof.trace import columns
+from zprof.trace.framefile import FrameFile
 from zprof.trace.frames import MOST_ROWS
 from zprof.trace.header import Header
 from zprof.trace.reader import Trace
@@ -72,6 +74,24 @@ def test_columns_have_the_types_that_readers_count_on(tmp_path: Path) -> None:
     assert len(trace.strings) == len(set(trace.strings))
 
 
+def test_rows_that_say_what_is_held_come_with_the_number_of_its_place(tmp_path: Path) -> None:
+    whats = [*(placed(*place) for place in PLACES), "rss", "parameter on", "gather"]
+    random.Random(3).shuffle(whats)
+    # A few new names a chunk, and spans and points that are called as places are.
+    rows = [Row(kind, what, what, 1, 10) for what in whats for kind in RowKind]
+    writer = Writer(tmp_path / "run.zprof", HEADER)
+    for first in range(0, len(rows), 7):
+        writer.rows(rows[first : first + 7])
+        writer.flush()
+    writer.close()
+    trace = Trace.open(writer.path)
+    assert len(trace) > len(whats) // 2
+    held = {RowKind.COUNTER, RowKind.ALLOC, RowKind.FREE}
+    expected = [PLACES.index(place) if row.kind in held and (place := placement(row.what)) else -1 for row in rows]
+    assert [place for chunk in trace.chunks() for place in chunk.place.tolist()] == expected
+    assert {-1, *range(len(PLACES))} == set(expected)
+
+
 def test_chunks_may_be_read_in_any_order_and_again(tmp_path: Path) -> None:
     rows = list(sample_rows(steps=40))
     trace = Trace.open(write_trace(tmp_path / "run.zprof", rows))
@@ -107,7 +127,6 @@ def test_the_header_comes_back_whole(tmp_path: Path) -> None:
         ({"rank": 4, "world": 4}, "rank: expected less than 4 ranks, found 4"),
         ({"level": "all"}, "level: expected events or alloc or stack, found 'all'"),
         ({"pid": -1}, "pid: expected a number from 0 to"),
-        ({"budgets": {"moon": 3}}, "budgets: expected a map of tiers to bytes"),
     ],
 )
 def test_a_header_nobody_could_read_is_refused_before_a_file_is_made(
@@ -257,6 +276,24 @@ def test_nothing_is_raised_even_where_warnings_are_errors(tmp_path: Path) -> Non
         writer.rows([Row(99, "a", "b", 0, 0)])
         writer.close()
     assert writer.dropped_rows == 1
+
+
+def test_a_note_is_read_once_and_a_large_one_only_for_who_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large: dict[str, object] = {"segments": [os.urandom(1 << 10) for _ in range(64)]}
+    notes: dict[str, dict[str, object]] = {"policy": {"text": "{}"}, "snapshot": large, "clock": {"mono_ns": 1}}
+    trace = Trace.open(write_trace(tmp_path / "run.zprof", [], zhooks=False, notes=notes))
+    read: list[int] = []
+    before = FrameFile.read
+    monkeypatch.setattr(FrameFile, "read", lambda file, at, nbytes=None: read.append(at) or before(file, at, nbytes))  # type: ignore[func-returns-value]
+    assert trace.notes("absent") == [] and len(read) == 4
+    assert trace.notes("policy")[0].body == {"text": "{}"} and trace.dropped == 0 and trace.device == "cpu" and len(read) == 4
+    assert trace.notes("snapshot")[0].body == large == trace.notes("snapshot")[0].body and len(read) == 6
+    assert [note.name for note in trace.notes()] == [*notes, "end"] and len(read) == 7
+
+
+def test_a_policy_of_any_length_says_that_a_model_was_under_zhooks(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "run.zprof", sample_rows(), zhooks=False, notes={"policy": {"text": "x" * 100_000}})
+    assert coverage(Trace.open(path)).zhooks
 
 
 def test_an_existing_file_is_refused_and_replaced_by_force(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def test_a_frame_of_an_unknown_kind_is_passed_over(tmp_path: Path) -> None:
 def test_a_header_that_claims_nonsense_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.zprof"
     changes: list[dict[str, Any]] = [
-        {"rank": -1}, {"argv": "x"}, {"argv": [1]}, {"host": 3}, {"mono_ns": 1 << 63}, {"world": True}, {"budgets": []},
+        {"rank": -1}, {"argv": "x"}, {"argv": [1]}, {"host": 3}, {"mono_ns": 1 << 63}, {"world": True},
     ]  # fmt: skip
     for change in changes:
         path.write_bytes(MAGIC + b"\x01\x00" + sealed(FrameKind.HEADER, packed(HEADER.packed() | change)))

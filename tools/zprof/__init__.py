@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from zprof.recording.recorder import Level, Recorder
@@ -20,7 +20,7 @@ __all__ = ["Recorder", "load_ipython_extension", "record"]
 def record(
     path: str | Path = "run.{rank}.zprof",
     *,
-    level: Level = "events",
+    level: Level | Literal["auto"] = "events",
     interval_s: float = 0.1,
     nvml: str = "auto",
     force: bool = False,

@@ -6,8 +6,11 @@ is called, so that it answers at once.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -18,23 +21,23 @@ __all__ = ["main"]
 
 #: Command -> (module, one line of help). The object has the command's name.
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "run": ("zprof.run_cli", "Run a script or module and record it."),
-    "top": ("zprof.top_cli", "Watch devices and recording runs live."),
-    "report": ("zprof.report_cli", "Say where the bytes and milliseconds of a run went."),
-    "timeline": ("zprof.timeline_cli", "Draw a run over time, as one page."),
-    "flamegraph": ("zprof.flamegraph_cli", "Draw the bytes of a moment by module, as one page."),
-    "frag": ("zprof.frag_cli", "Say how fragmented memory is, and whether an allocation would succeed."),
-    "diff": ("zprof.diff_cli", "Compare two runs."),
-    "check": ("zprof.check_cli", "Hold a run against limits, for CI."),
-    "oom": ("zprof.oom_cli", "Say why a run ran out of memory, and try what would fit, by simulation."),
-    "simulate": ("zprof.simulate_cli", "Predict a training step on hardware that is not there."),
-    "bench": ("zprof.bench_cli", "Measure what this machine's memory, buses and disks can do."),
-    "export": ("zprof.export_cli", "Write a run in another tool's format."),
-    "doctor": ("zprof.doctor_cli", "Say what will work on this machine, what will not, and what to do."),
-    "policy": ("zprof.policy_cli", "Check, show and convert policy files."),
-    "plan": ("zprof.plan_cli", "Find the quickest policies for a job on hardware, by simulation."),
-    "checkpoint": ("zprof.checkpoint_cli", "Show, verify and convert a checkpoint's folder."),
-    "hardware": ("zprof.hardware_cli", "List hardware profiles, and check and show one."),
+    "run": ("zprof.commands.run", "Run a script or module and record it."),
+    "top": ("zprof.commands.top", "Watch devices and recording runs live."),
+    "report": ("zprof.commands.report", "Say where the bytes and milliseconds of a run went."),
+    "timeline": ("zprof.commands.timeline", "Draw a run over time, as one page."),
+    "flamegraph": ("zprof.commands.flamegraph", "Draw the bytes of a moment by module, as one page."),
+    "frag": ("zprof.commands.frag", "Say how fragmented memory is, and whether an allocation would succeed."),
+    "diff": ("zprof.commands.diff", "Compare two runs."),
+    "check": ("zprof.commands.check", "Hold a run against limits, for CI."),
+    "oom": ("zprof.commands.oom", "Say why a run ran out of memory, and try what would fit, by simulation."),
+    "simulate": ("zprof.commands.simulate", "Predict a training step on hardware that is not there."),
+    "bench": ("zprof.commands.bench", "Measure what this machine's memory, buses and disks can do."),
+    "export": ("zprof.commands.export", "Write a run in another tool's format."),
+    "doctor": ("zprof.commands.doctor", "Say what will work on this machine, what will not, and what to do."),
+    "policy": ("zprof.commands.policy", "Check, show and convert policy files."),
+    "plan": ("zprof.commands.plan", "Find the quickest policies for a job on hardware, by simulation."),
+    "checkpoint": ("zprof.commands.checkpoint", "Show, verify and convert a checkpoint's folder."),
+    "hardware": ("zprof.commands.hardware", "List hardware profiles, and check and show one."),
 }
 
 
@@ -51,15 +54,42 @@ class _Lazy(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run a command; whoever reads what it prints may stop, as ``head`` does, and then it ends as ``cat`` would."""
+        try:
+            return super().main(*args, **options)
+        except SystemExit as leaving:
+            # rich makes an exit of a closed pipe.
+            if isinstance(leaving.__context__, BrokenPipeError):
+                _end_as_a_filter()
+            raise
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        """As click does, where it prints the help too."""
+        try:
+            return super().make_context(*args, **options)
+        except BrokenPipeError:
+            _end_as_a_filter()
+            raise
+
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except ZhooksError as error:
             raise problem_of(error) from error
+        except BrokenPipeError:
+            _end_as_a_filter()
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+def _end_as_a_filter() -> None:
+    """End by the signal that plain programs get where nobody reads their pipe any longer."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

@@ -11,14 +11,23 @@ from typing import NamedTuple
 
 from offload.errors import ZhooksError
 
-__all__ = ["CATEGORIES", "MOVES", "TIERS", "Row", "RowKind", "TraceError", "placed", "placement"]
+__all__ = [
+    "BEFORE_STACK", "CATEGORIES", "MOVES", "NO_PLACE", "PLACES", "TIERS", "Row", "RowKind", "TraceError", "place_of", "placed",
+    "placement",
+]  # fmt: skip
 
 #: What bytes are held for; every byte the ledger knows is in exactly one.
 CATEGORIES = ("parameter", "gradient", "optimizer", "activation", "communication", "temporary", "other")
 #: Where they are held.
 TIERS = ("device", "host", "disk")
+#: (category, tier) by number, tier by tier: what columns and levels call a place.
+PLACES = tuple((category, tier) for tier in TIERS for category in CATEGORIES)
+#: The number in their stead of a row that says nothing of what is held.
+NO_PLACE = -1
 #: Spans that move bytes, as whoever follows a run shows their rates.
 MOVES = ("gather", "gather activation", "reduce", "copy h2d", "copy d2h", "disk read", "disk write", "stash", "unstash")
+#: Parts a key of level "stack": "blocks.0 <- model.py:31:forward <- train.py:12:main", innermost first.
+BEFORE_STACK = " <- "
 
 
 class TraceError(ZhooksError, ValueError):
@@ -53,16 +62,22 @@ class Row(NamedTuple):
     ident: int = 0
 
 
-_PLACES = {f"{category} on {tier}": (category, tier) for category in CATEGORIES for tier in TIERS}
+_NUMBERS = {f"{category} on {tier}": number for number, (category, tier) in enumerate(PLACES)}
 
 
 def placed(category: str, tier: str) -> str:
     """The ``what`` of rows that say how much is held: "parameter on host"."""
     what = f"{category} on {tier}"
-    assert what in _PLACES, f"{what}: not one of the categories and tiers"
+    assert what in _NUMBERS, f"{what}: not one of the categories and tiers"
     return what
 
 
 def placement(what: str) -> tuple[str, str] | None:
     """(category, tier) of such a ``what``; None for everything else."""
-    return _PLACES.get(what)
+    number = _NUMBERS.get(what)
+    return None if number is None else PLACES[number]
+
+
+def place_of(what: str) -> int:
+    """The number in `PLACES` of such a ``what``; `NO_PLACE` for everything else."""
+    return _NUMBERS.get(what, NO_PLACE)

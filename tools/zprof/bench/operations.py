@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.counting import flops, moved, name_of
 from offload.hardware import Sample
-from offload.virtual import flops, moved, name_of
 from zprof.clock import now_ns
 
 __all__ = ["Operations", "operations"]

@@ -1,6 +1,6 @@
 """Owns ``zprof bench --profile``: a hardware profile of this machine, whose devices are threads and whose ranks are processes.
 
-`bench_cli.py` calls `profile`. It puts together what `samples.py` and `shared_memory.py` measure and what `offload.hardware`
+`commands.bench` calls `profile`. It puts together what `samples.py` and `shared_memory.py` measure and what `offload.hardware`
 fits to that; no figure of any machine is written down here.
 """
 
@@ -13,9 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +33,17 @@ _TIMEOUT_S = 180
 Step = tuple[str, Callable[[], list[Sample]]]
 
 
-def steps(folder: Path, most: int, ranks: int) -> Iterator[Step]:
-    """What is measured, by name."""
+def steps(folder: Path, most: int, ranks: int) -> Generator[Step]:
+    """What is measured, by name: what one rank does while the others compute, as they do in a step, then what all do together.
+
+    The others start once, for each imports torch; they end with the last of these, or when this is closed.
+    """
     # Imported late: torch takes longer to start than everything before it.
     from zprof.bench.samples import measured
 
-    for name, measure in measured(folder, most):
-        yield name, partial(_beside, measure, ranks - 1)
+    with neighbours(ranks - 1):
+        yield from measured(folder, most)
     yield "collectives", lambda: collectives(ranks, most)
-
-
-def _beside(measure: Callable[[], list[Sample]], others: int) -> list[Sample]:
-    """What one rank measures while the others compute, as they do in a step."""
-    with neighbours(others):
-        return measure()
 
 
 def profile(name: str, folder: Path, samples: list[Sample], most: int) -> Fit:

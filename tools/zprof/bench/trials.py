@@ -1,6 +1,6 @@
 """Owns the measurements of ``zprof bench``: copies in host memory, to and from a GPU, the scratch file, and an all-gather.
 
-`bench_cli.py` calls one function a figure. Each moves real bytes the way the runtime does, several times, and answers with
+`commands.bench` calls one function a figure. Each moves real bytes the way the runtime does, several times, and answers with
 the median rate; it stores and prints nothing.
 """
 

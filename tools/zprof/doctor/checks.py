@@ -1,6 +1,7 @@
 """Owns what ``zprof doctor`` checks of the software and the host: packages, memory, locking, shared memory, a disk folder.
 
-`zprof.doctor_cli` prints the findings; those of GPUs are in `zprof.doctor.gpu`. It imports no torch, and leaves nothing behind.
+`zprof.commands.doctor` prints the findings; those of GPUs are in `zprof.doctor.gpu`. It imports no torch, and leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from offload.budget import Machine
 from offload.text import as_size
-from zprof.nvml.answers import one_line
+from zprof.gpu.answers import one_line
 
 __all__ = ["FAIL", "OK", "WARN", "Finding", "Package", "host_findings", "installed_packages", "software_findings"]
 

@@ -1,6 +1,6 @@
 """Owns what ``zprof doctor`` finds of GPUs: torch's CUDA build, the driver, NVML, and whether they fit each other.
 
-`zprof.doctor_cli` prints it. It reads torch's build from its files and never imports torch.
+`zprof.commands.doctor` prints it. It reads torch's build from its files and never imports torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from offload.text import as_size
 from zprof.doctor.checks import FAIL, OK, WARN, Finding
-from zprof.nvml.answers import Failure, ask, one_line
-from zprof.nvml.sampling import NvmlSampler, open_nvml
+from zprof.gpu.answers import Failure, ask, one_line
+from zprof.gpu.sampling import NvmlSampler, open_nvml
 
 __all__ = ["gpu_findings", "has_gpu", "torch_build"]
 

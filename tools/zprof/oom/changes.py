@@ -38,6 +38,9 @@ class Plight:
         free: tier -> bytes it could still take, for what would move there; None where nothing bounds it.
         idle: bytes the CUDA allocator had reserved and not in use.
         shared: the device is a CPU, so that device and host are the same memory.
+        step: the fullest moments of what a whole step needs; none where no such step was seen.
+        room: bytes that the pool can take in all, of those that are recorded; None where nobody knows.
+        blocks: that the model has; 0 where nobody knows.
     """
 
     held: Held
@@ -49,6 +52,9 @@ class Plight:
     free: Mapping[str, int | None] | None = None
     idle: int = 0
     shared: bool = False
+    step: tuple[Held, ...] = ()
+    room: int | None = None
+    blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +260,7 @@ def _without_zhooks(plight: Plight) -> Iterator[Change]:
     if len(blocks) > 1:
         yield Change(
             "torch.utils.checkpoint around each block",
-            f"forward is computed again in backward; the inputs of {len(blocks)} blocks stay",
+            f"forward is computed again in backward; the inputs of {plight.blocks or len(blocks)} blocks stay",
             (_RECOMPUTE, 0),
             _about("activation"),
             largest_alone("activation", plight.pool),

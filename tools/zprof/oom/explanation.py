@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.text import as_size
+from zprof.analysis.coverage import coverage
 from zprof.oom.changes import Plight
 from zprof.oom.facts import Failure
 from zprof.oom.fit import Remedy, remedies
-from zprof.rows import CATEGORIES, TIERS, RowKind
-from zprof.timing.coverage import coverage
+from zprof.rows import BEFORE_STACK, CATEGORIES, TIERS, RowKind
 from zprof.trace.frames import FrameKind, packed, sealed
 
 if TYPE_CHECKING:
-    from zprof.ledger.ledger import Ledger
+    from zprof.analysis.ledger import Ledger, Moment
     from zprof.running.child import Ending
     from zprof.trace.columns import Rows
     from zprof.trace.reader import Trace
@@ -41,7 +41,8 @@ _MOST_KEYS, _MOST_REMEDIES = 5, 6
 _PHASES = ("forward", "backward", "step")
 #: A unit counts for what states cost a parameter if it is not among the smallest.
 _NOT_SMALL = 8
-_BEFORE_STACK = " <- "
+#: What the model makes while it computes.
+_MADE = ("activation", "temporary", "other")
 _NOT_TRIED = "not tried: zprof oom RUN --job module:function --hardware FILE simulates each, and looks for others"
 
 
@@ -56,7 +57,7 @@ def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, 
     """
     from zprof.trace.reader import Trace
 
-    trace = Trace.open(path)
+    trace = Trace.open(path, ended=True)
     if not ending.failed and trace.count > _MOST_ROWS:
         return [f"trace {path} ({as_size(path.stat().st_size)})", *_next(trace, path, world)]
     ledger = _Reading(trace)
@@ -128,7 +129,7 @@ class _Reading:
     """One pass over a trace: its ledger, the units it names, and when and in which phase of a step it failed."""
 
     def __init__(self, trace: Trace) -> None:
-        from zprof.ledger.ledger import Ledger
+        from zprof.analysis.ledger import Ledger
 
         self.trace = trace
         self.units: dict[str, int] = {}
@@ -136,6 +137,7 @@ class _Reading:
         self._began, self._began_ns = "", trace.header.mono_ns
         self._ended_ns: int | None = None
         self._made_ns = 0
+        self._stepped_ns: int | None = None
         self.ledger: Ledger = Ledger.of(trace, also=self._see)
 
     def _see(self, rows: Rows) -> None:
@@ -153,6 +155,7 @@ class _Reading:
                 self._began, self._began_ns, self._ended_ns = word, when, None
             elif kind == RowKind.END and word == self._began:
                 self._ended_ns = when
+                self._stepped_ns = when if word == "step" and self._failed_ns is None else self._stepped_ns
         made = rows.time_ns[rows.kind == RowKind.ALLOC]
         if len(made):
             self._made_ns = max(self._made_ns, int(made.max()))
@@ -177,12 +180,33 @@ class _Reading:
         ledger = self.ledger
         end = self._failed_ns if self._failed_ns is not None else ledger.end_ns
         moment = ledger.peak_between(tier, min(self.phase[1], end), end)
+        return self._at(moment), moment.time_ns
+
+    def step(self, pool: tuple[str, ...], states: bool) -> list[dict[tuple[str, str, str], int]]:
+        """The fullest moments of what whole steps needed, in all and of each category; none where no step was whole.
+
+        Args:
+            states: the step that failed had only states left to make, so that it counts.
+        """
+        ledger = self.ledger
+        end = self._failed_ns if states and self._failed_ns is not None else self._stepped_ns
+        if end is None:
+            return []
+        held = [each for each in pool if each in ledger.tiers]
+        moments = {
+            ledger.peak_between(tier, ledger.begin_ns, end, category)
+            for tier in held
+            for category in (None, *{series.category for series in ledger.series if series.tier == tier})
+        }
+        return [self._at(moment) for moment in moments]
+
+    def _at(self, moment: Moment) -> dict[tuple[str, str, str], int]:
         found: dict[tuple[str, str, str], int] = {}
-        for series, nbytes in zip(ledger.series, ledger.at(moment).tolist(), strict=True):
+        for series, nbytes in zip(self.ledger.series, self.ledger.at(moment).tolist(), strict=True):
             if nbytes > 0:
-                place = (series.category, series.tier, series.key.partition(_BEFORE_STACK)[0])
+                place = (series.category, series.tier, series.key.partition(BEFORE_STACK)[0])
                 found[place] = found.get(place, 0) + nbytes
-        return found, moment.time_ns
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +271,16 @@ def _case(trace: Trace, reading: _Reading, failure: Failure) -> _Case:
     process = failure.kind in ("cpu", "memory", "kill")
     pool = ("device", "host") if shared and process else (failure.tier,)
     held, _ = reading.held(failure.tier)
-    if failure.kind == "budget" and failure.tier == "device":
-        # The budget counts what the runtime places; what the model makes besides is not charged to it.
-        held = {place: nbytes for place, nbytes in held.items() if place[0] not in ("activation", "temporary", "other")}
+    held = _charged(held, failure)
     policy = _policy(trace)
     units = reading.units or {key: nbytes for (what, _, key), nbytes in held.items() if what == "parameter"}
     held = _by_unit(held, units)
+    room = None
+    if failure.short is not None and failure.nbytes is not None:
+        room = sum(nbytes for place, nbytes in held.items() if place[1] in pool) + failure.nbytes - failure.short
     missing = _states_to_come(held, failure, reading.phase[0])
+    making = bool(failure.states) or reading.phase[0] == "step" or failure.key.startswith("optimizer/")
+    step = [_by_unit(_charged(moment, failure), units) for moment in reading.step(pool, making)]
     to_come, then, tier = sum(missing.values()), dict(held), _states_tier(held)
     for unit, nbytes in missing.items():
         then["optimizer", tier, unit] = then.get(("optimizer", tier, unit), 0) + nbytes
@@ -261,9 +288,35 @@ def _case(trace: Trace, reading: _Reading, failure: Failure) -> _Case:
     if short is not None and to_come:
         # The request that failed was for one of them.
         short += max(0, to_come - (failure.nbytes or 0))
+    step = [_with_states(moment, then) for moment in step] if not _larger(held, failure, step) else []
+    blocks = len({_block(key, set()) for key in _of(held, "parameter") if any(map(str.isdecimal, key.split(".")))})
     free = {"host": failure.host_free} if not shared and failure.host_free is not None else None
-    plight = Plight(then, pool, short, trace.header.world, policy, units, free, failure.idle or 0, shared)
+    limits = (free, failure.idle or 0, shared, tuple(step), room, blocks)
+    plight = Plight(then, pool, short, trace.header.world, policy, units, *limits)
     return _Case(failure, held, plight, reading.phase[0], to_come)
+
+
+def _charged(held: dict[tuple[str, str, str], int], failure: Failure) -> dict[tuple[str, str, str], int]:
+    """What counts against the bound: [budget] device is of what the runtime places, not of what the model makes besides."""
+    if failure.kind != "budget" or failure.tier != "device":
+        return held
+    return {place: nbytes for place, nbytes in held.items() if place[0] not in _MADE}
+
+
+def _with_states(
+    moment: Mapping[tuple[str, str, str], int], then: Mapping[tuple[str, str, str], int]
+) -> dict[tuple[str, str, str], int]:
+    """A moment of a step once all states are there, which the first step makes at its end."""
+    states = {place: max(nbytes, moment.get(place, 0)) for place, nbytes in then.items() if place[0] == "optimizer"}
+    return {**moment, **states}
+
+
+def _larger(
+    held: Mapping[tuple[str, str, str], int], failure: Failure, step: list[dict[tuple[str, str, str], int]]
+) -> bool:
+    """What failed had more to compute with than any step before, so that those say too little of it."""
+    made = [sum(nbytes for place, nbytes in each.items() if place[0] in _MADE) for each in (held, *step)]
+    return len(made) > 1 and failure.kind != "budget" and made[0] > max(made[1:])
 
 
 def _policy(trace: Trace) -> Mapping[str, Any] | None:
@@ -390,10 +443,9 @@ def _proposals(case: _Case) -> list[str]:
     lines = []
     if case.to_come:
         lines.append(f"states still to be made are counted in: {as_size(case.to_come)}, as the units that have theirs hold")
-    headings = {True: "would have let it fit:", False: "not enough alone:", None: "would have saved (the lack is unknown):"}
     for before, remedy in zip([None, *found], found[:_MOST_REMEDIES], strict=False):
-        if before is None or before.fits is not remedy.fits:
-            lines.append(headings[remedy.fits])
+        if before is None or before.verdict is not remedy.verdict:
+            lines.append(remedy.verdict.value)
         lines.append(f"  {remedy}")
     return [*lines, _NOT_TRIED]
 

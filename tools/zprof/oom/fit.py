@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from itertools import combinations
 from typing import Any
 
@@ -19,18 +20,45 @@ from offload.text import as_size
 from zprof.oom.changes import ALLOCATOR, Change, Plight, changes
 from zprof.oom.held import Held, bytes_in
 
-__all__ = ["Remedy", "remedies"]
+__all__ = ["Remedy", "Verdict", "remedies"]
 
 _MOST_TOGETHER = 3
 
 
+class Verdict(Enum):
+    """What can be promised of a remedy, the best first; the value is the line above such remedies."""
+
+    WOULD = "would have let it fit:"
+    MAY = "may let it fit (what they save is not known exactly):"
+    REQUEST_ALONE = "would have let this request fit; what the rest of the step needs is not known (no whole step was seen):"
+    LACK_UNKNOWN = "would have saved (the lack is unknown):"
+    NOT_THE_STEP = "would have let this request fit, but not a whole step:"
+    NOT_ENOUGH = "not enough alone:"
+
+
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One change, or several together: bytes saved where they lacked, and whether the request would have fitted."""
+    """One change, or several together.
+
+    Attributes:
+        nbytes: saved where they lacked.
+        fits: the request that failed would have fitted; None where its lack is unknown.
+        whole: so would the whole step; None where no whole step was seen.
+    """
 
     changes: tuple[Change, ...]
     nbytes: int
     fits: bool | None
+    whole: bool | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What can be promised of it."""
+        if not self.fits:
+            return Verdict.LACK_UNKNOWN if self.fits is None else Verdict.NOT_ENOUGH
+        if not self.whole:
+            return Verdict.REQUEST_ALONE if self.whole is None else Verdict.NOT_THE_STEP
+        return Verdict.MAY if self.at_most else Verdict.WOULD
 
     @property
     def what(self) -> str:
@@ -65,6 +93,10 @@ class Remedy:
         return any(change.at_most for change in self.changes)
 
 
+_ORDER = tuple(Verdict)
+_GOOD = frozenset({Verdict.WOULD, Verdict.MAY, Verdict.REQUEST_ALONE})
+
+
 def remedies(plight: Plight) -> list[Remedy]:
     """Single changes, first those that fit, the cheapest first; where none fits, the cheapest that fit together.
 
@@ -72,9 +104,9 @@ def remedies(plight: Plight) -> list[Remedy]:
     """
     known = sorted(changes(plight), key=lambda change: change.rank)
     single = [remedy for change in known if (remedy := _remedy(plight, (change,))) is not None]
-    fitting = [remedy for remedy in single if remedy.fits]
-    if fitting or plight.short is None:
-        return fitting + [remedy for remedy in single if not remedy.fits]
+    single.sort(key=lambda remedy: _ORDER.index(remedy.verdict))
+    if plight.short is None or any(remedy.verdict in _GOOD for remedy in single):
+        return single
     useful = [remedy.changes[0] for remedy in single]
     together = [
         remedy
@@ -82,11 +114,12 @@ def remedies(plight: Plight) -> list[Remedy]:
         for some in combinations(useful, count)
         if _apart(some)
         and (remedy := _remedy(plight, some)) is not None
-        and remedy.fits
+        and remedy.verdict in _GOOD
     ]
     # Fewest changes first, then by the dearest of them.
     together.sort(key=lambda remedy: (len(remedy.changes), sorted((change.rank for change in remedy.changes), reverse=True)))
-    return together[:2] + sorted(single, key=lambda remedy: -remedy.nbytes)
+    together.sort(key=lambda remedy: _ORDER.index(remedy.verdict))
+    return together[:2] + sorted(single, key=lambda remedy: (_ORDER.index(remedy.verdict), -remedy.nbytes))
 
 
 def _apart(some: tuple[Change, ...]) -> bool:
@@ -103,7 +136,25 @@ def _remedy(plight: Plight, some: tuple[Change, ...]) -> Remedy | None:
         saved += plight.idle
     if saved <= 0 or not _fits(plight, held):
         return None
-    return Remedy(some, saved, None if plight.short is None else saved >= plight.short)
+    return Remedy(some, saved, None if plight.short is None else saved >= plight.short, _whole(plight, some))
+
+
+def _whole(plight: Plight, some: tuple[Change, ...]) -> bool | None:
+    """Whether the fullest moments of a whole step fit, too; None where none was seen."""
+    if not plight.step or plight.room is None:
+        return None
+    after = []
+    for held in plight.step:
+        for change in some:
+            held = change.after(held)
+        after.append(held)
+    # What is computed again in backward is there beside gradients that were made when the recorded step had freed it.
+    again = max(bytes_in(held, plight.pool, "activation") for held in after)
+    others = [bytes_in(held, plight.pool) - bytes_in(held, plight.pool, "activation") for held in after]
+    idle = plight.idle if any(ALLOCATOR in change.about for change in some) else 0
+    if any("activation" in change.about for change in some):
+        return max(others) + again - idle <= plight.room
+    return max(bytes_in(held, plight.pool) for held in after) - idle <= plight.room
 
 
 def _fits(plight: Plight, held: Held) -> bool:

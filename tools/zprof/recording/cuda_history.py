@@ -45,11 +45,13 @@ class CudaHistory:
 
     def close(self) -> None:
         """Note the snapshot, and leave the allocator as it was found."""
+        # As a sampler it may be asked once more.
+        self._asked = True
         memory = _allocator()
         if memory is None or self._closed:
             return
         self._closed = True
-        from zprof.frag.snapshot import reduced
+        from zprof.allocator.snapshot import reduced
         from zprof.rows import TraceError
 
         try:
@@ -68,7 +70,9 @@ def _allocator() -> Any:
 
 def _recording() -> bool:
     """The user has switched the history on."""
-    return bool(sys.modules["torch"]._C._cuda_isHistoryEnabled())
+    asked = getattr(sys.modules["torch"]._C, "_cuda_isHistoryEnabled", None)
+    # A torch that does not say: the user's own history, if there is one, must not be ended.
+    return asked is None or bool(asked())
 
 
 def open_part(recorder: Recorder) -> CudaHistory:

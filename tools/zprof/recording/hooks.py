@@ -1,21 +1,29 @@
-"""Owns what the tracker hangs into torch besides its mode: the hook of a gradient, the ear on resizes, the silence in forks.
+"""Owns what the tracker hangs into torch and Python besides its mode: the hook of a gradient, the ear on resizes, the ear of
+threads that start, the end in forks.
 
 ``zprof.recording.tracker`` hangs them and takes them down. None of them keeps the tracker alive, or acts once it is gone.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import inference_mode
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from zprof.recording.mode import Ear
+from zprof.recording.mode import Ear, pop
 
-__all__ = ["Accumulated", "deaf_in_children", "hear_resizes"]
+__all__ = ["Accumulated", "end_in_children", "hear_resizes", "hear_threads", "pop_when_safe"]
 
 
 class Accumulated:
@@ -68,13 +76,71 @@ def hear_resizes(report: Callable[[Any], None]) -> Callable[[], None]:
     return undo
 
 
-def deaf_in_children(ear: Ear) -> None:
-    """A forked child (a loader's worker) has the mode on its stack, and nobody who listens."""
-    held = weakref.ref(ear)
+def hear_threads(begin: Callable[[], None]) -> Callable[[], None]:
+    """Have ``begin`` called on every thread that Python's ``threading`` starts from now on, before it runs what it is for.
 
-    def silence() -> None:
+    By the hook that profilers use, for a moment: a thread takes it off again as it begins. Returns what undoes it.
+    ``begin`` is a method; only weakly held.
+    """
+    called = weakref.WeakMethod(begin)
+    others = threading.getprofile()
+
+    def begun(frame: FrameType, event: Any, argument: Any) -> None:
+        sys.setprofile(others)
+        if others is not None:
+            others(frame, event, argument)
+        hear = called()
+        if hear is not None:
+            # It must not reach what the thread is about to do.
+            with suppress(Exception):
+                hear()
+
+    threading.setprofile(begun)
+
+    def undo() -> None:
+        if threading.getprofile() is begun:
+            threading.setprofile(others)
+
+    return undo
+
+
+def pop_when_safe(ear: Ear) -> Callable[[], None]:
+    """Take ``ear`` off this thread's stack of modes when the next forward begins outside of what would put it back.
+
+    ``inference_mode`` and a backward restore torch's dispatch keys as they were when they began: of a mode that went meanwhile
+    the key would come back without the mode, and the next operation would fail. What is returned does it at once.
+    """
+    thread = threading.get_ident()
+
+    def leave() -> None:
+        handle.remove()
+        pop(ear)
+
+    def look(*_: Any) -> None:
+        if threading.get_ident() == thread and _unchanged_when_left():
+            leave()
+
+    handle = register_module_forward_pre_hook(look)
+    return leave
+
+
+def _unchanged_when_left() -> bool:
+    """What this thread is inside of does not restore dispatch keys."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() >= 0:
+        return False
+    return not any(type(each) is inference_mode and "_inference_mode_context" in vars(each) for each in gc.get_objects())
+
+
+def end_in_children(end: Callable[[], None]) -> None:
+    """Have ``end`` called in a forked child (a loader's worker): it has our hooks, and nobody who listens.
+
+    ``end`` is a method; only weakly held.
+    """
+    held = weakref.WeakMethod(end)
+
+    def leave() -> None:
         mine = held()
         if mine is not None:
-            mine.deaf = True
+            mine()
 
-    os.register_at_fork(after_in_child=silence)
+    os.register_at_fork(after_in_child=leave)

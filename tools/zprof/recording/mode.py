@@ -23,6 +23,9 @@ __all__ = ["Ear", "Listener", "plain_parts", "pop", "push", "storages_of"]
 
 _address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
+# A torch without it gives such a tensor's storage, or refuses it, which is heard as any odd tensor's is.
+_is_wrapped: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
+
 # What a value may be, and what an operation may do.
 _NEITHER, _TENSOR, _LIST, _ODD = 0, 1, 2, 3
 _KEEPS, _MAKES, _RESIZES = 0, 1, 2
@@ -60,6 +63,7 @@ class Ear(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._listener, self._known, self._besides = listener, known, besides
         self._operations: dict[int, tuple[Callable[..., Any], int]] = {}
+        self._learned: list[Any] = []
         self._kinds = dict(_KINDS)
         self._types: dict[type, bool] = {}
         self.deaf = False
@@ -155,6 +159,7 @@ class Ear(TorchDispatchMode):
     def _learn(self, func: Any) -> tuple[Callable[..., Any], int]:
         # An overload only forwards to its C++ operation; operators of higher order have none.
         run = func._op if type(func) is OpOverload else func
+        self._learned.append(func)  # a number is its own only while it lives
         learned = self._operations[id(func)] = run, _does(func)
         return learned
 
@@ -210,9 +215,7 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
         return [part for each in inner if isinstance(each, Tensor) for part in plain_parts(each)]
     layout = tensor.layout
     if layout is torch.strided:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return []
-        return [tensor]
+        return [] if _is_wrapped(tensor) else [tensor]
     with torch._C._DisableTorchDispatch():
         if layout is torch.sparse_coo:
             return [tensor._indices(), tensor._values()]
@@ -258,6 +261,9 @@ def pop(mode: TorchDispatchMode) -> bool:
 
 def _leave_to_python(method: Callable[..., Any]) -> None:
     """Have dynamo leave the method, and what it calls, to the interpreter; costs nothing where dynamo is not loaded."""
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:
+        return  # A torch without these: an operation costs a microsecond more.

@@ -2,10 +2,6 @@
 
 ``tracker`` asks when a storage is made. It installs torch's global module hooks and removes them; it never touches a
 module, a tensor or a graph.
-
-Note: [Whose backward]
-    Autograd numbers its nodes in the order they are made. The number is noted where a module's forward begins and ends, so
-    that in a backward the number of the running node shows whose forward made it, without a hook on any tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ import sys
 import threading
 import warnings
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -25,13 +20,13 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registry
 
+from zprof.recording.marks import Marks
+
 __all__ = ["BACKWARD", "OPTIMIZER", "OUTSIDE", "Doing", "Place", "Places"]
 
 #: Keys of what belongs to no module.
 OUTSIDE, BACKWARD, OPTIMIZER = "(outside modules)", "(backward)", "(optimizer)"
 
-#: Marks kept of where modules began and ended: many steps of a deep model.
-MOST_MARKS = 1 << 18
 #: Looking for what a module is part of means reading the heap, some 50 ms; not done for ever.
 MOST_SEARCHES = 16
 #: Parts of a path that wrappers of torch put in.
@@ -39,7 +34,6 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 _task = torch._C._current_graph_task_id
 _node: Callable[[], Any] = torch._C._current_autograd_node
-_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class Doing:
@@ -67,6 +61,8 @@ class _Frame:
 class _Stacks(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
+        #: Of a thread that began during the recording: its autograd numbers nodes for itself.
+        self.numbered_apart = False
 
 
 class Places:
@@ -80,9 +76,7 @@ class Places:
     def __init__(self, entered: Callable[[nn.Module], None], failed: Callable[[Exception], None]) -> None:
         self._entered, self._failed = entered, failed
         self._stacks = _Stacks()
-        self._thread = threading.get_ident()
-        self._numbers: list[int] = []
-        self._paths: list[str] = []
+        self._marks = Marks()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._main: weakref.ref[nn.Module] | None = None
         self._searches = 0
@@ -125,8 +119,13 @@ class Places:
             return BACKWARD
         if node.name() == "torch::autograd::AccumulateGrad":
             return self.owner(node.variable) or BACKWARD
-        at = bisect_right(self._numbers, node._sequence_nr()) - 1
-        return self._paths[at] if at >= 0 else BACKWARD
+        if self._stacks.numbered_apart:
+            return BACKWARD
+        return self._marks.of(node) or BACKWARD
+
+    def begin_thread(self) -> None:
+        """This thread has begun just now."""
+        self._stacks.numbered_apart = True
 
     def begin_step(self, optimizer: object) -> None:
         """A step of ``optimizer`` begins on this thread."""
@@ -158,7 +157,7 @@ class Places:
         # The frame that calls the hooks goes on to call the forward.
         place = (id(caller), caller.f_code) if outermost else None
         frames.append(_Frame(id(module), path, _task(), Doing.FORWARD, place))
-        self._mark(path)
+        self._marks.mark(path)
         if outermost:
             self._entered(module)
 
@@ -173,20 +172,7 @@ class Places:
             if frames[index].subject == subject:
                 del frames[index:]
                 break
-        self._mark(frames[-1].path if frames else OUTSIDE)
-
-    def _mark(self, path: str) -> None:
-        """Nodes made from now on belong to ``path``; those of other threads count for themselves and are not marked."""
-        if threading.get_ident() != self._thread:
-            return
-        number, numbers = _next_number(), self._numbers
-        if numbers and numbers[-1] == number:
-            self._paths[-1] = path
-            return
-        if len(numbers) >= MOST_MARKS:
-            del numbers[: MOST_MARKS // 2], self._paths[: MOST_MARKS // 2]
-        numbers.append(number)
-        self._paths.append(path)
+        self._marks.mark(frames[-1].path if frames else OUTSIDE)
 
     def _drop_stale(self, caller: FrameType) -> None:
         """Forget forwards and steps that an exception ended without a sign: their Python frame is not among the open ones.

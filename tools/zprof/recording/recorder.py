@@ -2,14 +2,6 @@
 
 ``zprof.record``, ``zprof run`` and ``attachment.observe`` start one. It never decides what is measured, and nothing that
 happens to it reaches the training loop: a full disk ends the recording, not the run.
-
-Note: [Cost of an event]
-    The emitting thread makes one tuple and appends it; a thread of ours encodes and writes, at least every second, so that a
-    run that is killed loses no more than that. Where rows come faster than it takes them, the emitter waits for it.
-
-Note: [Who may be inside]
-    The collector runs anywhere, and with it the callbacks of storages that die: also while this very thread writes. What they
-    record is appended, and never waits or writes; nobody enters the writing twice on one thread.
 """
 
 from __future__ import annotations
@@ -20,9 +12,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from itertools import count
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -30,11 +21,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from offload.events import Event, leave
 from offload.events import listen as listen_everywhere
 from zprof.clock import now_ns, wall_ns
+from zprof.recording import queue
+from zprof.recording.chosen import AUTO, Choice
+from zprof.recording.queue import Queue
 from zprof.recording.sampling import Sampling
 from zprof.recording.sources import Sources
 from zprof.recording.storages import Held, Storages
 from zprof.recording.surroundings import device, header, ranks
-from zprof.rows import Row, RowKind, TraceError
+from zprof.rows import RowKind, TraceError
 
 if TYPE_CHECKING:
     from zprof.recording.sampler import Sampler
@@ -46,12 +40,16 @@ Level = Literal["events", "alloc", "stack"]
 #: From the cheapest: the runtime's own events; every storage; every storage with the stack that made it.
 LEVELS: tuple[Level, ...] = ("events", "alloc", "stack")
 
-#: Rows that may wait for the writing thread before the emitter waits, too.
-MOST_WAITING = 1 << 18
 #: What is recorded is in the file after this long at the latest.
 FLUSH_NS = 1_000_000_000
 CHUNK = 4096
-_BEAT_S = 0.002
+
+#: Part -> what is not recorded without it.
+LACKING = {
+    "tracker": "storages are",
+    "cuda_history": "the history of CUDA's allocator is",
+    "optimizer_steps": "steps of optimizers are",
+}
 
 _KINDS = {"begin": int(RowKind.BEGIN), "end": int(RowKind.END), "instant": int(RowKind.INSTANT)}
 _COUNTER, _ALLOC, _FREE = int(RowKind.COUNTER), int(RowKind.ALLOC), int(RowKind.FREE)
@@ -72,7 +70,7 @@ class Recorder:
     Args:
         path: the trace; "{rank}" becomes this process's rank.
         level: "events" costs least and covers what zhooks places; "alloc" covers every torch storage; "stack" also says
-            which lines made them.
+            which lines made them. "auto" is "events" where zhooks is attached before the first step, else "alloc".
         interval_s: seconds between samples of memory, allocator and NVML.
         nvml: "auto" samples GPUs where NVML answers, "on" insists, "off" does not ask.
         force: write over an existing file.
@@ -81,33 +79,37 @@ class Recorder:
     """
 
     def __init__(
-        self, path: str | Path, *, level: Level = "events", interval_s: float = 0.1, nvml: str = "auto", force: bool = False
+        self,
+        path: str | Path,
+        *,
+        level: Level | Literal["auto"] = "events",
+        interval_s: float = 0.1,
+        nvml: str = "auto",
+        force: bool = False,
     ) -> None:
-        if level not in LEVELS:
-            raise ValueError(f"level: expected one of {', '.join(LEVELS)}, found {level!r}")
+        if level not in (AUTO, *LEVELS):
+            raise ValueError(f"level: expected {AUTO} or one of {', '.join(LEVELS)}, found {level!r}")
         if not 0.001 <= interval_s <= 3600:
             raise ValueError(f"interval_s: expected 0.001 to 3600 seconds, found {interval_s!r}")
         self.rank, self.world = ranks()
         self.path = Path(str(path).replace("{rank}", str(self.rank)))
-        self.level: Level = level
+        self.level: Level = "alloc" if level == AUTO else level
+        self._choice = Choice(level == AUTO, self.note)
         self.storages = Storages(self.row, self._moved)
         self._sources = Sources(self._counted)
         self._interval_ns, self._nvml, self._force = int(interval_s * 1e9), nvml, force
-        self._rows: list[tuple[int, str, str, int, int, int, int]] = []
-        self._threads: dict[int, int] = {}
-        self._numbers = count()
+        self._queue = Queue()
+        self._append = self._queue.put
         self._sampling = Sampling(self._warn)
         self._parts: list[Part] = []
         self._undo: list[Callable[[], None]] = []
-        self._writer: Writer | None = None
         self._life = threading.RLock()
-        self._stopped, self._wake = threading.Event(), threading.Event()
-        self._writing = threading.Lock()
-        self._inside = 0  # the thread that writes now
-        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
         self._written_ns = self._sampled_ns = 0
         self._pid = os.getpid()
         self._noted: dict[str, str] = {}
+        self._device: str | None = None
+        self._zhooks = False
         self._ended = False
         #: Rows are taken: between ``start`` and ``close``, in this process only.
         self.open = False
@@ -119,12 +121,16 @@ class Recorder:
         if not self.open:
             self._start_late(event)
             return
+        if self._choice.open:
+            self._leave_storages()
         kind = event.kind
         if kind == "hold":
             self.storages.hold(event.what, event.key, event.subject)
         elif kind == "counter":
             self._sources.state(event.subject, event.what, event.key, event.nbytes, event.time_ns)
         elif event.what in ("policy", "activation"):
+            # From here on zhooks says itself what it gathers, reduces and waits for, by unit.
+            self._zhooks = True
             if event.key != self._noted.get(event.what):
                 self._noted[event.what] = event.key
                 self.note(event.what, {"text": event.key})
@@ -146,31 +152,14 @@ class Recorder:
     def _counted(self, what: str, key: str, level: int, time_ns: int) -> None:
         self._append(_COUNTER, what, key, level, time_ns, 0)
 
-    def _append(self, kind: int, what: str, key: str, nbytes: int, time_ns: int, ident: int) -> None:
-        mine = threading.get_ident()
-        thread = self._threads.get(mine)
-        if thread is None:
-            thread = self._threads.setdefault(mine, next(self._numbers))
-        self._rows.append((kind, what, key, nbytes, time_ns, thread, ident))
-        if len(self._rows) > MOST_WAITING and kind != _FREE:
-            self._wait_for_writer(mine)
-
-    def _wait_for_writer(self, mine: int) -> None:
-        """Wait for the writing thread; not where that could be waiting for this one, see [Who may be inside]."""
-        thread = self._thread
-        if thread is None or mine in (thread.ident, self._inside):
-            return
-        pause = threading.Event()
-        while len(self._rows) > MOST_WAITING and self.open and thread.is_alive():
-            self._wake.set()
-            pause.wait(_BEAT_S)
-
     def note(self, name: str, body: Mapping[str, object]) -> None:
         """Record a note: a small map of plain values."""
-        with self._alone() as writer:
+        with self._queue.alone() as writer:
             if writer is not None and self.open:
                 self._write(writer)
                 writer.note(name, body)
+            elif self.open and self._queue.late:
+                self._warn(f"writing takes too long; note {name} is not in the trace")
 
     def add_sampler(self, sampler: Sampler) -> None:
         """Ask ``sampler`` at every interval, and close it at the end."""
@@ -196,23 +185,28 @@ class Recorder:
         return self
 
     def _begin(self) -> None:
+        from zprof.trace.tail import Tail
         from zprof.trace.writer import Writer
 
         self._pid = os.getpid()
         self._stopped.clear()
         self._sampling.open(resident=self.level != "events", nvml=self._nvml)
-        self._writer = Writer(self.path, header(self.rank, self.world, self.level), force=self._force)
+        about = header(self.rank, self.world, self.level)
+        self._queue.writer = Writer(self.path, about, force=self._force)
+        with suppress(OSError, ValueError):  # Without it a kill loses what was not written yet.
+            self._queue.tail = Tail(self.path, about)
         self._written_ns = now_ns()
         self.open = True
         _recording.add(self)
         self._note_samplers()
+        self._choice.begin(about)
         self._sample()
         if self.level != "events":
             self._start_part("zprof.recording.tracker")
             self._start_part("zprof.recording.cuda_history")
         self._watch_steps()
-        self._thread = threading.Thread(target=self._run, name="zprof", daemon=True)
-        self._thread.start()
+        self._queue.thread = threading.Thread(target=self._run, name="zprof", daemon=True)
+        self._queue.thread.start()
         atexit.register(self.close)
 
     def _abandon(self) -> None:
@@ -220,9 +214,10 @@ class Recorder:
         self.open = False
         self._stop()
         self._sampling.close_own()
-        writer, self._writer, self._thread = self._writer, None, None
-        self._rows.clear()
+        writer, self._queue.writer, self._queue.thread = self._queue.writer, None, None
+        self._queue.clear()
         self.storages.forget()
+        self._queue.end_tail()
         if writer is not None:
             writer.close("start failed", 1)
             with suppress(OSError):
@@ -244,25 +239,26 @@ class Recorder:
             return
         with self._life:
             # Not ``open``: a close that was interrupted goes on where it was.
-            if self._writer is None or self._ended:
+            if self._queue.writer is None or self._ended:
                 return
             leave(self)
             self._stop()
             self._sample()
-            found = device()
-            if found is not None:
-                # CUDA may have been started, and the device chosen, after the header was written.
-                self.note("device", {"device": found})
             # Again, for what was lost or dropped on the way.
             self._note_samplers()
             self.open = False
             self.storages.forget()
-            with self._alone() as writer:
+            with self._queue.alone() as writer:
                 if writer is not None:
                     self._write(writer)
                     writer.note("clock", {"mono_ns": now_ns(), "wall_ns": wall_ns()})
                     writer.close(reason, exit)
             self._ended = True
+            if writer is not None:
+                self._queue.end_tail()
+            else:
+                # The tail stays: the newest rows are read from it.
+                self._warn(f"writing takes too long; the trace has no end and lacks at least {len(self._queue):,} rows")
             self._sampling.close()
             atexit.unregister(self.close)
 
@@ -270,13 +266,14 @@ class Recorder:
         """Take hooks and parts away and end the thread; what one of them raises keeps no other."""
         while self._undo:
             self._quietly(self._undo.pop())
+        self._choice.open = False
         while self._parts:
             self._quietly(self._parts.pop().close)
         self._stopped.set()
-        self._wake.set()
-        thread = self._thread
+        self._queue.wake.set()
+        thread = self._queue.thread
         if thread is not None and thread.ident not in (None, threading.get_ident()):
-            thread.join()
+            thread.join(queue.LONGEST_WAIT_S)
 
     def _quietly(self, do: Callable[[], None]) -> None:
         try:
@@ -298,28 +295,91 @@ class Recorder:
 
     def _start_late(self, event: Event) -> None:
         """Handed to ``observe`` without ``start``: the first event starts it, and is recorded."""
-        if self._writer is None and not self._ended and os.getpid() == self._pid:
-            self.start()
+        if self._ended or os.getpid() != self._pid:
+            return
+        with self._life:  # Another thread may be starting it just now.
+            if self._queue.writer is None and not self._ended:
+                self.start()
+        if self.open:
             self.on_event(event)
+
+    def _leave_storages(self) -> None:
+        """The runtime is there before the first step."""
+        with self._life:
+            if self.open and self._choice.attached(self._queue, self._stop_parts):
+                self.level = "events"
+
+    def _stop_parts(self) -> None:
+        while self._parts:
+            part = self._parts.pop()
+            if hasattr(part, "leave"):
+                self._undo.append(part.leave())
+            else:
+                self._quietly(part.close)
+        self.storages.forget()
+        self._sampling.leave_resident()
 
     def _start_part(self, module: str) -> None:
         from importlib import import_module
 
-        part: Part = import_module(module).open_part(self)
-        part.start()
-        self._parts.append(part)
+        try:
+            part: Part = import_module(module).open_part(self)
+            part.start()
+        except Exception as error:
+            self._lacks(module.rpartition(".")[2], f"{type(error).__name__}: {error}")
+        else:
+            self._parts.append(part)
+
+    def _lacks(self, part: str, why: str) -> None:
+        """A part cannot record, for this torch lacks what it takes: said once, and the others go on."""
+        version = getattr(sys.modules.get("torch"), "__version__", "?")
+        said = f"not with torch {version}: {why}"
+        if part == "tracker":
+            self.note("storages", {"why": said})
+        self.note("lacking", {"what": f"{LACKING[part]} not recorded", "why": said})
+        self._warn(f"{LACKING[part]} not recorded, {said}; training goes on")
 
     def _watch_steps(self) -> None:
         """Nothing where torch was not loaded yet."""
         if "torch" in sys.modules:
-            from zprof.recording.optimizer_steps import watch_steps
+            try:
+                from zprof.recording.optimizer_steps import watch_steps
 
-            self._undo.extend(watch_steps(self.row, lambda: self.open))
+                self._undo.extend(watch_steps(self.row, lambda: self.open))
+                if self._choice.open:
+                    self._undo.append(self._choice.watch_steps())
+            except Exception as error:
+                self._lacks("optimizer_steps", f"{type(error).__name__}: {error}")
+            self._watch_collectives()
+
+    def _watch_collectives(self) -> None:
+        """Those of torch.distributed; nothing where this torch was built without."""
+        def failed(why: str) -> None:
+            self.note("collectives", {"why": why})
+            self._warn(f"torch.distributed's collectives are not recorded: {why}")
+
+        try:
+            from torch import distributed
+
+            if not distributed.is_available():
+                return
+            from zprof.recording.collectives import Listener, watch_collectives
+
+            wanted, seen = (lambda: self.open and not self._zhooks), (lambda: self.note("collectives", {"why": ""}))
+            self._undo.append(watch_collectives(Listener(self.row, wanted, seen, failed)))
+        except Exception as error:
+            failed(f"{type(error).__name__}: {error}")
 
     def _sample(self) -> None:
         with suppress(MemoryError):  # a script's want of memory is what the trace is to show, not to end by
             for what, key, value in self._sampling.readings():
                 self._append(_COUNTER, what, key, value, now_ns(), 0)
+        found = device()
+        if found is not None and found != self._device:
+            # Now, not at the end: of a run that is killed readers must know that it computed on a GPU, and on which.
+            self._device = found
+            self.note("device", {"device": found})
+            self._note_samplers()
         self._sampled_ns = now_ns()
         self._sources.bury(self._sampled_ns)
 
@@ -333,16 +393,16 @@ class Recorder:
         try:
             while not self._stopped.is_set():
                 due_ns = min(self._sampled_ns + self._interval_ns, self._written_ns + FLUSH_NS)
-                self._wake.wait(max(0, due_ns - now_ns()) / 1e9)
-                self._wake.clear()
+                self._queue.wake.wait(max(0, due_ns - now_ns()) / 1e9)
+                self._queue.wake.clear()
                 if now_ns() - self._sampled_ns >= self._interval_ns:
                     self._sample()
-                if len(self._rows) >= min(CHUNK, MOST_WAITING) or now_ns() - self._written_ns >= FLUSH_NS:
+                if len(self._queue) >= min(CHUNK, queue.MOST_WAITING) or now_ns() - self._written_ns >= FLUSH_NS:
                     self._flush_in_time()
         except Exception as error:
             # Whatever it was: rows that nobody writes must not pile up.
             self.open = False
-            self._rows.clear()
+            self._queue.clear()
             self._warn(f"recording stopped, training goes on: {type(error).__name__}: {error}")
 
     def _flush_in_time(self) -> None:
@@ -351,44 +411,18 @@ class Recorder:
         except MemoryError:
             # The script may have some again in a moment, and its trace is to show the want: the rows wait.
             self._written_ns = now_ns()
-            if len(self._rows) > MOST_WAITING:
+            if len(self._queue) > queue.MOST_WAITING:
                 raise
 
     def flush(self) -> None:
         """Write what waits."""
-        with self._alone() as writer:
+        with self._queue.alone() as writer:
             if writer is not None:
                 self._write(writer)
 
-    @contextmanager
-    def _alone(self) -> Iterator[Writer | None]:
-        """The writer, for this thread only; None where there is none, or this thread is inside already."""
-        mine = threading.get_ident()
-        if self._writer is None or self._inside == mine:
-            yield None
-            return
-        with self._writing:
-            self._inside = mine
-            try:
-                yield self._writer
-            finally:
-                self._inside = 0
-
     def _write(self, writer: Writer) -> None:
-        # Cut, not swapped: another thread may hold the list it is about to append to.
-        length = len(self._rows)
-        rows = self._rows[:length]
-        if rows:
-            # Not before the writer has them: for want of memory it may take none.
-            writer.rows(_as_rows(rows))
-            del self._rows[:length]
-            writer.flush()
+        self._queue.write(writer)
         self._written_ns = now_ns()
-
-
-def _as_rows(rows: list[tuple[int, str, str, int, int, int, int]]) -> Sequence[Row]:
-    """The plain tuples are rows in all but name; to name a million of them would cost a second."""
-    return rows  # type: ignore[return-value]
 
 
 _recording: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -398,8 +432,7 @@ def _forget_in_child() -> None:
     """A forked child (a loader's worker) records nothing: the file and the thread are its parent's."""
     for recorder in tuple(_recording):
         recorder.open = False
-        recorder._writer = recorder._thread = None
-        recorder._rows.clear()
+        recorder._queue.forget()
         recorder.storages.forget()
     _recording.clear()
 

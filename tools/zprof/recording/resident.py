@@ -38,6 +38,9 @@ class ResidentSampler:
         root: where /proc is; "/" outside tests.
     """
 
+    #: All that it ever says.
+    WHATS = frozenset({*_FIELDS.values(), "malloc used", "malloc kept", "python objects", "library data"})
+
     def __init__(self, root: Path = Path("/")) -> None:
         self._status, self._smaps = root / "proc/self/status", root / "proc/self/smaps"
         self._malloc = _malloc_account()

@@ -37,7 +37,7 @@ class Sampling:
         Raises:
             CapabilityError: ``nvml`` is "on" and NVML does not answer.
         """
-        from zprof.nvml.sampling import open_nvml
+        from zprof.gpu.sampling import open_nvml
         from zprof.recording.sampler import process_samplers
 
         self._own.extend(process_samplers())
@@ -80,6 +80,14 @@ class Sampling:
             sampler.close()
         except Exception as error:
             self._warn(f"{type(sampler).__name__} could not be closed: {type(error).__name__}: {error}")
+
+    def leave_resident(self) -> None:
+        """What resident memory consists of is asked no more."""
+        from zprof.recording.resident import ResidentSampler
+
+        for sampler in [each for each in self._own if isinstance(each, ResidentSampler)]:
+            self._own.remove(sampler)
+            self._close(sampler)
 
     def close_own(self) -> None:
         """Close the recording's own."""

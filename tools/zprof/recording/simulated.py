@@ -72,7 +72,6 @@ class SimulatedRecorder:
             rss_nbytes=0,
             argv=tuple(argv),
             versions={"torch": metadata.version("torch")},
-            budgets={},
             simulated=hardware,
         )
         self._path, self._writer = path, Writer(path, header, force=force)

@@ -6,41 +6,47 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
 
-__all__ = ["BEFORE_STACK", "Stacks"]
+from zprof.rows import BEFORE_STACK
 
-#: Parts a key: "blocks.0 <- model.py:31:forward <- train.py:12:main", innermost first.
-BEFORE_STACK = " <- "
+__all__ = ["Stacks"]
 
 #: Frames looked at, and frames of the user's kept.
 DEEPEST, KEPT = 96, 12
 #: Different stacks of one recording; those met later are named by their innermost frame alone.
 MOST_STACKS = 8192
 
-_LIBRARIES = ("torch", "zprof", "zhooks", "offload", "runpy", "threading")
+_LIBRARIES = ("torch", "zprof", "zhooks", "offload")
+#: Where the interpreter's own modules lie, and what of it is not theirs: installed packages may be the user's model.
+_STANDARD = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")})
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class Stacks:
     """Texts of the stacks met."""
 
     def __init__(self) -> None:
-        self._labels: dict[CodeType, str | None] = {}
-        self._known: dict[tuple[object, ...], str] = {}
+        #: By number, for codes are compared without their file's name, and slowly; each is kept, so that it keeps its number.
+        self._labels: dict[int, tuple[str | None, CodeType]] = {}
+        self._files: dict[str, str] = {}
+        self._known: dict[tuple[int, ...], str] = {}
 
     def here(self) -> str:
         """The user's frames above the caller, innermost first; empty where there are none."""
         frame: FrameType | None = sys._getframe(1)
         labels = self._labels
-        codes: list[CodeType] = []
+        codes: list[int] = []
         lines: list[int] = []
         depth = 0
         while frame is not None and depth < DEEPEST and len(codes) < KEPT:
-            code = frame.f_code
-            if code not in labels:
-                labels[code] = _label(code)
-            if labels[code] is not None:
+            code = id(frame.f_code)
+            known = labels.get(code)
+            if known is None:
+                known = labels[code] = self._label(frame.f_code), frame.f_code
+            if known[0] is not None:
                 codes.append(code)
                 lines.append(frame.f_lineno)
             frame = frame.f_back
@@ -48,20 +54,30 @@ class Stacks:
         where = (*codes, *lines)
         text = self._known.get(where)
         if text is None:
-            names = [(labels[code] or "").replace("*", str(line), 1) for code, line in zip(codes, lines, strict=True)]
+            names = [(labels[code][0] or "").replace("*", str(line), 1) for code, line in zip(codes, lines, strict=True)]
             if len(self._known) >= MOST_STACKS:
                 return names[0] if names else ""
             text = self._known[where] = BEFORE_STACK.join(names)
         return text
 
 
-def _label(code: CodeType) -> str | None:
-    """"file:*:function" of a user's code; None for code of a library or of the interpreter."""
-    name = code.co_filename
-    if name.startswith("<frozen") or name.startswith(_folders()):
-        return None
-    short = "/".join(Path(name).parts[-2:])
-    return f"{short.replace('*', '?')}:*:{code.co_name}"
+    def _label(self, code: CodeType) -> str | None:
+        """"file:*:function" of a user's code; None for code of a library or of the interpreter."""
+        name = code.co_filename
+        if name.startswith("<frozen") or name.startswith(_folders()):
+            return None
+        if name.startswith(_STANDARD) and not any(part in name for part in _INSTALLED):
+            return None
+        return f"{self._short(name)}:*:{code.co_qualname}"
+
+    def _short(self, name: str) -> str:
+        """The file's last two names, or as many as no other file met so far ends in."""
+        parts = Path(name).parts
+        for length in range(min(2, len(parts)), len(parts) + 1):
+            short = "/".join(parts[-length:]).replace("*", "?").replace(BEFORE_STACK, "?")
+            if self._files.setdefault(short, name) == name:
+                break
+        return short
 
 
 def _folders() -> tuple[str, ...]:

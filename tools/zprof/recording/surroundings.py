@@ -7,25 +7,24 @@ do in its own order.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from zprof.clock import now_ns, wall_ns
-from zprof.trace.header import Header
+from zprof.trace.header import Header, here
 
 __all__ = ["device", "header", "ranks"]
 
 
 def header(rank: int, world: int, level: str) -> Header:
     """This process, now."""
+    host, boot = here()
     return Header(
         rank=rank,
         world=world,
-        host=socket.gethostname(),
-        boot=_boot_id(),
+        host=host,
+        boot=boot,
         pid=os.getpid(),
         mono_ns=now_ns(),
         wall_ns=wall_ns(),
@@ -34,7 +33,6 @@ def header(rank: int, world: int, level: str) -> Header:
         rss_nbytes=_rss_nbytes(),
         argv=tuple(sys.argv),
         versions=_versions(),
-        budgets={},
     )
 
 
@@ -61,14 +59,6 @@ def device() -> str | None:
     except (RuntimeError, AssertionError, AttributeError):
         # A device that failed answers everything with its error; the script has it already.
         return None
-
-
-def _boot_id() -> str:
-    """Shows whether two processes share a monotonic clock; empty where Linux does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _rss_nbytes() -> int:

@@ -6,9 +6,9 @@ it keeps no tensor alive, and a mistake of its own ends the tracking with a warn
 Note: [What is counted]
     The storages whose memory torch allocated (those it may resize), each with the bytes it holds, from the return of the
     operation that made it until it dies. Memory that an operation takes and gives back before it returns was never a storage
-    anybody could see; memory of numpy, files mapped and other processes is theirs. Storages of the recording's own thread,
-    and of autograd's threads that work for it, are seen when made; those of other threads and of compiled code when they
-    first come into an operation here.
+    anybody could see; memory of numpy, files mapped and other processes is theirs. Storages of the recording's own thread, of
+    autograd's threads that work for it and of threads that Python starts while it lasts are seen when made; those of threads
+    that ran before or are not Python's, and of compiled code, when they first come into an operation here.
 
 Note: [Categories]
     A parameter is what a module or an optimizer lists as one; a gradient what is found in ``.grad`` when it has been
@@ -34,10 +34,10 @@ from torch.nn.modules import module as registry
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from zprof.recording.hooks import Accumulated, deaf_in_children, hear_resizes
+from zprof.recording.hooks import Accumulated, end_in_children, hear_resizes, hear_threads, pop_when_safe
 from zprof.recording.mode import Ear, pop, push, storages_of
 from zprof.recording.modules import BACKWARD, OPTIMIZER, OUTSIDE, Doing, Places, modules_alive
-from zprof.recording.stacks import BEFORE_STACK, Stacks
+from zprof.recording.stacks import Stacks
 from zprof.recording.storages import Storages
 from zprof.rows import CATEGORIES, TIERS, placed
 
@@ -82,7 +82,7 @@ class Tracker:
     """Reports to ``storages`` every storage that torch makes.
 
     Args:
-        stacks: keys also say which lines of code made it.
+        stacks: keys also say which lines of code made them, the user's innermost first.
         ended: called with why the tracking ended before the recording, so that readers do not take what was seen for all.
     """
 
@@ -124,13 +124,15 @@ class Tracker:
             raise
 
     def _install(self) -> None:
-        self._places.start()
+        # First: of what it hangs in torch, the second may fail.
         self._undo.append(self._places.close)
+        self._places.start()
         self._undo.append(registry.register_module_parameter_registration_hook(self._registered).remove)
         self._undo.append(register_optimizer_step_pre_hook(self._begin_step).remove)
         self._undo.append(register_optimizer_step_post_hook(self._end_step).remove)
         self._undo.append(hear_resizes(self._storage_resized))
-        deaf_in_children(self._ear)
+        self._undo.append(hear_threads(self._thread_begins))
+        end_in_children(self._end_in_child)
         push(self._ear)
         self._undo.append(self._stop_hearing)
 
@@ -143,6 +145,24 @@ class Tracker:
         self._hooked.clear()
         self._besides.clear()
         self._named.clear()
+
+    def _thread_begins(self) -> None:
+        if not self.deaf:
+            self._places.begin_thread()
+            push(self._ear)
+
+    def _end_in_child(self) -> None:
+        """Nothing that a worker does shall cost what it costs to be heard."""
+        with suppress(Exception):
+            self.close()
+    def leave(self) -> Callable[[], None]:
+        """As `close`, wherever the program is: the mode does nothing from now on, and is taken off when that is safe, or when
+        what is returned is called."""
+        self._ear.deaf = True
+        if self._stop_hearing in self._undo:
+            self._undo.remove(self._stop_hearing)
+        self.close()
+        return pop_when_safe(self._ear)
 
     def _stop_hearing(self) -> None:
         self._ear.deaf = True
@@ -194,7 +214,7 @@ class Tracker:
 
     def met(self, tensor: Tensor) -> None:
         """A storage made elsewhere comes into an operation."""
-        self._hold("other", self._with_stack(ELSEWHERE), tensor.untyped_storage())
+        self._hold("other", ELSEWHERE, tensor.untyped_storage(), self._lines())
 
     def made(self, tensor: Tensor, args: Iterable[Any]) -> None:
         """An operation has made a storage."""
@@ -208,7 +228,7 @@ class Tracker:
             category = "temporary"
             if doing == Doing.STEP:
                 self._made_in_step.append((storage._cdata, weakref.ref(storage)))
-        self._hold(category, self._with_stack(key), storage)
+        self._hold(category, key, storage, self._lines())
 
     def resized(self, tensor: Tensor) -> None:
         """A storage has a new size, or a tensor a new storage."""
@@ -227,24 +247,21 @@ class Tracker:
         else:
             self._besides.pop(storage._cdata, None)
             doing, key = self._places.now()
-            self._hold("other" if doing == Doing.NOTHING else "temporary", self._with_stack(key), storage)
+            self._hold("other" if doing == Doing.NOTHING else "temporary", key, storage, self._lines())
 
-    def _with_stack(self, key: str) -> str:
-        if self._stacks is None:
-            return key
-        stack = self._stacks.here()
-        return f"{key}{BEFORE_STACK}{stack}" if stack else key
+    def _lines(self) -> str:
+        return "" if self._stacks is None else self._stacks.here()
 
     def _knows(self, address: int) -> bool:
         return address in self._besides or self._storages.knows(address)
 
-    def _hold(self, category: str, key: str, storage: Any) -> None:
+    def _hold(self, category: str, key: str, storage: Any, stack: str = "") -> None:
         if not storage.nbytes() or not storage.resizable() or storage.device.type == "meta" or not storage.data_ptr():
             address, besides = storage._cdata, self._besides
             besides[address] = weakref.ref(storage, lambda gone: _forget(besides, address, gone))
             return
         tier = self._host if storage.device.type == "cpu" else "device"
-        self._storages.hold(_WHAT[category, tier], key, storage, guess=True)
+        self._storages.hold(_WHAT[category, tier], key, storage, guess=True, stack=stack)
 
     # Parameters and buffers.
 
@@ -314,7 +331,7 @@ class Tracker:
         for storage in storages_of(parameter):
             said = self._storages.said(storage._cdata)
             if said is not None:
-                return said[1].partition(BEFORE_STACK)[0]
+                return said[1]
         return None
 
     @_guarded
@@ -345,7 +362,7 @@ class Tracker:
         for storage in left:
             said = self._storages.said(storage._cdata)
             if said is not None and said[0].startswith("temporary"):
-                self._hold("optimizer", self._with_stack(OPTIMIZER), storage)
+                self._hold("optimizer", OPTIMIZER, storage)
 
     def _take_gradients(self, optimizer: Optimizer) -> None:
         for parameter in _parameters_of(optimizer):

@@ -4,9 +4,10 @@
 view shares the terminal with it.
 
 Note: [Signals reach it once]
-    A Ctrl-C of the terminal reaches the whole process group, the child included; what somebody sends to our process id
-    reaches us alone. The kernel says which it was: ``si_code`` is above 0 for what the terminal sent, and such a signal is
-    not passed on. Signals are blocked and taken from the queue, so that none is lost between two looks.
+    A Ctrl-C of the terminal and torchrun's SIGTERM reach the whole process group, the child included, and are not passed on;
+    what somebody sends to our process id reaches us alone, and is. ``si_code`` is above 0 for what the terminal sent; of other
+    signals the `Witness` knows. They are blocked and taken from the queue, so that none is lost between two looks. Of a script
+    that has left the group they are all passed on: under plain python it would have led the group, and could not have left.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from zprof.running.witness import Witness
 
 __all__ = ["PASSED_ON", "Child", "Ending", "Kills", "end_as"]
 
@@ -58,6 +61,8 @@ class Child:
 
     def __init__(self, arguments: Sequence[str], outputs: dict[int, int] | None = None) -> None:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*PASSED_ON, signal.SIGCHLD))
+        # First: of a group the kernel sends a signal to the newest process first, so that both have it before this one.
+        self._witness = Witness(PASSED_ON, arguments)
         try:
             self.pid = os.posix_spawn(
                 sys.executable,
@@ -69,6 +74,7 @@ class Child:
                 setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
             )
         except BaseException:
+            self._witness.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             raise
 
@@ -80,6 +86,7 @@ class Child:
             ended, status, used = os.wait4(self.pid, os.WNOHANG)
         if not ended:
             return None
+        self._witness.close()
         while signal.sigtimedwait(PASSED_ON, 0) is not None:
             pass  # They were for the child, and would end us in its stead.
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
@@ -88,8 +95,16 @@ class Child:
 
     def _hear(self, heard: signal.struct_siginfo | None) -> None:
         """See Note: [Signals reach it once]."""
-        if heard is not None and heard.si_signo != signal.SIGCHLD and heard.si_code <= 0 and heard.si_pid != self.pid:
-            os.kill(self.pid, heard.si_signo)
+        if heard is None:
+            self._witness.look()
+        elif heard.si_signo != signal.SIGCHLD:
+            of_group = self._witness.got(heard.si_signo) or heard.si_code > 0
+            if (not of_group or self._has_left()) and heard.si_pid != self.pid:
+                os.kill(self.pid, heard.si_signo)
+
+    def _has_left(self) -> bool:
+        """The child is in another process group than we are."""
+        return os.getpgid(self.pid) != os.getpgrp()
 
 
 def _flags() -> list[str]:

@@ -22,7 +22,7 @@ from offload.text import as_size
 from zprof.recording.recorder import LEVELS, Level, Recorder
 
 if TYPE_CHECKING:
-    from zprof.ledger.ledger import Ledger
+    from zprof.analysis.ledger import Ledger
 
 __all__ = ["Recording", "load", "record_cell"]
 
@@ -58,7 +58,7 @@ class Recording:
         Raises:
             TraceError: it cannot be read.
         """
-        from zprof.ledger.ledger import Ledger
+        from zprof.analysis.ledger import Ledger
         from zprof.oom.explanation import explain
         from zprof.trace.reader import Trace
 
@@ -113,10 +113,18 @@ def options(output: str, level: Level) -> tuple[str, Level]:
 def load(shell: Any) -> None:
     """Give ``shell`` (IPython's) the magic ``%%zprof``."""
 
-    def zprof(line: str, cell: str) -> Recording | None:
+    def zprof(line: str, cell: str | None = None) -> Recording | None:
+        """Record this cell and show what it held: ``%%zprof [-o FILE] [--level events|alloc|stack]``.
+
+        The trace, cell.zprof unless said, is written over; ``%%zprof --help`` lists the options.
+        """
+        if cell is None:
+            click.echo("%zprof: expected a cell to record; write %%zprof above it", err=True)
+            return None
         return record_cell(shell, line, cell)
 
-    shell.register_magic_function(zprof, magic_kind="cell", magic_name="zprof")
+    # Of lines too: IPython finds the help of `%zprof?` among those alone.
+    shell.register_magic_function(zprof, magic_kind="line_cell", magic_name="zprof")
 
 
 def record_cell(shell: Any, line: str, cell: str) -> Recording | None:

@@ -30,7 +30,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from offload.errors import ZhooksError
 from zprof.recording.recorder import Level, Recorder
@@ -45,6 +45,8 @@ _LAST_WORDS_S = 2.0
 #: Bytes kept back so that a script which ran out of memory can still say so: mapped, never touched, so resident nowhere.
 _LAST_WORDS_NBYTES = 16 << 20
 _PR_SET_PDEATHSIG = 1
+#: The folder of this package: whose code it holds is ours.
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Order:
     target: str
     module: bool = False
     force: bool = False
-    level: Level = "events"
+    level: Level | Literal["auto"] = "auto"
     nvml: str = "auto"
     interval_s: float = 0.1
     watcher: int = 0
@@ -241,24 +243,42 @@ def _fresh_main() -> dict[str, Any]:
 
 
 def _cut_frames() -> None:
-    """From now on an uncaught error is shown without the frames that are ours."""
+    """From now on an uncaught error, and those that led to it, are shown without the frames that are ours."""
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        theirs = _theirs(trace)
-        shown(kind, error.with_traceback(theirs), theirs)
+        waiting, seen = [error], set[int]()
+        while waiting:
+            each = waiting.pop()
+            if id(each) not in seen:
+                seen.add(id(each))
+                each.__traceback__ = _theirs(each.__traceback__)
+                more = (each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ()))
+                waiting += [led for led in more if led is not None]
+        shown(kind, error, error.__traceback__)
 
     sys.excepthook = hook
 
 
 def _theirs(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """What follows our last frame."""
-    theirs, at = trace, trace
+    """What follows our call of the script, without the frames of what listens to torch while the script runs."""
+    at = trace
     while at is not None:
-        if at.tb_frame.f_code.co_filename == __file__:
-            theirs = at.tb_next
+        if at.tb_frame.f_code is main.__code__:
+            trace = at.tb_next
         at = at.tb_next
-    return theirs
+    trace = _next_of_theirs(trace)
+    at = trace
+    while at is not None:
+        at.tb_next = _next_of_theirs(at.tb_next)
+        at = at.tb_next
+    return trace
+
+
+def _next_of_theirs(trace: types.TracebackType | None) -> types.TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    return trace
 
 
 # When torch comes.
@@ -298,7 +318,12 @@ class _Arrival:
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                self._do()
+                try:
+                    self._do()
+                except Exception as error:
+                    # The script's import went well; a filter that makes warnings errors must not reach it either.
+                    with suppress(Warning):
+                        warnings.warn(f"zprof: nothing begins with {self._name}: {type(error).__name__}: {error}", stacklevel=2)
 
         loader.exec_module = executed
 

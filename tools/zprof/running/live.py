@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.text import as_size
+from offload.text import as_duration, as_size
+from zprof.analysis.coverage import NOT_MEASURED, coverage
 from zprof.clock import now_ns
 from zprof.rows import CATEGORIES, MOVES, TIERS, RowKind, TraceError, placement
 from zprof.running.child import Child, Ending
@@ -40,7 +41,8 @@ class Glance:
     Attributes:
         tiers: tier -> (bytes held now, the most that were held). places: (category, tier) -> bytes now.
         units: what holds most now, "category on tier of unit" -> bytes.
-        moved: kind of transfer -> bytes a second over the last seconds. waited: share of that time somebody stood still.
+        moved: kind of transfer -> bytes a second over the last seconds. waited: share of that time somebody stood still; None
+            on CUDA, where the host does not.
         samples: the last answer of each sampler, "rss" or "cuda allocated cuda:0" -> value.
         steps: optimizer steps so far, and step_ns from the end of the last but one to the end of the last.
     """
@@ -49,7 +51,7 @@ class Glance:
     places: dict[tuple[str, str], int] = field(default_factory=dict)
     units: dict[str, int] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
-    waited: float = 0.0
+    waited: float | None = 0.0
     samples: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     step_ns: int = 0
@@ -135,9 +137,12 @@ class Follower:
     def _glance(self, trace: Trace) -> Glance:
         strings, elapsed = trace.strings, max(0, self._last_ns - trace.header.mono_ns)
         window = max(1, min(_WINDOW_NS, elapsed))
+        covered = coverage(trace)
         moved: dict[str, float] = {}
         waited = 0
         for name, begin, end, nbytes in self._closed:
+            if covered.queued(name) is not None:
+                continue
             if name in MOVES and nbytes:
                 moved[name] = moved.get(name, 0.0) + nbytes * 1e9 / window
             elif name.startswith("wait "):
@@ -151,9 +156,9 @@ class Follower:
                 units[f"{strings[what]} of {strings[key]}"] = nbytes
         largest = sorted(units.items(), key=lambda pair: -pair[1])[:_MOST_UNITS]
         tiers = {tier: (self._totals[tier], self._peaks[tier]) for tier in TIERS if self._peaks[tier]}
-        return Glance(
-            tiers, places, dict(largest), moved, waited / window, dict(self._samples), self._steps, self._step_ns, elapsed
-        )
+        share = None if covered.queued("wait") is not None else waited / window
+        samples = dict(self._samples)
+        return Glance(tiers, places, dict(largest), moved, share, samples, self._steps, self._step_ns, elapsed)
 
 
 def watch(arguments: Sequence[str], path: Path) -> Ending:
@@ -194,12 +199,14 @@ def _drawn(glance: Glance | None, unfinished: str) -> Any:
     parts: list[Any] = [Text.from_ansi(unfinished)] if unfinished else []
     if glance is None:
         return Group(*parts, Text("zprof: waiting for the first rows", style="dim"))
-    text = f"zprof: {glance.elapsed_ns / 1e9:.0f} s"
+    text = f"zprof: {as_duration(round(glance.elapsed_ns, -9))}"
     if glance.steps:
-        text += f", {glance.steps} steps" + (f", the last {glance.step_ns / 1e6:.0f} ms" if glance.step_ns else "")
+        text += f", {glance.steps} steps" + (f", the last {as_duration(glance.step_ns)}" if glance.step_ns else "")
     if "rss" in glance.samples:
         text += f", rss {as_size(glance.samples['rss'])}"
-    if glance.waited >= 0.005:
+    if glance.waited is None:
+        text += f", waits {NOT_MEASURED}"
+    elif glance.waited >= 0.005:
         text += f", {glance.waited:.0%} of the time waited for transfers"
     parts.append(line(text, "bold"))
     for tier, (now, most) in glance.tiers.items():

@@ -9,16 +9,16 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zprof.rows import Row, RowKind
+from zprof.rows import NO_PLACE, Row, RowKind, place_of
 from zprof.trace.frames import MOST_ROWS, packed, unpacked
 
-__all__ = ["MOST_ROWS", "Names", "Rows", "decoded", "encoded", "fits", "packed_columns"]
+__all__ = ["MOST_ROWS", "Names", "Rows", "bounded", "decoded", "encoded", "fits", "packed_columns"]
 
 #: Bounds of a row's numbers, so that no reader's sum or difference can overflow.
 MOST_NBYTES = 1 << 56
@@ -38,6 +38,7 @@ class Rows:
     Attributes:
         kind: uint8, a `RowKind`. what, key: int32, positions in the trace's ``strings``.
         nbytes, ident: int64. time_ns: int64, monotonic clock, absolute; not strictly sorted across threads. thread: int32.
+        place: int8, of COUNTER, ALLOC and FREE rows that say what is held the number in `zprof.rows.PLACES`; else -1.
     """
 
     kind: NDArray[np.uint8]
@@ -47,9 +48,14 @@ class Rows:
     time_ns: _Int64s
     thread: NDArray[np.int32]
     ident: _Int64s
+    place: NDArray[np.int8]
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    def take(self, which: slice | NDArray[np.intp]) -> Rows:
+        """Some of the rows."""
+        return Rows(*(getattr(self, column.name)[which] for column in fields(self)))
 
 
 class Names:
@@ -57,6 +63,8 @@ class Names:
 
     def __init__(self) -> None:
         self.strings: list[str] = []
+        #: Of each name the place that it is as a ``what``; at least as long as the names, with room for more.
+        self.places: NDArray[np.int8] = np.zeros(0, np.int8)
         self._position: dict[str, int] = {}
 
     def positions(self, table: list[str]) -> NDArray[np.int32]:
@@ -64,13 +72,22 @@ class Names:
         known = self._position
         found = list(map(known.get, table))
         if None in found:
+            first = len(self.strings)
             for name in table:
                 if known.setdefault(name, len(known)) == len(self.strings):
                     self.strings.append(name)
+            self._place(first)
             if len(known) > _MOST_NAMES:
                 raise ValueError(f"the trace has more than {_MOST_NAMES} names")
             found = list(map(known.get, table))
         return np.array(found, np.int32)
+
+    def _place(self, first: int) -> None:
+        """Learn which of the names from number ``first`` on are places."""
+        if len(self.places) < len(self.strings):
+            # Twice what is needed: names come a few a chunk, and a copy each time would be quadratic.
+            self.places = np.append(self.places[:first], np.zeros(2 * len(self.strings) - first, np.int8))
+        self.places[first : len(self.strings)] = list(map(place_of, self.strings[first:]))
 
 
 def fits(row: Row) -> bool:
@@ -101,8 +118,8 @@ def encoded(rows: Sequence[Row]) -> bytes:
     place = {name: index for index, name in enumerate(names)}.__getitem__
     numbers: dict[str, _Int64s] = {
         "kind": _integers(kind),
-        "what": _integers([place(name) for name in what]),
-        "key": _integers([place(name) for name in key]),
+        "what": _integers(tuple(map(place, what))),
+        "key": _integers(tuple(map(place, key))),
         "nbytes": _integers(nbytes),
         "time_ns": _integers(time_ns),
         "thread": _integers(thread),
@@ -121,7 +138,7 @@ def packed_columns(numbers: dict[str, _Int64s], names: list[str]) -> bytes:
     start = int(time_ns[0])
     steps = np.diff(time_ns, prepend=time_ns[0])
     columns = [_narrow(steps if name == "time_ns" else numbers[name]) for name in _COLUMNS]
-    return packed([[_bounded(name) for name in names], start, *columns])
+    return packed([[bounded(name) for name in names], start, *columns])
 
 
 def decoded(payload: bytes, count: int, names: Names) -> Rows:
@@ -146,14 +163,19 @@ def decoded(payload: bytes, count: int, names: Names) -> Rows:
     if max(int(numbers["what"].max()), int(numbers["key"].max())) >= len(table):
         raise ValueError("a name is not in its table")
     position = names.positions(table)
+    kind = numbers["kind"].astype(np.uint8)
+    place = names.places[position][numbers["what"]]
+    # A span or a point may have any name.
+    place[kind < RowKind.COUNTER] = NO_PLACE
     return Rows(
-        numbers["kind"].astype(np.uint8),
+        kind,
         position[numbers["what"]],
         position[numbers["key"]],
         numbers["nbytes"],
         time_ns,
         numbers["thread"].astype(np.int32),
         numbers["ident"],
+        place,
     )
 
 
@@ -204,7 +226,7 @@ def _wide(column: Any, count: int, name: str) -> _Int64s:
     return values
 
 
-def _bounded(name: str) -> str:
+def bounded(name: str) -> str:
     """An over-long name is shortened; a check of the whole keeps it distinct from others with the same beginning."""
     if len(name) <= _MOST_NAME:
         return name

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zprof.rows import CATEGORIES, TIERS, RowKind
+from zprof.rows import PLACES, TIERS, RowKind
 from zprof.trace.columns import Rows, packed_columns
 from zprof.trace.frames import MOST_ROWS, FrameKind, most, sealed
-from zprof.trace.levels import PLACES, Levels, Open, Walk, extremes, walked
+from zprof.trace.levels import TIER_OF, Levels, Open, Walk, extremes, walked
 from zprof.trace.reader import Trace
 
 __all__ = ["EFFORTS", "Effort", "smaller"]
@@ -81,7 +82,7 @@ class _Peaks:
 
     def __init__(self, trace: Trace, chunks: int) -> None:
         self._ends: list[int] = []
-        self._series, self._places, self._tiers = _Highest(0), _Highest(PLACES), _Highest(len(TIERS))
+        self._series, self._places, self._tiers = _Highest(0), _Highest(len(PLACES)), _Highest(len(TIERS))
         #: Of each chunk and tier: the highest level and its row, the lowest and its row; row -1 where nothing changed.
         self._of_chunks = np.full((chunks, 4, len(TIERS)), -1, np.int64)
         levels = Levels(trace.strings)
@@ -89,11 +90,11 @@ class _Peaks:
         for index in range(chunks):
             rows = trace.chunk(index)
             changes = levels.take(rows)
-            change, row = changes.counter + changes.stored, changes.at + first
+            change, row = changes.change, changes.at + first
             self._series.grow(len(levels))
             self._series.take(changes.series, change, row)
             self._places.take(changes.place, change, row)
-            walk = self._tiers.take(changes.place // len(CATEGORIES), change, row)
+            walk = self._tiers.take(TIER_OF.take(changes.place), change, row)
             self._of_chunks[index][:, walk.group] = walk.top, row[walk.top_at], walk.bottom, row[walk.bottom_at]
             first += len(rows)
             self._ends.append(first)
@@ -130,7 +131,7 @@ class _Highest:
         more = np.zeros(groups - len(self._now), np.int64)
         self._now, self._top, self._row = (np.append(each, more) for each in (self._now, self._top, self._row))
 
-    def take(self, group: _Int64s, change: _Int64s, row: _Int64s) -> Walk:
+    def take(self, group: NDArray[np.signedinteger[Any]], change: _Int64s, row: _Int64s) -> Walk:
         walk = walked(group, change, self._now)
         better = walk.top > self._top[walk.group]
         self._top[walk.group[better]] = walk.top[better]
@@ -166,7 +167,6 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _kept(trace: Trace, chunks: int, about: list[tuple[int, int]]) -> _Int64s:
     """The second pass: rows of spans and storages that were there in a range of ``about``, or still are; ascending."""
     spans, storages = Open(), Open()
-    levels = Levels(trace.strings)
     found: list[_Int64s] = []
     first = 0
     for index in range(chunks):
@@ -174,7 +174,7 @@ def _kept(trace: Trace, chunks: int, about: list[tuple[int, int]]) -> _Int64s:
         span = np.flatnonzero(rows.kind <= RowKind.END)
         group = rows.what[span].astype(np.int64) << 32 | rows.key[span]
         pairs = [spans.match(group, span + first, rows.kind[span] == RowKind.BEGIN)]
-        held = np.flatnonzero((rows.kind >= RowKind.ALLOC) & (rows.ident > 0) & (levels.places(rows) >= 0))
+        held = np.flatnonzero((rows.kind >= RowKind.ALLOC) & (rows.ident > 0) & (rows.place >= 0))
         pairs.append(storages.match(rows.ident[held], held + first, rows.kind[held] == RowKind.ALLOC))
         for opening, closing in pairs:
             there = np.zeros(len(opening), np.bool_)
@@ -219,13 +219,14 @@ class _Thinning:
         self._sample(all_of[:, sampled])
         kept &= ~whole & (rows.kind >= RowKind.ALLOC)
         begin = 0
+        counter, stored = changes.counter, changes.stored
         for end in [*ends.tolist(), len(rows)]:
             # The last one is the chunk's end, where nothing is stated: what changed after the last moment waits.
             upto = int(np.searchsorted(changes.at, end, side="right"))
             at, series = changes.at[begin:upto], changes.series[begin:upto]
-            np.add.at(self._level, series, changes.counter[begin:upto])
-            np.add.at(self._stated, series, np.where(whole[at], 0, changes.counter[begin:upto]))
-            np.add.at(self._stored, series, np.where(whole[at] | kept[at], 0, changes.stored[begin:upto]))
+            np.add.at(self._level, series, counter[begin:upto])
+            np.add.at(self._stated, series, np.where(whole[at], 0, counter[begin:upto]))
+            np.add.at(self._stored, series, np.where(whole[at] | kept[at], 0, stored[begin:upto]))
             self._storages = np.append(self._storages, all_of[:, at[kept[at]]], axis=1)
             if end < len(rows):
                 self._state(first + end, int(rows.time_ns[end]))

@@ -67,6 +67,11 @@ class FrameFile:
             self.damaged(self._next, "no frame begins there")
             self._next = at
 
+    @property
+    def end(self) -> int:
+        """Where the last frame that was found ends."""
+        return self._next
+
     def read(self, offset: int, nbytes: int | None = None) -> tuple[Frame, bytes]:
         """The frame at ``offset`` and its payload; ValueError where it is not right."""
         if nbytes is None:

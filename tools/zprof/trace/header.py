@@ -1,18 +1,20 @@
 """Owns a trace's header: what is known of a run when its recording begins, and how that is checked when it is read.
 
-The writer stores one as the first frame of a file and the reader gives it back. It never looks at the machine itself: the
-recorder fills it in.
+The writer stores one as the first frame of a file and the reader gives it back. Of the machine it knows only its name: the
+recorder fills in the rest.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from zprof.rows import TIERS, TraceError
+from zprof.rows import TraceError
 
-__all__ = ["LEVELS", "VERSION", "Header"]
+__all__ = ["LEVELS", "VERSION", "Header", "here"]
 
 #: Of the format; a reader refuses any other.
 VERSION = 1
@@ -24,6 +26,14 @@ _MOST_ARGS = 1000
 _MOST_RANKS = 1 << 20
 
 
+def here() -> tuple[str, str]:
+    """(host, boot): this machine's name, and the id of its boot; that is empty where Linux does not say."""
+    try:
+        return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname(), ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """What a trace says of its run before the first row.
@@ -33,7 +43,7 @@ class Header:
         mono_ns, wall_ns: the two clocks, read together at the start.
         level: one of `LEVELS`. device: "cpu", "cuda:0" and so on.
         rss_nbytes: resident memory of the process when the recording began.
-        versions: of what was imported, e.g. {"torch": "2.13"}. budgets: tier -> bytes, None for no bound.
+        versions: of what was imported, e.g. {"torch": "2.13"}.
         simulated: the hardware profile a simulation was of, whose times and bytes are predicted; "" for what was measured.
     """
 
@@ -50,7 +60,6 @@ class Header:
     rss_nbytes: int
     argv: tuple[str, ...]
     versions: dict[str, str]
-    budgets: dict[str, int | None]
     simulated: str = ""
 
     def packed(self) -> dict[str, object]:
@@ -96,12 +105,6 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and len(value) <= _MOST_TEXT
 
 
-def _is_budgets(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        tier in TIERS and (nbytes is None or (type(nbytes) is int and 0 <= nbytes < 1 << 62)) for tier, nbytes in value.items()
-    )
-
-
 def _is_versions(value: object) -> bool:
     return (
         isinstance(value, Mapping)
@@ -130,7 +133,6 @@ _CHECKS: dict[str, _Check] = {
     "rss_nbytes": _TIME,
     "argv": ("a list of short texts", _is_argv),
     "versions": ("a map of short texts", _is_versions),
-    "budgets": ("a map of tiers to bytes", _is_budgets),
     "simulated": _TEXT,
 }
 #: Of keys that older files lack.

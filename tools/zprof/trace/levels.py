@@ -1,26 +1,31 @@
-"""Owns the arithmetic that making a trace smaller needs: what each row changes, and which rows belong together.
+"""Owns levels: what each row changes of what is held, and the arithmetic on them that whoever folds a trace needs.
 
-`zprof.trace.decimate` calls it, chunk by chunk. It knows no file, and never loops over rows.
+The ledger's pass, `zprof.trace.decimate` and who follows a growing trace call it, chunk by chunk. It knows no file, and never
+loops over rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zprof.rows import CATEGORIES, TIERS, RowKind, placement
+from zprof.rows import CATEGORIES, PLACES, TIERS, RowKind
 from zprof.trace.columns import Rows
 
-__all__ = ["PLACES", "Changes", "Levels", "Open", "Walk", "extremes", "nesting", "walked"]
-
-#: How many combinations of category and tier there are; place // `CATEGORIES` is the tier.
-PLACES = len(CATEGORIES) * len(TIERS)
+__all__ = ["TIER_OF", "Changes", "Levels", "Open", "Walk", "extremes", "nesting", "starts_of", "walked"]
 
 _Int64s = NDArray[np.int64]
+_Int32s = NDArray[np.int32]
 _Bools = NDArray[np.bool_]
+
+#: The tier of each place, a number of `TIERS`.
+TIER_OF: NDArray[np.int8] = np.array([TIERS.index(tier) for _, tier in PLACES], np.int8)
+#: Places in the order in which series that appear together are numbered: by category, as legends list them.
+_BY_CATEGORY = np.array([CATEGORIES.index(category) * len(TIERS) + TIERS.index(tier) for category, tier in PLACES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,78 +33,121 @@ class Changes:
     """What the rows of one chunk that speak of what is held changed; all [changes].
 
     Attributes:
-        at: the row's position in its chunk. series, place: whose level changed.
-        counter: by how much the stated level moved. stored: by how much the storages did; one of the two is 0.
+        at: the row's position in its chunk. series: whose level changed. place: int8, of the series.
+        change: by how many bytes. counts: a counter stated the level, and no storage did.
     """
 
     at: _Int64s
-    series: _Int64s
-    place: _Int64s
-    counter: _Int64s
-    stored: _Int64s
+    series: _Int32s
+    place: NDArray[np.int8]
+    change: _Int64s
+    counts: _Bools
+
+    @property
+    def counter(self) -> _Int64s:
+        """By how much the stated level moved; 0 for storages."""
+        return np.where(self.counts, self.change, 0)
+
+    @property
+    def stored(self) -> _Int64s:
+        """By how much the storages did; 0 for counters."""
+        return np.where(self.counts, 0, self.change)
 
 
 class Levels:
-    """Numbers the series of a trace as they come, and knows the last counter of each.
+    """Numbers the series of a trace, a place and a key each, as they come, and knows the last counter of each.
 
     Attributes:
-        what, key: of each series, positions in the trace's strings. place: of each series.
+        place, what, key: of each series: its number in `zprof.rows.PLACES`, and positions in the trace's strings.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
+        self.place = np.zeros(0, np.int8)
         self.what = np.zeros(0, np.int64)
         self.key = np.zeros(0, np.int64)
-        self.place = np.zeros(0, np.int64)
         self._strings = strings
-        self._place_of_what = np.zeros(0, np.int64)
-        self._codes = np.zeros(0, np.int64)
-        self._sorted = np.zeros(0, np.int64)
         self._counter = np.zeros(0, np.int64)
+        #: The number of the series of a place and a key, at the place's start plus the key; -1 for none yet.
+        self._series = np.zeros(0, np.int32)
+        self._starts = np.full(len(PLACES), -1, np.int64)
+        self._width = 0
 
     def __len__(self) -> int:
-        return len(self.what)
-
-    def places(self, rows: Rows) -> _Int64s:
-        """Of each row the place its ``what`` names, or -1."""
-        known = len(self._place_of_what)
-        if known < len(self._strings):
-            fresh = [_number(what) for what in self._strings[known:]]
-            self._place_of_what = np.append(self._place_of_what, np.array(fresh, np.int64))
-        places: _Int64s = self._place_of_what[rows.what]
-        return places
+        return len(self.place)
 
     def take(self, rows: Rows) -> Changes:
         """What ``rows`` changed; each chunk is taken once, in order."""
-        places = self.places(rows)
-        at = np.flatnonzero((places >= 0) & (rows.kind >= RowKind.COUNTER))
-        series = self._series(rows.what[at].astype(np.int64), rows.key[at].astype(np.int64))
-        kind, nbytes = rows.kind[at], rows.nbytes[at]
-        stored = np.where(kind == RowKind.COUNTER, 0, np.where(kind == RowKind.FREE, -nbytes, nbytes))
-        counter = np.zeros(len(at), np.int64)
-        stated = np.flatnonzero(kind == RowKind.COUNTER)
-        if len(stated):
-            order = stated[np.argsort(series[stated], kind="stable")]
-            whose, level = series[order], nbytes[order]
-            first = np.append(True, whose[1:] != whose[:-1])
-            before = np.append(0, level[:-1])
-            before[first] = self._counter[whose[first]]
-            counter[order] = level - before
-            last = np.append(first[1:], True)
-            self._counter[whose[last]] = level[last]
-        return Changes(at, series, self.place[series], counter, stored)
+        at = np.flatnonzero(rows.place >= 0)
+        place = rows.place.take(at)
+        return self._changes(rows, at, place, self._number(rows, at, place), self._counter)
 
-    def _series(self, what: _Int64s, key: _Int64s) -> _Int64s:
-        codes = what << 32 | key
-        distinct, inverse = np.unique(codes, return_inverse=True)
-        new = distinct[~np.isin(distinct, self._codes)]
-        if len(new):
-            self._codes = np.append(self._codes, new)
-            self._sorted = np.argsort(self._codes)
-            self.what, self.key = self._codes >> 32, self._codes & 0xFFFFFFFF
-            self.place = self._place_of_what[self.what]
-            self._counter = np.append(self._counter, np.zeros(len(new), np.int64))
-        found: _Int64s = self._sorted[np.searchsorted(self._codes[self._sorted], distinct)][inverse]
-        return found
+    def again(self, rows: Rows, counters: _Int64s) -> Changes:
+        """The same of rows that were taken before, wherever they lie.
+
+        Args:
+            counters: the last counter of each series before them; moves on to the last of these rows.
+        """
+        at = np.flatnonzero(rows.place >= 0)
+        place = rows.place.take(at)
+        return self._changes(rows, at, place, self._series.take(self._starts.take(place) + rows.key.take(at)), counters)
+
+    def _changes(self, rows: Rows, at: _Int64s, place: NDArray[np.int8], series: _Int32s, counters: _Int64s) -> Changes:
+        kind, change = rows.kind.take(at), rows.nbytes.take(at)
+        counts = kind == RowKind.COUNTER
+        np.negative(change, out=change, where=kind == RowKind.FREE)
+        counted = np.flatnonzero(counts)
+        if len(counted):
+            _as_changes(change, series, counted, counters)
+        return Changes(at, series, place, change, counts)
+
+    def _number(self, rows: Rows, at: _Int64s, place: NDArray[np.int8]) -> _Int32s:
+        """The series of each row at ``at``; those that are new get a number."""
+        used = np.flatnonzero(np.bincount(place, minlength=len(PLACES)))
+        if self._width < len(self._strings) or bool((self._starts[used] < 0).any()):
+            self._widen(used)
+        cell = self._starts.take(place) + rows.key.take(at)
+        series = self._series.take(cell)
+        if len(series) and int(series.min()) < 0:
+            new = np.flatnonzero(series < 0)
+            cells, first = np.unique(cell[new], return_index=True)
+            first = new[first]
+            self._series[cells] = np.arange(len(self), len(self) + len(cells))
+            self.place = np.append(self.place, place[first])
+            self.what = np.append(self.what, rows.what[at[first]])
+            self.key = np.append(self.key, rows.key[at[first]])
+            self._counter = np.append(self._counter, np.zeros(len(cells), np.int64))
+            series = self._series.take(cell)
+        return series
+
+    def _widen(self, used: _Int64s) -> None:
+        """Make room for all strings there are, beside each place that is used."""
+        starts, width, series, strings = self._starts, self._width, self._series, len(self._strings)
+        # Twice what is needed: strings come a few a chunk, and a copy each time would be quadratic.
+        self._width = width if width >= strings else 2 * strings
+        places = np.union1d(np.flatnonzero(starts >= 0), used)
+        places = places[np.argsort(_BY_CATEGORY[places])]
+        self._starts = np.full(len(PLACES), -1, np.int64)
+        self._starts[places] = np.arange(len(places)) * self._width
+        self._series = np.full(len(places) * self._width, -1, np.int32)
+        for place in np.flatnonzero(starts >= 0).tolist():
+            begin = self._starts[place]
+            self._series[begin : begin + width] = series[starts[place] : starts[place] + width]
+
+
+def _as_changes(change: _Int64s, series: _Int32s, counted: _Int64s, counters: _Int64s) -> None:
+    """Turn counters, which state a level, into the changes they make, in ``change``; ``counters`` moves on."""
+    of = series[counted]
+    # Small numbers sort by radix, several times faster.
+    order = np.argsort(of.astype(np.uint16) if len(counters) < 1 << 16 else of, kind="stable")
+    of, counted = of[order], counted[order]
+    level = change[counted]
+    first = starts_of(of)
+    before = np.empty_like(level)
+    before[1:] = level[:-1]
+    before[first] = counters[of[first]]
+    change[counted] = level - before
+    last = np.append(first[1:], len(of)) - 1
+    counters[of[last]] = level[last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +158,14 @@ class Walk:
         top_at, bottom_at: positions among the changes, the first of equal ones.
     """
 
-    group: _Int64s
+    group: NDArray[np.signedinteger[Any]]
     top: _Int64s
     top_at: _Int64s
     bottom: _Int64s
     bottom_at: _Int64s
 
 
-def walked(group: _Int64s, change: _Int64s, now: _Int64s) -> Walk:
+def walked(group: NDArray[np.signedinteger[Any]], change: _Int64s, now: _Int64s) -> Walk:
     """Follow the levels of groups through changes; ``now`` [all groups] is the level before, and after it."""
     if not len(group):
         return Walk(*(np.zeros(0, np.int64) for _ in range(5)))
@@ -201,6 +249,8 @@ def extremes(series: _Int64s, value: _Int64s) -> _Int64s:
     return np.unique(np.concatenate([order[edge], order[last], by_value[edge], by_value[last]]))
 
 
-def _number(what: str) -> int:
-    place = placement(what)
-    return -1 if place is None else TIERS.index(place[1]) * len(CATEGORIES) + CATEGORIES.index(place[0])
+def starts_of(values: NDArray[np.signedinteger[Any]]) -> _Int64s:
+    """Where each run of equal values begins."""
+    new = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=new[1:])
+    return np.flatnonzero(new)

@@ -9,27 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from zprof.rows import TraceError
 from zprof.trace.columns import Names, Rows, decoded
 from zprof.trace.framefile import START, FrameFile
 from zprof.trace.frames import MAGIC, FrameKind, unpacked
 from zprof.trace.header import VERSION, Header
+from zprof.trace.notes import Note, Notes
+from zprof.trace.tail import tail_path
 
 __all__ = ["DROPPED", "Note", "Rows", "Trace"]
 
 #: The note that says how many rows were thinned out of a file.
 DROPPED = "dropped"
-
-_SMALL_NOTE = 1 << 14
-
-
-class Note(NamedTuple):
-    """A named map that a run left beside its rows."""
-
-    name: str
-    body: dict[str, Any]
 
 
 class Trace:
@@ -45,21 +37,42 @@ class Trace:
         self.path = path
         self.header = header
         self.file = file
+        self._notes = Notes(file)
         self._names = Names()
         self.strings = self._names.strings
         self._given = 0
         self._given_sequence = 0
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Trace:
+    def open(cls, path: str | os.PathLike[str], *, ended: bool = False) -> Trace:
         """Read the header and find the chunks; their rows are read when asked for.
 
+        What a process that was killed could not write any more is brought into the file first.
+
+        Args:
+            ended: the process that recorded is known to be gone.
         Raises:
             TraceError: this is no trace file, or its header cannot be read.
         """
         where = Path(path)
-        file, header = _begun(where)
-        return cls(where, header, file)
+        trace = cls.growing(where)
+        file = trace.file
+        if os.path.lexists(tail_path(where)):
+            from zprof.trace.recovery import recover
+
+            if recover(trace, ended=ended) is not None:
+                file.scan()
+        return trace
+
+    @classmethod
+    def growing(cls, path: Path) -> Trace:
+        """As `open`, of a file that this very process writes: without its tail.
+
+        Raises:
+            TraceError: as `open`.
+        """
+        file, header = _begun(path)
+        return cls(path, header, file)
 
     @property
     def count(self) -> int:
@@ -74,16 +87,14 @@ class Trace:
     @property
     def dropped(self) -> int:
         """Rows that were recorded and are not here: thinned out to bound the file, or lost to a full disk."""
-        rows = 0
-        for note in self._notes(_SMALL_NOTE):
-            found = note.body.get({DROPPED: "rows", "end": "dropped_rows"}.get(note.name, ""))
-            rows = max(rows, found) if type(found) is int else rows
-        return rows
+        said = {DROPPED: "rows", "lost": "rows", "end": "dropped_rows"}
+        rows = [note.body.get(key) for name, key in said.items() for note in self.notes(name)]
+        return max([0, *(count for count in rows if type(count) is int)])
 
     @property
     def device(self) -> str:
         """What computed, e.g. "cuda:0": as noted once torch ran, for a recording may begin before; else as the header says."""
-        noted = [note.body.get("device") for note in self._notes(_SMALL_NOTE) if note.name == "device"]
+        noted = [note.body.get("device") for note in self.notes("device")]
         named = [name for name in noted if isinstance(name, str)]
         return named[-1] if named else self.header.device
 
@@ -122,12 +133,8 @@ class Trace:
         return self._from(first, self._given)
 
     def notes(self, name: str | None = None) -> list[Note]:
-        """The notes of that name, or all, in the order they were written."""
-        return [note for note in self._notes() if name in (None, note.name)]
-
-    def brief(self, name: str) -> list[Note]:
-        """As `notes`, of those that are short: a snapshot among the others is not read."""
-        return [note for note in self._notes(_SMALL_NOTE) if note.name == name]
+        """The notes of that name, or all, in the order they were written; each is read once, and not to be changed."""
+        return list(self._notes.named(name))
 
     def close(self) -> None:
         """Close the file; also done when the trace is let go."""
@@ -148,21 +155,6 @@ class Trace:
         frame, payload = file.read(file.rows[index], file.sizes[index])
         return decoded(payload, frame.count, self._names)
 
-    def _notes(self, most: int | None = None) -> Iterator[Note]:
-        file = self.file
-        for offset in file.notes:
-            try:
-                _, payload = file.read(offset)
-                if most is not None and len(payload) > most:
-                    continue
-                pair = unpacked(payload)
-                if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is str and type(pair[1]) is dict):
-                    raise ValueError("it is no note")
-            except ValueError as error:
-                file.damaged(offset, str(error))
-            else:
-                yield Note(pair[0], pair[1])
-
     def _renew(self) -> None:
         try:
             found = self.path.stat()
@@ -172,11 +164,17 @@ class Trace:
             self.file.scan()
             return
         file, header = _begun(self.path)
-        if (header.pid, header.mono_ns, header.host) != (self.header.pid, self.header.mono_ns, self.header.host):
+        # One that began anew at another level holds other rows.
+        if _of_run(header) != _of_run(self.header):
             raise TraceError(f"{self.path}: expected the run that was watched, found another; open it anew")
         self.file.close()
         self.file = file
+        self._notes = Notes(file)
         self._given = next((at for at, number in enumerate(file.sequences) if number > self._given_sequence), len(file.rows))
+
+
+def _of_run(header: Header) -> tuple[object, ...]:
+    return header.pid, header.mono_ns, header.host, header.level
 
 
 def _begun(path: Path) -> tuple[FrameFile, Header]:

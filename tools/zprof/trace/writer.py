@@ -21,7 +21,7 @@ from zprof.trace.frames import MAGIC, MOST_ROWS, FrameKind, most, packed, sealed
 from zprof.trace.header import Header
 from zprof.writing import replaceable
 
-__all__ = ["Writer"]
+__all__ = ["LOST", "Writer"]
 
 _MOST_REASON = 1000
 _LEAST_LIMIT = 1 << 16
@@ -30,7 +30,9 @@ _MOST_PENDING = 1 << 18
 #: What numpy maps when it is loaded, and more for each thread of its linear algebra; it was 123 MiB on two cores.
 _NUMPY_NBYTES, _NUMPY_THREAD_NBYTES = 128 << 20, 48 << 20
 #: Notes that are small and must not be missing.
-_ALWAYS = ("oom", "clock", "end")
+_ALWAYS = ("oom", "clock", "lost", "end")
+#: The note that says how many rows are not in the file, those thinned out among them, when some were dropped unwritten.
+LOST = "lost"
 
 
 class Writer:
@@ -70,6 +72,11 @@ class Writer:
         if not self._append(start + sealed(FrameKind.HEADER, packed(fields))):
             raise TraceError(f"{self.path}: cannot be written: the disk is full; choose another place with -o")
 
+    @property
+    def waiting(self) -> int:
+        """Rows that were taken and are not written yet."""
+        return len(self._pending)
+
     def rows(self, rows: Sequence[Row]) -> None:
         """Take rows, in the order they happened on each thread."""
         if os.getpid() != self._pid:
@@ -80,6 +87,15 @@ class Writer:
                 self._turned.wait()
             self._pending.extend(rows)
             self._chunks(MOST_ROWS)
+
+    def lose(self, count: int) -> None:
+        """So many rows never came here; noted at once, for the end may not be."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self.dropped_rows += count
+            self.note(LOST, {"rows": self.dropped_rows})
+            self._warn("lost", f"{count:,} rows were dropped, because writing the trace took too long; training went on")
 
     def note(self, name: str, body: Mapping[str, object]) -> None:
         """Write a named map of plain values after all rows taken so far; one of more than 16 MiB is dropped with a warning."""
@@ -110,6 +126,24 @@ class Writer:
             return
         with self._lock:
             self._chunks(1)
+
+    def replace(self, other: Writer) -> None:
+        """Take the place of ``other``: its path is this one's from now on, and it takes nothing more.
+
+        Raises:
+            OSError: it cannot be renamed; both are as they were.
+        """
+        with self._lock, other._lock:
+            os.replace(self.path, other.path)
+            self.path = other.path
+            other._stop()
+
+    def abandon(self) -> None:
+        """The file is not wanted: it is closed and taken away."""
+        with self._lock:
+            self._stop()
+            with suppress(OSError):
+                self.path.unlink()
 
     def close(self, reason: str = "", exit: int = 0) -> None:
         """Write what waits, and how the run ended; rows that come later are counted as dropped. Idempotent."""

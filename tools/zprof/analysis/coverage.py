@@ -1,0 +1,205 @@
+"""Owns what a recording can say: which measures its level, its device and what was attached let it see, and why not the others.
+
+Measures, reports, pages and exports ask it before they show a number. It never turns what was not seen into 0: the answer is
+an `Unseen`, which is no number and says what to do.
+
+Note: [Who sees what]
+    Every storage of torch is seen at level "alloc" and above. Below, only what models under zhooks place is: of the device its
+    parameters, gradients, optimizer states and communication buffers, not what the model makes besides. Tiers that only
+    zhooks fills, buffers that it alone knows as communication, passes and transfers are seen of models under zhooks, at any
+    level; waits of those and, in any script, for the collectives of torch.distributed. On a GPU the recorded waits and passes
+    are the host's, which queues work and goes on: how long the device stood still is not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zprof.rows import CATEGORIES, TIERS
+
+if TYPE_CHECKING:
+    from zprof.trace.reader import Trace
+
+__all__ = ["NOT_MEASURED", "Coverage", "Unseen", "coverage"]
+
+#: What zhooks says of the device; the categories of the other tiers are its own altogether.
+_PLACED = ("parameter", "gradient", "optimizer", "communication")
+#: What is recorded of any script that torch.distributed's collectives are seen of.
+_OF_COLLECTIVES = frozenset({"wait", "wait collective", "wait point to point", "collective", "point to point"})
+#: Spans that end when the host has queued what they stand for, where the device has streams of its own.
+_QUEUED = ("gather", "gather activation", "reduce", "collective", "point to point", "forward", "backward", "update")
+#: In place of the times of those.
+NOT_MEASURED = "not measured on CUDA"
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """In place of a number: why the recording does not hold it, and what would."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return self.why
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What one rank's recording saw.
+
+    Attributes:
+        level: of the recording. every_storage: every storage of torch was followed, from the first to the last.
+        zhooks: a model was under zhooks. cuda: the device is a GPU.
+        used: the tiers that anything was held on.
+        dropped, lost: rows that are not in the file; those of them that were not thinned out but lost.
+        spans_kept: of a file that was thinned out, the spans that are all there still.
+        stopped: why the storages were not followed to the end, "" where they were.
+        lacking: what else could not be recorded, a line each.
+        collectives: None where none of torch.distributed's were recorded, else why not all of them, "" where they were.
+    """
+
+    level: str
+    zhooks: bool
+    cuda: bool
+    used: tuple[str, ...]
+    dropped: int = 0
+    lost: int = 0
+    spans_kept: tuple[str, ...] = ()
+    stopped: str = ""
+    collectives: str | None = None
+    lacking: tuple[str, ...] = ()
+
+    @property
+    def every_storage(self) -> bool:
+        return self.level != "events" and not self.stopped
+
+    # Bytes.
+
+    def place(self, category: str, tier: str) -> Unseen | None:
+        """Why the bytes of a category on a tier are not known; None where they are."""
+        if self.lost:
+            return Unseen(f"{self.lost:,} recorded rows are not in the file")
+        if self._by_zhooks_alone(tier):
+            return None if self.zhooks else _no_zhooks(f"the {tier} tier")
+        if category == "communication":
+            return None if self.zhooks else _no_zhooks("communication buffers")
+        if self.every_storage:
+            return None
+        if self.stopped:
+            never = self.stopped.startswith("not with torch")
+            return Unseen(f"storages were {'not followed, ' if never else 'followed only until '}{self.stopped}")
+        if self.zhooks and (category in _PLACED or (tier == "host" and category == "activation")):
+            return None
+        return Unseen("not recorded at level events: record with --level alloc")
+
+    def tier(self, tier: str) -> Unseen | None:
+        """Why what a tier holds in all is not known: one of its categories is not.
+
+        Where every storage is seen, what is not known as communication is counted elsewhere, and in the whole.
+        """
+        whole = self.every_storage and not self._by_zhooks_alone(tier)
+        for category in CATEGORIES:
+            if not (whole and category == "communication") and (unseen := self.place(category, tier)) is not None:
+                return unseen
+        return None
+
+    def missing(self, tier: str) -> tuple[str, ...]:
+        """The categories whose bytes on a tier are not known."""
+        return tuple(category for category in CATEGORIES if self.place(category, tier) is not None)
+
+    def scope(self, tier: str) -> tuple[object, ...]:
+        """Recordings that agree on it hold the same kind of bytes on a tier, so that they can be compared."""
+        return (self.every_storage or self._by_zhooks_alone(tier), self.tier(tier) is None or self.missing(tier))
+
+    def anything(self, tier: str) -> bool:
+        """Whether any category on a tier is known."""
+        return len(self.missing(tier)) < len(CATEGORIES)
+
+    def lines(self) -> list[str]:
+        """What a reader of totals must know, a line each: what is missing of the tiers in use, and whether waits are."""
+        found = []
+        for tier in TIERS:
+            unseen = self.tier(tier)
+            if unseen is not None and (tier in self.used or (tier == "device" and not self.used)):
+                missing = "nothing" if not self.anything(tier) else f"no {', '.join(self.missing(tier))}"
+                found.append(f"{tier}: {missing}: {unseen}")
+        waits = self.waits()
+        if waits is None and not self.zhooks:
+            waits = Unseen("those for torch.distributed's collectives are all that is seen, and not those inside compiled code")
+        return [*found, *([f"waits: {waits}"] if waits is not None else []), *self.lacking]
+
+    def _by_zhooks_alone(self, tier: str) -> bool:
+        """Nobody else's bytes would be on the tier: the disk, and without a GPU the host, whose memory is the device."""
+        if tier == "host":
+            return not self.cuda and (self.level == "events" or tier not in self.used or self.zhooks)
+        return tier == "disk"
+
+    # Time.
+
+    def steps(self) -> Unseen | None:
+        """Why the steps are not known."""
+        return self._thinned("step")
+
+    def spans(self, *whats: str) -> Unseen | None:
+        """Why spans that zhooks emits are not known: passes, waits, transfers."""
+        if not self.zhooks and not all(what in _OF_COLLECTIVES for what in whats):
+            return _no_zhooks("passes and transfers")
+        if not self.zhooks and self.collectives is None:
+            return Unseen("not seen: no collective of torch.distributed was recorded; other waits are seen under zhooks only")
+        if not self.zhooks and self.collectives:
+            return Unseen(f"not seen: torch.distributed's collectives could not be followed: {self.collectives}")
+        for what in whats:
+            if (unseen := self.queued(what) or self._thinned(what)) is not None:
+                return unseen
+        return None
+
+    def queued(self, what: str) -> Unseen | None:
+        """Why the times of such spans, where they were recorded, are not those of what they stand for."""
+        if self.cuda and (what in _QUEUED or what.startswith("wait")):
+            return Unseen(f"{NOT_MEASURED}: the host only queues them; use nsys or torch.profiler for the device's time")
+        return None
+
+    def amounts(self, what: str) -> Unseen | None:
+        """Why the bytes that such spans moved are not known."""
+        return (None if self.zhooks else self.spans(what)) or self._thinned(what)
+
+    def sees_collectives(self) -> bool:
+        """Whether the ranks can be compared by when they began them."""
+        return self.zhooks or self.collectives == ""
+
+    def waits(self) -> Unseen | None:
+        """Why exposed time is not known."""
+        return self.spans("wait")
+
+    def _thinned(self, what: str) -> Unseen | None:
+        if not self.dropped or (what in self.spans_kept and not self.lost):
+            return None
+        return Unseen(f"{self.dropped:,} recorded rows are not in the file")
+
+
+def _no_zhooks(what: str) -> Unseen:
+    return Unseen(f"not seen: {what} {'is' if what.startswith('the') else 'are'} recorded for models under zhooks only")
+
+
+def coverage(trace: Trace, used: tuple[str, ...] = TIERS) -> Coverage:
+    """What ``trace`` saw; ``used`` are the tiers its ledger has."""
+    from zprof.trace.reader import DROPPED
+
+    thinned = [note.body for note in trace.notes(DROPPED)]
+    rows = [body.get("rows") for body in thinned]
+    most = max((count for count in rows if type(count) is int), default=0)
+    kept = thinned[-1].get("spans") if thinned else None
+    stopped = [note.body.get("why") for note in trace.notes("storages")]
+    collectives = [str(note.body.get("why", ""))[:200] for note in trace.notes("collectives")]
+    return Coverage(
+        trace.header.level,
+        bool(trace.notes("policy")),
+        trace.device.startswith("cuda"),
+        used,
+        trace.dropped,
+        max(0, trace.dropped - most),
+        tuple(what for what in kept if isinstance(what, str)) if isinstance(kept, list) else (),
+        str(stopped[-1])[:200] if stopped else "",
+        collectives[-1] if collectives else None,
+        tuple(f"{str(note.body.get('what'))[:80]}: {str(note.body.get('why'))[:200]}" for note in trace.notes("lacking")[:8]),
+    )

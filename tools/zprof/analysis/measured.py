@@ -1,0 +1,100 @@
+"""Owns the runs that are compared and checked: their measures and what they held at the peak, rank by rank.
+
+``zprof diff`` and ``zprof check`` read their runs through it. It keeps numbers and names, so that a hundred ranks fit in
+memory, and never prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zprof.analysis.coverage import Coverage
+    from zprof.analysis.measures import Value
+
+__all__ = ["NO_END", "Measured", "measured", "simulated"]
+
+NO_END = "has no end: the run was killed, or is still going on; what it held last may be missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is kept of one rank's trace.
+
+    Attributes:
+        path: as the user would name it.
+        values: all measures. damage: what of the file could not be read, or that it has no end; "" for neither.
+        covered: what the recording saw.
+        held: for "category" and "unit": (name, tier) -> bytes when that tier held most.
+        names: every unit that was gathered, computed or updated.
+        world: ranks of its run. simulated: the hardware that a simulation was of, whose values are predicted; "" for a run.
+    """
+
+    path: str
+    rank: int
+    values: dict[str, Value]
+    damage: str
+    covered: Coverage
+    held: dict[str, dict[tuple[str, str], int]]
+    names: frozenset[str]
+    world: int = 1
+    simulated: str = ""
+
+
+def simulated(run: str) -> bool:
+    """Whether the traces of a file or a folder are of a simulation.
+
+    Raises:
+        TraceError: as of `measured`.
+    """
+    from zprof.analysis.ranks import traces_of
+
+    traces = traces_of([run])
+    for trace in traces:
+        trace.close()
+    return any(trace.header.simulated for trace in traces)
+
+
+def measured(runs: Sequence[str], *, steps_only: bool = False) -> list[Measured]:
+    """The ranks of ``runs``, files or folders, by rank.
+
+    Args:
+        steps_only: peaks are of the time from the first step to the last, as a simulation has them, not of what was held
+            while the model was built or saved.
+    Raises:
+        TraceError: one is missing or no trace, or they are not one run's.
+    """
+    from zprof.analysis.analysis import both
+    from zprof.analysis.coverage import coverage
+    from zprof.analysis.measures import measures
+    from zprof.analysis.ranks import traces_of
+    from zprof.rows import TIERS
+
+    found = []
+    for trace in traces_of(runs):
+        ledger, times = both(trace)
+        bounds = times.steps.bounds
+        within = (int(bounds[0, 0]), int(bounds[-1, 1])) if steps_only and times.steps.count else None
+        held: dict[str, dict[tuple[str, str], int]] = {"category": {}, "unit": {}}
+        for tier in TIERS:
+            peak = ledger.peak(tier) if within is None or tier not in ledger.tiers else ledger.peak_between(tier, *within)
+            held["category"] |= {(name, tier): nbytes for name, nbytes in ledger.table(peak, "category", tier).items()}
+            held["unit"] |= {(name, tier): nbytes for name, nbytes in ledger.table(peak, "unit", tier).items()}
+        keys = set(times.table.of("gather", "compute", "update").key.tolist())
+        found.append(
+            Measured(
+                str(trace.path),
+                trace.header.rank,
+                measures(trace, ledger, times, within=within),
+                trace.damage or ("" if trace.notes("end") else NO_END),
+                coverage(trace, ledger.tiers),
+                held,
+                frozenset(trace.strings[key] for key in keys),
+                trace.header.world,
+                trace.header.simulated,
+            )
+        )
+        trace.close()
+    return found

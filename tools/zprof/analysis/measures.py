@@ -1,0 +1,260 @@
+"""Owns the measures: the named numbers a run is held to, what each means, and which way is worse.
+
+``zprof diff``, ``zprof check`` and reports speak in them. It never decides what is too much. Every measure has an answer for
+every recording: a number, or `Unseen` where the recording cannot say it, and never 0 in its stead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from zprof.analysis.coverage import Unseen, coverage
+from zprof.rows import CATEGORIES, TIERS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from zprof.analysis.analysis import Times
+    from zprof.analysis.coverage import Coverage
+    from zprof.analysis.ledger import Ledger
+    from zprof.trace.reader import Trace
+
+__all__ = ["MEASURES", "Measure", "Unit", "Value", "measures", "numbers"]
+
+#: What a recording says of a measure.
+Value = float | Unseen
+
+Unit = Literal["bytes", "ms", "bytes/s", "%", "J", "count"]
+Worse = Literal["more", "less", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One named number: its unit, what it says, and whether more or less of it is worse ("" for neither)."""
+
+    name: str
+    unit: Unit
+    worse: Worse
+    meaning: str
+
+
+# "A step" below is an average over the steps after the first, which fills pools and learns the order of use; over the first
+# where it is the only one.
+_TABLE: tuple[Measure, ...] = (
+    Measure("rss.peak", "bytes", "more", "Most resident memory of the process that was sampled."),
+    Measure("rss.growth", "bytes", "more", "The same, less what was resident when the recording began."),
+    Measure("cgroup.peak", "bytes", "more", "Most memory of the process's cgroup that was sampled."),
+    Measure("pinned.peak", "bytes", "more", "Most page-locked host memory that was sampled."),
+    Measure("cuda.allocated.peak", "bytes", "more", "Most bytes the CUDA allocator had given out, at a sample."),
+    Measure("cuda.reserved.peak", "bytes", "more", "Most bytes the CUDA allocator held, at a sample."),
+    Measure("step.count", "count", "", "Optimizer steps recorded."),
+    Measure("step.first_ms", "ms", "more", "The first step, which fills pools and learns the order of use."),
+    Measure("step.median_ms", "ms", "more", "The median step after the first."),
+    Measure("step.p95_ms", "ms", "more", "95 of 100 steps after the first take at most this."),
+    Measure("step.max_ms", "ms", "more", "The longest step after the first."),
+    Measure("forward.ms_per_step", "ms", "more", "Time in forward, a step."),
+    Measure("backward.ms_per_step", "ms", "more", "Time in backward, a step."),
+    Measure("update.ms_per_step", "ms", "more", "Time in the optimizer, a step."),
+    Measure("outside.ms_per_step", "ms", "more", "Time in neither forward, backward nor the optimizer, a step: loading data."),
+    Measure("exposed.ms_per_step", "ms", "more", "Time the training threads stood waiting, a step, counted once."),
+    Measure("exposed.percent", "%", "more", "The same as a share of the steps."),
+    Measure("energy.joules_per_step", "J", "more", "Energy of all sampled GPUs, a step."),
+    Measure("oom.count", "count", "more", "Requests for memory whose failure ended the script."),
+    Measure("rows.dropped", "count", "more", "Rows that were recorded and are not in the file: figures are then less sure."),
+)
+_NO_STEP = Unseen("no optimizer step was recorded")
+_TOO_SHORT = Unseen("sampled over less than half of the steps")
+#: Waits that zhooks names, and those for torch.distributed; a measure each.
+_WAITS = ("gather", "gather activation", "fetch", "reduce", "stash", "unstash", "update", "collective", "point to point")
+#: Spans that move bytes -> the first word of their measures.
+_MOVES = {
+    "gather": "gather",
+    "gather activation": "gather_activation",
+    "reduce": "reduce",
+    "copy h2d": "h2d",
+    "copy d2h": "d2h",
+    "copy h2h": "h2h",
+    "stash": "stash",
+    "unstash": "unstash",
+    "disk read": "disk_read",
+    "disk write": "disk_write",
+}
+
+
+def _exposed(wait: str) -> str:
+    return f"exposed.{wait.replace(' ', '_')}.ms_per_step"
+
+
+def _all() -> Iterator[Measure]:
+    for tier in TIERS:
+        yield Measure(f"{tier}.peak", "bytes", "more", f"Most bytes the ledger had on the {tier} tier at once.")
+        for category in CATEGORIES:
+            yield Measure(f"{tier}.{category}.peak", "bytes", "more", f"Most {category} bytes on the {tier} tier at once.")
+    yield from _TABLE
+    for wait in _WAITS:
+        yield Measure(_exposed(wait), "ms", "more", f"Time that only waiting for {wait} took, a step.")
+    for verb, name in _MOVES.items():
+        yield Measure(f"{name}.bytes_per_s", "bytes/s", "less", f'Bytes of "{verb}" over the time at least one was under way.')
+        yield Measure(f"{name}.bytes_per_step", "bytes", "more", f'Bytes of "{verb}", a step.')
+
+
+#: Every measure there is, by name.
+MEASURES: dict[str, Measure] = {measure.name: measure for measure in _all()}
+
+
+def measures(
+    trace: Trace, ledger: Ledger, times: Times | None = None, *, within: tuple[int, int] | None = None
+) -> dict[str, Value]:
+    """All of `MEASURES` for a run, by name; ``times`` where they are there already, else in another pass.
+
+    Args:
+        within: count peaks of tiers between these times; over the whole run where it is None.
+    """
+    from zprof.analysis import analysis
+
+    times = times or analysis.times(trace)
+    covered = coverage(trace, ledger.tiers)
+    found: dict[str, Value] = {"oom.count": float(times.oom), "rows.dropped": float(trace.dropped)}
+    for part in (_held(ledger, covered, within), _sampled(trace, ledger), _stepped(times, covered), _moved(times, covered)):
+        found |= part
+    found["energy.joules_per_step"] = _joules(ledger, times, covered)
+    assert found.keys() == MEASURES.keys(), f"not the measures there are: {sorted(found.keys() ^ MEASURES.keys())}"
+    return {name: found[name] for name in MEASURES}
+
+
+def numbers(values: Mapping[str, Value]) -> dict[str, float]:
+    """Those of ``values`` that were seen."""
+    return {name: value for name, value in values.items() if not isinstance(value, Unseen)}
+
+
+def _held(ledger: Ledger, covered: Coverage, within: tuple[int, int] | None) -> dict[str, Value]:
+    def most(tier: str, category: str | None = None) -> float:
+        if within is None or tier not in ledger.tiers:
+            return float(ledger.peak(tier, category).nbytes)
+        return float(ledger.peak_between(tier, *within, category).nbytes)
+
+    found: dict[str, Value] = {}
+    for tier in TIERS:
+        found[f"{tier}.peak"] = covered.tier(tier) or most(tier)
+        for category in CATEGORIES:
+            found[f"{tier}.{category}.peak"] = covered.place(category, tier) or most(tier, category)
+    return found
+
+
+def _sampled(trace: Trace, ledger: Ledger) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    sampled = {"rss": "rss", "cgroup memory": "cgroup", "pinned": "pinned"}
+    sampled |= {"cuda allocated": "cuda.allocated", "cuda reserved": "cuda.reserved"}
+    for what, name in sampled.items():
+        highest = [int(value.max()) for _, value in ledger.samples(what).values() if len(value)]
+        found[f"{name}.peak"] = float(max(highest)) if highest else Unseen(f"not sampled: nothing said {what}")
+    most, start = found["rss.peak"], trace.header.rss_nbytes
+    unseen = most if isinstance(most, Unseen) else Unseen("the header does not say what was resident at the start")
+    found["rss.growth"] = most - start if not isinstance(most, Unseen) and start else unseen
+    return found
+
+
+def _stepped(times: Times, covered: Coverage) -> dict[str, Value]:
+    import numpy as np
+
+    steps, warm = times.steps, times.steps.warm
+    names = ("count", "first_ms", "median_ms", "p95_ms", "max_ms")
+    unseen = covered.steps() or (None if steps.count else _NO_STEP)
+    if unseen is not None:
+        found: dict[str, Value] = {f"step.{name}": unseen for name in names}
+    else:
+        took = warm.duration_ns / 1e6
+        late = np.percentile(took, 95, method="higher")
+        figures = (steps.count, steps.duration_ns[0] / 1e6, np.median(took), late, took.max())
+        whys = (None, steps.unseen, *[warm.unseen] * 3)
+        found = {f"step.{name}": why or float(figure) for name, figure, why in zip(names, figures, whys, strict=True)}
+    return found | _passes(times, covered, unseen) | _waited(times, covered, unseen)
+
+
+def _passes(times: Times, covered: Coverage, unseen: Unseen | None) -> dict[str, Value]:
+    warm = times.steps.warm
+    found: dict[str, Value] = {}
+    passes = {"forward": ("forward",), "backward": ("backward",), "update": ("step", "update")}
+    for name, whats in passes.items():
+        table = times.table.of(*whats)
+        # Steps of any optimizer are recorded, whoever made it; on a GPU the host only queues them.
+        by_steps = covered.steps() if name == "update" and not covered.cuda else covered.spans(name)
+        # A step that is only its update has all of that.
+        part = warm.unseen if name != "update" else None
+        why = unseen or part or by_steps or (None if len(table) else Unseen(f"no {name} was recorded"))
+        found[f"{name}.ms_per_step"] = why or _shared_ns(table.begin_ns, table.end_ns, warm.bounds) / 1e6 / warm.count
+    why = next((each for each in found.values() if isinstance(each, Unseen)), None)
+    if why is None:
+        inside = times.table.of("forward", "backward", "step", "update")
+        outside = warm.whole_ns - _shared_ns(inside.begin_ns, inside.end_ns, warm.bounds)
+        found["outside.ms_per_step"] = outside / 1e6 / warm.count
+    else:
+        found["outside.ms_per_step"] = why
+    return found
+
+
+def _waited(times: Times, covered: Coverage, unseen: Unseen | None) -> dict[str, Value]:
+    steps, stalls = times.steps, times.stalls
+    # Without steps the whole recording counts as one, for the share of it.
+    share = covered.waits() or steps.warm.unseen or (None if len(steps.bounds) else _NO_STEP)
+    found: dict[str, Value] = {"exposed.percent": share or 100 * stalls.share}
+    why = unseen or steps.warm.unseen or covered.waits()
+    found["exposed.ms_per_step"] = why or stalls.ns_per_step / 1e6
+    by_what = stalls.by_what()
+    for wait in _WAITS:
+        found[_exposed(wait)] = why or by_what.get(wait, 0) / 1e6 / steps.warm.count
+    return found
+
+
+def _shared_ns(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64], bounds: NDArray[np.int64]) -> int:
+    """Nanoseconds within ``bounds`` in which at least one span runs."""
+    from zprof.analysis.intervals import overlaps, portions
+
+    return int(overlaps(*portions(begin_ns, end_ns), bounds)[2].sum())
+
+
+def _moved(times: Times, covered: Coverage) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    warm = times.steps.warm
+    rates = {rate.verb: rate for rate in times.rates}
+    for verb, name in _MOVES.items():
+        rate = rates.get(verb)
+        nothing = None if rate is not None else Unseen(f"no {verb} was recorded")
+        found[f"{name}.bytes_per_s"] = covered.spans(verb) or nothing or (rate.bytes_per_s if rate is not None else _NO_STEP)
+        # How many bytes were moved is known also where it is not known how long that took.
+        why = covered.amounts(verb) or nothing or covered.steps() or warm.unseen or (None if times.steps.count else _NO_STEP)
+        if why is None:
+            table = times.table.of(verb)
+            inside = (table.begin_ns >= warm.bounds[0, 0]) & (table.begin_ns < warm.bounds[-1, 1])
+            found[f"{name}.bytes_per_step"] = float(table.nbytes[inside].sum()) / warm.count
+        else:
+            found[f"{name}.bytes_per_step"] = why
+    return found
+
+
+def _joules(ledger: Ledger, times: Times, covered: Coverage) -> Value:
+    """Energy a step: what the counters of all GPUs rose by between the first step counted and the last."""
+    import numpy as np
+
+    warm = times.steps.warm
+    counters = [pair for pair in ledger.samples("nvml energy").values() if len(pair[0]) > 1]
+    if not counters:
+        return Unseen("not sampled: NVML said no energy")
+    unseen = covered.steps() or warm.unseen or (None if times.steps.count else _NO_STEP)
+    if unseen is not None:
+        return unseen
+    begin, end = int(warm.bounds[0, 0]), int(warm.bounds[-1, 1])
+    # A counter that was not read over most of the steps would say too little, and nobody would know.
+    if any(time_ns[-1] - time_ns[0] < (end - begin) / 2 for time_ns, _ in counters):
+        return _TOO_SHORT
+    spent = 0.0
+    for time_ns, value in counters:
+        first, last = max(begin, int(time_ns[0])), min(end, int(time_ns[-1]))
+        if last <= first:
+            return _TOO_SHORT
+        rise = np.interp(last, time_ns, value) - np.interp(first, time_ns, value)
+        spent += float(rise) / 1e3 / (last - first) * (end - begin)
+    return spent / warm.count

@@ -1,0 +1,236 @@
+"""Owns what only several ranks show together: one clock for all, who is late to which collective, who is slow, who holds more.
+
+`zprof report` and the pages that draw several ranks call it. It reads no rows: it takes of each rank a `Lane`, made while that
+rank's trace was read, so that a hundred ranks fit in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zprof.rows import TraceError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from zprof.analysis.coverage import Coverage
+    from zprof.analysis.spans import SpanTable
+    from zprof.analysis.stalls import Stalls
+    from zprof.trace.header import Header
+    from zprof.trace.reader import Trace
+
+    Int64s = NDArray[np.int64]
+
+__all__ = ["COLLECTIVES", "Clock", "Lane", "Skew", "Straggler", "clocks", "lane_of", "skews", "stragglers", "traces_of"]
+
+#: The spans that all ranks begin together, or should.
+COLLECTIVES = ("gather", "gather activation", "reduce", "collective")
+#: A rank whose own work takes so much longer than the median rank's is a straggler.
+SLOW = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How a rank's monotonic clock reads on the first rank's.
+
+    Attributes:
+        offset_ns: to be added. by: "monotonic" (one boot of one host: exact) or "wall" (as good as the hosts' clocks).
+        drift_ns: how far the rank's two clocks moved apart during the recording; 0 where they cannot be compared.
+    """
+
+    rank: int
+    host: str
+    offset_ns: int
+    by: str
+    drift_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What is kept of a rank to compare it with others.
+
+    Attributes:
+        begins: (what, key) -> when each of these collectives began, in order, on the rank's own clock.
+        work_ns: the median over steps of the time not spent waiting; None where steps or waits were not seen.
+        step_ns: the median step; None where none was seen.
+        collectives: whether they were seen.
+        peaks: tier -> bytes of what was recorded; None where nothing on it could be.
+    """
+
+    header: Header
+    end_clock: tuple[int, int] | None
+    begins: dict[tuple[str, str], Int64s]
+    work_ns: int | None
+    step_ns: int | None
+    peaks: Mapping[str, int | None]
+    collectives: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Skew:
+    """Who is late to the collectives of one unit.
+
+    Attributes:
+        rank: the one that cost most. late_ns: on average when it is last, behind the median of the others.
+        times: how often it was last, of ``count``.
+        total_ns: what its being last cost the others in all.
+    """
+
+    what: str
+    key: str
+    rank: int
+    late_ns: int
+    times: int
+    count: int
+    total_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank whose own work takes longer than the median rank's, both a step."""
+
+    rank: int
+    host: str
+    work_ns: int
+    median_ns: int
+
+
+def traces_of(runs: Sequence[str | Path]) -> list[Trace]:
+    """The traces that files and folders name, by rank.
+
+    Raises:
+        TraceError: one is missing or no trace, a folder holds none, a rank is there twice, or they are of different runs.
+    """
+    from zprof.trace.reader import Trace
+
+    found: dict[int, Trace] = {}
+    for path in dict.fromkeys(path for run in runs for path in _files(Path(run))):
+        trace = Trace.open(path)
+        first = next(iter(found.values()), trace)
+        if bool(trace.header.simulated) != bool(first.header.simulated):
+            kinds = ("a simulation", "a run") if trace.header.simulated else ("a run", "a simulation")
+            raise TraceError(
+                f"{path}: of {kinds[0]}, {first.path} of {kinds[1]}; expected one or the other, set them side by side with "
+                "`zprof diff`"
+            )
+        other = found.setdefault(trace.header.rank, trace)
+        if other is not trace:
+            again = f"rank {trace.header.rank} is in {other.path} already"
+            raise TraceError(f"{path}: {again}; expected one trace a rank, name one of them")
+        if other.header.world != next(iter(found.values())).header.world:
+            first = next(iter(found.values()))
+            raise TraceError(
+                f"{path}: of a run with {trace.header.world} rank(s), {first.path} of one with {first.header.world}; "
+                "report one run at a time, or compare them with `zprof diff`"
+            )
+    return [found[rank] for rank in sorted(found)]
+
+
+def _files(run: Path) -> list[Path]:
+    # A name that is too long for the system raises from Path.is_dir.
+    if not os.path.isdir(run):
+        return [run]
+    files = sorted(run.glob("*.zprof"))
+    if not files:
+        raise TraceError(f"{run}: no *.zprof in this folder, expected the traces of a run; record with `zprof run -o`")
+    return files
+
+
+def lane_of(
+    trace: Trace, table: SpanTable, stalls: Stalls, covered: Coverage, peaks: Mapping[str, int | None]
+) -> Lane:
+    """What to keep of a rank; ``table`` holds the spans of `COLLECTIVES`."""
+    import numpy as np
+
+    from zprof.trace.levels import starts_of
+
+    begins: dict[tuple[str, str], Int64s] = {}
+    for what in COLLECTIVES:
+        mine = table.of(what)
+        order = np.argsort(mine.key, kind="stable")
+        keys = mine.key[order]
+        starts = starts_of(keys)
+        for key, times in zip(keys[starts].tolist(), np.split(mine.begin_ns[order], starts[1:]), strict=False):
+            begins[what, trace.strings[key]] = np.sort(times)
+    work = stalls.steps.duration_ns - stalls.per_step_ns
+    counted = bool(stalls.steps.count) and covered.steps() is None and stalls.steps.unseen is None
+    noted = [note.body for note in trace.notes("clock")]
+    return Lane(
+        header=trace.header,
+        end_clock=_pair(noted[-1]) if noted else None,
+        begins=begins,
+        work_ns=int(np.median(work)) if counted and covered.waits() is None else None,
+        step_ns=int(np.median(stalls.steps.duration_ns)) if counted else None,
+        peaks=peaks,
+        collectives=covered.sees_collectives(),
+    )
+
+
+def _pair(body: object) -> tuple[int, int] | None:
+    if not isinstance(body, dict):
+        return None
+    mono, wall = body.get("mono_ns"), body.get("wall_ns")
+    return (mono, wall) if isinstance(mono, int) and isinstance(wall, int) else None
+
+
+def clocks(lanes: Sequence[Lane]) -> list[Clock]:
+    """Each rank's clock on that of the first: the same one within a boot of a host, through the wall clocks between hosts."""
+    found = []
+    first = lanes[0].header
+    for lane in lanes:
+        header, end = lane.header, lane.end_clock
+        # Not the host's name: containers of one boot have names of their own.
+        same = header.boot == first.boot and header.boot != ""
+        apart = (header.wall_ns - header.mono_ns) - (first.wall_ns - first.mono_ns)
+        drift = 0 if end is None else (end[1] - end[0]) - (header.wall_ns - header.mono_ns)
+        by = "monotonic" if same or header is first else "wall"
+        found.append(Clock(header.rank, header.host, 0 if by == "monotonic" else apart, by, drift))
+    return found
+
+
+def skews(lanes: Sequence[Lane], most: int | None = None) -> list[Skew]:
+    """Who is late to what, the costliest first; nothing for fewer than two ranks.
+
+    The n-th gather of a unit on one rank is the n-th on every other; where counts differ the surplus is left out.
+    """
+    import numpy as np
+
+    if len(lanes) < 2:
+        return []
+    offsets = [clock.offset_ns for clock in clocks(lanes)]
+    found = []
+    for what, key in dict.fromkeys(pair for lane in lanes for pair in lane.begins):
+        here = [(lane, offset) for lane, offset in zip(lanes, offsets, strict=True) if (what, key) in lane.begins]
+        count = min(len(lane.begins[what, key]) for lane, _ in here)
+        if len(here) < 2:
+            continue
+        times = np.stack([lane.begins[what, key][:count] + offset for lane, offset in here])
+        last = np.argmax(times, axis=0)
+        ordered = np.sort(times, axis=0)
+        late = ordered[-1] - np.median(ordered[:-1], axis=0).astype(np.int64)
+        cost = np.zeros(len(here), np.int64)
+        np.add.at(cost, last, late)
+        worst = int(np.argmax(cost))
+        total = int(cost[worst])
+        times_last = int(((last == worst) & (late > 0)).sum())
+        if total > 0:
+            found.append(Skew(what, key, here[worst][0].header.rank, total // times_last, times_last, count, total))
+    return sorted(found, key=lambda skew: (-skew.total_ns, skew.what, skew.key))[:most]
+
+
+def stragglers(lanes: Sequence[Lane]) -> list[Straggler]:
+    """The ranks whose own work takes more than `SLOW` times the median rank's, the slowest first."""
+    from statistics import median_low
+
+    timed = [(lane.work_ns, lane.header) for lane in lanes if lane.work_ns]
+    if len(timed) < 2:
+        return []
+    # The lower of the middle two: with two ranks, the slow one is measured against the other.
+    middle = median_low(work_ns for work_ns, _ in timed)
+    slow = [Straggler(header.rank, header.host, work_ns, middle) for work_ns, header in timed if work_ns > SLOW * middle]
+    return sorted(slow, key=lambda straggler: -straggler.work_ns)

@@ -1,0 +1,103 @@
+"""Owns what a step is: where each begins and ends, for runs under zhooks and for plain scripts.
+
+Stalls, measures, reports and pages divide a run by it. It never guesses a step where no optimizer was seen: then the whole
+recording is one interval, and says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zprof.analysis.coverage import Unseen
+from zprof.analysis.intervals import Ints, portions
+from zprof.analysis.spans import SpanTable, spans
+
+if TYPE_CHECKING:
+    from zprof.trace.reader import Trace
+
+__all__ = ["ONLY_UPDATE", "WHATS", "Steps", "steps", "steps_of"]
+
+#: The spans that say where steps are.
+WHATS = ("step", "update", "forward", "backward")
+#: Why a first step is not known as a whole.
+ONLY_UPDATE = Unseen("not seen as a whole: no forward was recorded before its update, which is all of it that is known")
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A run cut into steps.
+
+    Attributes:
+        bounds: int64 [n, 2], begin and end, sorted and disjoint. A step begins where the one before ended, so that loading
+            data counts; the first begins at the first forward of the recording.
+        source: "step" (spans of optimizers), "update" (of units), or "" where nothing of the kind was recorded and
+            ``bounds`` is the time from the first span to the last, or empty.
+        unseen: why the first of them is only its update: no forward was recorded before that, as of any script that is not
+            under zhooks. None where the first is whole, as the others always are.
+    """
+
+    bounds: Ints
+    source: str
+    unseen: Unseen | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.bounds) if self.source else 0
+
+    @property
+    def warm(self) -> Steps:
+        """The steps figures are taken over: without the first, which fills pools and learns the order, if there are more."""
+        return Steps(self.bounds[1:], self.source) if len(self.bounds) > 1 else self
+
+    @property
+    def duration_ns(self) -> Ints:
+        return self.bounds[:, 1] - self.bounds[:, 0]
+
+    @property
+    def whole_ns(self) -> int:
+        return int(self.duration_ns.sum())
+
+
+def steps(trace: Trace) -> Ints:
+    """The steps of ``trace`` as int64 [n, 2] of (begin, end); empty where no optimizer was recorded."""
+    found = steps_of(spans(trace, WHATS))
+    return found.bounds if found.source else np.zeros((0, 2), np.int64)
+
+
+def steps_of(table: SpanTable) -> Steps:
+    """The steps that ``table``, which holds the spans of `WHATS`, shows.
+
+    A step ends with the optimizer's ``step``. Of several optimizers the one that steps most often counts, among equals the
+    one that comes last; of one inside another the outer. Without such spans it ends with the last ``update``. Where forwards
+    are recorded, only the last end before the next forward counts: units are updated one by one, and optimizers that step
+    one after the other share a step.
+    """
+    forward = table.of("forward")
+    for source in ("step", "update"):
+        found = table.of(source)
+        if not len(found):
+            continue
+        ends = _ends_of_one(found) if source == "step" else np.sort(found.end_ns)
+        if len(forward):
+            # The number of forwards begun before each end: the last end of each number counts.
+            begun = np.searchsorted(forward.begin_ns, ends, side="left")
+            ends = ends[np.append(begun[1:] != begun[:-1], True)]
+        seen = len(forward) > 0 and forward.begin_ns[0] < ends[0]
+        first = forward if seen else found
+        begins = np.concatenate((first.begin_ns[:1], ends[:-1]))
+        return Steps(np.stack((begins, ends), axis=1), source, None if seen else ONLY_UPDATE)
+    if not len(table):
+        return Steps(np.zeros((0, 2), np.int64), "")
+    return Steps(np.array([[table.begin_ns.min(), table.end_ns.max()]], np.int64), "")
+
+
+def _ends_of_one(found: SpanTable) -> Ints:
+    """Ends of the outermost spans of the optimizer that marks the steps."""
+    begin, end = portions(found.begin_ns, found.end_ns)
+    outer = found.where(end > begin) if bool((end > begin).any()) else found
+    keys, first, count = np.unique(outer.key, return_index=True, return_counts=True)
+    chosen = max(range(len(keys)), key=lambda index: (count[index], outer.end_ns[first[index]]))
+    return np.unique(outer.end_ns[outer.key == keys[chosen]])

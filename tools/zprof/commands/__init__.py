@@ -1,0 +1,1 @@
+"""The commands of `zprof`, one file each, and what only commands share."""

@@ -1,0 +1,111 @@
+"""Owns ``zprof export``: the formats there are, where a file may be written, and what its reader learns.
+
+`zprof.cli` hangs it in; each format is a module of its own, loaded when it is asked for. It never reads a trace itself, and
+never writes over anything but a file.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from zprof.commands.check import printable
+from zprof.rows import TraceError
+
+__all__ = ["FORMATS", "export"]
+
+#: Format -> (its module, the suffix of a file that is not named).
+FORMATS = {
+    "perfetto": ("zprof.show.exports.perfetto", ".perfetto.json"),
+    "speedscope": ("zprof.show.exports.speedscope", ".speedscope.json"),
+    "torch-snapshot": ("zprof.show.exports.snapshot", ".pickle"),
+    "csv": ("zprof.show.exports.csv", ".csv"),
+    "prometheus": ("zprof.show.exports.prometheus", ".prom"),
+    "tensorboard": ("zprof.show.exports.tensorboard", ".tensorboard"),
+}
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option("-f", "--format", "kind", type=click.Choice(list(FORMATS)), required=True, help="The format to write.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="The file (tensorboard: the folder) to write; by default it lies beside RUN and has its name.",
+)
+@click.option("--force", is_flag=True, help="Write over a file, or a folder of an earlier export, that is there.")
+def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) -> None:
+    """Write RUN, or the ranks of one, in another tool's format; nothing of it leaves this machine.
+
+    RUN is a trace, or a folder of traces; several are the ranks of one run.
+
+    \b
+    perfetto        Bytes by tier and category, samples, and spans: what nests on
+                    its thread's track, transfers on tracks of their own; ranks on
+                    one clock. At most 40 MB: the shortest spans of each
+                    kind are left out, and it says how many. Open it at
+                    https://ui.perfetto.dev or in chrome://tracing.
+    speedscope      Bytes at each tier's peak by module, time by verb and unit,
+                    and each thread in order. https://www.speedscope.app
+    torch-snapshot  The allocations of one rank; needs --level alloc, or a run on
+                    a GPU. https://pytorch.org/memory_viz
+    csv             Every row as recorded, for anything else: nanoseconds of each
+                    rank's monotonic clock, bytes, names as they are. Spreadsheets
+                    take a name that begins with = for a formula: import the
+                    columns what and key as text.
+    prometheus      The measures of `zprof check` as gauges, in bytes, seconds and
+                    ratios, for a node exporter's textfile folder.
+    tensorboard     Bytes, step times and samples as scalars of 32 bits, one run a
+                    rank; the step is the millisecond of the recording.
+
+    \b
+    Examples:
+      zprof export run.0.zprof run.1.zprof -f perfetto -o run.json
+      zprof export runs/ -f speedscope
+      zprof export run.zprof -f torch-snapshot -o run.pickle
+      zprof export run.zprof -f csv && duckdb -c "from 'run.csv' limit 9"
+      zprof export run.zprof -f prometheus -o /var/lib/node_exporter/run.prom
+      zprof export run.zprof -f tensorboard -o logs && tensorboard --logdir logs
+    """
+    from zprof.analysis.ranks import traces_of
+
+    module, suffix = FORMATS[kind]
+    traces = traces_of(runs)
+    if kind == "torch-snapshot" and len(traces) > 1:
+        raise click.UsageError(f"torch-snapshot: expected one rank, found {len(traces)}; name one of the files")
+    path = output or traces[0].path.with_suffix(suffix)
+    if path.exists() and any(path.samefile(trace.path) for trace in traces):
+        raise click.BadParameter(f"{printable(str(path))}: is the run itself; name another file", param_hint="-o")
+    try:
+        _writable(path, folder=kind == "tensorboard", force=force)
+        said, damages = import_module(module).write(traces, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise TraceError(f"{printable(str(path))}: cannot be written: {reason}; name another with -o") from None
+    for trace, damage in zip(traces, damages, strict=True):
+        lost = trace.dropped
+        thinned = f"{lost:,} rows were thinned out or lost while it was recorded: short events are missing" if lost else ""
+        for line in filter(None, (damage, thinned)):
+            click.echo(f"{printable(str(trace.path))}: {printable(line)}", err=True)
+    predicted = "predicted; " if traces[0].header.simulated else ""
+    click.echo(f"{printable(str(path))}: {predicted}{printable(said)}")
+
+
+def _writable(path: Path, *, folder: bool, force: bool) -> None:
+    """Refuse, before a large trace is read, what writing would refuse in the end or should not replace."""
+    shown = printable(str(path))
+    if not path.parent.is_dir():
+        folder_shown = printable(str(path.parent))
+        raise TraceError(f"{shown}: expected a folder {folder_shown}, found none; make it, or name another with -o")
+    if not path.exists():
+        return
+    if not force and (path.is_file() or folder):
+        raise TraceError(f"{shown}: is there already, expected a new name; name another with -o, or say --force")
+    if folder and not path.is_dir():
+        raise TraceError(f"{shown}: expected a folder, found something else; name another with -o")
+    if not folder and not path.is_file():
+        found = "a folder" if path.is_dir() else "a device or a pipe"
+        raise TraceError(f"{shown}: expected a file, found {found}; name another with -o")

@@ -1,0 +1,72 @@
+"""Owns ``zprof flamegraph``: one trace in, one page of its bytes by module out.
+
+`zprof.cli` loads it when it is called. It never draws: `pages.tree` makes the data, `pages.page` the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+
+__all__ = ["flamegraph"]
+
+_STEP = re.compile(r"step:(\d{1,9})", re.ASCII)
+
+
+def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """The step's number; None for the peak of the whole run."""
+    if value == "peak":
+        return None
+    found = _STEP.fullmatch(value)
+    if not found:
+        raise click.BadParameter(f"{value!r}: expected peak, or step:N such as step:0")
+    return int(found[1])
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--at",
+    "step",
+    default="peak",
+    show_default=True,
+    metavar="peak|step:N",
+    callback=_at,
+    help="When: at each tier's highest moment of the run, or within step N, counted from 0.",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The page to write; RUN.flamegraph.html unless said.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite the page if it is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON, for programs.")
+def flamegraph(run: Path, step: int | None, output: Path | None, force: bool, as_json: bool) -> None:
+    """Draw the bytes RUN held at a moment by its tree of modules, per tier.
+
+    The page holds all it needs and asks no network: open it in a browser, send it, keep it.
+
+    \b
+    Example:  zprof flamegraph run.zprof --at step:3
+    """
+    from zprof.commands.output import check_output, write_output
+    from zprof.show.pages.page import page, page_path, plotly_source
+    from zprof.show.pages.tree import flamegraph as drawn
+    from zprof.trace.reader import Trace
+
+    path = output or page_path([run], "flamegraph")
+    check_output(path, [run], force=force)
+    plotly_source()
+    title = f"zprof flamegraph: {path.name.removesuffix('.html').removesuffix('.flamegraph')}"
+    data = drawn(Trace.open(run), step) | {"title": title}
+    body = page(title, data, scripts=("flamegraph.js",)).encode()
+    write_output(path, body)
+    tiers = {tier["tier"]: tier["total"] for tier in data["tiers"]}
+    if as_json:
+        summary = {"page": str(path), "bytes": len(body), "at": data["at"], "tiers": tiers, "not_recorded": data["missing"]}
+        click.echo(json.dumps(summary, indent=2))
+        return
+    held = ", ".join(f"{tier['shown']} on {tier['tier']}" for tier in data["tiers"]) or "no memory recorded"
+    click.echo(f"{path}: {len(body) / 2**20:.1f} MiB; {data['at']}: {held}")
+    for line in data["missing"]:
+        click.echo(f"not recorded on {line}")
+    click.echo(f"Open it in a browser; for the same over time: zprof timeline {run}")

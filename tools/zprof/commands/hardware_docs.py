@@ -1,0 +1,50 @@
+"""Owns the tables of ``docs/hardware.md``: every key of a hardware profile and its meaning, from the models.
+
+Run ``python -m zprof.commands.hardware_docs docs/hardware.md`` after a change of a key; a test compares the page. It writes
+between the page's marks and never touches the prose around them.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from offload.documents import Table
+from offload.hardware import Hardware
+from zprof.commands.key_tables import filled, row, writer
+
+__all__ = ["main", "render", "tables"]
+
+
+def tables() -> dict[str, type[BaseModel]]:
+    """The names a mark may have, and the keys of each: "top" for those outside any table."""
+    found: dict[str, type[BaseModel]] = {"top": Hardware}
+    for name, field in Hardware.model_fields.items():
+        for kind in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Table):
+                found[name] = kind
+    return found
+
+
+def render(page: str) -> str:
+    """``page`` with the table of each mark made anew."""
+    return filled(page, "what it is", _rows)
+
+
+def _rows(name: str) -> Iterator[str]:
+    known = tables()
+    for key, field in known[name].model_fields.items():
+        if name != "top" or key not in known:
+            yield row(key, field, _plain)
+
+
+def _plain(default: object) -> str:
+    return "unset" if default is None or default == "" else str(default)
+
+
+main = writer(render)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Owns ``zprof plan``: the policies under which a job's step is the quickest on hardware that is not there.
+
+`zprof.cli` calls it; ``zhooks.find_policy`` searches.  It never trains, and writes nothing but the policy it was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from offload.hardware import Hardware
+from offload.text import parse_size
+from zprof.commands.jobs import HELP, load_job
+from zprof.commands.output import check_output, write_output
+from zprof.problem import Misuse
+
+__all__ = ["plan", "size"]
+
+
+def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Bytes of a size such as 40GiB."""
+    if value is None:
+        return None
+    try:
+        return parse_size(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: expected bytes or a size such as 40GiB") from None
+
+
+def _dtypes(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:
+    if value is None:
+        return None
+    found = [each.strip() for each in value.split(",")]
+    if not {*found} <= {"bf16", "fp16", "fp32"}:
+        raise click.BadParameter(f"{value!r}: expected some of bf16, fp16 and fp32, the preferred one first, with commas")
+    return found
+
+
+@click.command(help=f"Find the policies under which JOB's step is the quickest, by simulation.\n\n{HELP}")
+@click.argument("job")
+@click.option("--hardware", default="h100", show_default=True, help="A profile's name or file (zprof hardware list).")
+@click.option("--nodes", type=click.IntRange(1, 1 << 16), help="How many nodes; 1 unless said.")
+@click.option("--world", type=click.IntRange(1, 1 << 20), help="How many ranks, instead of all devices of the nodes.")
+@click.option("--policy", type=click.Path(), help="What the search keeps: units, comm and so on.")
+@click.option(
+    "--precision", callback=_dtypes, metavar="DTYPES", help="Dtypes that parameters may be computed with: bf16,fp16,fp32."
+)
+@click.option(
+    "--device", callback=size, metavar="SIZE", help="Memory of a device that may be used; the profile's unless said."
+)
+@click.option(
+    "--host", callback=size, metavar="SIZE", help="Memory of a node, for all of its ranks; the profile's unless said."
+)
+@click.option("--disk", callback=size, metavar="SIZE", help="Disk of a node, for all of its ranks; the profile's unless said.")
+@click.option("--most", type=click.IntRange(1, 1000), default=10, show_default=True, help="Simulations of the search.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the best one here, as a policy file with reasons.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite that file if it is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def plan(
+    job: str,
+    hardware: str,
+    nodes: int | None,
+    world: int | None,
+    policy: str | None,
+    precision: list[str] | None,
+    device: int | None,
+    host: int | None,
+    disk: int | None,
+    most: int,
+    output: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """See ``help``; exit code 3 where nothing fits."""
+    if nodes is not None and world is not None:
+        raise Misuse("--nodes, --world: expected one of them, found both")
+    if output is not None:
+        check_output(output, [Path(policy)] if policy is not None else [], force=force)
+    profile = Hardware.of(hardware)
+    loaded = load_job(job)
+    # Late: it brings torch along.
+    import zhooks
+
+    found = zhooks.find_policy(
+        loaded.build,
+        loaded.step,
+        world=world or (nodes or 1) * profile.device.count,
+        hardware=profile,
+        policy=policy,
+        precision=precision,
+        device=device,
+        host=host,
+        disk=disk,
+        most=most,
+        tell=lambda line: click.echo(f"simulated {line}", err=True),
+    )
+    if output is not None:
+        write_output(output, found.policy_text().encode())
+    click.echo(json.dumps(found.as_dict(), indent=2) if as_json else str(found))

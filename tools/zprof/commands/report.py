@@ -1,0 +1,148 @@
+"""Owns ``zprof report``: its options, and the choice between text for people and JSON for programs.
+
+`zprof.cli` hangs it in. It finds out nothing and draws nothing itself, and needs numpy only once it is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+
+import click
+
+__all__ = ["report"]
+
+#: Of mallopt(3).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_STEP = re.compile(r"step:(\d{1,9})", re.ASCII)
+
+
+def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """The step's number; None for the peak of the whole run."""
+    if value == "peak":
+        return None
+    found = _STEP.fullmatch(value)
+    if not found:
+        raise click.BadParameter(f"{value!r}: expected peak, or step:N such as step:0")
+    return int(found[1])
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path())
+@click.option(
+    "--by",
+    type=click.Choice(["category", "module", "tier", "rank", "unit"]),
+    default="category",
+    show_default=True,
+    help="How bytes are grouped. A module is a path up to its first number (model.layers.3); a unit is the whole key.",
+)
+@click.option(
+    "--at",
+    default="peak",
+    show_default=True,
+    metavar="peak|step:N",
+    callback=_at,
+    help="When: at each tier's highest moment of the run, or within step N, counted from 0.",
+)
+@click.option("--against", metavar="PLAN", type=click.Path(), help="Also set it beside a trace of zprof simulate.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs; its keys are listed above.")
+def report(runs: tuple[str, ...], by: str, at: int | None, against: str | None, as_json: bool) -> None:
+    """Say where the bytes and milliseconds of a run went: who held what at the peak, what process or allocator say beyond that,
+    what the run waited for and the remedy, achieved bandwidths, and how ranks differ.
+
+    RUN is a trace, or a folder of traces; several are the ranks of one run.
+
+    \b
+    Examples:
+      zprof report run.zprof
+      zprof report run.*.zprof --by module
+      zprof report runs/ --by rank --at step:12
+      zprof report run.zprof --against plan.zprof
+      zprof report run.zprof --json | jq .runs[0].tiers.device.bytes
+
+    \b
+    JSON: keys stay while "version" is 1, new ones may be added. Keys named
+    bytes hold bytes, at_s seconds since the recording began; absent is null.
+      version, by, at
+      runs[]      file rank world simulated (the hardware, of a simulation) host device level level_chosen (why, where none
+                  was named) argv versions duration_s
+                  rows dropped_rows damage below_zero (series that end
+                  below zero) bench_problem end{exit reason}
+                  steps{count marked_by first_unseen (why the first is only its
+                  update, null where it is whole)}
+        tiers{}   of device, host, disk, if used: bytes at_s step peak_bytes
+                  budget_bytes groups{} categories{} not_recorded[] (the
+                  categories that are in none of these, though they may be held)
+                  holders[]{name bytes categories{}}
+        residual  formula{}, or null; rows[]{name tier bytes peak_bytes
+                  formula_bytes seen_by}; bytes in the part of the run
+        reconciliation[]  name bytes said said_bytes against against_bytes
+                  likely at_s; bytes is said_bytes less against_bytes
+        rss       start_bytes peak_bytes at_s
+        measures{}  the names of `zprof check --max`; unseen{} has why one is null
+        not_recorded[]  lines: what no figure here includes
+        waits[]   null if not seen; what unit ms_per_step waits longest_ms
+                  settings[]
+        mends[]   lines
+        rates[]   null if not seen; verb count bytes busy_s bytes_per_s reached_bytes_per_s
+                  bench_bytes_per_s share_of_bench why; times are null
+                  where why says so: not measured on CUDA
+        large_batch[]  of each measured noise scale: name noise_scale first
+                  batch growth[]{times batch sgd_lr adam_lr steps samples}
+        oom       the failed request, as recorded, and lines[]
+      ranks       null for one rank: world missing[] clocks[] peak_bytes{}{}
+                  work_ms{} step_ms{}; skew and stragglers null if not seen
+        skew[]    what key rank late_ns times count total_ns
+        stragglers[]  rank host work_ns median_ns
+      against     with --against, what zprof diff PLAN RUN --json prints
+      next[]      do why
+    """
+    from zprof.show.report.findings import report as found_out
+
+    _keep_freed_memory()
+    if against is not None:
+        _check_plan(against, runs)
+    report = found_out(runs, by=by, step=at)  # type: ignore[arg-type]
+    if against is not None:
+        from zprof.commands import diff
+
+        pairs, apart = diff.compared([against], runs)
+    if as_json and against is not None:
+        report["against"] = diff.as_json(pairs, apart, ())
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+        return
+    from zprof.show.report.text import show
+
+    show(report)
+    if against is not None:
+        click.echo("\npredicted beside measured")
+        diff.show(against, runs[0] if len(runs) == 1 else "run", pairs, apart)
+
+
+def _check_plan(plan: str, runs: tuple[str, ...]) -> None:
+    """Which of both is predicted.
+
+    Raises:
+        Misuse: it is not the other one alone.
+    """
+    from zprof.analysis.measured import simulated
+    from zprof.problem import Misuse
+
+    if not simulated(plan):
+        raise Misuse(f"--against {plan}: expected a trace of zprof simulate, found one of a run; compare runs with zprof diff")
+    if any(simulated(run) for run in runs):
+        raise Misuse(f"--against {plan}: expected the report of a run, found one of a simulation; compare them with zprof diff")
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what large arrays give back: taking it anew from the system each time is a tenth of a large report."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        # Another C library: slower, and no less right.
+        return
+    # The first may be no larger.
+    mallopt(_MMAP_THRESHOLD, 1 << 25)
+    mallopt(_TRIM_THRESHOLD, 1 << 30)

@@ -1,0 +1,229 @@
+"""Owns ``zprof run``: checks what it is asked, has a script recorded in a child, and says afterwards where to look.
+
+`zprof.cli` hangs the command in. It ends as the script ended, never touches the script's output, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from offload.regular_files import open_regular
+from offload.text import parse_duration
+from zprof.problem import Misuse, Problem
+from zprof.recording.chosen import AUTO
+from zprof.recording.recorder import LEVELS, Level, ranks
+from zprof.running.child import Child, Ending, Kills, end_as
+from zprof.running.launch import Order
+
+__all__ = ["run"]
+
+DEFAULT_OUTPUT = "run.{rank}.zprof"
+#: Launchers people put behind `zprof run`, and how each starts it instead; "..." is their own options.
+_LAUNCHERS = {
+    "torchrun": "torchrun {options} -m zprof run {script}",
+    "accelerate": "accelerate launch {options} --module zprof run {script}",
+    "deepspeed": "deepspeed {options} --module zprof run {script}",
+    "mpirun": "mpirun {options} zprof run {script}",
+    "mpiexec": "mpiexec {options} zprof run {script}",
+    "srun": "srun {options} zprof run {script}",
+    "python": "zprof run {script}",
+}
+_LAUNCHER_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed",
+}
+_SHORTEST_S, _LONGEST_S = 0.001, 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Which file is at a path: another one, or one written since, differs."""
+
+    inode: int
+    changed_ns: int
+
+
+def _interval(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """100ms, 1s, 0.5s: seconds."""
+    seconds = 0.0
+    with suppress(ValueError):
+        seconds = parse_duration(value) / 1e9
+    if not _SHORTEST_S <= seconds <= _LONGEST_S:
+        raise click.BadParameter(f"{value!r}: expected a time from 1ms to 3600s, such as 100ms or 1s")
+    return seconds
+
+
+@click.command(
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS]",
+    short_help="Run a script or module and record it.",
+)
+@click.option("-o", "--output", metavar="FILE", default=DEFAULT_OUTPUT, show_default=True, help="The trace to write.")
+@click.option("-f", "--force", is_flag=True, help="Write over an existing trace.")
+@click.option(
+    "--level",
+    type=click.Choice((AUTO, *LEVELS)),
+    default=AUTO,
+    show_default=True,
+    help="events: what zhooks places and does. alloc: every storage of torch too. stack: also the lines that made them. "
+    "auto: events for a script that attaches zhooks before its first step, alloc for any other.",
+)
+@click.option(
+    "--nvml", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True, help="Sample GPUs through NVML."
+)
+@click.option(
+    "--interval", callback=_interval, default="100ms", show_default=True, metavar="TIME", help="Between samples of memory."
+)
+@click.option("--live", is_flag=True, help="Show tiers, steps and bandwidths on the terminal while it runs.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+def run(
+    output: str,
+    force: bool,
+    level: Level | Literal["auto"],
+    nvml: str,
+    interval: float,
+    live: bool,
+    module: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Run SCRIPT as python would, and record it into a trace; what follows SCRIPT is the script's own.
+
+    \b
+    zprof run train.py --epochs 3
+    zprof run -o big.zprof --level alloc -m my_package.train
+    torchrun --nproc_per_node 2 -m zprof run train.py
+
+    Under torchrun or srun {rank} in the name of the trace becomes the rank: one file a rank. Exit code and signals are
+    those of the script. If it runs out of memory, what held the memory and what would have fitted is printed.
+    """
+    _refuse_launchers(command, module)
+    _check_script(command[0], module)
+    rank, world = ranks()
+    path = _output(output, rank, world, force)
+    order = Order(str(path), command[0], module, force, level, nvml, interval, os.getpid())
+    before, kills = _seen(path), Kills.read()
+    show = live and rank == 0
+    ending = _watch(order, command[1:], path) if show else _wait(Child(order.arguments(command[1:])))
+    try:
+        if _seen(path) not in (None, before) and (rank == 0 or ending.failed):
+            _print_last_lines(path, ending, Kills.read().since(kills) if ending.signal else None, world)
+    except KeyboardInterrupt:
+        pass  # Whoever does not want to hear more still gets the script's own ending.
+    raise click.exceptions.Exit(end_as(ending))
+
+
+def _wait(child: Child) -> Ending:
+    while True:
+        ending = child.wait(1.0)
+        if ending is not None:
+            return ending
+
+
+def _watch(order: Order, command: Sequence[str], path: Path) -> Ending:
+    if not sys.stderr.isatty():
+        click.echo("zprof: --live: expected a terminal on stderr, found none; recording without it", err=True)
+        return _wait(Child(order.arguments(command)))
+    from zprof.running.live import watch
+
+    return watch(order.arguments(command), path)
+
+
+def _print_last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> None:
+    """The last lines, on stderr: the output of the script stays its own."""
+    from zprof.oom.explanation import last_lines
+
+    try:
+        lines = last_lines(path, ending, kill, world)
+    except Exception as error:
+        # The script's own ending matters more than a trace that cannot be read.
+        lines = [f"trace: {path} ({type(error).__name__}: {error})"]
+    for line in lines:
+        click.echo(f"zprof: {line}" if line else "zprof:", err=True)
+
+
+# What is asked.
+
+
+def _refuse_launchers(command: Sequence[str], module: bool) -> None:
+    """A launcher starts processes of its own, which would not be recorded: say the order that works."""
+    name = _LAUNCHER_MODULES.get(command[0]) if module else Path(command[0]).name
+    if name is not None and not module and re.fullmatch(r"python[\d.]*", name):
+        name = "python"
+    if name not in _LAUNCHERS or (not module and command[0] == name and Path(name).is_file()):
+        return
+    words = [word for word in command[1:] if not (name == "accelerate" and word == "launch")]
+    at = next((at for at, word in enumerate(words) if word == "-m" or word.endswith(".py")), None)
+    options = " ".join(words[:at]) if at is not None else "..."
+    script = " ".join(words[at:]) if at is not None else "train.py"
+    why = "expected a script, for zprof starts python itself" if name == "python" else "starts ranks, and each of them records"
+    line = re.sub(" +", " ", _LAUNCHERS[name].format(options=options, script=script))
+    raise Misuse(f"{command[0]}: {why}: {line}")
+
+
+def _check_script(script: str, module: bool) -> None:
+    if module:
+        name = script.partition(".")[0]
+        places = [os.getcwd(), *sys.path]
+        known = name in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(name, places) is not None
+        if not known:
+            raise Misuse(f"-m {script}: expected a module, found none named {name} here or installed")
+        return
+    path = Path(script)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise Misuse(f"{script}: expected a script, or a folder with a __main__.py, found a folder without")
+    if not path.exists():
+        named = importlib.machinery.PathFinder.find_spec(script, [os.getcwd(), *sys.path]) if script.isidentifier() else None
+        raise Misuse(f"{script}: expected a script, found no such file{'; a module needs -m' if named else ''}")
+    if not os.access(path, os.R_OK):
+        raise Misuse(f"{script}: expected a script that can be read, found no permission")
+    if not path.is_dir():
+        try:
+            os.close(open_regular(path))
+        except OSError as error:
+            raise Misuse(f"{script}: expected a script, found {error.strerror}; write it into a file") from None
+
+
+def _output(output: str, rank: int, world: int, force: bool) -> Path:
+    """Where this rank writes.
+
+    Raises:
+        Problem: nothing can be written there, or something is there already.
+    """
+    if world > 1 and "{rank}" not in output:
+        raise Misuse(f"-o {output}: expected {{rank}} in the name, for each of {world} ranks writes a file of its own")
+    path = Path(output.replace("{rank}", str(rank)))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restart.isdecimal() and int(restart):
+        # The ranks were started again after a failure, whose trace is the one to look at.
+        path = path.with_name(f"{path.stem}.restart{int(restart)}{path.suffix}")
+    folder = path.parent
+    if not folder.is_dir():
+        raise Problem(f"{path}: expected a folder to write into, found no {folder}; make it, or name another file with -o")
+    if path.is_dir():
+        raise Problem(f"{path}: expected the name of a file, found a folder; name a file with -o")
+    if path.exists() and not force:
+        raise Problem(f"{path}: exists already; write over it with -f, or name another file with -o")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise Problem(f"{path}: expected to write there, found no permission; name another file with -o")
+    return path
+
+
+def _seen(path: Path) -> _Seen | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return _Seen(found.st_ino, found.st_mtime_ns)

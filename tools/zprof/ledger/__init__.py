@@ -1,1 +1,0 @@
-"""The ledger of bytes, its curves and samples, its reconciliation, and what only several ranks show."""

@@ -1,0 +1,216 @@
+"""Owns what the exports share: the one pass over each rank's trace, one clock for all ranks, the tracks of spans, and units.
+
+The modules of the formats call it. It writes nothing, and holds of each rank no more spans than a file can take, the longest
+of each verb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from zprof.analysis.bandwidth import VERBS
+from zprof.analysis.ledger import Ledger
+from zprof.analysis.ranks import Lane, clocks
+from zprof.analysis.spans import Instants, Pairing, SpanTable
+from zprof.gpu.quantities import ENERGY, QUANTITIES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from zprof.trace.reader import Trace
+
+    Ints = NDArray[np.int64]
+    Codes = NDArray[np.int32]
+    Order = NDArray[np.intp]
+
+__all__ = ["MOST_SPANS", "Read", "Track", "Written", "afford", "counted", "full", "read", "shifts", "text", "tracks", "unit_of"]
+
+#: Spans kept of one rank; a file that a browser opens holds fewer.
+MOST_SPANS = 250_000
+#: Tracks of one rank, and how many of them spans of one thread or one verb may take that cannot share one.
+MOST_TRACKS = 256
+_MOST_BESIDE = 16
+
+_UNITS = {quantity.what: quantity.unit for quantity in (*QUANTITIES, ENERGY)} | {"nvml throttle": "mask"}
+class Written(NamedTuple):
+    """What an export says: how much it wrote and what opens it, and what of each trace could not be read."""
+
+    said: str
+    damages: Sequence[str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What one pass over a trace leaves.
+
+    Attributes:
+        table: the longest spans of each verb, those still open at the end included; in the order of begin, of those that
+            begin together the longest first.
+        unfinished: of each span, whether it was still open.
+        count: spans there were. unlisted_ns: the longest of those that are not in the table.
+        spent_ns: (what, key) -> the time in all its spans.
+        failures: the requests for memory that failed.
+    """
+
+    trace: Trace
+    ledger: Ledger
+    table: SpanTable
+    unfinished: NDArray[np.bool_]
+    count: int
+    unlisted_ns: int
+    spent_ns: dict[tuple[str, str], int]
+    failures: Instants
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """Spans that can be drawn in one row: each pair of them is disjoint, or, on a thread's, one holds the other.
+
+    Attributes:
+        name: "thread 0", "gather", and with a number from 2 on for what the first could not take.
+        on_thread: spans of one thread, which nest.
+        places: of its spans in the table, in the table's order.
+    """
+
+    name: str
+    on_thread: bool
+    places: list[int]
+
+
+def read(trace: Trace, *, points: int = 2000) -> Read:
+    """Read ``trace`` once.
+
+    Raises:
+        TraceError: the file is not what it should be.
+    """
+    pairing = Pairing(trace, None, ("oom",))
+    ledger = Ledger.of(trace, points=points, also=pairing.feed)
+    closed = pairing.table()
+    parts = [closed, *([closed.open] if closed.open is not None else [])]
+    names = [np.concatenate([part.what for part in parts]), np.concatenate([part.key for part in parts])]
+    begin_ns = np.concatenate([part.begin_ns for part in parts])
+    end_ns = np.concatenate([part.end_ns for part in parts])
+    nbytes, thread = np.concatenate([part.nbytes for part in parts]), np.concatenate([part.thread for part in parts])
+    spent = _spent(trace.strings, names[0], names[1], end_ns - begin_ns)
+    kept, unlisted = np.split(_fairly(names[0], end_ns - begin_ns), [MOST_SPANS])
+    unlisted_ns = int((end_ns[unlisted] - begin_ns[unlisted]).max(initial=0))
+    kept = kept[np.lexsort((-end_ns[kept], begin_ns[kept]))]
+    moved = (begin_ns[kept], end_ns[kept], nbytes[kept], thread[kept])
+    table = SpanTable(trace.strings, names[0][kept], names[1][kept], *moved)
+    return Read(trace, ledger, table, kept >= len(closed), len(begin_ns), unlisted_ns, spent, pairing.instants())
+
+
+def _spent(strings: Sequence[str], what: Codes, key: Codes, lasted: Ints) -> dict[tuple[str, str], int]:
+    pairs, member = np.unique(what.astype(np.int64) << 32 | key, return_inverse=True)
+    sums = np.zeros(len(pairs), np.int64)
+    np.add.at(sums, member, lasted)
+    named = [(strings[pair >> 32], strings[pair & 0xFFFFFFFF]) for pair in pairs.tolist()]
+    return dict(zip(named, sums.tolist(), strict=True))
+
+
+def _fairly(group: Ints | Codes, lasted: Ints) -> Order:
+    """The order in which spans are kept: the longest of each group, then the second of each, and so on.
+
+    The longest of all would be those of one verb, and a wait is short beside a read that nobody waited for.
+    """
+    order = np.lexsort((-lasted, group))
+    sorted_group = group[order]
+    first = np.flatnonzero(np.append(True, sorted_group[1:] != sorted_group[:-1])[: len(order)])
+    turn = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
+    fairly: Order = order[np.lexsort((-lasted[order], turn))]
+    return fairly
+
+
+def afford(reads: Sequence[Read], nbytes: Sequence[Ints], most: int) -> list[NDArray[np.bool_]]:
+    """Which spans of each rank a file of ``most`` bytes takes, where they cost ``nbytes``: the longest of each verb."""
+    lasted = np.concatenate([np.zeros(0, np.int64), *(one.table.duration_ns for one in reads)])
+    groups = [one.table.what.astype(np.int64) + (number << 32) for number, one in enumerate(reads)]
+    order = _fairly(np.concatenate([np.zeros(0, np.int64), *groups]), lasted)
+    kept = np.zeros(len(lasted), np.bool_)
+    kept[order] = np.cumsum(np.concatenate([np.zeros(0, np.int64), *nbytes])[order]) <= most
+    return np.split(kept, np.cumsum([len(one.table) for one in reads])[:-1])
+
+
+def shifts(reads: Sequence[Read]) -> list[int]:
+    """What to add to each rank's times so that all are of one clock on which the first thing known is at 0."""
+    apart = [clock.offset_ns for clock in clocks([Lane(one.trace.header, None, {}, None, None, {}) for one in reads])]
+    begin = min(_begin_ns(one) + offset for one, offset in zip(reads, apart, strict=True))
+    return [offset - begin for offset in apart]
+
+
+def _begin_ns(one: Read) -> int:
+    samples = [times for what in one.ledger.sampled() for times, _ in one.ledger.samples(what).values()]
+    firsts = [column[0] for column in (one.table.begin_ns, one.failures.time_ns, *samples) if len(column)]
+    return min([one.ledger.begin_ns, *map(int, firsts)])
+
+
+def tracks(table: SpanTable, places: Order) -> tuple[list[Track], list[int]]:
+    """The tracks of a rank's spans at ``places``, and those of them that found none.
+
+    Transfers of one verb are under way together and hold nothing: each verb has tracks on which no two meet. All other spans
+    are of a thread, and nest; those that cross another of their thread go to its next track.
+    """
+    groups: dict[tuple[bool, str], list[int]] = {}
+    strings = table.strings
+    columns = (places, table.what[places], table.thread[places])
+    for place, what, thread in zip(*(column.tolist() for column in columns), strict=True):
+        verb = strings[what]
+        group = (False, verb) if verb in VERBS else (True, f"thread {thread}")
+        groups.setdefault(group, []).append(place)
+    found: list[Track] = []
+    left: list[int] = []
+    order = sorted(groups, key=lambda group: (not group[0], groups[group][0]))
+    for on_thread, name in order:
+        rows, beside = _rows(table, groups[on_thread, name], nested=on_thread)
+        rows, over = rows[: MOST_TRACKS - len(found)], rows[MOST_TRACKS - len(found) :]
+        found += [Track(f"{name} ({row})" if row > 1 else name, on_thread, mine) for row, mine in enumerate(rows, 1)]
+        left += [place for mine in (beside, *over) for place in mine]
+    return found, sorted(left)
+
+
+def _rows(table: SpanTable, places: list[int], *, nested: bool) -> tuple[list[list[int]], list[int]]:
+    """``places`` by the first row that takes each, and those that no row takes."""
+    begins, ends = table.begin_ns[places].tolist(), table.end_ns[places].tolist()
+    rows: list[list[int]] = []
+    #: Of each row, the ends of the spans that are open at its last begin, the outermost first.
+    opened: list[list[int]] = []
+    left: list[int] = []
+    for place, begin, end in zip(places, begins, ends, strict=True):
+        for row, stack in zip(rows, opened, strict=True):
+            while stack and stack[-1] <= begin:
+                stack.pop()
+            if not stack or (nested and end <= stack[-1]):
+                row.append(place)
+                stack.append(end)
+                break
+        else:
+            if len(rows) == _MOST_BESIDE:
+                left.append(place)
+            else:
+                rows.append([place])
+                opened.append([end])
+    return rows, left
+
+
+def counted(number: int, noun: str) -> str:
+    """"1 span", "2,000 spans"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def full(what: str, key: str) -> str:
+    """The whole name of a span or a quantity: "gather model.layers.3", "rss"."""
+    return text(f"{what} {key}" if key else what)
+
+
+def unit_of(what: str) -> str:
+    """The unit of a sampled quantity; whatever is not known to be something else is bytes, as all levels are."""
+    return _UNITS.get(what, "bytes")
+
+
+def text(name: str) -> str:
+    """``name`` as formats can hold it: not empty, and halves of surrogate pairs, which names of files may have, escaped."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8") or "(no name)"

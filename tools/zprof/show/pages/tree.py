@@ -1,0 +1,166 @@
+"""Owns the data of a flamegraph: the bytes of a moment as a tree of modules, per tier, small branches put together.
+
+``zprof flamegraph`` calls `flamegraph`. It never draws: what it returns is what ``flamegraph.js`` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from offload.text import as_size
+from zprof.analysis.curves import BEFORE_STACK, NO_KEY
+from zprof.rows import CATEGORIES, TraceError
+
+if TYPE_CHECKING:
+    from zprof.analysis.ledger import Ledger, Moment
+    from zprof.trace.reader import Trace
+
+__all__ = ["Node", "flamegraph", "tree"]
+
+#: Nodes of one tier's tree in the page.
+_MOST_NODES = 12_000
+_MOST_DEPTH = 60
+_NAME_CHARS = 160
+
+
+@dataclass(slots=True)
+class Node:
+    """A module, a category of its bytes, or a line that made them; ``nbytes`` is with all below it."""
+
+    name: str
+    nbytes: int = 0
+    #: Of leaves, what they are held for.
+    category: str = ""
+    children: dict[str, Node] = field(default_factory=dict)
+
+    def below(self, name: str, category: str = "") -> Node:
+        # A category is kept apart from a module of its name.
+        return self.children.setdefault(f"{name}\0{category}", Node(name, category=category))
+
+
+def flamegraph(trace: Trace, step: int | None = None) -> dict[str, Any]:
+    """Everything the page shows of a trace: at each tier's highest moment, of the run or within a step counted from 0.
+
+    Raises:
+        TraceError: there is no such step.
+    """
+    from zprof.analysis.coverage import coverage
+    from zprof.analysis.ledger import Ledger
+    from zprof.analysis.spans import Pairing
+    from zprof.analysis.steps import WHATS, steps_of
+
+    pairing = Pairing(trace, WHATS)
+    ledger = Ledger.of(trace, also=pairing.feed)
+    if step is None:
+        moments, unseen = {tier: ledger.peak(tier) for tier in ledger.tiers}, None
+    else:
+        steps = steps_of(pairing.table())
+        unseen = steps.unseen if step == 0 else None
+        if step >= steps.count:
+            found = f"steps 0 to {steps.count - 1}" if steps.count else "no optimizer step"
+            remedy = f"--at step:{steps.count - 1} is the last" if steps.count else "use --at peak"
+            raise TraceError(f"{trace.path}: --at step:{step}: the recording has {found}; {remedy}")
+        moments = {tier: ledger.peak_between(tier, *steps.bounds[step].tolist()) for tier in ledger.tiers}
+    header = trace.header
+    covered = coverage(trace, ledger.tiers)
+    missing = [line for line in covered.lines() if not line.startswith("waits")]
+    missing += [f"step 0: {unseen}"] if unseen is not None else []
+    predicted = [f"predicted for {header.simulated}"] if header.simulated else []
+    about = [*predicted, f"rank {header.rank} of {header.world}", f"{trace.device} on {header.host}", f"level {header.level}"]
+    return {
+        "page": "flamegraph",
+        "at": "peak" if step is None else f"step {step}",
+        "rank": header.rank,
+        "about": [*about, *missing],
+        "missing": missing,
+        "argv": " ".join(header.argv)[:400],
+        "damage": trace.damage or "",
+        "tiers": [_tier(ledger, tier, moment) for tier, moment in moments.items() if moment.nbytes > 0],
+    }
+
+
+def tree(held: Iterator[tuple[str, str, int]], root: str) -> Node:
+    """The tree of (key, category, bytes), named ``root``; what stands at or below zero holds nothing and is left out."""
+    top = Node(root)
+    for key, category, nbytes in held:
+        if nbytes <= 0:
+            continue
+        path, *stack = key.split(BEFORE_STACK)
+        block, _, module = path.rpartition("/")
+        names = [name for name in module.split(".") if name] or [NO_KEY]
+        if len(names) > _MOST_DEPTH:
+            names[_MOST_DEPTH - 1 :] = [".".join(names[_MOST_DEPTH - 1 :])]
+        node = top
+        node.nbytes += nbytes
+        for name in names:
+            node = node.below(name)
+            node.nbytes += nbytes
+        node = node.below(f"{category} ({block})" if block else category, category)
+        node.nbytes += nbytes
+        # The line nearest the allocation comes first in a key, and last in a tree.
+        for line in reversed(stack[:_MOST_DEPTH]):
+            node = node.below(line, category)
+            node.nbytes += nbytes
+    return top
+
+
+def _tier(ledger: Ledger, tier: str, moment: Moment) -> dict[str, Any]:
+    levels = ledger.at(moment).tolist()
+    held = ((each.key, each.category, level) for each, level in zip(ledger.series, levels, strict=True) if each.tier == tier)
+    top = tree(held, tier)
+    least = 0
+    while _count(top, least) > _MOST_NODES:
+        least = max(least * 2, top.nbytes >> 20, 1)
+    columns: dict[str, list[Any]] = {"name": [], "parent": [], "nbytes": [], "category": [], "merged": []}
+    for name, parent, nbytes, category, merged in _listed(top, least):
+        columns["name"].append(name if len(name) <= _NAME_CHARS else f"{name[: _NAME_CHARS - 1]}…")
+        columns["parent"].append(parent)
+        columns["nbytes"].append(nbytes)
+        columns["category"].append(CATEGORIES.index(category) if category else -1)
+        columns["merged"].append(merged)
+    return columns | {
+        "tier": tier,
+        "total": top.nbytes,
+        "shown": as_size(top.nbytes),
+        "at_ms": (moment.time_ns - ledger.begin_ns) / 1e6,
+        "least": least,
+        "categories": CATEGORIES,
+    }
+
+
+def _count(top: Node, least: int) -> int:
+    count, waiting = 0, [top]
+    while waiting:
+        node = waiting.pop()
+        count += 1
+        small = False
+        for child in node.children.values():
+            if child.nbytes >= least:
+                waiting.append(child)
+            else:
+                small = True
+        count += small
+    return count
+
+
+def _listed(top: Node, least: int) -> Iterator[tuple[str, int, int, str, int]]:
+    """(name, place of the parent, bytes, category, modules merged) of each node, parents first, the largest first."""
+    waiting = [(top, -1)]
+    place = 0
+    while waiting:
+        node, parent = waiting.pop()
+        yield node.name, parent, node.nbytes, node.category, 0
+        here = place
+        place += 1
+        # The last one waiting comes next; among equals the one that was there first.
+        large = [each for each in reversed(node.children.values()) if each.nbytes >= least]
+        large.sort(key=lambda each: each.nbytes)
+        small = [each for each in node.children.values() if each.nbytes < least]
+        if small:
+            categories = {each.category for each in small}
+            category = categories.pop() if len(categories) == 1 else ""
+            yield f"{len(small)} smaller", here, sum(each.nbytes for each in small), category, len(small)
+            place += 1
+        waiting.extend((each, here) for each in large)

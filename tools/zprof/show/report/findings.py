@@ -1,0 +1,282 @@
+"""Owns what `zprof report` finds out: plain values for programs, from which the text is drawn too, so that both say the same.
+
+`zprof.commands.report` calls `report`, which reads each rank's trace once. It never prints, and it rounds nothing.
+
+Note: [What a report is]
+    ``{"version": 1, "by", "at", "runs": [one a rank, by rank], "ranks": what only several ranks show, or null, "next": [what to
+    do next]}``. Bytes are integers in keys that say "bytes"; "at_s" is seconds since the rank's recording began. New keys may
+    be added; a key that is there keeps its meaning as long as the version is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zprof.analysis.analysis import Times, both
+from zprof.analysis.coverage import Coverage, Unseen, coverage
+from zprof.analysis.curves import By, group_of
+from zprof.analysis.ledger import Ledger, Moment
+from zprof.analysis.measures import measures
+from zprof.analysis.prefetch import policy_of, setting
+from zprof.analysis.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
+from zprof.analysis.remainder import Remainder, fullest_sample, peak_sample
+from zprof.rows import TIERS, TraceError
+from zprof.show.report.large_batch import large_batch
+from zprof.show.report.next_commands import following
+from zprof.show.report.residual import residual
+
+if TYPE_CHECKING:
+    from zprof.trace.reader import Trace
+
+__all__ = ["Body", "report"]
+
+Body = dict[str, Any]
+
+VERSION = 1
+#: Waits listed, the costliest first; the measures hold the sums of all.
+MOST_WAITS = 20
+MOST_SKEWS = 20
+MOST_HOLDERS = 20
+#: Ranks looked for: a header may claim a million.
+MOST_MISSING = 4096
+
+
+def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None = None) -> Body:
+    """What there is to say of a run; see Note: [What a report is].
+
+    Args:
+        runs: files or folders of traces, one trace a rank.
+        by: how the bytes of a tier are grouped.
+        step: the highest moment of this step, counted from 0 as pages do; of the whole run where it is None.
+    Raises:
+        TraceError: a trace cannot be read or holds nothing, a rank is there twice, or there is no such step.
+    """
+    bodies, lanes = [], []
+    for trace in traces_of(runs):
+        if not trace.count:
+            raise TraceError(
+                f"{trace.path}: holds a header and no rows, expected a recorded run; record it again with "
+                f"`zprof run -f -o {trace.path}` and let it run for longer"
+            )
+        ledger, times = both(trace)
+        bodies.append(_run(ledger, times, by, step))
+        covered = coverage(trace, ledger.tiers)
+        peaks = {tier: ledger.peak(tier).nbytes if covered.anything(tier) else None for tier in TIERS}
+        lanes.append(lane_of(trace, times.table, times.stalls, covered, peaks))
+        trace.close()
+        # Before the next rank is read: one at a time is what fits.
+        del ledger, times
+    report: Body = {"version": VERSION, "by": by, "at": "peak" if step is None else f"step:{step}", "runs": bodies}
+    report["ranks"] = _ranks(lanes) if lanes[0].header.world > 1 or len(lanes) > 1 else None
+    report["next"] = following(report)
+    return report
+
+
+def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
+    trace, header = ledger.trace, ledger.trace.header
+    covered = coverage(trace, ledger.tiers)
+    measured = measures(trace, ledger, times)
+    moments = _moments(ledger, times, step)
+    from zprof.oom.explanation import explain
+
+    ends = [note.body for note in trace.notes("end")]
+    ooms = [note.body for note in trace.notes("oom")]
+    begin_ns, end_ns = (ledger.begin_ns, ledger.end_ns) if step is None else times.steps.bounds[step].tolist()
+    tiers = {
+        tier: _tier(ledger, tier, moment, by)
+        | {"step": _step_of(times, moment, step), "not_recorded": list(covered.missing(tier)) if covered.tier(tier) else []}
+        for tier, moment in moments.items()
+    }
+    reconciled = [_line(line, ledger) for line in ledger.remainder(fullest_sample(ledger, begin_ns, end_ns))]
+    return {
+        "file": str(trace.path),
+        "rank": header.rank,
+        "world": header.world,
+        "simulated": header.simulated or None,
+        "host": header.host,
+        "device": trace.device,
+        "level": header.level,
+        "level_chosen": _chosen(trace),
+        "argv": list(header.argv),
+        "versions": dict(header.versions),
+        "duration_s": (ledger.end_ns - ledger.begin_ns) / 1e9,
+        "rows": ledger.count,
+        "dropped_rows": trace.dropped,
+        "damage": ledger.damage,
+        "below_zero": int((ledger.at(ledger.end_ns) < 0).sum()),
+        "end": {"exit": ends[-1].get("exit"), "reason": ends[-1].get("reason", "")} if ends else None,
+        "steps": {
+            "count": times.steps.count,
+            "marked_by": times.steps.source,
+            "first_unseen": None if times.steps.unseen is None else times.steps.unseen.why,
+        },
+        "tiers": tiers,
+        "residual": residual(ledger, covered, tiers, reconciled, begin_ns, end_ns),
+        "reconciliation": reconciled,
+        "rss": _rss(ledger),
+        "measures": {name: None if isinstance(value, Unseen) else value for name, value in measured.items()},
+        "unseen": {name: value.why for name, value in measured.items() if isinstance(value, Unseen)},
+        "not_recorded": [*covered.lines(), *([f"step 0: {times.steps.unseen}"] if times.steps.unseen is not None else [])],
+        "waits": None if covered.waits() else list(_waits(times)),
+        "mends": [] if covered.waits() else list(times.advice.lines),
+        "rates": _rates(times, covered),
+        "bench_problem": times.problem,
+        "large_batch": large_batch(ledger),
+        "oom": _plain(ooms[-1]) | {"lines": explain(trace)} if ooms else None,
+    }
+
+
+def _chosen(trace: Trace) -> str | None:
+    """Why the level is what it is, where nobody named one."""
+    whys = [note.body.get("why") for note in trace.notes("level")]
+    return str(whys[-1])[:200] if whys else None
+
+
+def _moments(ledger: Ledger, times: Times, step: int | None) -> dict[str, Moment]:
+    if step is None:
+        return {tier: ledger.peak(tier) for tier in ledger.tiers}
+    count = times.steps.count
+    if not 0 <= step < count:
+        found = f"steps 0 to {count - 1}" if count else "no optimizer step"
+        remedy = f"--at step:{count - 1} is the last" if count else "use --at peak"
+        raise TraceError(f"{ledger.trace.path}: --at step:{step}: the recording has {found}; {remedy}")
+    begin_ns, end_ns = times.steps.bounds[step].tolist()
+    return {tier: ledger.peak_between(tier, begin_ns, end_ns) for tier in ledger.tiers}
+
+
+def _tier(ledger: Ledger, tier: str, moment: Moment, by: By) -> Body:
+    groups: dict[str, int] = {}
+    categories: dict[str, int] = {}
+    holders: dict[str, dict[str, int]] = {}
+    for series, nbytes in zip(ledger.series, ledger.at(moment).tolist(), strict=True):
+        if series.tier != tier or not nbytes:
+            continue
+        group, module = (
+            group_of(each, series.category, tier, series.key, ledger.trace.header.rank) for each in (by, "module")
+        )
+        groups[group] = groups.get(group, 0) + nbytes
+        categories[series.category] = categories.get(series.category, 0) + nbytes
+        holder = holders.setdefault(module, {})
+        holder[series.category] = holder.get(series.category, 0) + nbytes
+    most = sorted(holders.items(), key=lambda item: (-sum(item[1].values()), item[0]))[:MOST_HOLDERS]
+    return {
+        "bytes": moment.nbytes,
+        "at_s": (moment.time_ns - ledger.begin_ns) / 1e9,
+        "peak_bytes": ledger.peak(tier).nbytes,
+        "budget_bytes": _budget(ledger, tier),
+        "groups": _sorted(groups),
+        "categories": _sorted(categories),
+        "holders": [{"name": name, "bytes": sum(held.values()), "categories": _sorted(held)} for name, held in most],
+    }
+
+
+def _budget(ledger: Ledger, tier: str) -> int | None:
+    """What the policy of the run bounds the tier to, in bytes; None without a bound, or for a share of the machine."""
+    found = setting(policy_of(ledger.trace), "budget", tier)
+    return found if type(found) is int else None
+
+
+def _sorted(sums: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(((name, nbytes) for name, nbytes in sums.items() if nbytes), key=lambda pair: (-pair[1], pair[0])))
+
+
+def _step_of(times: Times, moment: Moment, step: int | None) -> int | None:
+    """The step a moment falls in, counted from 0: the one asked for, or None outside all."""
+    if step is not None or not times.steps.count:
+        return step
+    inside = (times.steps.bounds[:, 0] <= moment.time_ns) & (moment.time_ns <= times.steps.bounds[:, 1])
+    return int(inside.argmax()) if bool(inside.any()) else None
+
+
+def _rss(ledger: Ledger) -> Body | None:
+    found = peak_sample(ledger, "rss")
+    if found is None:
+        return None
+    return {
+        "start_bytes": ledger.trace.header.rss_nbytes,
+        "peak_bytes": found[1],
+        "at_s": (found[0] - ledger.begin_ns) / 1e9,
+    }
+
+
+def _line(line: Remainder, ledger: Ledger) -> Body:
+    return {
+        "name": line.name,
+        "bytes": line.nbytes,
+        "said": line.said,
+        "said_bytes": line.said_nbytes,
+        "against": line.against,
+        "against_bytes": line.ledger_nbytes,
+        "likely": line.explanation,
+        "at_s": (line.time_ns - ledger.begin_ns) / 1e9,
+    }
+
+
+def _waits(times: Times) -> Iterator[Body]:
+    """What the training threads stood still for, over the steps counted."""
+    counted = max(len(times.stalls.per_step_ns), 1)
+    for stall in times.stalls.units[:MOST_WAITS]:
+        yield {
+            "what": stall.what,
+            "unit": stall.key,
+            "ms_per_step": stall.exposed_ns / 1e6 / counted,
+            "waits": stall.count,
+            "longest_ms": stall.longest_ns / 1e6,
+            "settings": list(stall.settings),
+        }
+
+
+def _rates(times: Times, covered: Coverage) -> list[Body] | None:
+    """Of the transfers that were seen, without times where those are not known; None where none could be seen."""
+    if not covered.zhooks or covered.dropped:
+        return None
+    return [_rate(rate, covered.spans(rate.verb)) for rate in times.rates]
+
+
+def _rate(rate: Any, unseen: Unseen | None) -> Body:
+    known = unseen is None
+    return {
+        "verb": rate.verb,
+        "count": rate.count,
+        "bytes": rate.nbytes,
+        "busy_s": rate.busy_ns / 1e9 if known else None,
+        "bytes_per_s": rate.bytes_per_s if known else None,
+        "reached_bytes_per_s": rate.reached_bytes_per_s if known else None,
+        "bench_bytes_per_s": rate.bench.bytes_per_s if rate.bench else None,
+        "share_of_bench": rate.share_of_bench if known else None,
+        "why": str(unseen) if unseen is not None else None,
+    }
+
+
+def _plain(body: dict[str, Any]) -> Body:
+    """A note's facts that JSON can hold; a note of another program may hold anything."""
+    return {
+        str(name): value
+        for name, value in body.items()
+        if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and isfinite(value))
+    }
+
+
+def _ms(time_ns: int | None) -> float | None:
+    return None if time_ns is None else time_ns / 1e6
+
+
+def _ranks(lanes: Sequence[Lane]) -> Body:
+    here = {lane.header.rank for lane in lanes}
+    tiers = [tier for tier in TIERS if any(lane.peaks.get(tier) for lane in lanes)]
+    simulated = bool(lanes[0].header.simulated)
+    timed = all(lane.work_ns is not None for lane in lanes)
+    return {
+        "world": lanes[0].header.world,
+        "missing": [rank for rank in range(min(lanes[0].header.world, MOST_MISSING)) if rank not in here and not simulated],
+        "clocks": [asdict(clock) for clock in clocks(lanes)],
+        "skew": [asdict(skew) for skew in skews(lanes, MOST_SKEWS)] if all(lane.collectives for lane in lanes) else None,
+        "stragglers": [asdict(straggler) for straggler in stragglers(lanes)] if timed else None,
+        "peak_bytes": {tier: {str(lane.header.rank): lane.peaks.get(tier) for lane in lanes} for tier in tiers},
+        "work_ms": {str(lane.header.rank): _ms(lane.work_ns) for lane in lanes},
+        "step_ms": {str(lane.header.rank): _ms(lane.step_ns) for lane in lanes},
+    }

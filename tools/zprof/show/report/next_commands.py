@@ -1,0 +1,67 @@
+"""Owns what `zprof report` advises to do next: a few commands, each for a reason that the report shows.
+
+`zprof.show.report.findings` calls it with what it found. It reads no trace and runs nothing.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+__all__ = ["following"]
+
+MOST = 4
+#: A remainder above this share of what was said is worth a finer recording.
+LARGE = 0.1
+
+
+def following(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    """At most `MOST` of {"do", "why"}, the most useful first."""
+    return [{"do": do, "why": why} for do, why in _all(report)][:MOST]
+
+
+def _all(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    run, files = report["runs"][0], _named(report["runs"])
+    ranks = report["ranks"]
+    folder = Path(run["file"]).parent
+    if ranks and ranks["missing"] and len(list(folder.glob("*.zprof"))) > len(report["runs"]):
+        yield f"zprof report {shlex.quote(str(folder))}", "more ranks are in this folder; together they show who is late"
+    large = [line for line in run["reconciliation"] if line["said_bytes"] > 0 and line["bytes"] > LARGE * line["said_bytes"]]
+    if run["simulated"]:
+        why = "predicted beside measured, of a run by zprof run --level alloc"
+        yield f"zprof diff {shlex.quote(run['file'])} run.zprof", why
+    if run["level"] == "events" and any("unexplained" in line["name"] for line in large):
+        yield _recorded_again(report), "a good part of memory is not explained; this level sees every storage"
+    if any(line["name"].startswith("reserved") for line in large):
+        yield f"zprof frag {shlex.quote(run['file'])}", "the allocator reserved a good part that is not in use"
+    if run["waits"]:
+        yield f"zprof timeline {files}", "shows each wait beside the compute it holds up"
+    if run["rates"] and not run["simulated"] and not any(rate["bench_bytes_per_s"] for rate in run["rates"]):
+        yield "zprof bench", "measures what this machine can do, for the bandwidths to compare with"
+    if run["tiers"]:
+        yield f"zprof flamegraph {shlex.quote(run['file'])}", "shows the bytes at the peak by module tree"
+    if not run["waits"]:
+        yield f"zprof timeline {files}", "shows memory over time"
+
+
+def _recorded_again(report: Mapping[str, Any]) -> str:
+    """The same script, on as many ranks as it had on this host, into files beside the old ones."""
+    run = report["runs"][0]
+    command = "zprof run"
+    if run["world"] > 1:
+        hosts = {each["host"] for each in report["runs"]}
+        ranks = report["ranks"]
+        count = "..." if len(hosts) > 1 or (ranks and ranks["missing"]) else f"--nproc_per_node {run['world']}"
+        command = f"torchrun {count} -m zprof run"
+    script = " ".join(map(shlex.quote, run["argv"])) or "SCRIPT"
+    return f"{command} -o alloc.{{rank}}.zprof --level alloc {script}"
+
+
+def _named(runs: list[Mapping[str, Any]]) -> str:
+    """The files, or their folders where they are many."""
+    if len(runs) <= 4:
+        return " ".join(shlex.quote(run["file"]) for run in runs)
+    folders = {str(PurePath(run["file"]).parent) for run in runs}
+    return " ".join(shlex.quote(folder) for folder in sorted(folders))

@@ -1,0 +1,296 @@
+"""Owns what ``zprof top`` knows of a run while it is recorded: levels by tier, step time, bandwidths, and who waits for what.
+
+It reads what was added to the trace since it last looked, chunk by chunk, and keeps a window of the last seconds. It never
+writes, and never holds more of a long run than that window.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zprof.analysis.coverage import Coverage, coverage
+from zprof.clock import wall_ns
+from zprof.rows import CATEGORIES, MOVES, TIERS, RowKind
+from zprof.trace.levels import Levels, Open
+from zprof.trace.reader import Trace
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from zprof.trace.columns import Rows
+
+    Int64s = NDArray[np.int64]
+
+__all__ = ["Followed", "Seen", "Unit"]
+
+WINDOW_NS = 10_000_000_000
+#: A recorder writes at least every second; for how long a file may stay as it is before its run is
+#: asked for its end, or is silent.
+_UNCHANGED_NS = 2_000_000_000
+_STILL_NS = 15_000_000_000
+_MOST_STEPS = 21
+_TOP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One unit, or block, with bytes it holds on the device, or milliseconds a step it was waited for, and why."""
+
+    name: str
+    nbytes: int = 0
+    wait_ms: float = 0.0
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A run as it was when last looked at.
+
+    Attributes:
+        state: "recording", "ended", "killed" for one that left no end and whose process is gone, "silent" for one that
+            stopped writing and whose process lives, or cannot be seen from this host, "predicted" for a simulation.
+        tiers: tier -> bytes held, of what is recorded; None where nothing on it is.
+        samples: "rss", "cgroup memory" and the like -> the last value.
+        step_ms: median over the last steps; None before the second one ended. steps: ended so far.
+        bandwidth: name of a transfer -> bytes a second over the window.
+        exposed_ms: waiting a step, over the window; None where no step ended in it, or waits are not seen.
+        unmeasured: why waits, and transfers without a rate, have no times; None where they have.
+        holding, waiting: the units that hold most on the device, and that were waited for longest.
+        damage: what of the file cannot be read, in one line.
+    """
+
+    path: str
+    rank: int
+    world: int
+    pid: int
+    device: str
+    state: str
+    tiers: dict[str, int | None]
+    samples: dict[str, int]
+    steps: int
+    step_ms: float | None
+    bandwidth: dict[str, float]
+    exposed_ms: float | None
+    unmeasured: str | None
+    holding: list[Unit]
+    waiting: list[Unit]
+    damage: str | None
+
+
+class _Window:
+    """Facts of the last seconds: a time, a place among the trace's strings, another one, and a number."""
+
+    def __init__(self) -> None:
+        self.facts: Int64s = np.zeros((0, 4), np.int64)
+
+    def add(self, time_ns: Int64s, what: Int64s, key: Int64s, value: Int64s) -> None:
+        if len(time_ns):
+            self.facts = np.concatenate((self.facts, np.stack((time_ns, what, key, value), axis=1)))
+
+    def since(self, time_ns: int) -> None:
+        if len(self.facts) and self.facts[:, 0].min() < time_ns:
+            self.facts = self.facts[self.facts[:, 0] >= time_ns]
+
+
+class Followed:
+    """A trace that may still grow.
+
+    Raises:
+        TraceError: ``path`` is no trace.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._trace = Trace.open(path)
+        self._levels = Levels(self._trace.strings)
+        self._held: Int64s = np.zeros(0, np.int64)
+        self._samples: dict[str, int] = {}
+        self._moved, self._waited, self._stepped = _Window(), _Window(), _Window()
+        self._waits = _Waits()
+        self._step_ends: dict[int, list[int]] = {}
+        self._steps: dict[int, int] = {}
+        self._known = 0
+        self._is: dict[str, NDArray[np.bool_]] = {}
+        self._first_ns, self._last_ns = self._trace.header.mono_ns, self._trace.header.mono_ns
+
+    def look(self) -> Seen:
+        """Read what was added, and say how the run stands.
+
+        Raises:
+            TraceError: another run's file lies at the path now.
+        """
+        for rows in self._trace.more():
+            if len(rows):
+                self._take(rows)
+        return self._seen()
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._trace.close()
+
+    def _take(self, rows: Rows) -> None:
+        self._learn()
+        changes = self._levels.take(rows)
+        self._held = np.append(self._held, np.zeros(len(self._levels) - len(self._held), np.int64))
+        np.add.at(self._held, changes.series, changes.counter + changes.stored)
+        self._last_ns = max(self._last_ns, int(rows.time_ns.max()))
+        since = self._last_ns - WINDOW_NS
+        ends, recent = rows.kind == RowKind.END, rows.time_ns >= since
+        moved = np.flatnonzero(self._is["transfer"][rows.what] & ends & recent)
+        what, key = rows.what.astype(np.int64), rows.key.astype(np.int64)
+        self._moved.add(rows.time_ns[moved], what[moved], key[moved], rows.nbytes[moved])
+        self._waited.add(*self._waits.take(rows, self._is["wait"][rows.what]))
+        self._take_steps(rows, np.flatnonzero(self._is["step"][rows.what] & ends))
+        sampled = np.flatnonzero(self._is["sample"][rows.what] & (rows.kind == RowKind.COUNTER))
+        for at in sampled[-64:].tolist():
+            self._samples[self._trace.strings[int(rows.what[at])]] = int(rows.nbytes[at])
+        for window in (self._moved, self._waited, self._stepped):
+            window.since(since)
+
+    def _learn(self) -> None:
+        """Which of the trace's strings name what; they only grow."""
+        strings = self._trace.strings
+        if self._known == len(strings) and self._is:
+            return
+        fresh = strings[self._known :]
+        for kind, test in (
+            ("transfer", lambda name: name in MOVES),
+            ("wait", lambda name: name.startswith("wait ")),
+            ("step", lambda name: name == "step"),
+            ("sample", lambda name: name in ("rss", "cgroup memory", "cuda allocated", "cuda reserved", "pinned")),
+        ):
+            known = self._is.get(kind, np.zeros(0, np.bool_))
+            self._is[kind] = np.append(known, np.array([test(name) for name in fresh], np.bool_))
+        self._known = len(strings)
+
+    def _take_steps(self, rows: Rows, at: NDArray[np.intp]) -> None:
+        keys, times = rows.key[at].astype(np.int64), rows.time_ns[at]
+        for key in np.unique(keys).tolist():
+            mine = np.sort(times[keys == key])
+            self._steps[key] = self._steps.get(key, 0) + len(mine)
+            self._step_ends[key] = [*self._step_ends.get(key, []), *mine[-_MOST_STEPS:].tolist()][-_MOST_STEPS:]
+        self._stepped.add(times, keys, keys, np.zeros(len(times), np.int64))
+
+    def _seen(self) -> Seen:
+        header = self._trace.header
+        covered = self._covered()
+        key = max(self._steps, key=lambda key: self._steps[key], default=None)
+        ends = [] if key is None else self._step_ends[key]
+        span = max(1, min(WINDOW_NS, self._last_ns - self._first_ns))
+        stepped = int((self._stepped.facts[:, 1] == key).sum()) if key is not None else 0
+        waited = int(self._waited.facts[:, 3].sum())
+        return Seen(
+            path=str(self._trace.path),
+            rank=header.rank,
+            world=header.world,
+            pid=header.pid,
+            device=self._trace.device,
+            state=self._state(),
+            tiers=self._tiers(covered),
+            samples=dict(self._samples),
+            steps=0 if key is None else self._steps[key],
+            step_ms=float(np.median(np.diff(ends))) / 1e6 if len(ends) > 1 else None,
+            bandwidth={name: rate for name, rate in self._bandwidth(span).items() if covered.queued(name) is None},
+            exposed_ms=waited / 1e6 / stepped if stepped and covered.waits() is None else None,
+            unmeasured=None if (queued := covered.queued("wait")) is None else queued.why,
+            holding=self._holding(),
+            waiting=self._waiting(max(1, stepped)) if covered.queued("wait") is None else [],
+            damage=self._damage(),
+        )
+
+    def _damage(self) -> str | None:
+        """What cannot be read; the end of a file that is being written is always half a chunk."""
+        damage = self._trace.damage
+        return None if damage is not None and damage.startswith("ends inside") else damage
+
+    def _state(self) -> str:
+        header = self._trace.header
+        if header.simulated:
+            return "predicted"
+        try:
+            changed = wall_ns() - self._trace.path.stat().st_mtime_ns
+        except OSError:
+            changed = _STILL_NS
+        here = header.host == socket.gethostname()
+        gone = here and not _alive(header.pid)
+        # Notes are read only where the file does not change: a snapshot among them is large.
+        if (gone or changed > _UNCHANGED_NS) and self._trace.notes("end"):
+            return "ended"
+        if gone:
+            return "killed"
+        return "recording" if changed < _STILL_NS else "silent"
+
+    def _covered(self) -> Coverage:
+        used = {TIERS[place] for place in (self._levels.place // len(CATEGORIES)).tolist()}
+        return coverage(self._trace, tuple(tier for tier in TIERS if tier in used))
+
+    def _tiers(self, covered: Coverage) -> dict[str, int | None]:
+        tier = self._levels.place // len(CATEGORIES)
+        held = {name: int(self._held[tier == place].sum()) for place, name in enumerate(TIERS)}
+        return {name: nbytes if covered.anything(name) else None for name, nbytes in held.items()}
+
+    def _bandwidth(self, span: int) -> dict[str, float]:
+        facts = self._moved.facts
+        names = {what: self._trace.strings[what] for what in np.unique(facts[:, 1]).tolist()}
+        return {name: float(facts[facts[:, 1] == what, 3].sum()) * 1e9 / span for what, name in sorted(names.items())}
+
+    def _holding(self) -> list[Unit]:
+        on_device = self._levels.place // len(CATEGORIES) == TIERS.index("device")
+        keys, place = np.unique(self._levels.key[on_device], return_inverse=True)
+        held = np.zeros(len(keys), np.int64)
+        np.add.at(held, place, self._held[on_device])
+        order = np.argsort(-held, kind="stable")[:_TOP].tolist()
+        return [Unit(self._trace.strings[int(keys[at])], nbytes=int(held[at])) for at in order if held[at] > 0]
+
+    def _waiting(self, steps: int) -> list[Unit]:
+        facts = self._waited.facts
+        pairs, place = np.unique(facts[:, 1:3], axis=0, return_inverse=True)
+        spent = np.zeros(len(pairs), np.int64)
+        np.add.at(spent, place.reshape(-1), facts[:, 3])
+        order = np.argsort(-spent, kind="stable")[:_TOP].tolist()
+        strings = self._trace.strings
+        return [
+            Unit(strings[int(pairs[at][1])], wait_ms=float(spent[at]) / 1e6 / steps, what=strings[int(pairs[at][0])])
+            for at in order
+            if spent[at] > 0
+        ]
+
+
+class _Waits:
+    """Pairs the begins and ends of waits over chunks."""
+
+    def __init__(self) -> None:
+        self._open = Open()
+        self._next = 0
+        self._numbers: Int64s = np.zeros(0, np.int64)
+        self._times: Int64s = np.zeros(0, np.int64)
+
+    def take(self, rows: Rows, waits: NDArray[np.bool_]) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+        """(end, what, key, nanoseconds) of every wait that ended in ``rows``."""
+        at = np.flatnonzero(waits & (rows.kind <= RowKind.END))
+        what, key, times = rows.what[at].astype(np.int64), rows.key[at].astype(np.int64), rows.time_ns[at]
+        number = np.arange(self._next, self._next + len(at))
+        first, self._next = self._next, self._next + len(at)
+        opened, closed = self._open.match(what << 32 | key, number, rows.kind[at] == RowKind.BEGIN)
+        numbers, begun = np.append(self._numbers, number), np.append(self._times, times)
+        begin = begun[np.searchsorted(numbers, opened)]
+        # Those still open go on; their number is how they are found again.
+        self._numbers = np.sort(self._open.row)
+        self._times = begun[np.searchsorted(numbers, self._numbers)]
+        ended = closed - first
+        return times[ended], what[ended], key[ended], np.maximum(times[ended] - begin, 0)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
