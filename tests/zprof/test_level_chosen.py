@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from tests.support.inside import hush_earlier
 from zprof.analysis.coverage import coverage
 from zprof.analysis.ledger import Ledger
 from zprof.recording.recorder import Recorder
+from zprof.recording.resident import ResidentSampler
+from zprof.recording.sampler import Reading
+from zprof.recording.sampling import Sampling
 from zprof.rows import RowKind
 from zprof.trace.reader import Trace
 from zprof.trace.tail import tail_path
@@ -108,6 +112,26 @@ def test_samples_from_before_the_attachment_stay(tmp_path: Path) -> None:
     assert size and rss and rss[0] - trace.header.mono_ns < rss[-1] - rss[0] + (1 << 30)
     assert not any(name.startswith(("resident", "malloc")) for name in trace.strings), "of level alloc"
     assert before.numel()
+
+
+def test_what_a_sampler_says_after_it_was_left_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = Sampling(lambda what: pytest.fail(what))
+    sampling.open(resident=True, nvml="off")
+    handed: list[str] = []
+    sampling.sample(lambda what, key, value: handed.append(what))
+    assert ResidentSampler.WHATS.intersection(handed)
+
+    handed.clear()
+    asked = ResidentSampler.sample
+
+    def left_while_asked(sampler: ResidentSampler) -> Sequence[Reading]:
+        readings = asked(sampler)
+        sampling.leave_resident()  # as another thread does, just then
+        return readings
+
+    monkeypatch.setattr(ResidentSampler, "sample", left_while_asked)
+    sampling.sample(lambda what, key, value: handed.append(what))
+    assert "rss" in handed and not ResidentSampler.WHATS.intersection(handed)
 
 
 def test_nothing_of_the_tracker_is_left_in_torch_after_the_first_forward(tmp_path: Path) -> None:

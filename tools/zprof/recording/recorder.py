@@ -372,8 +372,7 @@ class Recorder:
 
     def _sample(self) -> None:
         with suppress(MemoryError):  # a script's want of memory is what the trace is to show, not to end by
-            for what, key, value in self._sampling.readings():
-                self._append(_COUNTER, what, key, value, now_ns(), 0)
+            self._sampling.sample(lambda what, key, value: self._append(_COUNTER, what, key, value, now_ns(), 0))
         found = device()
         if found is not None and found != self._device:
             # Now, not at the end: of a run that is killed readers must know that it computed on a GPU, and on which.

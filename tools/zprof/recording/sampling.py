@@ -6,11 +6,12 @@ reaches the recorder.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zprof.recording.sampler import Reading, Sampler
+    from zprof.recording.sampler import Sampler
 
 __all__ = ["Sampling"]
 
@@ -26,6 +27,7 @@ class Sampling:
         self._warn = warn
         self._given: list[Sampler] = []
         self._own: list[Sampler] = []
+        self._handing = threading.Lock()
 
     def add(self, sampler: Sampler) -> None:
         """One of the user's: kept when the recording's own are closed because it could not begin."""
@@ -50,13 +52,19 @@ class Sampling:
             if sampler is not None:
                 self._own.append(sampler)
 
-    def readings(self) -> Iterator[Reading]:
-        """What all of them say now."""
+    def sample(self, into: Callable[[str, str, int], None]) -> None:
+        """Hand what all of them say now to ``into``, but nothing of a sampler that was left while it was asked."""
         for sampler in (*self._own, *self._given):
             try:
-                yield from sampler.sample()
+                readings = tuple(sampler.sample())
             except Exception as error:
                 self._drop(sampler, error)
+                continue
+            # Asking may take long, handing does not: who leaves a sampler waits for this alone.
+            with self._handing:
+                if sampler in self._own or sampler in self._given:
+                    for reading in readings:
+                        into(*reading)
 
     def notes(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         """What those that keep a note would have written."""
@@ -82,11 +90,13 @@ class Sampling:
             self._warn(f"{type(sampler).__name__} could not be closed: {type(error).__name__}: {error}")
 
     def leave_resident(self) -> None:
-        """What resident memory consists of is asked no more."""
+        """What resident memory consists of is asked no more, and nothing of it is handed on after this returns."""
         from zprof.recording.resident import ResidentSampler
 
         for sampler in [each for each in self._own if isinstance(each, ResidentSampler)]:
-            self._own.remove(sampler)
+            with self._handing:
+                if sampler in self._own:
+                    self._own.remove(sampler)
             self._close(sampler)
 
     def close_own(self) -> None:
