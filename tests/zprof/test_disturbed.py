@@ -33,7 +33,7 @@ from zprof.trace.reader import Trace
         ["run", "-f", "-o", "OUT", "script.py"],
         ["timeline", "-f", "-o", "OUT", "run.zprof"],
         ["check", "--junit", "OUT", "run.zprof"],
-        ["export", "-f", "csv", "--force", "-o", "OUT", "run.zprof"],
+        ["export", "--format", "csv", "--force", "-o", "OUT", "run.zprof"],
     ],
     ids=lambda command: command[0],
 )
@@ -57,7 +57,8 @@ def test_what_is_no_plain_file_is_never_replaced(
 
 READERS = [
     ["report"], ["report", "--json"], ["check", "--max", "device.peak=1GiB"], ["diff", "run.zprof"], ["timeline"],
-    ["flamegraph"], ["export", "-f", "csv", "-o", "out"], ["frag"], ["top", "-1"], ["policy", "check"], ["policy", "show"],
+    ["flamegraph"], ["export", "--format", "csv", "-o", "out"], ["frag"], ["top", "-1"], ["policy", "check"],
+    ["policy", "show"],
     ["policy", "convert"],
 ]  # fmt: skip
 

@@ -63,7 +63,7 @@ def named_slices(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 
 def test_every_span_is_a_slice_with_its_time_to_the_nanosecond(export: Export) -> None:
     path = write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc")
-    told = well(export(path, "-f", "perfetto"))
+    told = well(export(path, "--format", "perfetto"))
     assert told.startswith("run.perfetto.json: ") and told.endswith(" spans; open it at https://ui.perfetto.dev\n")
     slices = [event for event in events_of("run.perfetto.json") if event["ph"] == "X"]
     pairing = exported.read(Trace.open(path))
@@ -75,7 +75,7 @@ def test_every_span_is_a_slice_with_its_time_to_the_nanosecond(export: Export) -
 
 def test_levels_have_every_category_at_every_point_and_keep_the_peak(export: Export) -> None:
     path = write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc")
-    well(export(path, "-f", "perfetto", "-o", "out"))
+    well(export(path, "--format", "perfetto", "-o", "out"))
     counters = [event for event in events_of("out") if event["ph"] == "C"]
     device = [event["args"] for event in counters if event["name"] == "device bytes"]
     assert max(sum(args.values()) for args in device) == Ledger.of(Trace.open(path)).peak("device").nbytes
@@ -87,7 +87,7 @@ def test_levels_have_every_category_at_every_point_and_keep_the_peak(export: Exp
 def test_samples_say_their_unit(export: Export) -> None:
     units = {"power": "mW", "throttle": "mask", "pcie tx": "bytes", "sm clock": "MHz"}
     rows = [Row(COUNTER, f"nvml {name}", "gpu0", 5, START + 9) for name in units]
-    well(export(write_trace(Path("run.zprof"), rows), "-f", "perfetto", "-o", "out"))
+    well(export(write_trace(Path("run.zprof"), rows), "--format", "perfetto", "-o", "out"))
     found = {(event["name"], *event["args"]) for event in events_of("out") if event["ph"] == "C"}
     assert found == {(f"nvml {name} gpu0", unit) for name, unit in units.items()}
 
@@ -103,7 +103,7 @@ def test_what_nests_is_on_its_thread_and_what_crosses_is_not_on_the_same_track(e
         *span("gather", "a", 5, 300, nbytes=8),
         *span("gather", "b", 100, 200, nbytes=8),
     ]
-    well(export(write_trace(Path("run.zprof"), in_time(rows)), "-f", "perfetto", "-o", "out"))
+    well(export(write_trace(Path("run.zprof"), in_time(rows)), "--format", "perfetto", "-o", "out"))
     slices = {name: [event["name"] for event in mine] for name, mine in named_slices(events_of("out")).items()}
     assert slices == {
         "thread 0": ["forward model", "compute a", "compute a.b", "wait gather a.b"],
@@ -116,7 +116,7 @@ def test_what_nests_is_on_its_thread_and_what_crosses_is_not_on_the_same_track(e
 
 def test_spans_that_no_track_takes_are_asynchronous_with_ids_of_their_own(export: Export) -> None:
     rows = [row for number in range(40) for row in span("gather", f"u{number}", number, 1000 + number, nbytes=4)]
-    told = well(export(write_trace(Path("run.zprof"), in_time(rows)), "-f", "perfetto", "-o", "out"))
+    told = well(export(write_trace(Path("run.zprof"), in_time(rows)), "--format", "perfetto", "-o", "out"))
     events = events_of("out")
     aside = [event for event in events if event["ph"] == "b"]
     assert told.startswith("out: 40 spans;")
@@ -126,7 +126,7 @@ def test_spans_that_no_track_takes_are_asynchronous_with_ids_of_their_own(export
 
 def test_what_had_not_ended_is_drawn_to_the_end_and_marked(export: Export) -> None:
     rows = [Row(BEGIN, "step", "AdamW", 0, START + 7), *span("update", "a", 9, 20), Row(INSTANT, "oom", "a", MIB, START + 50)]
-    well(export(write_trace(Path("run.zprof"), rows), "-f", "perfetto", "-o", "out"))
+    well(export(write_trace(Path("run.zprof"), rows), "--format", "perfetto", "-o", "out"))
     events = events_of("out")
     (step,) = [event for event in events if event["name"] == "step AdamW"]
     assert step["args"] == {"unfinished": True} and step["dur"] == 0.043
@@ -141,7 +141,7 @@ def test_ranks_are_processes_on_one_clock(export: Export) -> None:
     later = [row._replace(time_ns=row.time_ns - 700) for row in rows]
     clock = (HEADER.wall_ns + 500, START - 700)
     write_trace(Path("2.zprof"), later, world=3, rank=2, boot="other", host="far", wall_ns=clock[0], mono_ns=clock[1])
-    well(export(".", "-f", "perfetto", "-o", "out"))
+    well(export(".", "--format", "perfetto", "-o", "out"))
     events = events_of("out")
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {1: "rank 0 (node, cpu)", 2: "rank 1 (node, cpu)", 3: "rank 2 (far, cpu)"}
@@ -161,7 +161,7 @@ def test_a_file_stays_below_40_megabytes_and_says_what_it_left_out(export: Expor
         yield Row(COUNTER, placed("parameter", "device"), "m", MIB, START + 5)
         yield from span("wait gather", "kept", 5000, 5001)
 
-    told = well(export(write_trace(Path("run.zprof"), rows()), "-f", "perfetto", "-o", "out"))
+    told = well(export(write_trace(Path("run.zprof"), rows()), "--format", "perfetto", "-o", "out"))
     assert Path("out").stat().st_size < 40_000_000
     assert " more, of at most 62 ns each, left out); open it" in told
     events = events_of("out")
@@ -198,7 +198,7 @@ def test_no_two_spans_of_a_track_cross_and_none_is_lost(found: list[tuple[int, i
 
 def test_speedscope_has_the_peak_the_time_and_each_threads_order(export: Export) -> None:
     path = write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc")
-    told = well(export(path, "-f", "speedscope"))
+    told = well(export(path, "--format", "speedscope"))
     assert told.startswith("run.speedscope.json: 5 profiles, ") and told.endswith("; open it at https://www.speedscope.app\n")
     whole = check_speedscope(Path("run.speedscope.json").read_bytes())
     profiles = {profile["name"]: profile for profile in whole["profiles"]}
@@ -217,7 +217,7 @@ def test_speedscope_has_the_peak_the_time_and_each_threads_order(export: Export)
 def test_the_lines_that_made_a_storage_stand_below_its_module_the_outermost_first(export: Export) -> None:
     key = "blocks.0 <- lib/model.py:31:forward <- train.py:12:main"
     rows = [Row(ALLOC, placed("activation", "device"), key, MIB, START + 5, 0, 1)]
-    well(export(write_trace(Path("run.zprof"), rows, level="stack"), "-f", "speedscope", "-o", "out"))
+    well(export(write_trace(Path("run.zprof"), rows, level="stack"), "--format", "speedscope", "-o", "out"))
     whole = check_speedscope(Path("out").read_bytes())
     names = [frame["name"] for frame in whole["shared"]["frames"]]
     assert names == ["blocks", "blocks.0", "train.py:12:main", "lib/model.py:31:forward", "activation"]
@@ -228,7 +228,7 @@ def test_hundred_thousand_frames_and_paths_of_any_depth_stay_small(export: Expor
     what = placed("parameter", "device")
     rows = [Row(COUNTER, what, f"m.{number}.w{number}", number + 1, START + 5) for number in range(120_000)]
     rows.append(Row(COUNTER, what, "a." * 450, MIB, START + 5))
-    well(export(write_trace(Path("run.zprof"), rows), "-f", "speedscope", "-o", "out"))
+    well(export(write_trace(Path("run.zprof"), rows), "--format", "speedscope", "-o", "out"))
     whole = check_speedscope(Path("out").read_bytes())
     assert len(whole["shared"]["frames"]) > 200_000
     (profile,) = whole["profiles"]
@@ -243,7 +243,7 @@ def test_hundred_thousand_frames_and_paths_of_any_depth_stay_small(export: Expor
 def test_torchs_own_viewer_opens_the_snapshot(export: Export) -> None:
     _memory_viz = pytest.importorskip("torch.cuda._memory_viz")
     path = write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc")
-    assert "addresses by a model of torch's CUDA allocator" in well(export(path, "-f", "torch-snapshot"))
+    assert "addresses by a model of torch's CUDA allocator" in well(export(path, "--format", "torch-snapshot"))
     body = Path("run.pickle").read_bytes()
     assert body[:2] == b"\x80\x04"
     found = pickle.loads(body)
@@ -256,7 +256,7 @@ def test_torchs_own_viewer_opens_the_snapshot(export: Export) -> None:
 def test_a_snapshot_of_several_ranks_is_wrong_usage(export: Export) -> None:
     write_trace(Path("0.zprof"), [], world=2)
     write_trace(Path("1.zprof"), [], world=2, rank=1)
-    told = refused(export("0.zprof", "1.zprof", "-f", "torch-snapshot", "-o", "out"), code=2)
+    told = refused(export("0.zprof", "1.zprof", "--format", "torch-snapshot", "-o", "out"), code=2)
     assert "torch-snapshot: expected one rank, found 2; name one of the files" in told and not Path("out").exists()
 
 
@@ -267,7 +267,7 @@ def test_csv_gives_every_row_back(export: Export) -> None:
     rows = list(sample_rows(level="alloc"))
     write_trace(Path("0.zprof"), rows, world=2)
     write_trace(Path("1.zprof"), rows[:7], world=2, rank=1)
-    assert well(export("0.zprof", "1.zprof", "-f", "csv", "-o", "out")).startswith(f"out: {len(rows) + 7:,} rows;")
+    assert well(export("0.zprof", "1.zprof", "--format", "csv", "-o", "out")).startswith(f"out: {len(rows) + 7:,} rows;")
     body = Path("out").read_bytes()
     heading, *lines = csv.reader(io.StringIO(body.decode(), newline=""))
     assert heading == ["rank", "kind", "what", "key", "nbytes", "time_ns", "thread", "ident"]
@@ -303,7 +303,7 @@ def test_a_value_that_is_no_number_is_left_out() -> None:
 def test_samples_are_the_measures_in_base_units_one_a_rank(export: Export) -> None:
     write_trace(Path("0.zprof"), sample_rows(), world=2)
     write_trace(Path("1.zprof"), sample_rows(steps=3), world=2, rank=1, host='h"\\\n\rost')
-    well(export("0.zprof", "1.zprof", "-f", "prometheus", "-o", "out.prom"))
+    well(export("0.zprof", "1.zprof", "--format", "prometheus", "-o", "out.prom"))
     body = Path("out.prom").read_bytes()
     found = check_exposition(body)
     first = (("rank", "0"), ("host", "node"), ("run", "0.zprof"))
@@ -327,7 +327,7 @@ def _umask() -> int:
 def test_tensorboard_reads_every_scalar(export: Export) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     path = write_trace(Path("run.zprof"), [*sample_rows(level="alloc")], level="alloc")
-    told = well(export(path, "-f", "tensorboard", "-o", "a folder"))
+    told = well(export(path, "--format", "tensorboard", "-o", "a folder"))
     assert "; tensorboard --logdir 'a folder' --samples_per_plugin scalars=" in told
     accumulator = accumulators.EventAccumulator("a folder/rank0", size_guidance={"scalars": 0})
     accumulator.Reload()
@@ -342,11 +342,11 @@ def test_tensorboard_reads_every_scalar(export: Export) -> None:
 
 def test_a_folder_is_replaced_only_where_it_is_an_earlier_export(export: Export) -> None:
     path = write_trace(Path("run.zprof"), sample_rows())
-    well(export(path, "-f", "tensorboard", "-o", "logs"))
-    assert "is there already" in refused(export(path, "-f", "tensorboard", "-o", "logs"))
-    well(export(path, "-f", "tensorboard", "-o", "logs", "--force"))
+    well(export(path, "--format", "tensorboard", "-o", "logs"))
+    assert "is there already" in refused(export(path, "--format", "tensorboard", "-o", "logs"))
+    well(export(path, "--format", "tensorboard", "-o", "logs", "--force"))
     (Path("logs") / "rank0" / "mine.txt").write_text("kept")
-    assert "found something else" in refused(export(path, "-f", "tensorboard", "-o", "logs", "--force"))
+    assert "found something else" in refused(export(path, "--format", "tensorboard", "-o", "logs", "--force"))
     assert (Path("logs") / "rank0" / "mine.txt").read_text() == "kept"
     Path("file").write_text("kept")
-    assert "expected a folder" in refused(export(path, "-f", "tensorboard", "-o", "file", "--force"))
+    assert "expected a folder" in refused(export(path, "--format", "tensorboard", "-o", "file", "--force"))

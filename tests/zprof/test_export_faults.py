@@ -66,7 +66,7 @@ def check(kind: str, path: Path) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_names_of_any_kind_go_through_every_format(export: Export, kind: str) -> None:
     path = write_trace(Path('odd "\udcff\n.zprof'), odd_rows(), host='h"\\\n\0ost', argv=("=x", "a\nb"))
-    told = export(path, "-f", kind, "-o", 'out"\n\x1b[0m')
+    told = export(path, "--format", kind, "-o", 'out"\n\x1b[0m')
     assert (told.exit_code, told.stdout.count("\n"), "\x1b" in told.stdout) == (0, 1, False), told.output
     check(kind, Path('out"\n\x1b[0m'))
 
@@ -74,7 +74,7 @@ def test_names_of_any_kind_go_through_every_format(export: Export, kind: str) ->
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_trace_that_holds_nothing_is_an_empty_file_or_one_line(export: Export, kind: str) -> None:
     path = write_trace(Path("run.zprof"), [])
-    result = export(path, "-f", kind, "-o", "out")
+    result = export(path, "--format", kind, "-o", "out")
     if kind in ("speedscope", "torch-snapshot"):
         assert refused(result).startswith("run.zprof: expected ") and not Path("out").exists()
     else:
@@ -90,7 +90,7 @@ def test_damage_is_told_and_the_rest_is_exported(export: Export, kind: str) -> N
     mutated[len(body) // 2] ^= 0xFF
     Path("flip.zprof").write_bytes(mutated)
     for name, words in (("cut", "ends inside a chunk"), ("flip", "its check is wrong")):
-        result = export(f"{name}.zprof", "-f", kind, "-o", name)
+        result = export(f"{name}.zprof", "--format", kind, "-o", name)
         assert result.exit_code == 0 and result.stderr.count("\n") == 1
         assert result.stderr.startswith(f"{name}.zprof: ") and words in result.stderr
         check(kind, Path(name))
@@ -105,13 +105,13 @@ def test_levels_below_zero_and_times_before_the_start_are_no_trouble(export: Exp
         Row(END, "compute", "early", 0, START + 10),
         Row(END, "compute", "never begun", 0, START + 10),
     ]
-    well(export(write_trace(Path("run.zprof"), rows), "-f", kind, "-o", "out"))
+    well(export(write_trace(Path("run.zprof"), rows), "--format", kind, "-o", "out"))
     check(kind, Path("out"))
 
 
 def test_rows_that_the_recording_lost_are_told(export: Export) -> None:
     path = write_trace(Path("run.zprof"), sample_rows(), notes={DROPPED: {"rows": 1234}})
-    result = export(path, "-f", "csv")
+    result = export(path, "--format", "csv")
     assert result.exit_code == 0 and result.stderr.startswith("run.zprof: 1,234 rows were thinned out or lost")
 
 
@@ -123,13 +123,13 @@ def test_an_output_that_cannot_be_is_one_line_and_leaves_nothing_behind(export: 
     path = write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc")
     Path("there").write_text("kept")
     Path("folder").mkdir()
-    assert "there: is there already" in refused(export(path, "-f", kind, "-o", "there"))
-    assert "expected a folder missing, found none" in refused(export(path, "-f", kind, "-o", "missing/out"))
-    assert "cannot be written" in refused(export(path, "-f", kind, "-o", "/proc/zprof-export"))
+    assert "there: is there already" in refused(export(path, "--format", kind, "-o", "there"))
+    assert "expected a folder missing, found none" in refused(export(path, "--format", kind, "-o", "missing/out"))
+    assert "cannot be written" in refused(export(path, "--format", kind, "-o", "/proc/zprof-export"))
     if kind != "tensorboard":
         for force in ([], ["--force"]):
-            assert "folder: expected a file, found a folder" in refused(export(path, "-f", kind, "-o", "folder", *force))
-            assert "found a device or a pipe" in refused(export(path, "-f", kind, "-o", "/dev/null", *force))
+            assert "folder: expected a file, found a folder" in refused(export(path, "--format", kind, "-o", "folder", *force))
+            assert "found a device or a pipe" in refused(export(path, "--format", kind, "-o", "/dev/null", *force))
     assert Path("there").read_text() == "kept"
     assert {one.name for one in Path().iterdir()} == {"run.zprof", "there", "folder"}
 
@@ -139,14 +139,14 @@ def test_the_run_itself_is_never_written_over(export: Export, name: str) -> None
     path = write_trace(Path("run.zprof"), sample_rows())
     Path("link").symlink_to("run.zprof")
     body = path.read_bytes()
-    assert "is the run itself" in refused(export(path, "-f", "csv", "-o", name, "--force"), code=2)
+    assert "is the run itself" in refused(export(path, "--format", "csv", "-o", name, "--force"), code=2)
     assert path.read_bytes() == body
 
 
 def test_force_replaces_a_file(export: Export) -> None:
     path = write_trace(Path("run.zprof"), sample_rows())
     Path("out").write_text("old")
-    well(export(path, "-f", "csv", "-o", "out", "--force"))
+    well(export(path, "--format", "csv", "-o", "out", "--force"))
     assert Path("out").read_text().startswith("rank,kind,")
 
 
@@ -154,7 +154,7 @@ def test_help_needs_neither_numpy_nor_torch_and_shows_examples() -> None:
     code = "import sys\nfrom zprof.cli import main\nmain(['export', '--help'], standalone_mode=False)\n"
     code += "print([name for name in ('numpy', 'torch', 'tensorboard', 'rich') if name in sys.modules])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.splitlines()[-1] == "[]" and "zprof export runs/ -f speedscope" in told.stdout
+    assert told.stdout.splitlines()[-1] == "[]" and "zprof export runs/ --format speedscope" in told.stdout
     assert all(kind in told.stdout for kind in FORMATS) and max(map(len, told.stdout.splitlines())) <= 80
 
 
@@ -162,7 +162,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(export: Export) -> No
     write_trace(Path("run.zprof"), sample_rows(level="alloc", steps=20), level="alloc")
     bounded = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\nfrom zprof.cli import main\n"
     for kind in ("perfetto", "csv", "torch-snapshot", "tensorboard"):
-        code = f"{bounded}main(['export', 'run.zprof', '-f', '{kind}', '-o', 'out'], prog_name='zprof')"
+        code = f"{bounded}main(['export', 'run.zprof', '--format', '{kind}', '-o', 'out'], prog_name='zprof')"
         told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert (told.returncode, told.stdout) == (1, "")
         assert told.stderr == "out: cannot be written: File too large; name another with -o\n"
@@ -179,7 +179,7 @@ def test_mutated_traces_give_a_right_file_or_one_line(export: Export) -> None:
             mutated[choose.randrange(len(body))] = choose.randrange(256)
         Path("run.zprof").write_bytes(mutated[: choose.choice([len(body), choose.randrange(len(body))])])
         kind = ("perfetto", "speedscope", "csv", "prometheus")[number % 4]
-        result = export("run.zprof", "-f", kind, "-o", "out", "--force")
+        result = export("run.zprof", "--format", kind, "-o", "out", "--force")
         if result.exit_code:
             refused(result)
         else:
@@ -209,7 +209,7 @@ def test_rows_of_any_values_give_a_right_file_or_one_line(export: Export) -> Non
         path = Path(f"{number}.zprof")
         write_trace(path, rows, rank=choose.choice([0, 5]), world=6)
         kind = ("perfetto", "speedscope", "prometheus", "tensorboard")[number % 4]
-        result = export(path, "-f", kind, "-o", f"{number}.out")
+        result = export(path, "--format", kind, "-o", f"{number}.out")
         if result.exit_code:
             refused(result)
             assert not Path(f"{number}.out").exists()

@@ -31,7 +31,7 @@ def test_every_command_says_that_it_is_predicted(plan: Path, zprof: Zprof) -> No
         said = "Predicted, on no hardware: h100" if page == "timeline" else "predicted for h100"
         assert said in Path(f"{page}.html").read_text()
     for kind in ("perfetto", "speedscope", "csv", "prometheus", "tensorboard", "torch-snapshot"):
-        found = zprof("export", plan, "-f", kind, "-o", f"out.{kind}")
+        found = zprof("export", plan, "--format", kind, "-o", f"out.{kind}")
         assert found.exit_code == 0 and ": predicted; " in found.stdout, kind
     assert " predicted " in zprof("top", plan, "--once").stdout
     assert "was simulated for cpu" in zprof("frag", plan).stdout

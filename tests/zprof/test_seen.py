@@ -210,19 +210,19 @@ def test_two_levels_are_not_compared_as_if_one_had_held_nothing(plain: Zprof) ->
 
 
 def test_exports_have_no_sample_of_what_was_not_seen(plain: Zprof) -> None:
-    assert plain("export", "events.zprof", "-f", "prometheus", "-o", "out.prom").exit_code == 0
+    assert plain("export", "events.zprof", "--format", "prometheus", "-o", "out.prom").exit_code == 0
     text = Path("out.prom").read_text()
     assert "zprof_rss_peak_bytes" in text and "zprof_steps" in text
     assert "zprof_device" not in text and "zprof_exposed" not in text
     # Under zhooks a tier's sum is of what was placed, and called so.
     write_trace(Path("placed.zprof"), sample_rows(steps=2, units=2), level="events")
-    assert plain("export", "placed.zprof", "-f", "perfetto", "-o", "out.json").exit_code == 0
+    assert plain("export", "placed.zprof", "--format", "perfetto", "-o", "out.json").exit_code == 0
     names = {event["name"] for event in json.loads(Path("out.json").read_text())["traceEvents"]}
     assert "device recorded" in names and "device total" not in names and "host total" in names
-    assert plain("export", "placed.zprof", "-f", "speedscope", "-o", "out.scope").exit_code == 0
+    assert plain("export", "placed.zprof", "--format", "speedscope", "-o", "out.scope").exit_code == 0
     profiles = [profile["name"] for profile in json.loads(Path("out.scope").read_text())["profiles"]]
     assert "rank 0: device bytes at the peak, without activation, temporary, other" in profiles
-    assert plain("export", "placed.zprof", "-f", "tensorboard", "-o", "board").exit_code == 0
+    assert plain("export", "placed.zprof", "--format", "tensorboard", "-o", "board").exit_code == 0
     events = next(Path("board").rglob("events.out*")).read_bytes()
     assert b"device/recorded bytes" in events and b"device/total bytes" not in events
 

@@ -280,5 +280,5 @@ def test_every_command_reads_it(made: Path, zprof: Zprof) -> None:
         name, *options = words.split()
         assert zprof(name, plan, *options).exit_code == 0, words
     for kind in ("perfetto", "speedscope", "csv", "prometheus", "tensorboard", "torch-snapshot"):
-        assert zprof("export", plan, "-f", kind, "-o", f"out.{kind}").exit_code == 0, kind
+        assert zprof("export", plan, "--format", kind, "-o", f"out.{kind}").exit_code == 0, kind
     assert zprof("diff", plan, plan).stdout == "no measure changed\n"

@@ -98,6 +98,6 @@ def main() -> None:
     """Look into training: where its bytes and milliseconds go, why it ran out of memory, and what would fit.
 
     \b
-    Start with:  zprof run -o run.zprof train.py
-    and then:    zprof report run.zprof
+    Start with:  zprof run train.py
+    and then:    zprof report
     """

@@ -16,6 +16,7 @@ import click
 
 from zprof.analysis.coverage import Unseen
 from zprof.analysis.limits import Comparison, Limit, parse_limit, shown
+from zprof.commands.naming import named_or_latest
 from zprof.problem import BudgetProblem, Problem
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _listed(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@named_or_latest("runs")
 @click.option("--max", "most", multiple=True, callback=_limits(">"), metavar="NAME=VALUE", help="Fail above it; repeatable.")
 @click.option("--min", "least", multiple=True, callback=_limits("<"), metavar="NAME=VALUE", help="Fail below it; repeatable.")
 @click.option("--junit", "report", type=click.Path(), metavar="FILE", help="Also write the verdicts as JUnit XML.")
@@ -82,9 +83,10 @@ def _listed(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
 def check(runs: tuple[str, ...], most: tuple[Limit, ...], least: tuple[Limit, ...], report: str | None, as_json: bool) -> None:
     """Hold RUN... against limits; exit code 3 where one is broken.
 
-    A RUN is a trace or a folder with one trace a rank; every rank must keep every limit, and a limit on what a recording did
-    not see fails: it says what would see it, most often --level alloc. Without limits the measures are printed. Values take
-    units: 38GiB, 512MB, 1.5s, 40%, 3GiB/s. Where limits hold but part of a trace cannot be read, the exit code is 1.
+    A RUN is a trace or a folder with one trace a rank, the newest run in this folder unless named; every rank must keep
+    every limit, and a limit on what a recording did not see fails: it says what would see it, most often --level alloc.
+    Without limits the measures are printed. Values take units: 38GiB, 512MB, 1.5s, 40%, 3GiB/s. Where limits hold but part
+    of a trace cannot be read, the exit code is 1.
 
     \b
     zprof check run.zprof --max device.peak=38GiB --max step.p95_ms=250ms --junit zprof.xml

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from zprof.commands.check import printable
+from zprof.commands.naming import named_or_latest
 from zprof.rows import TraceError
 
 __all__ = ["FORMATS", "export"]
@@ -28,19 +29,19 @@ FORMATS = {
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
-@click.option("-f", "--format", "kind", type=click.Choice(list(FORMATS)), required=True, help="The format to write.")
+@named_or_latest("runs", click.Path(path_type=Path))
+@click.option("--format", "kind", type=click.Choice(list(FORMATS)), required=True, help="The format to write.")
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
     help="The file (tensorboard: the folder) to write; by default it lies beside RUN and has its name.",
 )
-@click.option("--force", is_flag=True, help="Write over a file, or a folder of an earlier export, that is there.")
+@click.option("-f", "--force", is_flag=True, help="Write over a file, or a folder of an earlier export, that is there.")
 def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) -> None:
     """Write RUN, or the ranks of one, in another tool's format; nothing of it leaves this machine.
 
-    RUN is a trace, or a folder of traces; several are the ranks of one run.
+    RUN is a trace, or a folder of traces; several are the ranks of one run. The newest run in this folder unless named.
 
     \b
     perfetto        Bytes by tier and category, samples, and spans: what nests on
@@ -63,12 +64,12 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
 
     \b
     Examples:
-      zprof export run.0.zprof run.1.zprof -f perfetto -o run.json
-      zprof export runs/ -f speedscope
-      zprof export run.zprof -f torch-snapshot -o run.pickle
-      zprof export run.zprof -f csv && duckdb -c "from 'run.csv' limit 9"
-      zprof export run.zprof -f prometheus -o /var/lib/node_exporter/run.prom
-      zprof export run.zprof -f tensorboard -o logs && tensorboard --logdir logs
+      zprof export run.0.zprof run.1.zprof --format perfetto -o run.json
+      zprof export runs/ --format speedscope
+      zprof export run.zprof --format torch-snapshot -o run.pickle
+      zprof export run.zprof --format csv && duckdb -c "from 'run.csv' limit 9"
+      zprof export run.zprof --format prometheus -o /var/lib/node/run.prom
+      zprof export run.zprof --format tensorboard -o logs
     """
     from zprof.analysis.ranks import traces_of
 
@@ -103,7 +104,7 @@ def _writable(path: Path, *, folder: bool, force: bool) -> None:
     if not path.exists():
         return
     if not force and (path.is_file() or folder):
-        raise TraceError(f"{shown}: is there already, expected a new name; name another with -o, or say --force")
+        raise TraceError(f"{shown}: is there already, expected a new name; name another with -o, or write over it with -f")
     if folder and not path.is_dir():
         raise TraceError(f"{shown}: expected a folder, found something else; name another with -o")
     if not folder and not path.is_file():

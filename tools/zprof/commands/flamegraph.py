@@ -11,6 +11,8 @@ from pathlib import Path
 
 import click
 
+from zprof.commands.naming import named_or_latest
+
 __all__ = ["flamegraph"]
 
 _STEP = re.compile(r"step:(\d{1,9})", re.ASCII)
@@ -27,7 +29,7 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@named_or_latest("run", click.Path(path_type=Path), several=False)
 @click.option(
     "--at",
     "step",
@@ -41,7 +43,8 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
 @click.option("-f", "--force", is_flag=True, help="Overwrite the page if it is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON, for programs.")
 def flamegraph(run: Path, step: int | None, output: Path | None, force: bool, as_json: bool) -> None:
-    """Draw the bytes RUN held at a moment by its tree of modules, per tier.
+    """Draw the bytes RUN held at a moment by its tree of modules, per tier; RUN is the newest in this folder
+    unless named.
 
     The page holds all it needs and asks no network: open it in a browser, send it, keep it.
 

@@ -23,6 +23,7 @@ import click
 
 from offload.text import as_duration, as_size
 from zprof.commands.jobs import HELP, Job, load_job
+from zprof.commands.naming import named_or_latest
 from zprof.commands.plan import size
 from zprof.problem import BudgetProblem, Misuse, Problem
 
@@ -71,7 +72,7 @@ class _Trial:
 
 
 @click.command(epilog=HELP)
-@click.argument("run", type=click.Path())
+@named_or_latest("run", click.Path(), several=False)
 @click.option("--job", metavar="JOB", help="What was trained, to try what is offered; without it nothing is tried.")
 @click.option("--hardware", metavar="NAME|FILE", help="What it ran on: a profile's name or file (zprof hardware list).")
 @click.option("--policy", type=click.Path(), metavar="FILE", help="What it ran under, where the run does not say.")
@@ -89,7 +90,7 @@ def oom(
     disk: int | None,
     as_json: bool,
 ) -> None:
-    """Say why RUN ran out of memory, and what would have let it fit.
+    """Say why RUN ran out of memory, and what would have let it fit; RUN is the newest in this folder unless named.
 
     \b
     zprof oom run.0.zprof

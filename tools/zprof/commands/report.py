@@ -11,6 +11,8 @@ import re
 
 import click
 
+from zprof.commands.naming import named_or_latest
+
 __all__ = ["report"]
 
 #: Of mallopt(3).
@@ -29,7 +31,7 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path())
+@named_or_latest("runs", click.Path())
 @click.option(
     "--by",
     type=click.Choice(["category", "module", "tier", "rank", "unit"]),
@@ -51,10 +53,11 @@ def report(runs: tuple[str, ...], by: str, at: int | None, against: str | None, 
     """Say where the bytes and milliseconds of a run went: who held what at the peak, what process or allocator say beyond that,
     what the run waited for and the remedy, achieved bandwidths, and how ranks differ.
 
-    RUN is a trace, or a folder of traces; several are the ranks of one run.
+    RUN is a trace, or a folder of traces; several are the ranks of one run. The newest run in this folder unless named.
 
     \b
     Examples:
+      zprof report
       zprof report run.zprof
       zprof report run.*.zprof --by module
       zprof report runs/ --by rank --at step:12

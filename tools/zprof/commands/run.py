@@ -19,6 +19,7 @@ import click
 
 from offload.regular_files import open_regular
 from offload.text import parse_duration
+from zprof.commands.naming import RUN, next_name
 from zprof.problem import Misuse, Problem
 from zprof.recording.chosen import AUTO
 from zprof.recording.recorder import LEVELS, Level, ranks
@@ -27,7 +28,6 @@ from zprof.running.launch import Order
 
 __all__ = ["run"]
 
-DEFAULT_OUTPUT = "run.{rank}.zprof"
 #: Launchers people put behind `zprof run`, and how each starts it instead; "..." is their own options.
 _LAUNCHERS = {
     "torchrun": "torchrun {options} -m zprof run {script}",
@@ -70,8 +70,14 @@ def _interval(ctx: click.Context, param: click.Parameter, value: str) -> float:
     options_metavar="[OPTIONS]",
     short_help="Run a script or module and record it.",
 )
-@click.option("-o", "--output", metavar="FILE", default=DEFAULT_OUTPUT, show_default=True, help="The trace to write.")
-@click.option("-f", "--force", is_flag=True, help="Write over an existing trace.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help=f"The trace to write; {RUN} unless said, or where an earlier run has that, the next of run-2.{{rank}}.zprof, "
+    "run-3.{rank}.zprof and so on.",
+)
+@click.option("-f", "--force", is_flag=True, help=f"Write over an existing trace; over {RUN} without -o.")
 @click.option(
     "--level",
     type=click.Choice((AUTO, *LEVELS)),
@@ -90,7 +96,7 @@ def _interval(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(
-    output: str,
+    output: str | None,
     force: bool,
     level: Level | Literal["auto"],
     nvml: str,
@@ -112,7 +118,7 @@ def run(
     _refuse_launchers(command, module)
     _check_script(command[0], module)
     rank, world = ranks()
-    path = _output(output, rank, world, force)
+    path = _output(output or (RUN if force else next_name(world)), rank, world, force)
     order = Order(str(path), command[0], module, force, level, nvml, interval, os.getpid())
     before, kills = _seen(path), Kills.read()
     show = live and rank == 0

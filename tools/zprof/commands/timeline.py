@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from offload.text import as_duration
+from zprof.commands.naming import named_or_latest
 
 __all__ = ["timeline"]
 
@@ -19,12 +20,13 @@ SCRIPTS = tuple(f"timeline{part}.js" for part in ("", "_memory", "_lanes", "_rat
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@named_or_latest("runs", click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The page to write; RUN.timeline.html unless said.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite the page if it is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON, for programs.")
 def timeline(runs: tuple[Path, ...], output: Path | None, force: bool, as_json: bool) -> None:
-    """Draw RUNs, one a rank, over time: memory by category, what ran, transfers, exposed waits.
+    """Draw RUNs, one a rank, over time: memory by category, what ran, transfers, exposed waits. Those of the newest run in this
+    folder unless named.
 
     The page holds all it needs and asks no network: open it in a browser, send it, keep it.
 
