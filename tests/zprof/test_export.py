@@ -257,7 +257,7 @@ def test_a_snapshot_of_several_ranks_is_wrong_usage(export: Export) -> None:
     write_trace(Path("0.zprof"), [], world=2)
     write_trace(Path("1.zprof"), [], world=2, rank=1)
     told = refused(export("0.zprof", "1.zprof", "--format", "torch-snapshot", "-o", "out"), code=2)
-    assert "torch-snapshot: expected one rank, found 2; name one of the files" in told and not Path("out").exists()
+    assert "torch-snapshot: expected one rank, found 2; choose one with --rank" in told and not Path("out").exists()
 
 
 # --- CSV ----------------------------------------------------------------------------------------------------------------

@@ -104,7 +104,35 @@ def test_commands_read_the_newest_run_with_all_its_ranks_and_say_so() -> None:
                 "run-2.1.zprof",
             }
     refused = zprof("flamegraph")
-    assert refused.exit_code == 2 and "found 2 of the newest run here; name one: run-2.0.zprof" in refused.stderr
+    assert refused.exit_code == 2 and "found 2 of the newest run here; choose one with --rank" in refused.stderr
+
+
+@pytest.mark.parametrize("named", [[], ["run.0.zprof", "run.1.zprof", "run.2.zprof"], ["."]], ids=["newest", "files", "folder"])
+def test_rank_chooses_one_trace_of_a_run(named: list[str]) -> None:
+    for rank in range(3):
+        aged(f"run.{rank}.zprof", 10 - rank, rank=rank, world=3)
+    told = zprof("report", *named, "--rank", "1", "--json")
+    assert [run["rank"] for run in json.loads(told.stdout)["runs"]] == [1]
+    assert told.stderr == ("" if named else "zprof: run.1.zprof: rank 1 of the newest run in this folder\n")
+    assert [Path(run["path"]).name for run in json.loads(zprof("check", "--rank", "2", *named, "--json").stdout)["runs"]] == [
+        "run.2.zprof"
+    ]
+    if len(named) < 2:
+        assert zprof("flamegraph", "--rank", "1", *named).exit_code == 0 and Path("run.1.flamegraph.html").is_file()
+    refused = zprof("report", *named, "--rank", "7")
+    where = named[0] if named else "run.0.zprof"
+    assert refused.exit_code == 1
+    assert refused.stderr == f"--rank 7: expected a trace of this rank in {where}, found rank(s) 0, 1, 2\n"
+    assert zprof("report", "--rank", "-1").exit_code == 2
+
+
+def test_a_snapshot_of_several_ranks_is_of_the_one_chosen() -> None:
+    for rank in range(2):
+        write_trace(Path(f"run.{rank}.zprof"), sample_rows(level="alloc"), level="alloc", rank=rank, world=2)
+    refused = zprof("export", "--format", "torch-snapshot")
+    assert refused.exit_code == 2 and "expected one rank, found 2; choose one with --rank" in refused.stderr
+    assert zprof("export", "--format", "torch-snapshot", "--rank", "1").exit_code == 0
+    assert [path.name for path in Path().glob("*.pickle")] == ["run.1.pickle"]
 
 
 def test_a_command_for_one_rank_reads_the_newest_trace() -> None:

@@ -174,6 +174,35 @@ def test_ranks_are_told_together_with_who_is_late_and_who_is_missing(report: Rep
     assert "late to" in text
 
 
+def test_tables_are_as_long_as_asked(report: Report, tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "long.zprof", sample_rows(units=30, level="alloc"), level="alloc")
+
+    def modules(text: str) -> int:
+        part = text.partition("most held by")[2].partition("residual states")[0]
+        return sum("model.layers" in line for line in part.splitlines())
+
+    assert modules(report(str(path)).stdout) == 8
+    assert modules(report(str(path), "--top", "3").stdout) == 3
+    assert modules(report(str(path), "--top", "25").stdout) == 25, "the tiers' longest together"
+    assert "28 more" in report(str(path), "--by", "module", "--top", "2").stdout
+    for top, listed in ([], 20), (["--top", "30"], 30):
+        told = values(report(str(path), "--json", *top))
+        assert len(told["runs"][0]["tiers"]["device"]["holders"]) == listed
+    assert report(str(path), "--top", "0").exit_code == 2
+
+
+def test_of_many_ranks_those_are_shown_that_differ_from_the_others(report: Report, tmp_path: Path) -> None:
+    (tmp_path / "many").mkdir()
+    for rank in range(24):
+        rows = sample_rows(units=9 if rank == 21 else 8, steps=2)
+        write_trace(tmp_path / "many" / f"run.{rank}.zprof", rows, rank=rank, world=24)
+    text = report(str(tmp_path / "many"), "--top", "1").stdout.partition("\nranks\n")[2]
+    row = text.splitlines()[2].split()
+    assert row[0] == "21", text
+    assert "23 ranks nearer the median: --top 24" in text
+    assert "nearer the median" not in report(str(tmp_path / "many"), "--top", "24").stdout
+
+
 def test_bandwidths_are_held_against_what_the_machine_can_do(report: Report, tmp_path: Path) -> None:
     write_trace(Path("run.zprof"), sample_rows())
     assert "zprof bench" in report("run.zprof").stdout

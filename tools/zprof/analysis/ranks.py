@@ -131,6 +131,23 @@ def traces_of(runs: Sequence[str | Path]) -> list[Trace]:
     return [found[rank] for rank in sorted(found)]
 
 
+def path_of(rank: int, runs: Sequence[str | Path]) -> Path:
+    """The trace of one rank among those that files and folders name.
+
+    Raises:
+        TraceError: as `traces_of`, or none is of this rank.
+    """
+    traces = traces_of(runs)
+    paths = {trace.header.rank: trace.path for trace in traces}
+    for trace in traces:
+        trace.close()
+    if rank not in paths:
+        here = sorted(paths)
+        found = f"rank(s) {', '.join(map(str, here[:8]))}{', ...' if len(here) > 8 else ''}"
+        raise TraceError(f"--rank {rank}: expected a trace of this rank in {runs[0]}, found {found}")
+    return paths[rank]
+
+
 def _files(run: Path) -> list[Path]:
     # A name that is too long for the system raises from Path.is_dir.
     if not os.path.isdir(run):

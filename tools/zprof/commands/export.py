@@ -76,7 +76,7 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
     module, suffix = FORMATS[kind]
     traces = traces_of(runs)
     if kind == "torch-snapshot" and len(traces) > 1:
-        raise click.UsageError(f"torch-snapshot: expected one rank, found {len(traces)}; name one of the files")
+        raise click.UsageError(f"torch-snapshot: expected one rank, found {len(traces)}; choose one with --rank")
     path = output or traces[0].path.with_suffix(suffix)
     if path.exists() and any(path.samefile(trace.path) for trace in traces):
         raise click.BadParameter(f"{printable(str(path))}: is the run itself; name another file", param_hint="-o")

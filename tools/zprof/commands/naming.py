@@ -29,6 +29,8 @@ __all__ = ["RUN", "named_or_latest", "next_name"]
 RUN = "run.{rank}.zprof"
 _OF_A_RUN = re.compile(r"run(?:-(\d{1,9}))?\.\d+(?:\.restart\d+)?\.zprof", re.ASCII)
 _OF_A_RANK = re.compile(r"(.+)\.(\d+)((?:\.restart\d+)?\.zprof)", re.ASCII)
+#: Where the rank that was asked for stands while a command's arguments are read.
+_RANK = "zprof.rank"
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -87,28 +89,55 @@ def latest(folder: Path = Path()) -> list[Path]:
 def named_or_latest(
     name: str, kind: click.ParamType[Any] | None = None, *, several: bool = True
 ) -> Callable[[_Command], _Command]:
-    """The argument RUN of a command that reads a run: what is named, or else the newest run here, which is said on stderr.
+    """The argument RUN of a command that reads a run, and the option --rank that takes one rank of it.
+
+    RUN is what is named, or else the newest run here, which is said on stderr.
 
     Args:
-        several: it may be the traces of several ranks; else a run of more than one rank must be named.
+        several: it may be the traces of several ranks; else one of them must be chosen.
     """
 
     def choose(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        if value or ctx.resilient_parsing:
+        rank: int | None = ctx.meta.get(_RANK)
+        if ctx.resilient_parsing or (value and rank is None):
             return value
-        paths = [str(path) for path in latest()]
-        if not several and len(paths) > 1:
+        paths = [str(path) for path in (value if several else [value])] if value else [str(path) for path in latest()]
+        if rank is not None:
+            from zprof.analysis.ranks import path_of
+
+            whose = f"rank {rank} of the newest run"
+            paths = [str(path_of(rank, paths))]
+        elif not several and len(paths) > 1:
             found = f"found {len(paths)} of the newest run here"
-            raise Misuse(f"RUN: expected the trace of one rank, {found}; name one: {paths[0]}")
-        click.echo(f"zprof: {' '.join(paths)}: the newest run in this folder", err=True)
+            raise Misuse(f"RUN: expected the trace of one rank, {found}; choose one with --rank, such as --rank 0")
+        else:
+            whose = "the newest run"
+        if not value:
+            click.echo(f"zprof: {' '.join(paths)}: {whose} in this folder", err=True)
         values = [param.type.convert(path, param, ctx) for path in paths]
         return tuple(values) if several else values[0]
 
-    return click.argument(
-        name,
-        nargs=-1 if several else 1,
-        required=False,
-        metavar="[RUN]..." if several else "[RUN]",
-        type=kind,
-        callback=choose,
-    )
+    def decorate(command: _Command) -> _Command:
+        # Eager, for what is chosen by rank depends on it.
+        command = click.option(
+            "--rank",
+            type=click.IntRange(min=0),
+            is_eager=True,
+            expose_value=False,
+            callback=_remember,
+            help="Read this rank of RUN only.",
+        )(command)
+        return click.argument(
+            name,
+            nargs=-1 if several else 1,
+            required=False,
+            metavar="[RUN]..." if several else "[RUN]",
+            type=kind,
+            callback=choose,
+        )(command)
+
+    return decorate
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
+    ctx.meta[_RANK] = value

@@ -47,9 +47,15 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     callback=_at,
     help="When: at each tier's highest moment of the run, or within step N, counted from 0.",
 )
+@click.option(
+    "--top",
+    metavar="N",
+    type=click.IntRange(1, 10_000),
+    help="Rows of each table; of modules, waits and skews 8 unless given, of groups 24, of ranks 16. JSON has 20 or more.",
+)
 @click.option("--against", metavar="PLAN", type=click.Path(), help="Also set it beside a trace of zprof simulate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs; its keys are listed above.")
-def report(runs: tuple[str, ...], by: str, at: int | None, against: str | None, as_json: bool) -> None:
+def report(runs: tuple[str, ...], by: str, at: int | None, top: int | None, against: str | None, as_json: bool) -> None:
     """Say where the bytes and milliseconds of a run went: who held what at the peak, what process or allocator say beyond that,
     what the run waited for and the remedy, achieved bandwidths, and how ranks differ.
 
@@ -59,7 +65,8 @@ def report(runs: tuple[str, ...], by: str, at: int | None, against: str | None, 
     Examples:
       zprof report
       zprof report run.zprof
-      zprof report run.*.zprof --by module
+      zprof report run.*.zprof --by module --top 50
+      zprof report runs/ --rank 3
       zprof report runs/ --by rank --at step:12
       zprof report run.zprof --against plan.zprof
       zprof report run.zprof --json | jq .runs[0].tiers.device.bytes
@@ -101,12 +108,13 @@ def report(runs: tuple[str, ...], by: str, at: int | None, against: str | None, 
       against     with --against, what zprof diff PLAN RUN --json prints
       next[]      do why
     """
+    from zprof.show.report.findings import MOST
     from zprof.show.report.findings import report as found_out
 
     _keep_freed_memory()
     if against is not None:
         _check_plan(against, runs)
-    report = found_out(runs, by=by, step=at)  # type: ignore[arg-type]
+    report = found_out(runs, by=by, step=at, most=max(top or 0, MOST))  # type: ignore[arg-type]
     if against is not None:
         from zprof.commands import diff
 
@@ -118,7 +126,7 @@ def report(runs: tuple[str, ...], by: str, at: int | None, against: str | None, 
         return
     from zprof.show.report.text import show
 
-    show(report)
+    show(report, top=top)
     if against is not None:
         click.echo("\npredicted beside measured")
         diff.show(against, runs[0] if len(runs) == 1 else "run", pairs, apart)

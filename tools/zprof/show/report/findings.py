@@ -37,21 +37,20 @@ __all__ = ["Body", "report"]
 Body = dict[str, Any]
 
 VERSION = 1
-#: Waits listed, the costliest first; the measures hold the sums of all.
-MOST_WAITS = 20
-MOST_SKEWS = 20
-MOST_HOLDERS = 20
+#: Modules, waits and skews listed unless more are asked for, the largest first; the measures hold the sums of all.
+MOST = 20
 #: Ranks looked for: a header may claim a million.
 MOST_MISSING = 4096
 
 
-def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None = None) -> Body:
+def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None = None, most: int = MOST) -> Body:
     """What there is to say of a run; see Note: [What a report is].
 
     Args:
         runs: files or folders of traces, one trace a rank.
         by: how the bytes of a tier are grouped.
         step: the highest moment of this step, counted from 0 as pages do; of the whole run where it is None.
+        most: how many modules, waits and skews are listed.
     Raises:
         TraceError: a trace cannot be read or holds nothing, a rank is there twice, or there is no such step.
     """
@@ -63,7 +62,7 @@ def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None 
                 f"`zprof run -f -o {trace.path}` and let it run for longer"
             )
         ledger, times = both(trace)
-        bodies.append(_run(ledger, times, by, step))
+        bodies.append(_run(ledger, times, by, step, most))
         covered = coverage(trace, ledger.tiers)
         peaks = {tier: ledger.peak(tier).nbytes if covered.anything(tier) else None for tier in TIERS}
         lanes.append(lane_of(trace, times.table, times.stalls, covered, peaks))
@@ -71,12 +70,12 @@ def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None 
         # Before the next rank is read: one at a time is what fits.
         del ledger, times
     report: Body = {"version": VERSION, "by": by, "at": "peak" if step is None else f"step:{step}", "runs": bodies}
-    report["ranks"] = _ranks(lanes) if lanes[0].header.world > 1 or len(lanes) > 1 else None
+    report["ranks"] = _ranks(lanes, most) if lanes[0].header.world > 1 or len(lanes) > 1 else None
     report["next"] = following(report)
     return report
 
 
-def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
+def _run(ledger: Ledger, times: Times, by: By, step: int | None, most: int) -> Body:
     trace, header = ledger.trace, ledger.trace.header
     covered = coverage(trace, ledger.tiers)
     measured = measures(trace, ledger, times)
@@ -87,7 +86,7 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
     ooms = [note.body for note in trace.notes("oom")]
     begin_ns, end_ns = (ledger.begin_ns, ledger.end_ns) if step is None else times.steps.bounds[step].tolist()
     tiers = {
-        tier: _tier(ledger, tier, moment, by)
+        tier: _tier(ledger, tier, moment, by, most)
         | {"step": _step_of(times, moment, step), "not_recorded": list(covered.missing(tier)) if covered.tier(tier) else []}
         for tier, moment in moments.items()
     }
@@ -121,7 +120,7 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None) -> Body:
         "measures": {name: None if isinstance(value, Unseen) else value for name, value in measured.items()},
         "unseen": {name: value.why for name, value in measured.items() if isinstance(value, Unseen)},
         "not_recorded": [*covered.lines(), *([f"step 0: {times.steps.unseen}"] if times.steps.unseen is not None else [])],
-        "waits": None if covered.waits() else list(_waits(times)),
+        "waits": None if covered.waits() else list(_waits(times, most)),
         "mends": [] if covered.waits() else list(times.advice.lines),
         "rates": _rates(times, covered),
         "bench_problem": times.problem,
@@ -148,7 +147,7 @@ def _moments(ledger: Ledger, times: Times, step: int | None) -> dict[str, Moment
     return {tier: ledger.peak_between(tier, begin_ns, end_ns) for tier in ledger.tiers}
 
 
-def _tier(ledger: Ledger, tier: str, moment: Moment, by: By) -> Body:
+def _tier(ledger: Ledger, tier: str, moment: Moment, by: By, most: int) -> Body:
     groups: dict[str, int] = {}
     categories: dict[str, int] = {}
     holders: dict[str, dict[str, int]] = {}
@@ -162,7 +161,7 @@ def _tier(ledger: Ledger, tier: str, moment: Moment, by: By) -> Body:
         categories[series.category] = categories.get(series.category, 0) + nbytes
         holder = holders.setdefault(module, {})
         holder[series.category] = holder.get(series.category, 0) + nbytes
-    most = sorted(holders.items(), key=lambda item: (-sum(item[1].values()), item[0]))[:MOST_HOLDERS]
+    largest = sorted(holders.items(), key=lambda item: (-sum(item[1].values()), item[0]))[:most]
     return {
         "bytes": moment.nbytes,
         "at_s": (moment.time_ns - ledger.begin_ns) / 1e9,
@@ -170,7 +169,7 @@ def _tier(ledger: Ledger, tier: str, moment: Moment, by: By) -> Body:
         "budget_bytes": _budget(ledger, tier),
         "groups": _sorted(groups),
         "categories": _sorted(categories),
-        "holders": [{"name": name, "bytes": sum(held.values()), "categories": _sorted(held)} for name, held in most],
+        "holders": [{"name": name, "bytes": sum(held.values()), "categories": _sorted(held)} for name, held in largest],
     }
 
 
@@ -216,10 +215,10 @@ def _line(line: Remainder, ledger: Ledger) -> Body:
     }
 
 
-def _waits(times: Times) -> Iterator[Body]:
+def _waits(times: Times, most: int) -> Iterator[Body]:
     """What the training threads stood still for, over the steps counted."""
     counted = max(len(times.stalls.per_step_ns), 1)
-    for stall in times.stalls.units[:MOST_WAITS]:
+    for stall in times.stalls.units[:most]:
         yield {
             "what": stall.what,
             "unit": stall.key,
@@ -265,7 +264,7 @@ def _ms(time_ns: int | None) -> float | None:
     return None if time_ns is None else time_ns / 1e6
 
 
-def _ranks(lanes: Sequence[Lane]) -> Body:
+def _ranks(lanes: Sequence[Lane], most: int) -> Body:
     here = {lane.header.rank for lane in lanes}
     tiers = [tier for tier in TIERS if any(lane.peaks.get(tier) for lane in lanes)]
     simulated = bool(lanes[0].header.simulated)
@@ -274,7 +273,7 @@ def _ranks(lanes: Sequence[Lane]) -> Body:
         "world": lanes[0].header.world,
         "missing": [rank for rank in range(min(lanes[0].header.world, MOST_MISSING)) if rank not in here and not simulated],
         "clocks": [asdict(clock) for clock in clocks(lanes)],
-        "skew": [asdict(skew) for skew in skews(lanes, MOST_SKEWS)] if all(lane.collectives for lane in lanes) else None,
+        "skew": [asdict(skew) for skew in skews(lanes, most)] if all(lane.collectives for lane in lanes) else None,
         "stragglers": [asdict(straggler) for straggler in stragglers(lanes)] if timed else None,
         "peak_bytes": {tier: {str(lane.header.rank): lane.peaks.get(tier) for lane in lanes} for tier in tiers},
         "work_ms": {str(lane.header.rank): _ms(lane.work_ns) for lane in lanes},

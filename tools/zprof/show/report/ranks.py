@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from rich import box
@@ -22,29 +23,45 @@ _MOST_SKEWS = 8
 MOST_DRIFT_NS = 1_000_000
 
 
-def ranks_table(report: Mapping[str, Any]) -> Table:
-    """Each rank's peaks and pace; of many ranks the first few."""
-    ranks = report["ranks"]
+def ranks_table(report: Mapping[str, Any], top: int | None = None) -> Table:
+    """Each rank's peaks and pace; of more than ``top`` ranks those that differ most from the others, by rank."""
+    ranks, runs = report["ranks"], report["runs"]
+    most = top or _MOST_RANKS
+    if len(runs) > most:
+        apart = _apart(ranks)
+        runs = sorted(sorted(runs, key=lambda run: -apart.get(str(run["rank"]), 0.0))[:most], key=lambda run: run["rank"])
     drawing = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     tiers = list(ranks["peak_bytes"])
     for heading in ("rank", "host", *(f"{tier} peak" for tier in tiers), "step", "own work"):
         drawing.add_column(heading, justify="left" if heading == "host" else "right")
-    for run in report["runs"][:_MOST_RANKS]:
+    for run in runs:
         rank = str(run["rank"])
         peaks = (_or_dash(ranks["peak_bytes"][tier][rank], as_size) for tier in tiers)
         host = "".join(letter if letter.isprintable() else "?" for letter in run["host"])
         times = (_or_dash(ranks[name][rank], lambda ms: as_duration(ms * 1e6)) for name in ("step_ms", "work_ms"))
         drawing.add_row(rank, Text(host), *peaks, *times)
-    if len(report["runs"]) > _MOST_RANKS:
-        drawing.add_row("", f"{len(report['runs']) - _MOST_RANKS} more ranks: --by rank")
+    if len(runs) < len(report["runs"]):
+        drawing.add_row("", f"{len(report['runs']) - len(runs)} ranks nearer the median: --top {len(report['runs'])}")
     return drawing
+
+
+def _apart(ranks: Mapping[str, Any]) -> dict[str, float]:
+    """Each rank's largest distance from the median, of any figure of the table, as a share of that median."""
+    apart: dict[str, float] = {}
+    for figures in (*ranks["peak_bytes"].values(), ranks["step_ms"], ranks["work_ms"]):
+        known = {rank: value for rank, value in figures.items() if value is not None}
+        middle = median(known.values()) if known else 0
+        for rank, value in known.items():
+            share = abs(value - middle) / middle if middle else float(bool(value))
+            apart[rank] = max(apart.get(rank, 0.0), share)
+    return apart
 
 
 def _or_dash(value: Any, drawn: Callable[[Any], str]) -> str:
     return "-" if value is None else drawn(value)
 
 
-def ranks_lines(ranks: Mapping[str, Any], *, simulated: bool = False) -> list[Any]:
+def ranks_lines(ranks: Mapping[str, Any], top: int | None = None, *, simulated: bool = False) -> list[Any]:
     """What follows from it, in sentences and a table of who is late; a simulated rank stands for all."""
     lines: list[Any] = []
     for tier, found in ranks["peak_bytes"].items():
@@ -59,7 +76,7 @@ def ranks_lines(ranks: Mapping[str, Any], *, simulated: bool = False) -> list[An
         works = f"works {as_duration(slow['work_ns'])} a step, {more:.0%} more than the median rank"
         lines.append(Text(f"straggler: rank {slow['rank']} {works}"))
     if ranks["skew"]:
-        lines.append(_skew(ranks))
+        lines.append(_skew(ranks, top or _MOST_SKEWS))
     elsewhere = [str(clock["rank"]) for clock in ranks["clocks"] if clock["by"] == "wall"]
     if elsewhere:
         lines.append(Text(f"rank(s) {_listed(elsewhere)}: put beside the first by wall clock, so skews may be clock error"))
@@ -78,11 +95,11 @@ def _listed(ranks: Sequence[object]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def _skew(ranks: Mapping[str, Any]) -> Table:
+def _skew(ranks: Mapping[str, Any], most: int) -> Table:
     drawing = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for heading in ("late to", "unit", "rank", "by", "times", "cost"):
         drawing.add_column(heading, justify="left" if heading in ("late to", "unit") else "right")
-    for skew in ranks["skew"][:_MOST_SKEWS]:
+    for skew in ranks["skew"][:most]:
         unit = Text("".join(letter if letter.isprintable() else "?" for letter in skew["key"]))
         often = f"{skew['times']} of {skew['count']}"
         late, cost = as_duration(skew["late_ns"]), as_duration(skew["total_ns"])

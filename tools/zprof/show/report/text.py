@@ -29,8 +29,8 @@ _MOST_HOLDERS = 8
 _MOST_WAITS = 8
 
 
-def show(report: Mapping[str, Any]) -> None:
-    """Print the report."""
+def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
+    """Print the report; ``top`` is the rows of each table, by default what fits a screen."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console = Console(highlight=False, soft_wrap=True, width=120)
@@ -38,19 +38,21 @@ def show(report: Mapping[str, Any]) -> None:
     for line in _heading(report, run):
         console.print(line)
     mark = "\N{FULL BLOCK}" if console.encoding.startswith("utf") else "#"
-    _section(console, f"{_when(report)}{' (predicted)' if run['simulated'] else ''}", _held(report, run, mark))
+    held = _held(report, run, mark, top or _MOST_GROUPS)
+    _section(console, f"{_when(report)}{' (predicted)' if run['simulated'] else ''}", held)
     if report["by"] not in ("module", "unit"):
-        _section(console, "most held by", _holders(run))
+        _section(console, "most held by", _holders(run, top or _MOST_HOLDERS))
     _section(console, "residual states", _residual(run))
     if not run["simulated"]:
         # There is no process that could say more than the ledger.
         _section(console, "reconciliation", _reconciled(run))
     predicted = " (predicted)" if run["simulated"] else ""
-    _section(console, f"time{predicted}", _times(run))
+    _section(console, f"time{predicted}", _times(run, top or _MOST_WAITS))
     _section(console, f"bandwidth{predicted}", _rates(run))
     _section(console, "large batch", list(_growing(run)))
     if report["ranks"]:
-        _section(console, "ranks", [ranks_table(report), *ranks_lines(report["ranks"], simulated=bool(run["simulated"]))])
+        lines = ranks_lines(report["ranks"], top, simulated=bool(run["simulated"]))
+        _section(console, "ranks", [ranks_table(report, top), *lines])
     if run["oom"]:
         _section(console, "out of memory", [Text(plain(line)) for line in run["oom"]["lines"]])
     _section(console, "not recorded", [Text(plain(line)) for line in _not_recorded(report["runs"])])
@@ -125,12 +127,12 @@ def _table(*columns: tuple[str, str]) -> Table:
 # Memory.
 
 
-def _held(report: Mapping[str, Any], run: Run, mark: str) -> list[Any]:
+def _held(report: Mapping[str, Any], run: Run, mark: str, most: int) -> list[Any]:
     if report["by"] == "rank" and len(report["runs"]) > 1:
         runs = report["runs"]
         rows = {f"rank {each['rank']}": {tier: held["bytes"] for tier, held in each["tiers"].items()} for each in runs}
         tiers = list(dict.fromkeys(tier for row in rows.values() for tier in row))
-        return [_bars(rows, tiers, mark, total=False)] if tiers else [Text(_NOTHING)]
+        return [_bars(rows, tiers, mark, most, total=False)] if tiers else [Text(_NOTHING)]
     tiers = list(run["tiers"])
     if not tiers:
         return [Text(_NOTHING)]
@@ -139,23 +141,24 @@ def _held(report: Mapping[str, Any], run: Run, mark: str) -> list[Any]:
         for name, nbytes in run["tiers"][tier]["groups"].items():
             rows.setdefault(name, {})[tier] = nbytes
     whole = not any(run["tiers"][tier]["not_recorded"] for tier in tiers)
-    return [_bars(rows, tiers, mark, total=True, whole=whole), *(Text(_moment(tier, run["tiers"][tier])) for tier in tiers)]
+    moments = (Text(_moment(tier, run["tiers"][tier])) for tier in tiers)
+    return [_bars(rows, tiers, mark, most, total=True, whole=whole), *moments]
 
 
 _NOTHING = "nothing was held that the recording saw"
 
 
 def _bars(
-    rows: Mapping[str, Mapping[str, int]], tiers: Sequence[str], mark: str, *, total: bool, whole: bool = True
+    rows: Mapping[str, Mapping[str, int]], tiers: Sequence[str], mark: str, most: int, *, total: bool, whole: bool = True
 ) -> Table:
     drawing = _table(("", "left"), *((tier, "right") for tier in tiers), (f"of {tiers[0]}", "left"))
     ordered = sorted(rows.items(), key=lambda row: tuple(-row[1].get(tier, 0) for tier in tiers))
     top = sum(row.get(tiers[0], 0) for row in rows.values()) if total else max(row.get(tiers[0], 0) for row in rows.values())
-    for name, row in ordered[:_MOST_GROUPS]:
+    for name, row in ordered[:most]:
         drawing.add_row(Text(plain(name)), *(_amount(row, tier) for tier in tiers), _bar(row.get(tiers[0], 0), top, mark))
-    if len(ordered) > _MOST_GROUPS:
-        others = {tier: sum(row.get(tier, 0) for _, row in ordered[_MOST_GROUPS:]) for tier in tiers}
-        name = f"{len(ordered) - _MOST_GROUPS} more"
+    if len(ordered) > most:
+        others = {tier: sum(row.get(tier, 0) for _, row in ordered[most:]) for tier in tiers}
+        name = f"{len(ordered) - most} more"
         drawing.add_row(name, *(_amount(others, tier) for tier in tiers), _bar(others.get(tiers[0], 0), top, mark))
     if total:
         drawing.add_section()
@@ -182,12 +185,12 @@ def _moment(tier: str, held: Mapping[str, Any]) -> str:
     return f"{tier}: {sized(held['bytes'])} at {as_moment(held['at_s'] * 1e9)}{step}{peak}{budget}{missing}"
 
 
-def _holders(run: Run) -> list[Any]:
+def _holders(run: Run, most: int) -> list[Any]:
     drawing = _table(("module", "left"), ("tier", "left"), ("bytes", "right"), ("mostly", "left"))
     found = [
-        (holder["bytes"], tier, holder) for tier, held in run["tiers"].items() for holder in held["holders"][:_MOST_HOLDERS]
+        (holder["bytes"], tier, holder) for tier, held in run["tiers"].items() for holder in held["holders"][:most]
     ]
-    for nbytes, tier, holder in sorted(found, key=lambda each: -each[0])[:_MOST_HOLDERS]:
+    for nbytes, tier, holder in sorted(found, key=lambda each: -each[0])[:most]:
         mostly = ", ".join(f"{name} {sized(held)}" for name, held in list(holder["categories"].items())[:2])
         drawing.add_row(Text(plain(holder["name"])), tier, sized(nbytes), mostly)
     return [drawing] if found else []
@@ -236,7 +239,7 @@ def _reconciled(run: Run) -> list[Any]:
 # Time.
 
 
-def _times(run: Run) -> list[Any]:
+def _times(run: Run, most: int) -> list[Any]:
     figures = {name: value for name, value in run["measures"].items() if value is not None}
     if "step.median_ms" not in figures:
         why = run["unseen"]["step.median_ms"]
@@ -254,12 +257,12 @@ def _times(run: Run) -> list[Any]:
         return lines
     headings = (("waited for", "left"), ("unit", "left"), ("a step", "right"), ("longest", "right"), ("settings", "left"))
     drawing = _table(*headings)
-    for wait in run["waits"][:_MOST_WAITS]:
+    for wait in run["waits"][:most]:
         settings = ", ".join(wait["settings"][:2])
         row = (_took(wait["ms_per_step"]), _took(wait["longest_ms"]), Text(settings))
         drawing.add_row(plain(wait["what"]), Text(plain(wait["unit"])), *row)
-    if len(run["waits"]) > _MOST_WAITS:
-        drawing.add_row(f"and {len(run['waits']) - _MOST_WAITS} more", "", "", "", "")
+    if len(run["waits"]) > most:
+        drawing.add_row(f"and {len(run['waits']) - most} more", "", "", "", "")
         lines += _waits_in_all(figures)
     return [*lines, drawing, *(Text(f"remedy: {plain(line)}") for line in run["mends"])]
 
