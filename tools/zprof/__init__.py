@@ -1,6 +1,7 @@
 """zprof: where every byte and millisecond of a training run went; the command line and what it offers to code.
 
-``record`` and ``Recorder`` are for scripts, ``%load_ext zprof`` for notebooks. Nothing is imported before it is used.
+``record`` and ``Recorder`` are for scripts, ``%load_ext zprof`` for notebooks, ``open`` reads what they recorded. Nothing is
+imported before it is used.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from zprof.analysis.run import Run
     from zprof.recording.recorder import Level, Recorder
 
-__all__ = ["Recorder", "load_ipython_extension", "record"]
+__all__ = ["Recorder", "Run", "load_ipython_extension", "open", "record"]
 
 
 @contextmanager
@@ -35,6 +37,20 @@ def record(
         yield recorder
 
 
+def open(path: str | Path, *, rank: int | None = None) -> Run:
+    """A recorded run, to ask it in Python; torch is not needed.
+
+    Args:
+        path: a trace, or a folder of the traces of one run.
+        rank: which of them, where there are several.
+    Raises:
+        TraceError: it is missing, no trace, of several ranks where none was chosen, or has no such rank.
+    """
+    from zprof.analysis.run import Run
+
+    return Run.open(path, rank=rank)
+
+
 def load_ipython_extension(shell: Any) -> None:
     """What ``%load_ext zprof`` calls."""
     from zprof.running.jupyter import load
@@ -47,4 +63,8 @@ def __getattr__(name: str) -> Any:
         from zprof.recording.recorder import Recorder
 
         return Recorder
+    if name == "Run":
+        from zprof.analysis.run import Run
+
+        return Run
     raise AttributeError(f"module 'zprof' has no attribute {name!r}")

@@ -1,0 +1,313 @@
+"""Owns what Python code asks of a recorded run: `zprof.open` gives one rank of it, in plain values, seconds and bytes.
+
+It computes nothing: the ledger, the spans and the measures do, each once and when it is first asked for. It never needs torch.
+What a recording did not see is None or left out, never 0, and `Run.unseen` says why.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.text import as_size
+from zprof.analysis.analysis import Times, both
+from zprof.analysis.coverage import Coverage, Unseen, coverage
+from zprof.analysis.ledger import Ledger, Moment
+from zprof.analysis.measures import measures
+from zprof.analysis.ranks import path_of, traces_of
+from zprof.analysis.spans import spans
+from zprof.rows import CATEGORIES, TIERS, TraceError
+from zprof.trace.reader import Trace
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from zprof.analysis.curves import By
+
+__all__ = ["Curves", "Peak", "Run", "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment a tier held most.
+
+    Attributes:
+        nbytes: held then, in bytes.
+        time_s: since the recording began.
+        step: in which optimizer step, counted from 0; None outside all.
+        moment: the exact place in the trace, for `Run.held`: several events may share a time.
+    """
+
+    nbytes: int
+    time_s: float
+    step: int | None
+    moment: Moment
+
+    def __str__(self) -> str:
+        return f"{as_size(self.nbytes)} at {self.time_s:.3f} s" + ("" if self.step is None else f", in step {self.step}")
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Bytes over time: `pandas.DataFrame(curves.held, curves.time_s)` is a table of them.
+
+    Attributes:
+        time_s: float64 [points], ascending, since the recording began; a level holds until the next point.
+        held: group -> int64 [points], in bytes.
+    """
+
+    time_s: NDArray[np.float64]
+    held: dict[str, NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time: what it was, of which unit, from when to when in seconds since the recording began, the bytes
+    it moved, and the number of its thread."""
+
+    what: str
+    key: str
+    begin_s: float
+    end_s: float
+    nbytes: int
+    thread: int
+
+
+class Run:
+    """One rank of a recorded run; a context manager that closes its file.
+
+    Attributes:
+        path: the trace.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.path = trace.path
+        self._trace = trace
+        self._closed = False
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, rank: int | None = None) -> Run:
+        """See `zprof.open`."""
+        where = Path(path)
+        if rank is not None:
+            return cls(Trace.open(path_of(rank, [where])))
+        traces = traces_of([where])
+        if len(traces) > 1:
+            ranks = [trace.header.rank for trace in traces]
+            for trace in traces:
+                trace.close()
+            raise TraceError(f"{where}: expected one rank, found {len(ranks)}; choose one, such as rank={ranks[0]}")
+        return cls(traces[0])
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file: only what its header says can be asked from then on."""
+        self._closed = True
+        self._trace.close()
+
+    def __repr__(self) -> str:
+        return f"<zprof.Run {str(self.path)!r}: rank {self.rank} of {self.world}, level {self.level}>"
+
+    # What ran.
+
+    @property
+    def rank(self) -> int:
+        return self._trace.header.rank
+
+    @property
+    def world(self) -> int:
+        """Ranks of the run."""
+        return self._trace.header.world
+
+    @property
+    def level(self) -> str:
+        """The level it was recorded at: "events", "alloc" or "stack"."""
+        return self._trace.header.level
+
+    @property
+    def device(self) -> str:
+        """What computed, such as "cpu" or "cuda:0"."""
+        return self._trace.device
+
+    @property
+    def host(self) -> str:
+        return self._trace.header.host
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The command line."""
+        return tuple(self._trace.header.argv)
+
+    @property
+    def simulated(self) -> str:
+        """The hardware of which a simulation predicts; "" for what really ran."""
+        return self._trace.header.simulated
+
+    @property
+    def duration_s(self) -> float:
+        return (self._ledger.end_ns - self._ledger.begin_ns) / 1e9
+
+    @property
+    def damage(self) -> str | None:
+        """What of the file could not be read, in one line; None where all was."""
+        return self._ledger.damage
+
+    @property
+    def not_recorded(self) -> list[str]:
+        """What no figure includes, a line each."""
+        return list(self._covered.lines())
+
+    # Memory.
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers that anything was held on, of "device", "host" and "disk"."""
+        return self._ledger.tiers
+
+    def peak(self, tier: str = "device", category: str | None = None, *, step: int | None = None) -> Peak | None:
+        """When ``tier`` held most: of ``category`` or in all, in the whole run or within a step, counted from 0.
+
+        Of what the recording saw, see `not_recorded`; None where that is nothing.
+
+        Raises:
+            ValueError: there is no such tier, category or step.
+        """
+        _known("tier", tier, TIERS)
+        if category is not None:
+            _known("category", category, CATEGORIES)
+        found = self._covered.place(category, tier) if category is not None else None
+        if found is not None or not self._covered.anything(tier):
+            return None
+        if step is None:
+            moment = self._ledger.peak(tier, category)
+        else:
+            count = self._times.steps.count
+            if not 0 <= step < count:
+                raise ValueError(f"step: expected one of the {count} recorded, counted from 0, found {step}")
+            begin_ns, end_ns = self._times.steps.bounds[step].tolist()
+            moment = self._ledger.peak_between(tier, begin_ns, end_ns, category)
+        return Peak(moment.nbytes, self._seconds(moment.time_ns), self._step_at(moment.time_ns), moment)
+
+    def held(self, when: float | Peak | None = None, *, by: By = "category", tier: str = "device") -> dict[str, int]:
+        """Bytes of each group on ``tier``, the largest first; groups that held nothing, or were not seen, are left out.
+
+        Args:
+            when: a peak, or seconds since the recording began; the peak of ``tier`` where it is None.
+            by: "category", "module", "unit", "tier" or "rank".
+        Raises:
+            ValueError: there is no such tier or way to group.
+        """
+        from zprof.analysis.curves import BYS
+
+        _known("tier", tier, TIERS)
+        _known("by", by, BYS)
+        if when is None:
+            moment: Moment | int = self._ledger.peak(tier)
+        elif isinstance(when, Peak):
+            moment = when.moment
+        else:
+            moment = self._ledger.begin_ns + round(when * 1e9)
+        return self._ledger.table(moment, by, tier)
+
+    def curves(self, *, by: By = "category", tier: str = "device", points: int = 2000) -> Curves:
+        """Bytes of each group on ``tier`` over time, at about ``points`` points, of which the peak is one.
+
+        Raises:
+            ValueError: there is no such tier or way to group.
+        """
+        from zprof.analysis.curves import BYS
+
+        _known("tier", tier, TIERS)
+        _known("by", by, BYS)
+        drawn = self._ledger.curves(by, tier, points)
+        return Curves((drawn.time_ns - self._ledger.begin_ns) / 1e9, drawn.levels)
+
+    @property
+    def sampled(self) -> list[str]:
+        """The names of what was sampled, such as "rss"."""
+        return self._ledger.sampled()
+
+    def samples(self, what: str, points: int = 2000) -> dict[str, tuple[NDArray[np.float64], NDArray[np.int64]]]:
+        """key -> (seconds since the recording began, value) of a sampled quantity; empty where it was not sampled."""
+        found = self._ledger.samples(what, points)
+        return {key: ((time_ns - self._ledger.begin_ns) / 1e9, values) for key, (time_ns, values) in found.items()}
+
+    # Time.
+
+    @property
+    def steps(self) -> NDArray[np.float64]:
+        """Begin and end of each optimizer step, float64 [steps, 2] in seconds since the recording began.
+
+        Of a script without zhooks the first is only its update.
+        """
+        return (self._times.steps.bounds[: self._times.steps.count] - self._ledger.begin_ns) / 1e9
+
+    def spans(self, *whats: str) -> Iterator[Span]:
+        """What took time, in the order it began: of these names, or beginnings such as "wait *"; all where none is given.
+
+        Those that had not ended when the recording did are left out. On a GPU they are the times of the host, which only
+        queues the work.
+        """
+        table = spans(self._ledger.trace, whats or None)
+        columns = (table.what, table.key, table.begin_ns, table.end_ns, table.nbytes, table.thread)
+        for what, key, begin_ns, end_ns, nbytes, thread in zip(*(column.tolist() for column in columns), strict=True):
+            names = table.strings[what], table.strings[key]
+            yield Span(*names, self._seconds(begin_ns), self._seconds(end_ns), nbytes, thread)
+
+    # In all.
+
+    @cached_property
+    def measures(self) -> dict[str, float]:
+        """The numbers of ``zprof check`` by name, those that were seen; `unseen` has the others."""
+        return {name: value for name, value in self._measured.items() if not isinstance(value, Unseen)}
+
+    @cached_property
+    def unseen(self) -> dict[str, str]:
+        """The measures that the recording does not hold, and why."""
+        return {name: value.why for name, value in self._measured.items() if isinstance(value, Unseen)}
+
+    @cached_property
+    def _both(self) -> tuple[Ledger, Times]:
+        return both(self._trace)
+
+    @property
+    def _ledger(self) -> Ledger:
+        if self._closed:
+            raise TraceError(f"{self.path}: expected an open run, found a closed one; ask it before its `with` block ends")
+        return self._both[0]
+
+    @property
+    def _times(self) -> Times:
+        return self._both[1]
+
+    @cached_property
+    def _covered(self) -> Coverage:
+        return coverage(self._trace, self._ledger.tiers)
+
+    @cached_property
+    def _measured(self) -> dict[str, Any]:
+        return measures(self._trace, self._ledger, self._times)
+
+    def _seconds(self, time_ns: int) -> float:
+        return (time_ns - self._ledger.begin_ns) / 1e9
+
+    def _step_at(self, time_ns: int) -> int | None:
+        for number, (begin_ns, end_ns) in enumerate(self._times.steps.bounds[: self._times.steps.count].tolist()):
+            if begin_ns <= time_ns <= end_ns:
+                return number
+        return None
+
+
+def _known(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, found {value!r}")
