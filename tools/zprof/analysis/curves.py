@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from zprof.analysis.samples import highest
+from zprof.rows import BEFORE_STACK, TraceError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from zprof.analysis.tally import Log
+    from zprof.trace.reader import Trace
 
     Int64s = NDArray[np.int64]
 
-__all__ = ["BYS", "By", "Curves", "drawn", "group_of", "module_of"]
+__all__ = ["BYS", "By", "Curves", "drawn", "group_of", "lines_recorded", "module_of"]
 
-By = Literal["category", "module", "tier", "rank", "unit"]
+By = Literal["category", "module", "tier", "rank", "unit", "line"]
 BYS: tuple[By, ...] = get_args(By)
 
-#: What series without a key are called where keys are.
+#: What series without a key are called where keys are, and those without a line where lines are.
 NO_KEY = "(no module)"
-#: At --level stack a key goes on with the lines that made the storage.
-BEFORE_STACK = " <- "
+NO_LINE = "(no line of the script)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ def group_of(by: By, category: str, tier: str, key: str, rank: int) -> str:
         return f"rank {rank}"
     if by in ("category", "tier"):
         return category if by == "category" else tier
-    path = key.partition(BEFORE_STACK)[0]
+    path, *lines = key.split(BEFORE_STACK, 2)
+    if by == "line":
+        return lines[0] if lines else NO_LINE
     return (path if by == "unit" else module_of(path)) or NO_KEY
 
 
@@ -67,6 +70,17 @@ def module_of(key: str) -> str:
         if name.isdecimal():
             return ".".join(names[: at + 1])
     return ".".join(names[:2])
+
+
+def lines_recorded(trace: Trace) -> None:
+    """Refuse to group by line what has none.
+
+    Raises:
+        TraceError: it was not recorded at level "stack".
+    """
+    level = trace.header.level
+    if level != "stack":
+        raise TraceError(f"{trace.path}: --by line: expected a run recorded at --level stack, found {level}; record it again")
 
 
 def drawn(log: Log, group: Int64s, names: Sequence[str], totals: Sequence[Int64s], points: int) -> Curves:

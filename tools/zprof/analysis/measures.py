@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from zprof.analysis.analysis import Times
     from zprof.analysis.coverage import Coverage
+    from zprof.analysis.growth import Grown
     from zprof.analysis.ledger import Ledger
     from zprof.trace.reader import Trace
 
@@ -62,6 +63,7 @@ _TABLE: tuple[Measure, ...] = (
     Measure("exposed.ms_per_step", "ms", "more", "Time the training threads stood waiting, a step, counted once."),
     Measure("exposed.percent", "%", "more", "The same as a share of the steps."),
     Measure("energy.joules_per_step", "J", "more", "Energy of all sampled GPUs, a step."),
+    Measure("growth.bytes_per_step", "bytes", "more", "What kept growing from step to step, a step: leaks, or what is kept."),
     Measure("oom.count", "count", "more", "Requests for memory whose failure ended the script."),
     Measure("rows.dropped", "count", "more", "Rows that were recorded and are not in the file: figures are then less sure."),
 )
@@ -106,20 +108,29 @@ MEASURES: dict[str, Measure] = {measure.name: measure for measure in _all()}
 
 
 def measures(
-    trace: Trace, ledger: Ledger, times: Times | None = None, *, within: tuple[int, int] | None = None
+    trace: Trace,
+    ledger: Ledger,
+    times: Times | None = None,
+    *,
+    within: tuple[int, int] | None = None,
+    grown: tuple[Grown, ...] | Unseen | None = None,
 ) -> dict[str, Value]:
     """All of `MEASURES` for a run, by name; ``times`` where they are there already, else in another pass.
 
     Args:
         within: count peaks of tiers between these times; over the whole run where it is None.
+        grown: what grew, where it is known already.
     """
     from zprof.analysis import analysis
+    from zprof.analysis.growth import growth
 
     times = times or analysis.times(trace)
     covered = coverage(trace, ledger.tiers)
     found: dict[str, Value] = {"oom.count": float(times.oom), "rows.dropped": float(trace.dropped)}
     for part in (_held(ledger, covered, within), _sampled(trace, ledger), _stepped(times, covered), _moved(times, covered)):
         found |= part
+    grown = growth(ledger, times.steps, covered) if grown is None else grown
+    found["growth.bytes_per_step"] = grown if isinstance(grown, Unseen) else float(sum(each.per_step for each in grown))
     found["energy.joules_per_step"] = _joules(ledger, times, covered)
     assert found.keys() == MEASURES.keys(), f"not the measures there are: {sorted(found.keys() ^ MEASURES.keys())}"
     return {name: found[name] for name in MEASURES}

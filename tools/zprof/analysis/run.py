@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from offload.text import as_size
 from zprof.analysis.analysis import Times, both
 from zprof.analysis.coverage import Coverage, Unseen, coverage
+from zprof.analysis.curves import BYS, By, lines_recorded
+from zprof.analysis.growth import Grown, growth
 from zprof.analysis.ledger import Ledger, Moment
 from zprof.analysis.measures import measures
 from zprof.analysis.ranks import path_of, traces_of
@@ -26,8 +28,6 @@ from zprof.trace.reader import Trace
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from zprof.analysis.curves import By
 
 __all__ = ["Curves", "Peak", "Run", "Span"]
 
@@ -203,14 +203,12 @@ class Run:
 
         Args:
             when: a peak, or seconds since the recording began; the peak of ``tier`` where it is None.
-            by: "category", "module", "unit", "tier" or "rank".
+            by: "category", "module", "unit", "tier", "rank", or "line" of a recording at level "stack".
         Raises:
             ValueError: there is no such tier or way to group.
+            TraceError: no line was recorded.
         """
-        from zprof.analysis.curves import BYS
-
-        _known("tier", tier, TIERS)
-        _known("by", by, BYS)
+        self._check(tier, by)
         if when is None:
             moment: Moment | int = self._ledger.peak(tier)
         elif isinstance(when, Peak):
@@ -224,11 +222,9 @@ class Run:
 
         Raises:
             ValueError: there is no such tier or way to group.
+            TraceError: no line was recorded.
         """
-        from zprof.analysis.curves import BYS
-
-        _known("tier", tier, TIERS)
-        _known("by", by, BYS)
+        self._check(tier, by)
         drawn = self._ledger.curves(by, tier, points)
         return Curves((drawn.time_ns - self._ledger.begin_ns) / 1e9, drawn.levels)
 
@@ -264,6 +260,11 @@ class Run:
             names = table.strings[what], table.strings[key]
             yield Span(*names, self._seconds(begin_ns), self._seconds(end_ns), nbytes, thread)
 
+    def growth(self) -> tuple[Grown, ...] | None:
+        """What held more after each step than after the one before, the fastest first: by line of a recording at level
+        "stack", else by module. None where that was not seen, see `unseen["growth.bytes_per_step"]`."""
+        return None if isinstance(self._grown, Unseen) else self._grown
+
     # In all.
 
     @cached_property
@@ -295,8 +296,18 @@ class Run:
         return coverage(self._trace, self._ledger.tiers)
 
     @cached_property
+    def _grown(self) -> tuple[Grown, ...] | Unseen:
+        return growth(self._ledger, self._times.steps, self._covered)
+
+    @cached_property
     def _measured(self) -> dict[str, Any]:
-        return measures(self._trace, self._ledger, self._times)
+        return measures(self._trace, self._ledger, self._times, grown=self._grown)
+
+    def _check(self, tier: str, by: By) -> None:
+        _known("tier", tier, TIERS)
+        _known("by", by, BYS)
+        if by == "line":
+            lines_recorded(self._trace)
 
     def _seconds(self, time_ns: int) -> float:
         return (time_ns - self._ledger.begin_ns) / 1e9

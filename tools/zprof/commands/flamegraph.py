@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -39,11 +40,20 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     callback=_at,
     help="When: at each tier's highest moment of the run, or within step N, counted from 0.",
 )
+@click.option(
+    "--by",
+    type=click.Choice(["module", "line"]),
+    default="module",
+    show_default=True,
+    help="What the tree is of: modules, or the calls that made the bytes, of a run at --level stack.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The page to write; RUN.flamegraph.html unless said.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite the page if it is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON, for programs.")
-def flamegraph(run: Path, step: int | None, output: Path | None, force: bool, as_json: bool) -> None:
-    """Draw the bytes RUN held at a moment by its tree of modules, per tier; RUN is the newest in this folder
+def flamegraph(
+    run: Path, step: int | None, by: Literal["module", "line"], output: Path | None, force: bool, as_json: bool
+) -> None:
+    """Draw the bytes RUN held at a moment by its tree of modules or of calls, per tier; RUN is the newest in this folder
     unless named.
 
     The page holds all it needs and asks no network: open it in a browser, send it, keep it.
@@ -60,7 +70,7 @@ def flamegraph(run: Path, step: int | None, output: Path | None, force: bool, as
     check_output(path, [run], force=force)
     plotly_source()
     title = f"zprof flamegraph: {path.name.removesuffix('.html').removesuffix('.flamegraph')}"
-    data = drawn(Trace.open(run), step) | {"title": title}
+    data = drawn(Trace.open(run), step, by) | {"title": title}
     body = page(title, data, scripts=("flamegraph.js",)).encode()
     write_output(path, body)
     tiers = {tier["tier"]: tier["total"] for tier in data["tiers"]}

@@ -34,10 +34,11 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
 @named_or_latest("runs", click.Path())
 @click.option(
     "--by",
-    type=click.Choice(["category", "module", "tier", "rank", "unit"]),
+    type=click.Choice(["category", "module", "tier", "rank", "unit", "line"]),
     default="category",
     show_default=True,
-    help="How bytes are grouped. A module is a path up to its first number (model.layers.3); a unit is the whole key.",
+    help="How bytes are grouped. A module is a path up to its first number (model.layers.3); a unit is the whole key; a line "
+    "is the one that made them, recorded at --level stack.",
 )
 @click.option(
     "--at",
@@ -89,6 +90,10 @@ def report(runs: tuple[str, ...], by: str, at: int | None, top: int | None, agai
                   formula_bytes seen_by}; bytes in the part of the run
         reconciliation[]  name bytes said said_bytes against against_bytes
                   likely at_s; bytes is said_bytes less against_bytes
+        growth[]  null if not seen; of what held more after each step than after
+                  the one before: name (a line at level stack, else a module)
+                  callers[] module tier category nbytes per_step (bytes a step)
+                  first last (the steps between)
         rss       start_bytes peak_bytes at_s
         measures{}  the names of `zprof check --max`; unseen{} has why one is null
         not_recorded[]  lines: what no figure here includes

@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 
 from zprof.rows import BEFORE_STACK
 
-__all__ = ["Stacks"]
+__all__ = ["Stacks", "hide"]
 
 #: Frames looked at, and frames of the user's kept.
 DEEPEST, KEPT = 96, 12
@@ -25,12 +25,21 @@ _STANDARD = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platst
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
+#: Code that is nobody's in particular by its file's name, and ours.
+_HIDDEN: list[CodeType] = []
+
+
+def hide(code: CodeType) -> None:
+    """Leave the frames of ``code`` out of stacks that are taken from now on."""
+    _HIDDEN.append(code)
+
+
 class Stacks:
     """Texts of the stacks met."""
 
     def __init__(self) -> None:
         #: By number, for codes are compared without their file's name, and slowly; each is kept, so that it keeps its number.
-        self._labels: dict[int, tuple[str | None, CodeType]] = {}
+        self._labels: dict[int, tuple[str | None, CodeType]] = {id(code): (None, code) for code in _HIDDEN}
         self._files: dict[str, str] = {}
         self._known: dict[tuple[int, ...], str] = {}
 

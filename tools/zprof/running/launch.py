@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from offload.errors import ZhooksError
 from zprof.recording.recorder import Level, Recorder
+from zprof.recording.stacks import hide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,6 +119,8 @@ def _kept_back() -> mmap.mmap | None:
 
 def main() -> None:
     """Record ``sys.argv[2:]``'s script as ``sys.argv[1]``, an `Order`, says."""
+    # What called this is a program of one line, whose name is as that of any other.
+    hide(sys._getframe(1).f_code)
     order = Order(**json.loads(sys.argv[1]))
     command = sys.argv[2:]
     # As the trace shall name the script: what to type after `zprof run`.

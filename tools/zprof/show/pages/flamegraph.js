@@ -1,4 +1,4 @@
-// The flamegraph: the bytes of a moment as an icicle or a treemap of modules; a click makes a module the whole picture.
+// The flamegraph: the bytes of a moment as an icicle or a treemap of modules, or of the lines that made them; a click makes one the whole picture.
 "use strict";
 
 const state = { tier: 0, kind: "icicle", query: "", root: 0 };
@@ -27,6 +27,7 @@ function isLeaf(node) {
 function fullName(node) {
   const names = pathOf(node), at = names.length - 1;
   if (!names.length) return now().tier;
+  if (DATA.by === "line") return names.join(" > ");
   return isLeaf(node) || now().merged[node] ? `${names.slice(0, at).join(".")}${at ? ", " : ""}${names[at]}` : names.join(".");
 }
 
@@ -176,7 +177,7 @@ function choose(node) {
     waiting.push(...tier.children[each]);
   }
   openPanel("Details", facts([
-    ["module", el("span", { class: "mono" }, fullName(node))], ["tier", tier.tier],
+    [DATA.by, el("span", { class: "mono" }, fullName(node))], ["tier", tier.tier],
     ["bytes", `${bytes(tier.nbytes[node])} (${tier.nbytes[node].toLocaleString("en")})`], [`of ${tier.tier}`, share(tier.nbytes[node], tier.total)],
   ]), el("table", {}, el("tbody", {}, [...sums].sort((a, b) => b[1] - a[1]).map(([name, count]) => el("tr", {}, el("td", {}, dot(name), name), el("td", { class: "num" }, bytes(count)))))));
   draw();
@@ -218,7 +219,7 @@ start(() => {
   tiers.disabled = DATA.tiers.length < 2;
   const kind = el("button", { id: "kind", type: "button", onclick: () => { state.kind = state.kind === "icicle" ? "treemap" : "icicle"; kind.textContent = state.kind === "icicle" ? "As a treemap" : "As an icicle"; redraw(); } }, "As a treemap");
   page.append(el("div", { class: "bar", role: "toolbar", "aria-label": "View" }, el("label", {}, "Tier", tiers),
-    el("label", {}, "Find", el("input", { id: "search", type: "search", placeholder: "module name", oninput: (event) => { state.query = event.target.value.trim().toLowerCase(); redraw(); } })),
+    el("label", {}, "Find", el("input", { id: "search", type: "search", placeholder: `${DATA.by} name`, oninput: (event) => { state.query = event.target.value.trim().toLowerCase(); redraw(); } })),
     el("span", { id: "found", role: "status" }), el("span", { class: "gap" }), kind,
     el("button", { id: "whole", class: "primary", type: "button", onclick: () => { state.root = 0; redraw(); } }, "Whole tier"), themeButton()));
   if (DATA.damage) page.append(el("p", { class: "warn" }, DATA.damage));
@@ -228,8 +229,8 @@ start(() => {
   if (!DATA.tiers.length) {
     main.append(el("section", {}, el("p", { class: "note" }, "This run recorded no memory: nothing was placed by the runtime. Record with zprof run --level alloc to see every storage.")));
   } else {
-    main.append(el("section", { "aria-labelledby": "flame-title" }, el("div", { class: "head" }, el("h2", { id: "flame-title" }, "Bytes by module"), el("div", { class: "legend", id: "legend" }), el("span", { class: "say" }, "click a module to look into it, again to come back")),
-      el("nav", { class: "crumbs", id: "crumbs", "aria-label": "Module shown" }), el("div", { class: "plot", id: "flame", role: "img", "aria-label": "Bytes by module; the table below says the same" })),
+    main.append(el("section", { "aria-labelledby": "flame-title" }, el("div", { class: "head" }, el("h2", { id: "flame-title" }, `Bytes by ${DATA.by}`), el("div", { class: "legend", id: "legend" }), el("span", { class: "say" }, `click a ${DATA.by} to look into it, again to come back`)),
+      el("nav", { class: "crumbs", id: "crumbs", "aria-label": `Shown ${DATA.by}` }), el("div", { class: "plot", id: "flame", role: "img", "aria-label": `Bytes by ${DATA.by}; the table below says the same` })),
     el("section", { "aria-labelledby": "largest-title" }, el("div", { class: "head" }, el("h2", { id: "largest-title" }, "Largest parts of what is shown")),
       el("div", { class: "scroll", tabindex: "0", role: "group", "aria-labelledby": "largest-title" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "part"), el("th", { scope: "col", class: "num" }, "bytes"), el("th", { scope: "col", class: "num" }, "of the tier"), el("th", { scope: "col" }, el("span", { class: "sr" }, "show")))), el("tbody", { id: "largest-body" })))));
     if (DATA.tiers.some((tier) => tier.least)) main.append(el("p", { class: "note" }, DATA.tiers.filter((tier) => tier.least).map((tier) => `On ${tier.tier}, parts below ${bytes(tier.least)} are put together.`).join(" ")));

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from offload.text import as_size
-from zprof.analysis.curves import BEFORE_STACK, NO_KEY
-from zprof.rows import CATEGORIES, TraceError
+from zprof.analysis.curves import NO_KEY, NO_LINE, lines_recorded
+from zprof.rows import BEFORE_STACK, CATEGORIES, TraceError
 
 if TYPE_CHECKING:
+    from zprof.analysis.curves import By
     from zprof.analysis.ledger import Ledger, Moment
     from zprof.trace.reader import Trace
 
@@ -40,17 +41,20 @@ class Node:
         return self.children.setdefault(f"{name}\0{category}", Node(name, category=category))
 
 
-def flamegraph(trace: Trace, step: int | None = None) -> dict[str, Any]:
-    """Everything the page shows of a trace: at each tier's highest moment, of the run or within a step counted from 0.
+def flamegraph(trace: Trace, step: int | None = None, by: By = "module") -> dict[str, Any]:
+    """Everything the page shows of a trace: at each tier's highest moment, of the run or within a step counted from 0; by
+    "module" or by "line".
 
     Raises:
-        TraceError: there is no such step.
+        TraceError: there is no such step, or no line was recorded.
     """
     from zprof.analysis.coverage import coverage
     from zprof.analysis.ledger import Ledger
     from zprof.analysis.spans import Pairing
     from zprof.analysis.steps import WHATS, steps_of
 
+    if by == "line":
+        lines_recorded(trace)
     pairing = Pairing(trace, WHATS)
     ledger = Ledger.of(trace, also=pairing.feed)
     if step is None:
@@ -72,24 +76,34 @@ def flamegraph(trace: Trace, step: int | None = None) -> dict[str, Any]:
     return {
         "page": "flamegraph",
         "at": "peak" if step is None else f"step {step}",
+        "by": by,
         "rank": header.rank,
         "about": [*about, *missing],
         "missing": missing,
         "argv": " ".join(header.argv)[:400],
         "damage": trace.damage or "",
-        "tiers": [_tier(ledger, tier, moment) for tier, moment in moments.items() if moment.nbytes > 0],
+        "tiers": [_tier(ledger, tier, moment, by) for tier, moment in moments.items() if moment.nbytes > 0],
     }
 
 
-def tree(held: Iterator[tuple[str, str, int]], root: str) -> Node:
-    """The tree of (key, category, bytes), named ``root``; what stands at or below zero holds nothing and is left out."""
+def tree(held: Iterator[tuple[str, str, int]], root: str, by: By = "module") -> Node:
+    """The tree of (key, category, bytes), named ``root``; what stands at or below zero holds nothing and is left out.
+
+    By "module" it is that of modules, below which the lines stand that made each one's bytes; by "line" that of calls, below
+    whose last line the modules stand.
+    """
     top = Node(root)
     for key, category, nbytes in held:
         if nbytes <= 0:
             continue
         path, *stack = key.split(BEFORE_STACK)
         block, _, module = path.rpartition("/")
-        names = [name for name in module.split(".") if name] or [NO_KEY]
+        # The line nearest the allocation comes first in a key, and last in a tree.
+        calls = stack[_MOST_DEPTH - 1 :: -1]
+        if by == "line":
+            names, calls = calls or [NO_LINE], [path or NO_KEY]
+        else:
+            names = [name for name in module.split(".") if name] or [NO_KEY]
         if len(names) > _MOST_DEPTH:
             names[_MOST_DEPTH - 1 :] = [".".join(names[_MOST_DEPTH - 1 :])]
         node = top
@@ -99,17 +113,16 @@ def tree(held: Iterator[tuple[str, str, int]], root: str) -> Node:
             node.nbytes += nbytes
         node = node.below(f"{category} ({block})" if block else category, category)
         node.nbytes += nbytes
-        # The line nearest the allocation comes first in a key, and last in a tree.
-        for line in reversed(stack[:_MOST_DEPTH]):
+        for line in calls:
             node = node.below(line, category)
             node.nbytes += nbytes
     return top
 
 
-def _tier(ledger: Ledger, tier: str, moment: Moment) -> dict[str, Any]:
+def _tier(ledger: Ledger, tier: str, moment: Moment, by: By) -> dict[str, Any]:
     levels = ledger.at(moment).tolist()
     held = ((each.key, each.category, level) for each, level in zip(ledger.series, levels, strict=True) if each.tier == tier)
-    top = tree(held, tier)
+    top = tree(held, tier, by)
     least = 0
     while _count(top, least) > _MOST_NODES:
         least = max(least * 2, top.nbytes >> 20, 1)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from zprof.analysis.analysis import Times, both
 from zprof.analysis.coverage import Coverage, Unseen, coverage
-from zprof.analysis.curves import By, group_of
+from zprof.analysis.curves import By, group_of, lines_recorded
+from zprof.analysis.growth import growth
 from zprof.analysis.ledger import Ledger, Moment
 from zprof.analysis.measures import measures
 from zprof.analysis.prefetch import policy_of, setting
@@ -61,6 +62,8 @@ def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None 
                 f"{trace.path}: holds a header and no rows, expected a recorded run; record it again with "
                 f"`zprof run -f -o {trace.path}` and let it run for longer"
             )
+        if by == "line":
+            lines_recorded(trace)
         ledger, times = both(trace)
         bodies.append(_run(ledger, times, by, step, most))
         covered = coverage(trace, ledger.tiers)
@@ -78,7 +81,8 @@ def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None 
 def _run(ledger: Ledger, times: Times, by: By, step: int | None, most: int) -> Body:
     trace, header = ledger.trace, ledger.trace.header
     covered = coverage(trace, ledger.tiers)
-    measured = measures(trace, ledger, times)
+    grown = growth(ledger, times.steps, covered)
+    measured = measures(trace, ledger, times, grown=grown)
     moments = _moments(ledger, times, step)
     from zprof.oom.explanation import explain
 
@@ -116,6 +120,7 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None, most: int) -> B
         "tiers": tiers,
         "residual": residual(ledger, covered, tiers, reconciled, begin_ns, end_ns),
         "reconciliation": reconciled,
+        "growth": None if isinstance(grown, Unseen) else [asdict(each) | {"per_step": each.per_step} for each in grown[:most]],
         "rss": _rss(ledger),
         "measures": {name: None if isinstance(value, Unseen) else value for name, value in measured.items()},
         "unseen": {name: value.why for name, value in measured.items() if isinstance(value, Unseen)},

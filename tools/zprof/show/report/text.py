@@ -27,6 +27,8 @@ _BAR = 24
 _MOST_GROUPS = 24
 _MOST_HOLDERS = 8
 _MOST_WAITS = 8
+_MOST_GROWN = 8
+_MOST_CALLERS = 3
 
 
 def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
@@ -42,6 +44,7 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
     _section(console, f"{_when(report)}{' (predicted)' if run['simulated'] else ''}", held)
     if report["by"] not in ("module", "unit"):
         _section(console, "most held by", _holders(run, top or _MOST_HOLDERS))
+    _section(console, "grew from step to step", _grown(run, top or _MOST_GROWN))
     _section(console, "residual states", _residual(run))
     if not run["simulated"]:
         # There is no process that could say more than the ledger.
@@ -194,6 +197,24 @@ def _holders(run: Run, most: int) -> list[Any]:
         mostly = ", ".join(f"{name} {sized(held)}" for name, held in list(holder["categories"].items())[:2])
         drawing.add_row(Text(plain(holder["name"])), tier, sized(nbytes), mostly)
     return [drawing] if found else []
+
+
+def _grown(run: Run, most: int) -> list[Any]:
+    """Leaks, or what is kept on purpose."""
+    if not run["growth"]:
+        return []
+    lines = run["level"] == "stack"
+    headings = (("line" if lines else "module", "left"), ("tier", "left"), ("a step", "right"), ("in all", "right"))
+    drawing = _table(*headings, ("mostly", "left"), *([("called from", "left")] if lines else []))
+    for grown in run["growth"][:most]:
+        called = ", ".join(grown["callers"][:_MOST_CALLERS]) + (", ..." if len(grown["callers"]) > _MOST_CALLERS else "")
+        amounts = sized(round(grown["per_step"])), sized(grown["nbytes"])
+        mostly = Text(f"{grown['category']}, {plain(grown['module'])}")
+        callers = [Text(plain(called))] if lines else []
+        drawing.add_row(Text(plain(grown["name"])), grown["tier"], *amounts, mostly, *callers)
+    first = run["growth"][0]
+    told = f"from the end of step {first['first']} to the end of step {first['last']}: a leak, unless it is kept on purpose"
+    return [drawing, Text(told if lines else f"{told}; zprof run --level stack shows the lines")]
 
 
 def _residual(run: Run) -> list[Any]:
