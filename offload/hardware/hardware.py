@@ -200,6 +200,23 @@ class Hardware(Table):
         return "\n".join(lines) + "\n"
 
 
+#: What CUDA calls a device -> the profile that is of just that one; boards of other speeds or memories are not in it.
+_DEVICES = {
+    "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA B200": "b200",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "Tesla V100-SXM2-32GB": "v100-32",
+}
+
+
+def for_device(name: str) -> Hardware | None:
+    """The shipped profile of the device that CUDA calls ``name``; None where there is none of just that one."""
+    known = _DEVICES.get(name)
+    return None if known is None else _shipped(known)
+
+
 def names() -> list[str]:
     """The profiles that are shipped."""
     return sorted(file.stem for file in _PROFILES.glob("*.toml"))

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from offload.hardware import Hardware
     from zprof.analysis.analysis import Times
+    from zprof.analysis.compute import Computed
     from zprof.analysis.coverage import Coverage
     from zprof.analysis.growth import Grown
     from zprof.analysis.ledger import Ledger
@@ -63,6 +65,13 @@ _TABLE: tuple[Measure, ...] = (
     Measure("exposed.ms_per_step", "ms", "more", "Time the training threads stood waiting, a step, counted once."),
     Measure("exposed.percent", "%", "more", "The same as a share of the steps."),
     Measure("energy.joules_per_step", "J", "more", "Energy of all sampled GPUs, a step."),
+    Measure("flops.per_step", "count", "more", "FLOPs done, a step: those of counted steps, recomputed ones included."),
+    Measure("flops.model_per_step", "count", "more", "The same of the model's forwards and backwards, each counted once."),
+    Measure("tokens.per_second", "count", "less", "Tokens of the model's input, a second of the median step; of this rank."),
+    Measure("samples.per_second", "count", "less", "Samples of the model's input, a second of the median step; of this rank."),
+    Measure("mfu.percent", "%", "less", "The model's FLOPs at the device's peak, as a share of the median step."),
+    Measure("hfu.percent", "%", "less", "The same of all FLOPs done."),
+    Measure("energy.joules_per_token", "J", "more", "Energy of all sampled GPUs, a token of this rank."),
     Measure("growth.bytes_per_step", "bytes", "more", "What kept growing from step to step, a step: leaks, or what is kept."),
     Measure("oom.count", "count", "more", "Requests for memory whose failure ended the script."),
     Measure("rows.dropped", "count", "more", "Rows that were recorded and are not in the file: figures are then less sure."),
@@ -114,24 +123,31 @@ def measures(
     *,
     within: tuple[int, int] | None = None,
     grown: tuple[Grown, ...] | Unseen | None = None,
+    did: Computed | Unseen | None = None,
+    hardware: Hardware | None = None,
 ) -> dict[str, Value]:
     """All of `MEASURES` for a run, by name; ``times`` where they are there already, else in another pass.
 
     Args:
         within: count peaks of tiers between these times; over the whole run where it is None.
         grown: what grew, where it is known already.
+        did: what was computed, where it is known already.
+        hardware: the profile of the device; None takes the shipped one of just that device, if there is one.
     """
     from zprof.analysis import analysis
+    from zprof.analysis.compute import computed, uncounted
     from zprof.analysis.growth import growth
 
     times = times or analysis.times(trace)
     covered = coverage(trace, ledger.tiers)
     found: dict[str, Value] = {"oom.count": float(times.oom), "rows.dropped": float(trace.dropped)}
-    for part in (_held(ledger, covered, within), _sampled(trace, ledger), _stepped(times, covered), _moved(times, covered)):
+    stepped = _stepped(times, covered, uncounted(trace, times.steps.warm.bounds))
+    for part in (_held(ledger, covered, within), _sampled(trace, ledger), stepped, _moved(times, covered)):
         found |= part
     grown = growth(ledger, times.steps, covered) if grown is None else grown
     found["growth.bytes_per_step"] = grown if isinstance(grown, Unseen) else float(sum(each.per_step for each in grown))
     found["energy.joules_per_step"] = _joules(ledger, times, covered)
+    found |= _computed(computed(trace, times.steps, covered) if did is None else did, hardware, found["energy.joules_per_step"])
     assert found.keys() == MEASURES.keys(), f"not the measures there are: {sorted(found.keys() ^ MEASURES.keys())}"
     return {name: found[name] for name in MEASURES}
 
@@ -168,7 +184,7 @@ def _sampled(trace: Trace, ledger: Ledger) -> dict[str, Value]:
     return found
 
 
-def _stepped(times: Times, covered: Coverage) -> dict[str, Value]:
+def _stepped(times: Times, covered: Coverage, plain: NDArray[np.int64]) -> dict[str, Value]:
     import numpy as np
 
     steps, warm = times.steps, times.steps.warm
@@ -177,7 +193,7 @@ def _stepped(times: Times, covered: Coverage) -> dict[str, Value]:
     if unseen is not None:
         found: dict[str, Value] = {f"step.{name}": unseen for name in names}
     else:
-        took = warm.duration_ns / 1e6
+        took = (plain[:, 1] - plain[:, 0]) / 1e6
         late = np.percentile(took, 95, method="higher")
         figures = (steps.count, steps.duration_ns[0] / 1e6, np.median(took), late, took.max())
         whys = (None, steps.unseen, *[warm.unseen] * 3)
@@ -244,6 +260,38 @@ def _moved(times: Times, covered: Coverage) -> dict[str, Value]:
         else:
             found[f"{name}.bytes_per_step"] = why
     return found
+
+
+def _computed(did: Computed | Unseen, hardware: Hardware | None, joules: Value) -> dict[str, Value]:
+    from offload.errors import HardwareError
+    from zprof.analysis.compute import hardware_of
+
+    names = ("flops.per_step", "flops.model_per_step", "tokens.per_second", "samples.per_second", "mfu.percent", "hfu.percent")
+    if isinstance(did, Unseen):
+        return dict.fromkeys((*names, "energy.joules_per_token"), did)
+    tokens, samples = did.tokens, did.samples
+    no_tokens = Unseen("the model's input is not a matrix of integers, batch by sequence")
+    shares: list[Value]
+    on = hardware_of(did) if hardware is None else hardware
+    if isinstance(on, Unseen):
+        shares = [on, on]
+    else:
+        try:
+            reached = did.on(on)
+            shares = [100 * reached.mfu, 100 * reached.hfu]
+        except HardwareError as error:
+            shares = [Unseen(str(error))] * 2
+    figures: list[Value] = [
+        did.flops,
+        did.model_flops,
+        no_tokens if tokens is None else tokens / did.step_s,
+        Unseen("no model was called with a tensor") if samples is None else samples / did.step_s,
+        *shares,
+    ]
+    each: Value = joules if isinstance(joules, Unseen) else no_tokens
+    if tokens and not isinstance(joules, Unseen):
+        each = joules / tokens
+    return dict(zip(names, figures, strict=True)) | {"energy.joules_per_token": each}
 
 
 def _joules(ledger: Ledger, times: Times, covered: Coverage) -> Value:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.text import as_size
 from zprof.analysis.analysis import Times, both
+from zprof.analysis.compute import Computed, computed
 from zprof.analysis.coverage import Coverage, Unseen, coverage
 from zprof.analysis.curves import BYS, By, lines_recorded
 from zprof.analysis.growth import Grown, growth
@@ -265,6 +266,11 @@ class Run:
         "stack", else by module. None where that was not seen, see `unseen["growth.bytes_per_step"]`."""
         return None if isinstance(self._grown, Unseen) else self._grown
 
+    def computed(self) -> Computed | None:
+        """What steps computed: FLOPs by module, batches, and by `Computed.on` the share of a hardware profile that was
+        reached. None where that was not seen, see `unseen["flops.per_step"]`."""
+        return None if isinstance(self._did, Unseen) else self._did
+
     # In all.
 
     @cached_property
@@ -296,12 +302,16 @@ class Run:
         return coverage(self._trace, self._ledger.tiers)
 
     @cached_property
+    def _did(self) -> Computed | Unseen:
+        return computed(self._trace, self._times.steps, self._covered)
+
+    @cached_property
     def _grown(self) -> tuple[Grown, ...] | Unseen:
         return growth(self._ledger, self._times.steps, self._covered)
 
     @cached_property
     def _measured(self) -> dict[str, Any]:
-        return measures(self._trace, self._ledger, self._times, grown=self._grown)
+        return measures(self._trace, self._ledger, self._times, grown=self._grown, did=self._did)
 
     def _check(self, tier: str, by: By) -> None:
         _known("tier", tier, TIERS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+from typing import Any
 
 import click
 
@@ -55,8 +56,15 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     help="Rows of each table; of modules, waits and skews 8 unless given, of groups 24, of ranks 16. JSON has 20 or more.",
 )
 @click.option("--against", metavar="PLAN", type=click.Path(), help="Also set it beside a trace of zprof simulate.")
+@click.option(
+    "--hardware",
+    metavar="PROFILE",
+    help="Say what share of this hardware was reached: a profile's name or file (zprof hardware list). The GPU's own if known.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs; its keys are listed above.")
-def report(runs: tuple[str, ...], by: str, at: int | None, top: int | None, against: str | None, as_json: bool) -> None:
+def report(
+    runs: tuple[str, ...], by: str, at: int | None, top: int | None, against: str | None, hardware: str | None, as_json: bool
+) -> None:
     """Say where the bytes and milliseconds of a run went: who held what at the peak, what process or allocator say beyond that,
     what the run waited for and the remedy, achieved bandwidths, and how ranks differ.
 
@@ -94,6 +102,11 @@ def report(runs: tuple[str, ...], by: str, at: int | None, top: int | None, agai
                   the one before: name (a line at level stack, else a module)
                   callers[] module tier category nbytes per_step (bytes a step)
                   first last (the steps between)
+        compute   null if not seen: why is in unseen; a step: steps (counted) step_s
+                  flops model_flops tokens samples dtypes{} uncounted[]
+                  modules[]{name flops forward backward again bytes}
+                  reached{hardware mfu hfu floor_s compute_s memory_s price
+                  joules}, or null, and reached_why
         rss       start_bytes peak_bytes at_s
         measures{}  the names of `zprof check --max`; unseen{} has why one is null
         not_recorded[]  lines: what no figure here includes
@@ -117,9 +130,10 @@ def report(runs: tuple[str, ...], by: str, at: int | None, top: int | None, agai
     from zprof.show.report.findings import report as found_out
 
     _keep_freed_memory()
+    on = None if hardware is None else _hardware(hardware)
     if against is not None:
         _check_plan(against, runs)
-    report = found_out(runs, by=by, step=at, most=max(top or 0, MOST))  # type: ignore[arg-type]
+    report = found_out(runs, by=by, step=at, most=max(top or 0, MOST), hardware=on)  # type: ignore[arg-type]
     if against is not None:
         from zprof.commands import diff
 
@@ -135,6 +149,16 @@ def report(runs: tuple[str, ...], by: str, at: int | None, top: int | None, agai
     if against is not None:
         click.echo("\npredicted beside measured")
         diff.show(against, runs[0] if len(runs) == 1 else "run", pairs, apart)
+
+
+def _hardware(value: str) -> Any:
+    from offload.errors import HardwareError
+    from offload.hardware import Hardware
+
+    try:
+        return Hardware.of(value)
+    except HardwareError as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _check_plan(plan: str, runs: tuple[str, ...]) -> None:

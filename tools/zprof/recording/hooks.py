@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd.grad_mode import inference_mode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from zprof.recording.mode import Ear, pop
+from zprof.recording.quiet import Quiet, pop
 
-__all__ = ["Accumulated", "end_in_children", "hear_resizes", "hear_threads", "pop_when_safe"]
+__all__ = ["Accumulated", "end_in_children", "hear_resizes", "hear_threads", "pop_when_safe", "unchanged_when_left"]
 
 
 class Accumulated:
@@ -104,7 +104,7 @@ def hear_threads(begin: Callable[[], None]) -> Callable[[], None]:
     return undo
 
 
-def pop_when_safe(ear: Ear) -> Callable[[], None]:
+def pop_when_safe(ear: Quiet) -> Callable[[], None]:
     """Take ``ear`` off this thread's stack of modes when the next forward begins outside of what would put it back.
 
     ``inference_mode`` and a backward restore torch's dispatch keys as they were when they began: of a mode that went meanwhile
@@ -117,14 +117,14 @@ def pop_when_safe(ear: Ear) -> Callable[[], None]:
         pop(ear)
 
     def look(*_: Any) -> None:
-        if threading.get_ident() == thread and _unchanged_when_left():
+        if threading.get_ident() == thread and unchanged_when_left():
             leave()
 
     handle = register_module_forward_pre_hook(look)
     return leave
 
 
-def _unchanged_when_left() -> bool:
+def unchanged_when_left() -> bool:
     """What this thread is inside of does not restore dispatch keys."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() >= 0:
         return False

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Ear", "Listener", "plain_parts", "pop", "push", "storages_of"]
+from zprof.recording.quiet import Quiet
+
+__all__ = ["Ear", "Listener", "plain_parts", "storages_of"]
 
 _address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
@@ -49,7 +50,7 @@ class Listener(Protocol):
         """One of these raised; nothing more is reported."""
 
 
-class Ear(TorchDispatchMode):
+class Ear(Quiet):
     """Reports to ``listener`` what it hears on the thread it is pushed on, and on autograd's threads that work for it.
 
     Args:
@@ -57,27 +58,12 @@ class Ear(TorchDispatchMode):
         besides: more of them.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, listener: Listener, known: Container[int], besides: Container[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._listener, self._known, self._besides = listener, known, besides
         self._operations: dict[int, tuple[Callable[..., Any], int]] = {}
         self._learned: list[Any] = []
         self._kinds = dict(_KINDS)
-        self._types: dict[type, bool] = {}
-        self.deaf = False
-        _leave_to_python(type(self).__torch_dispatch__)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The wrapper it would put around the method costs a microsecond an operation; see _leave_to_python.
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # A compiled function runs compiled under us: another run than the user's would be recorded otherwise.
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -86,7 +72,7 @@ class Ear(TorchDispatchMode):
         run, does = known_operation if known_operation is not None else self._learn(func)
         if self.deaf:
             return run(*args, **kwargs) if kwargs else run(*args)
-        if types and self._leave(types):
+        if types and self.leave(types):
             return NotImplemented
         known, besides, kinds = self._known, self._besides, self._kinds
         try:
@@ -163,21 +149,6 @@ class Ear(TorchDispatchMode):
         learned = self._operations[id(func)] = run, _does(func)
         return learned
 
-    def _leave(self, types: Iterable[type]) -> bool:
-        """Whether a subclass shall take the operation apart first, so that its own operations come to us."""
-        if torch._C._len_torch_dispatch_stack() > 0:
-            # Somebody's mode lies below ours and must hear the operation as it is.
-            return False
-        leave = False
-        for seen in types:
-            known = self._types.get(seen)
-            if known is None:
-                dispatch = getattr(seen, "__torch_dispatch__", None)
-                known = dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl
-                self._types[seen] = known
-            leave = leave or known
-        return leave
-
 
 def _does(func: Any) -> int:
     """What the operation's schema says of its results."""
@@ -236,34 +207,3 @@ def storages_of(tensor: object) -> list[torch.UntypedStorage]:
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             # A kind of tensor that torch itself gives no storage to.
             return []
-
-
-def push(mode: TorchDispatchMode) -> None:
-    """Put ``mode`` on this thread's stack of modes.
-
-    Not by ``with``: its end may come while modes entered later are still open, whose flags it would take along.
-    """
-    torch._C._push_on_torch_dispatch_stack(mode)
-
-
-def pop(mode: TorchDispatchMode) -> bool:
-    """Take ``mode`` off this thread's stack of modes, wherever it lies; False where it is not on it."""
-    count = torch._C._len_torch_dispatch_stack()
-    if not any(torch._C._get_dispatch_stack_at(index) is mode for index in range(count)):
-        return False
-    above: list[Any] = []
-    while (top := torch._C._pop_torch_dispatch_stack(None)) is not mode:
-        above.append(top)
-    for other in reversed(above):
-        torch._C._push_on_torch_dispatch_stack(other)
-    return True
-
-
-def _leave_to_python(method: Callable[..., Any]) -> None:
-    """Have dynamo leave the method, and what it calls, to the interpreter; costs nothing where dynamo is not loaded."""
-    try:
-        frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
-    except AttributeError:
-        return  # A torch without these: an operation costs a microsecond more.

@@ -74,7 +74,7 @@ class Places:
     """
 
     def __init__(self, entered: Callable[[nn.Module], None], failed: Callable[[Exception], None]) -> None:
-        self._entered, self._failed = entered, failed
+        self.entered, self.failed = entered, failed
         self._stacks = _Stacks()
         self._marks = Marks()
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -90,11 +90,15 @@ class Places:
         self._undo.append(registry.register_module_forward_hook(self._end, always_call=True).remove)
         self._undo.append(_ignore_warning_of_compile())
 
-    def close(self) -> None:
-        """Remove them."""
+    def pause(self) -> None:
+        """Remove them; the names of modules stay known."""
         while self._undo:
             self._undo.pop()()
         self._stacks = _Stacks()
+
+    def close(self) -> None:
+        """Remove them, and know nothing any more."""
+        self.pause()
         self._names.clear()
         self._main = None
 
@@ -146,7 +150,7 @@ class Places:
         try:
             self._enter(module, sys._getframe(1))
         except Exception as error:
-            self._failed(error)
+            self.failed(error)
 
     def _enter(self, module: nn.Module, caller: FrameType) -> None:
         frames = self._stacks.frames
@@ -159,7 +163,7 @@ class Places:
         frames.append(_Frame(id(module), path, _task(), Doing.FORWARD, place))
         self._marks.mark(path)
         if outermost:
-            self._entered(module)
+            self.entered(module)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():

@@ -49,6 +49,7 @@ LACKING = {
     "tracker": "storages are",
     "cuda_history": "the history of CUDA's allocator is",
     "optimizer_steps": "steps of optimizers are",
+    "computing": "what steps compute is",
 }
 
 _KINDS = {"begin": int(RowKind.BEGIN), "end": int(RowKind.END), "instant": int(RowKind.INSTANT)}
@@ -351,6 +352,14 @@ class Recorder:
             except Exception as error:
                 self._lacks("optimizer_steps", f"{type(error).__name__}: {error}")
             self._watch_collectives()
+            try:
+                from zprof.recording.computing import Computing
+
+                computing = Computing(self.note)
+                computing.start()
+                self._undo.append(computing.close)
+            except Exception as error:
+                self._lacks("computing", f"{type(error).__name__}: {error}")
 
     def _watch_collectives(self) -> None:
         """Those of torch.distributed; nothing where this torch was built without."""

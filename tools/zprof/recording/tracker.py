@@ -35,8 +35,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.hooks import RemovableHandle
 
 from zprof.recording.hooks import Accumulated, end_in_children, hear_resizes, hear_threads, pop_when_safe
-from zprof.recording.mode import Ear, pop, push, storages_of
+from zprof.recording.mode import Ear, storages_of
 from zprof.recording.modules import BACKWARD, OPTIMIZER, OUTSIDE, Doing, Places, modules_alive
+from zprof.recording.quiet import pop, push
 from zprof.recording.stacks import Stacks
 from zprof.recording.storages import Storages
 from zprof.rows import CATEGORIES, TIERS, placed

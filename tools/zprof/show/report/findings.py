@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zprof.analysis.analysis import Times, both
+from zprof.analysis.compute import computed
 from zprof.analysis.coverage import Coverage, Unseen, coverage
 from zprof.analysis.curves import By, group_of, lines_recorded
 from zprof.analysis.growth import growth
@@ -26,11 +27,13 @@ from zprof.analysis.prefetch import policy_of, setting
 from zprof.analysis.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
 from zprof.analysis.remainder import Remainder, fullest_sample, peak_sample
 from zprof.rows import TIERS, TraceError
+from zprof.show.report.compute import compute_body
 from zprof.show.report.large_batch import large_batch
 from zprof.show.report.next_commands import following
 from zprof.show.report.residual import residual
 
 if TYPE_CHECKING:
+    from offload.hardware import Hardware
     from zprof.trace.reader import Trace
 
 __all__ = ["Body", "report"]
@@ -44,7 +47,14 @@ MOST = 20
 MOST_MISSING = 4096
 
 
-def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None = None, most: int = MOST) -> Body:
+def report(
+    runs: Sequence[str | Path],
+    *,
+    by: By = "category",
+    step: int | None = None,
+    most: int = MOST,
+    hardware: Hardware | None = None,
+) -> Body:
     """What there is to say of a run; see Note: [What a report is].
 
     Args:
@@ -52,6 +62,7 @@ def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None 
         by: how the bytes of a tier are grouped.
         step: the highest moment of this step, counted from 0 as pages do; of the whole run where it is None.
         most: how many modules, waits and skews are listed.
+        hardware: the profile of the device; None takes the shipped one of just that device, if there is one.
     Raises:
         TraceError: a trace cannot be read or holds nothing, a rank is there twice, or there is no such step.
     """
@@ -65,7 +76,7 @@ def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None 
         if by == "line":
             lines_recorded(trace)
         ledger, times = both(trace)
-        bodies.append(_run(ledger, times, by, step, most))
+        bodies.append(_run(ledger, times, by, step, most, hardware))
         covered = coverage(trace, ledger.tiers)
         peaks = {tier: ledger.peak(tier).nbytes if covered.anything(tier) else None for tier in TIERS}
         lanes.append(lane_of(trace, times.table, times.stalls, covered, peaks))
@@ -78,11 +89,12 @@ def report(runs: Sequence[str | Path], *, by: By = "category", step: int | None 
     return report
 
 
-def _run(ledger: Ledger, times: Times, by: By, step: int | None, most: int) -> Body:
+def _run(ledger: Ledger, times: Times, by: By, step: int | None, most: int, hardware: Hardware | None) -> Body:
     trace, header = ledger.trace, ledger.trace.header
     covered = coverage(trace, ledger.tiers)
     grown = growth(ledger, times.steps, covered)
-    measured = measures(trace, ledger, times, grown=grown)
+    did = computed(trace, times.steps, covered)
+    measured = measures(trace, ledger, times, grown=grown, did=did, hardware=hardware)
     moments = _moments(ledger, times, step)
     from zprof.oom.explanation import explain
 
@@ -121,6 +133,7 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None, most: int) -> B
         "residual": residual(ledger, covered, tiers, reconciled, begin_ns, end_ns),
         "reconciliation": reconciled,
         "growth": None if isinstance(grown, Unseen) else [asdict(each) | {"per_step": each.per_step} for each in grown[:most]],
+        "compute": None if isinstance(did, Unseen) else compute_body(did, hardware, most),
         "rss": _rss(ledger),
         "measures": {name: None if isinstance(value, Unseen) else value for name, value in measured.items()},
         "unseen": {name: value.why for name, value in measured.items() if isinstance(value, Unseen)},

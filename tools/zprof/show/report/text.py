@@ -16,6 +16,7 @@ from rich.text import Text
 
 from offload.text import as_duration, as_moment, as_size
 from zprof.analysis.coverage import NOT_MEASURED
+from zprof.show.report.compute import compute_lines
 from zprof.show.report.large_batch import advised
 from zprof.show.report.ranks import ranks_lines, ranks_table
 
@@ -52,6 +53,7 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
     predicted = " (predicted)" if run["simulated"] else ""
     _section(console, f"time{predicted}", _times(run, top or _MOST_WAITS))
     _section(console, f"bandwidth{predicted}", _rates(run))
+    _section(console, "compute", compute_lines(run, top or _MOST_GROWN))
     _section(console, "large batch", list(_growing(run)))
     if report["ranks"]:
         lines = ranks_lines(report["ranks"], top, simulated=bool(run["simulated"]))
