@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-from configparser import ConfigParser
 
 import pytest
 
@@ -33,17 +32,6 @@ def is_there(module: str, name: str) -> bool:
         return hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}") is not None
     except ModuleNotFoundError:
         return False
-
-
-def test_what_is_installed_is_every_package_there_is() -> None:
-    config = ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    there = {
-        ".".join((name, *init.parent.relative_to(ROOT / folder).parts))
-        for name, folder in PACKAGES.items()
-        for init in (ROOT / folder).rglob("__init__.py")
-    }
-    assert set(config["options"]["packages"].split()) == there
 
 
 def test_a_name_that_is_gone_is_noticed() -> None:
