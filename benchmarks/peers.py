@@ -1,6 +1,6 @@
 """The command that compares: every driver on the same work, interleaved round by round in one run.
 
-A person runs it: `python benchmarks/peers.py --config tiny,small --dtype fp32,bf16 --json out.json`. It never measures
+A person runs it: `python benchmarks/peers.py --config small,tiny --dtype fp32,bf16 --save`. It never measures
 in its own process, and a driver that fails or is not installed is shown, not dropped.
 """
 
@@ -9,18 +9,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import platform
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import report
+import results
 import workload
 from drivers import DRIVERS
 from launch import HERE, torchrun
@@ -38,10 +34,14 @@ def main(arguments: argparse.Namespace) -> None:
     report.print_run(console, trials, arguments.drivers, missing)
     for name in missing:
         console.print(f"{name}: not installed ({', '.join(DRIVERS[name].needs)})", style="yellow")
+    document = report.as_json(trials, missing)
     if arguments.json is not None:
-        document = {"command": sys.argv, "host": host(), **report.as_json(trials, missing)}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"about": results.about(), **document}, indent=1) + "\n")
         console.print(f"Wrote {arguments.json}.")
+    if arguments.save:
+        # Without the trials, which are many times as long; every ratio has its range over the rounds.
+        del document["trials"]
+        console.print(f"Wrote {results.save('peers', document)}; python benchmarks/tables.py makes the tables of it.")
 
 
 def run_all(arguments: argparse.Namespace, names: list[str], trials: list[report.Done], console: Console) -> None:
@@ -92,16 +92,6 @@ def installed(name: str) -> bool:
     return all(importlib.util.find_spec(root) is not None or (HERE.parent / root).is_dir() for root in roots)
 
 
-def host() -> dict[str, Any]:
-    """What a reader must know about where the numbers come from."""
-    return {
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare zhooks with its peers on one workload.")
     parser.add_argument("--config", type=listed(workload.SHAPES), default=["tiny"], help="comma-separated shapes")
@@ -112,6 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=positive, default=2, help="processes of a trial")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a trial is ended")
     parser.add_argument("--json", type=Path, help="file to write every trial and the summary to")
+    parser.add_argument("--save", action="store_true", help="keep the summary in benchmarks/results/peers.json")
     return parser.parse_args()
 
 
