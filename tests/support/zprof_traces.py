@@ -6,12 +6,13 @@ Every test of a room that reads traces calls it. It writes through the real writ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from zprof.analysis.spans import Pairing, SpanTable
 from zprof.rows import Row, RowKind, placed
 from zprof.trace.header import VERSION, Header
 from zprof.trace.reader import Trace
@@ -149,3 +150,11 @@ def rows_of(trace: Trace) -> Iterator[Row]:
         what, key = (np.array(trace.strings, object)[column] for column in (rows.what, rows.key))
         columns = (rows.kind, what, key, rows.nbytes, rows.time_ns, rows.thread, rows.ident)
         yield from map(Row, *(column.tolist() for column in columns))
+
+
+def spans_of(trace: Trace, whats: Collection[str] | None = None) -> SpanTable:
+    """The spans of ``trace``: of these names or beginnings, or all."""
+    pairing = Pairing(trace, whats)
+    for rows in trace.chunks():
+        pairing.feed(rows)
+    return pairing.table()

@@ -10,10 +10,9 @@ import pytest
 
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import HEADER, sample_rows, write_trace
-from zprof.analysis.ledger import Ledger
+from zprof.analysis.analysis import Analysis
 from zprof.analysis.measures import measures
-from zprof.analysis.spans import spans
-from zprof.analysis.steps import ONLY_UPDATE, steps_of
+from zprof.analysis.steps import ONLY_UPDATE
 from zprof.rows import Row, RowKind, placed
 from zprof.trace.reader import Trace
 
@@ -41,7 +40,7 @@ def plain(path: Path, updates: tuple[tuple[int, int], ...] = UPDATES, forward: t
 
 def figures(path: Path) -> dict[str, Any]:
     trace = Trace.open(path)
-    return dict(measures(trace, Ledger.of(trace)))
+    return dict(measures(Analysis.of(trace)))
 
 
 def test_the_first_step_of_a_plain_script_has_no_time_and_the_others_have(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_a_plain_script_of_one_step_has_a_count_and_an_update_and_no_figure_of_a
 def test_a_forward_before_the_first_update_makes_the_first_step_whole(
     forward: tuple[int, int], whole: bool, tmp_path: Path
 ) -> None:
-    steps = steps_of(spans(Trace.open(plain(tmp_path / "run.zprof", forward=forward))))
+    steps = Analysis.of(Trace.open(plain(tmp_path / "run.zprof", forward=forward))).steps
     assert steps.unseen is (None if whole else ONLY_UPDATE) and steps.warm.unseen is None
     assert steps.bounds[0, 0] - HEADER.mono_ns == (80 if whole else 100) * MS
 

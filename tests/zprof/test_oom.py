@@ -20,6 +20,7 @@ from offload.policy import Policy
 from offload.tier import Tier
 from tests.support.forked import python
 from tests.support.zprof_traces import HEADER, KIB, MIB, write_trace
+from zprof.analysis.analysis import Analysis
 from zprof.oom.changes import Plight
 from zprof.oom.explanation import explain
 from zprof.oom.facts import failure_of
@@ -331,7 +332,7 @@ NOTES: dict[str, dict[str, object]] = {
 
 
 def test_a_trace_is_explained_by_what_was_held_when_it_failed(tmp_path: Path) -> None:
-    lines = explain(Trace.open(write_trace(tmp_path / "run.zprof", rows_of_a_failure(), notes=NOTES)))
+    lines = explain(Analysis.of(Trace.open(write_trace(tmp_path / "run.zprof", rows_of_a_failure(), notes=NOTES))))
     assert lines[0] == "out of memory: device memory refused about 64 MiB, in forward: 4 MiB short"
     table = {line.split()[0]: line.split()[1:] for line in lines[1:5]}
     assert table["parameter"] == ["100", "MiB"]
@@ -344,11 +345,11 @@ def test_a_trace_is_explained_by_what_was_held_when_it_failed(tmp_path: Path) ->
 @pytest.mark.parametrize("broken", [{}, {"kind": 3, "tier": "device"}, {"kind": "cuda", "tier": "moon", "message": "m"}])
 def test_a_note_that_says_nothing_sensible_is_no_failure(broken: dict[str, object], tmp_path: Path) -> None:
     path = write_trace(tmp_path / "run.zprof", rows_of_a_failure(), notes={"oom": broken, "policy": {"text": "= ["}})
-    assert explain(Trace.open(path)) == []
+    assert explain(Analysis.of(Trace.open(path))) == []
 
 
 def test_a_run_without_a_failure_is_not_explained(tmp_path: Path) -> None:
-    assert explain(Trace.open(write_trace(tmp_path / "run.zprof", []))) == []
+    assert explain(Analysis.of(Trace.open(write_trace(tmp_path / "run.zprof", [])))) == []
 
 
 # Real runs.
@@ -389,7 +390,7 @@ def test_a_budget_that_is_too_small_is_explained_and_the_remedy_is_one(tmp_path:
     trace = Trace.open(tmp_path / "run.0.zprof")
     [note] = trace.notes("oom")
     assert (note.body["kind"], note.body["tier"], note.body["limit"]) == ("budget", "host", 4 * MIB)
-    assert [f"zprof: {line}" for line in explain(trace)] == said[:-2], "a report says the same"
+    assert [f"zprof: {line}" for line in explain(Analysis.of(trace))] == said[:-2], "a report says the same"
     changed = python("train.py", "host", "disk", "4 MiB", at=tmp_path)
     assert changed.returncode == 0, changed.stderr
 
@@ -537,5 +538,6 @@ def test_a_process_the_kernel_kills_for_want_of_memory_is_told_from_other_kills(
     assert f"zprof: out of memory: cgroup {small_cgroup} (limit 100 MiB): the kernel ended the process" in killed.stderr
     trace = Trace.open(tmp_path / "run.0.zprof")
     said = [line.removeprefix("zprof: ") for line in killed.stderr.splitlines()]
-    assert explain(trace) == said[: len(explain(trace))], "the trace itself says so from now on"
+    lines = explain(Analysis.of(trace))
+    assert lines == said[: len(lines)], "the trace itself says so from now on"
     assert trace.header.argv[0] == "eat.py"

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.zprof_traces import HEADER, sample_rows, write_trace
-from zprof.analysis.analysis import times
-from zprof.analysis.coverage import coverage
+from zprof.analysis.analysis import Analysis
 from zprof.analysis.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
-from zprof.analysis.stalls import stalls
-from zprof.analysis.steps import steps_of
 from zprof.rows import Row, RowKind, TraceError
 from zprof.trace.reader import Trace
 
@@ -22,9 +19,7 @@ BEGIN_NS = HEADER.mono_ns
 
 
 def lane(path: Path) -> Lane:
-    trace = Trace.open(path)
-    found = times(trace)
-    return lane_of(trace, found.table, found.stalls, coverage(trace), {"device": trace.header.rank})
+    return lane_of(Analysis.of(Trace.open(path)))
 
 
 def rank_rows(late_ns: dict[str, int], work_ns: int = 20 * MS, steps: int = 6, shift_ns: int = 0) -> list[Row]:
@@ -121,8 +116,7 @@ def test_a_straggler_works_longer_than_the_median_rank_and_a_waiting_rank_is_non
 def test_a_lane_keeps_the_collectives_of_its_rank_in_order(tmp_path: Path) -> None:
     later = {"mono_ns": BEGIN_NS + 5 * MS, "wall_ns": HEADER.wall_ns + 7 * MS}
     trace = Trace.open(write_trace(tmp_path / "t.zprof", sample_rows(steps=3, units=4), notes={"clock": later}))
-    found = times(trace)
-    kept = lane_of(trace, found.table, stalls(found.table, steps_of(found.table).warm), coverage(trace), {})
+    kept = lane_of(Analysis.of(trace))
     assert set(kept.begins) == {(what, f"model.layers.{unit}") for what in ("gather", "reduce") for unit in range(4)}
     assert {len(begins) for (what, _), begins in kept.begins.items() if what == "gather"} == {6}
     assert all(bool((begins[1:] > begins[:-1]).all()) for begins in kept.begins.values())

@@ -23,7 +23,7 @@ from tests.support.forked import python
 from tests.support.held_levels import training
 from tests.support.inside import is_heard
 from tests.support.waiting import soon
-from zprof.analysis.analysis import both
+from zprof.analysis.analysis import Analysis
 from zprof.analysis.coverage import coverage
 from zprof.analysis.measures import measures
 from zprof.recording import queue
@@ -349,8 +349,7 @@ def test_rows_are_dropped_and_counted_where_a_write_hangs(path: Path, hanging: t
     assert 0 < len(there) < 1000 and len(there) + trace.dropped == 1000
     assert [number for _, number, _ in there] == list(range(len(there)))
     assert len(rows_of(path, "again")) == 1
-    ledger, times = both(trace)
-    assert measures(trace, ledger, times)["rows.dropped"] == trace.dropped == trace.notes("lost")[-1].body["rows"]
+    assert measures(Analysis.of(trace))["rows.dropped"] == trace.dropped == trace.notes("lost")[-1].body["rows"]
     assert str(coverage(trace).place("parameter", "device")) == f"{trace.dropped:,} recorded rows are not in the file"
 
 

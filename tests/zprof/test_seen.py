@@ -16,8 +16,8 @@ from tests.support.ranks import Pool
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
 from zprof import Recorder
-from zprof.analysis.analysis import both
-from zprof.analysis.coverage import Unseen, coverage
+from zprof.analysis.analysis import Analysis
+from zprof.analysis.coverage import Unseen
 from zprof.analysis.measures import MEASURES, Value, measures, numbers
 from zprof.rows import CATEGORIES, TIERS, Row, RowKind
 from zprof.running.live import Follower
@@ -40,8 +40,7 @@ def rows_of_everything() -> Iterator[Row]:
 
 def values_of(path: Path) -> dict[str, Value]:
     trace = Trace.open(path)
-    ledger, times = both(trace)
-    return measures(trace, ledger, times)
+    return measures(Analysis.of(trace))
 
 
 def peaks(tier: str, *categories: str) -> set[str]:
@@ -329,9 +328,9 @@ def test_waits_of_other_wrappers_name_the_late_rank_and_states_are_seen(tmp_path
     own = whole if wrapper == "ddp" else whole // 2
     for path in sorted(tmp_path.glob(f"{wrapper}.alloc.*.zprof")):
         trace = Trace.open(path)
-        ledger, times = both(trace)
-        assert coverage(trace).stopped == ""
-        found = numbers(measures(trace, ledger, times))
+        analysis = Analysis.of(trace)
+        assert analysis.covered.stopped == ""
+        found, ledger = numbers(measures(analysis)), analysis.ledger
         assert (found["device.parameter.peak"], found["device.gradient.peak"]) == (whole, own)
         assert found["device.optimizer.peak"] == pytest.approx(2 * own, abs=64)
         # After the last step, long after the parameters were sharded.

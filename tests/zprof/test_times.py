@@ -18,18 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload.policy import Policy
-from tests.support.zprof_traces import HEADER, MIB, sample_rows, write_trace
+from tests.support.zprof_traces import HEADER, MIB, sample_rows, spans_of, write_trace
 from zprof.analysis import spans as spans_module
-from zprof.analysis.analysis import Times, both, times
+from zprof.analysis.analysis import Analysis
 from zprof.analysis.bandwidth import Rate, rates
 from zprof.analysis.coverage import Unseen
 from zprof.analysis.intervals import next_of_key, overlaps, portions, union_ns
-from zprof.analysis.ledger import Ledger
 from zprof.analysis.measures import MEASURES, measures
 from zprof.analysis.prefetch import Advice
-from zprof.analysis.spans import Pairing, SpanTable, spans
+from zprof.analysis.spans import Pairing, SpanTable
 from zprof.analysis.stalls import SETTINGS, stalls
-from zprof.analysis.steps import Steps, steps, steps_of
+from zprof.analysis.steps import Steps, steps_of
 from zprof.bench.store import Figure, bench_path, keep, stored
 from zprof.rows import Row, RowKind, TraceError
 from zprof.trace.reader import Trace
@@ -126,7 +125,7 @@ def test_spans_are_those_of_a_stack_for_each_name_however_the_rows_are_cut(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans_module, "_BLOCK", block)
         patch.setattr(spans_module, "_LATE", 8)
-        table = spans(Trace.open(path))
+        table = spans_of(Trace.open(path))
     closed, left, lost = paired(rows)
     assert (sorted(listed(table)), table.lost_ends) == (closed, lost)
     assert sorted((what, key, begin) for what, key, begin, *_ in (listed(table.open) if table.open else [])) == left
@@ -136,18 +135,18 @@ def test_spans_are_those_of_a_stack_for_each_name_however_the_rows_are_cut(
 def test_only_the_spans_asked_for_are_kept_by_name_or_beginning(tmp_path: Path) -> None:
     told = [("gather", "a", 0, 4), ("wait gather", "a", 1, 4), ("wait", "a", 2, 3), ("waits", "a", 2, 3)]
     trace = traced(tmp_path, spanned(*told))
-    assert {row[0] for row in listed(spans(trace, ["wait *", "gather"]))} == {"gather", "wait gather"}
-    assert {row[0] for row in listed(spans(trace).of("wait*"))} == {"wait gather", "wait", "waits"}
+    assert {row[0] for row in listed(spans_of(trace, ["wait *", "gather"]))} == {"gather", "wait gather"}
+    assert {row[0] for row in listed(spans_of(trace).of("wait*"))} == {"wait gather", "wait", "waits"}
 
 
 def test_a_span_with_brackets_in_its_name_is_found_by_that_name(tmp_path: Path) -> None:
     trace = traced(tmp_path, spanned(("nvml[0]", "a", 0, 1)))
-    assert len(spans(trace).of("nvml[0]")) == 1
+    assert len(spans_of(trace).of("nvml[0]")) == 1
 
 
 def test_open_spans_reach_to_the_last_row_of_the_recording(tmp_path: Path) -> None:
     rows = [Row(RowKind.BEGIN, "gather", "a", 5, START), Row(RowKind.COUNTER, "rss", "", 9, START + 70)]
-    table = spans(traced(tmp_path, rows))
+    table = spans_of(traced(tmp_path, rows))
     assert len(table) == 0
     assert table.open is not None
     assert listed(table.open) == [("gather", "a", START, START + 70, 5, 0)]
@@ -243,18 +242,18 @@ def bounds_ms(found: Any) -> list[tuple[float, float]]:
 
 def test_a_step_reaches_from_the_end_of_one_optimizer_step_to_the_next(tmp_path: Path) -> None:
     rows = spanned(("forward", "m", 5, 7), ("step", "SGD", 8, 10), ("forward", "m", 14, 16), ("step", "SGD", 18, 20))
-    assert bounds_ms(steps(traced(tmp_path, rows))) == [(5, 10), (10, 20)]
+    assert bounds_ms(Analysis.of(traced(tmp_path, rows)).steps.bounds) == [(5, 10), (10, 20)]
 
 
 def test_a_step_ends_also_where_the_next_forward_begins_at_that_very_time(tmp_path: Path) -> None:
     rows = spanned(*(part for at in (0, 10, 20) for part in (("forward", "f", at, at + 4), ("step", "AdamW", at + 6, at + 10))))
-    found = steps_of(spans(Trace.open(write_trace(tmp_path / "run.zprof", sorted(rows, key=lambda row: row.time_ns)))))
+    found = steps_of(spans_of(Trace.open(write_trace(tmp_path / "run.zprof", sorted(rows, key=lambda row: row.time_ns)))))
     assert (found.bounds - START).tolist() == [[0, 10 * MS], [10 * MS, 20 * MS], [20 * MS, 30 * MS]]
 
 
 def test_a_plain_script_has_steps_without_forwards(tmp_path: Path) -> None:
     rows = spanned(("step", "SGD", 8, 10), ("step", "SGD", 18, 20))
-    assert bounds_ms(steps(traced(tmp_path, rows))) == [(8, 10), (10, 20)]
+    assert bounds_ms(Analysis.of(traced(tmp_path, rows)).steps.bounds) == [(8, 10), (10, 20)]
 
 
 def test_without_steps_the_last_update_before_the_next_forward_ends_one(tmp_path: Path) -> None:
@@ -262,27 +261,25 @@ def test_without_steps_the_last_update_before_the_next_forward_ends_one(tmp_path
         *[("forward", "m", 0, 1), ("forward", "m", 2, 3), ("update", "a", 4, 5), ("update", "b", 5, 6)],
         *[("forward", "m", 7, 8), ("update", "a", 9, 10), ("update", "b", 10, 12)],
     )
-    assert bounds_ms(steps(traced(tmp_path, rows))) == [(0, 6), (6, 12)]
+    assert bounds_ms(Analysis.of(traced(tmp_path, rows)).steps.bounds) == [(0, 6), (6, 12)]
 
 
 def test_optimizers_that_step_one_after_the_other_or_inside_another_share_a_step(tmp_path: Path) -> None:
     one = [("step", "SGD", 1, 2), ("step", "Adam", 3, 4), ("step", "SGD", 11, 12), ("step", "Adam", 13, 14)]
-    assert bounds_ms(steps(traced(tmp_path, spanned(*one)))) == [(1, 4), (4, 14)]
+    assert bounds_ms(Analysis.of(traced(tmp_path, spanned(*one))).steps.bounds) == [(1, 4), (4, 14)]
     inside = [("step", "Lookahead", 1, 5), ("step", "SGD", 2, 3), ("step", "Lookahead", 11, 15), ("step", "SGD", 12, 13)]
-    assert bounds_ms(steps(traced(tmp_path, spanned(*inside)))) == [(1, 5), (5, 15)]
+    assert bounds_ms(Analysis.of(traced(tmp_path, spanned(*inside))).steps.bounds) == [(1, 5), (5, 15)]
     alike = [("forward", "m", 0, 1), ("step", "SGD", 1, 2), ("step", "SGD", 3, 4)]
     alike += [("forward", "m", 5, 6), ("step", "SGD", 7, 8)]
-    assert bounds_ms(steps(traced(tmp_path, spanned(*alike)))) == [(0, 4), (4, 8)]
+    assert bounds_ms(Analysis.of(traced(tmp_path, spanned(*alike))).steps.bounds) == [(0, 4), (4, 8)]
 
 
 def test_where_no_optimizer_was_seen_there_is_no_step_but_the_recording(tmp_path: Path) -> None:
     trace = traced(tmp_path, spanned(("forward", "m", 0, 1), ("forward", "m", 2, 3)))
-    assert steps(trace).shape == (0, 2)
-    found = steps_of(spans(trace))
+    found = Analysis.of(trace).steps
     assert (bounds_ms(found.bounds), found.count) == ([(0, 3)], 0)
     empty = traced(tmp_path, [])
-    assert steps(empty).shape == (0, 2)
-    assert len(steps_of(spans(empty)).bounds) == 0
+    assert len(Analysis.of(empty).steps.bounds) == 0
 
 
 # Stalls.
@@ -330,7 +327,7 @@ def test_every_moment_of_waiting_is_counted_once_in_its_step(waits: list[tuple[s
 
 def test_a_wait_inside_another_is_the_outer_ones_and_named_as_its_cause(tmp_path: Path) -> None:
     rows = spanned(("wait gather", "a", 0, 10), ("wait fetch", "param/a", 1, 8), ("step", "SGD", 0, 20))
-    table = spans(traced(tmp_path, rows))
+    table = spans_of(traced(tmp_path, rows))
     found = stalls(table, steps_of(table))
     assert [(unit.what, unit.key, unit.exposed_ns, unit.inner, unit.inner_ns) for unit in found.units] == [
         ("gather", "a", 10 * MS, "fetch", 7 * MS)
@@ -349,7 +346,7 @@ def test_the_keys_a_stall_names_are_keys_of_a_policy() -> None:
 
 
 def rated(folder: Path, *told: Any, **options: Any) -> dict[str, Rate]:
-    return {rate.verb: rate for rate in rates(spans(traced(folder, spanned(*told))), **options)}
+    return {rate.verb: rate for rate in rates(spans_of(traced(folder, spanned(*told))), **options)}
 
 
 def test_bandwidth_is_bytes_over_the_time_in_which_anything_moved(tmp_path: Path) -> None:
@@ -369,8 +366,8 @@ def test_inputs_that_are_gathered_again_are_counted_like_units(tmp_path: Path) -
         ("step", "SGD", 30, 40),
     ]
     trace = traced(tmp_path, spanned(*told))
-    found = times(trace)
-    values = measures(trace, Ledger.of(trace), found)
+    found = Analysis.of(trace)
+    values = measures(found)
     assert values["gather_activation.bytes_per_s"] == pytest.approx(100_000)
     (stall,) = found.stalls.units
     assert stall.what == "gather activation" and SETTINGS[stall.what][1] == "[activation] partition"
@@ -434,9 +431,9 @@ def pipelined(prefetch: int, costs: Sequence[tuple[float, float]], *, count: int
     return spanned(*told, points=points)
 
 
-def advised(folder: Path, rows: list[Row], policy: str | None = None) -> tuple[Advice, Times]:
+def advised(folder: Path, rows: list[Row], policy: str | None = None) -> tuple[Advice, Analysis]:
     notes = {"policy": {"text": policy}} if policy is not None else None
-    found = times(traced(folder, rows, notes=notes))
+    found = Analysis.of(traced(folder, rows, notes=notes))
     return found.advice, found
 
 
@@ -514,22 +511,21 @@ def test_a_policy_that_cannot_be_read_leaves_the_number_open(tmp_path: Path) -> 
 
 def test_measures_are_all_documented_and_match_the_rows(tmp_path: Path) -> None:
     trace = traced(tmp_path, list(sample_rows(level="alloc")))
-    ledger, found = both(trace)
-    values = measures(trace, ledger, found)
+    found = Analysis.of(trace)
+    values = measures(found)
     assert values.keys() <= MEASURES.keys()
     assert values["step.count"] == 5
-    assert values["device.peak"] == ledger.peak("device").nbytes > 0
+    assert values["device.peak"] == found.ledger.peak("device").nbytes > 0
     assert values["rss.growth"] == values["rss.peak"] - HEADER.rss_nbytes
     inside = values["forward.ms_per_step"] + values["backward.ms_per_step"] + values["update.ms_per_step"]
     assert inside + values["outside.ms_per_step"] == pytest.approx(float(found.steps.warm.duration_ns.mean()) / 1e6)
     parts = sum(value for name, value in values.items() if name.startswith("exposed.") and name.count(".") == 2)
     assert parts == pytest.approx(values["exposed.ms_per_step"])
-    assert measures(trace, Ledger.of(trace)) == values
 
 
 def test_what_a_recording_does_not_say_is_left_out_and_not_zero(tmp_path: Path) -> None:
     trace = traced(tmp_path, spanned(("gather", "a", 0, 1, 8)))
-    values = measures(trace, Ledger.of(trace))
+    values = measures(Analysis.of(trace))
     for name in ("rss.peak", "step.median_ms", "exposed.ms_per_step", "energy.joules_per_step", "disk_read.bytes_per_s"):
         assert isinstance(values[name], Unseen)
     assert values["device.peak"] == 0
@@ -544,12 +540,12 @@ def test_energy_is_the_rise_of_the_counters_over_the_steps(tmp_path: Path) -> No
     ]
     trace = traced(tmp_path, sorted(rows, key=lambda row: row.time_ns))
     # 5 mJ a millisecond and GPU, 10 ms a step, two GPUs.
-    assert measures(trace, Ledger.of(trace))["energy.joules_per_step"] == pytest.approx(0.1)
+    assert measures(Analysis.of(trace))["energy.joules_per_step"] == pytest.approx(0.1)
 
 
 def test_out_of_memory_is_counted(tmp_path: Path) -> None:
     trace = traced(tmp_path, spanned(points=[("oom", "device", 1), ("oom", "device", 2)]))
-    assert measures(trace, Ledger.of(trace))["oom.count"] == 2
+    assert measures(Analysis.of(trace))["oom.count"] == 2
 
 
 def test_a_run_of_the_runtime_is_read_as_it_was_scheduled(tmp_path: Path) -> None:
@@ -575,8 +571,8 @@ def test_a_run_of_the_runtime_is_read_as_it_was_scheduled(tmp_path: Path) -> Non
     recorder.close()
     attachment.detach()
     trace = Trace.open(tmp_path / "run.zprof")
-    ledger, found = both(trace)
-    values = measures(trace, ledger, found)
+    found = Analysis.of(trace)
+    values = measures(found)
     assert (values["step.count"], found.steps.source) == (3, "step")
     # What attach writes to the disk, four flat buffers, may end only when somebody listens.
     assert found.table.lost_ends <= len(model)
@@ -637,7 +633,7 @@ def test_a_store_that_is_broken_is_named_and_keeps_no_report_back(tmp_path: Path
     with pytest.raises(TraceError, match="run zprof bench again") as caught:
         stored("node")
     assert "\n" not in str(caught.value)
-    assert times(traced(tmp_path, [])).problem == str(caught.value)
+    assert Analysis.of(traced(tmp_path, [])).bench_problem == str(caught.value)
 
 
 def test_the_store_is_json_that_people_can_read() -> None:

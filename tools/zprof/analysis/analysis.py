@@ -1,96 +1,161 @@
-"""Owns the analysis of time of one trace: its spans, steps, stalls, bandwidths and the remedy, from one pass over its rows.
+"""Owns what is known of one trace: everything that the modules of this package find out, from one pass over its rows.
 
-Reports, diffs, checks and pages ask it, beside a ledger that sees the same pass. It puts the modules together and computes
-nothing itself.
+Reports, diffs, checks, pages, exports and `zprof.open` make one with `Analysis.of` and take from it; nobody else reads the rows
+of a trace to analyse them. It puts the modules together and computes nothing itself; what not everybody asks for is found when
+it is first asked for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from zprof.analysis import bandwidth, prefetch, stalls, steps
-from zprof.analysis.spans import Pairing, SpanTable
+from zprof.analysis import bandwidth, compute, growth, prefetch, stalls, steps
+from zprof.analysis.coverage import Coverage, coverage
+from zprof.analysis.ledger import Ledger
+from zprof.analysis.ranks import COLLECTIVES
+from zprof.analysis.spans import Pairing
 from zprof.bench import store as bench_store
-from zprof.rows import TraceError
+from zprof.rows import TIERS, TraceError
 
 if TYPE_CHECKING:
     from zprof.analysis.bandwidth import Rate
-    from zprof.analysis.ledger import Ledger
+    from zprof.analysis.compute import Computed
+    from zprof.analysis.coverage import Unseen
+    from zprof.analysis.growth import Grown
+    from zprof.analysis.ledger import Moment
     from zprof.analysis.prefetch import Advice
+    from zprof.analysis.spans import Instants, SpanTable
     from zprof.analysis.stalls import Stalls
     from zprof.analysis.steps import Steps
+    from zprof.trace.header import Header
     from zprof.trace.reader import Trace
 
-__all__ = ["Times", "analysed", "both", "pairing", "times"]
+__all__ = ["Analysis"]
+
+#: The spans and points that are taken from here, and kept of every trace.
+_SPANS = frozenset({*COLLECTIVES, *steps.WHATS, *stalls.WHATS, *bandwidth.WHATS, *prefetch.WHATS})
+_POINTS = (*prefetch.POINTS, "oom", "unit")
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Where the time of a trace went.
+class Analysis:
+    """What one trace says; made by `Analysis.of`.
 
     Attributes:
-        table: the spans all of this was taken from.
-        steps: all of them; ``stalls`` and ``advice`` count those of ``steps.warm``.
-        oom: failed requests for memory.
-        problem: why the bandwidths have nothing to compare with, "" where they have or nothing was measured.
+        ledger: who held which bytes, and what was sampled.
+        table: the spans there were, of the names that were asked for.
+        instants: the points: "oom" for a request for memory that failed, "unit" for the size of one, and those of gathers.
     """
 
-    table: SpanTable
-    steps: Steps
-    stalls: Stalls
-    rates: tuple[Rate, ...]
-    advice: Advice
-    oom: int
-    problem: str = ""
+    def __init__(self, ledger: Ledger, table: SpanTable, instants: Instants) -> None:
+        self.ledger, self.table, self.instants = ledger, table, instants
+        self.trace: Trace = ledger.trace
+        self.header: Header = self.trace.header
 
+    @classmethod
+    def of(cls, trace: Trace, *, spans: Collection[str] | None = (), points: int = 2000) -> Analysis:
+        """Read ``trace`` once.
 
-def pairing(trace: Trace) -> Pairing:
-    """What takes the rows of ``trace``: hand its ``feed`` to `Ledger.of`, and it to `analysed`."""
-    whats = {"collective", *steps.WHATS, *stalls.WHATS, *bandwidth.WHATS, *prefetch.WHATS}
-    return Pairing(trace, whats, (*prefetch.POINTS, "oom"))
+        Args:
+            spans: names, or beginnings such as "disk *", of spans to keep beside those that are analysed; None keeps all.
+            points: about how many points a curve over the whole run can have.
+        Raises:
+            TraceError: a row is of impossible times or sizes; chunks that cannot be read are left out, see `Ledger.damage`.
+        """
+        pairing = Pairing(trace, None if spans is None else _SPANS.union(spans), _POINTS)
+        ledger = Ledger.of(trace, points=points, also=pairing.feed)
+        return cls(ledger, pairing.table(), pairing.instants())
 
+    # What was seen at all.
 
-def analysed(trace: Trace, pairing: Pairing) -> Times:
-    """The analysis, once ``pairing`` has seen all rows."""
-    table, points = pairing.table(), pairing.instants()
-    found = steps.steps_of(table.of(*steps.WHATS))
-    figures, problem = _figures(trace.header.host)
-    return Times(
-        table,
-        found,
-        stalls.stalls(table, found.warm),
-        tuple(bandwidth.rates(table, device=trace.device, figures=figures)),
-        prefetch.advice(table, points, found.warm, prefetch.policy_of(trace)),
-        sum(1 for what in points.what.tolist() if table.strings[what] == "oom"),
-        problem,
-    )
+    @cached_property
+    def covered(self) -> Coverage:
+        """What the recording could see."""
+        return coverage(self.trace, self.ledger.tiers)
 
+    @cached_property
+    def policy(self) -> Mapping[str, object]:
+        """The last policy the run recorded; empty where it recorded none, or none that can be read."""
+        return prefetch.policy_of(self.trace)
 
-def times(trace: Trace) -> Times:
-    """The analysis, in a pass of its own.
+    @cached_property
+    def end_clock(self) -> tuple[int, int] | None:
+        """(monotonic, wall) as the recording ended; None where it does not say."""
+        noted = [note.body for note in self.trace.notes("clock")]
+        mono, wall = (noted[-1].get(name) for name in ("mono_ns", "wall_ns")) if noted else (None, None)
+        return (mono, wall) if isinstance(mono, int) and isinstance(wall, int) else None
 
-    Raises:
-        TraceError: the file is not what it should be.
-    """
-    taken = pairing(trace)
-    for rows in trace.chunks():
-        taken.feed(rows)
-    return analysed(trace, taken)
+    # Memory.
 
+    def moments(self, step: int | None = None) -> dict[str, Moment]:
+        """When each tier in use held most: in the whole run, or within a step, counted from 0.
 
-def both(trace: Trace) -> tuple[Ledger, Times]:
-    """The ledger and the analysis, in one pass."""
-    from zprof.analysis.ledger import Ledger
+        Raises:
+            TraceError: there is no such step; the line is about ``--at step:N``.
+        """
+        ledger = self.ledger
+        if step is None:
+            return {tier: ledger.peak(tier) for tier in ledger.tiers}
+        count = self.steps.count
+        if not 0 <= step < count:
+            found = f"steps 0 to {count - 1}" if count else "no optimizer step"
+            remedy = f"--at step:{count - 1} is the last" if count else "use --at peak"
+            raise TraceError(f"{self.trace.path}: --at step:{step}: the recording has {found}; {remedy}")
+        begin_ns, end_ns = self.steps.bounds[step].tolist()
+        return {tier: ledger.peak_between(tier, begin_ns, end_ns) for tier in ledger.tiers}
 
-    taken = pairing(trace)
-    ledger = Ledger.of(trace, also=taken.feed)
-    return ledger, analysed(trace, taken)
+    @cached_property
+    def peaks(self) -> dict[str, int | None]:
+        """Tier -> the most bytes that were recorded on it; None where nothing on it could be."""
+        return {tier: self.ledger.peak(tier).nbytes if self.covered.anything(tier) else None for tier in TIERS}
 
+    @cached_property
+    def grown(self) -> tuple[Grown, ...] | Unseen:
+        """What held more after each step than after the one before."""
+        return growth.growth(self.ledger, self.steps, self.covered)
 
-def _figures(host: str) -> tuple[list[bench_store.Figure], str]:
-    try:
-        return bench_store.stored(host), ""
-    except TraceError as error:
-        # A broken file beside the trace must not keep a report of the trace from its reader.
-        return [], str(error)
+    # Time.
+
+    @cached_property
+    def steps(self) -> Steps:
+        """All of them; `stalls` and `advice` count those of ``steps.warm``."""
+        return steps.steps_of(self.table.of(*steps.WHATS))
+
+    @cached_property
+    def stalls(self) -> Stalls:
+        """What the training threads stood still for."""
+        return stalls.stalls(self.table, self.steps.warm)
+
+    @cached_property
+    def rates(self) -> tuple[Rate, ...]:
+        """Achieved bandwidths, beside the figures of ``zprof bench`` on this host."""
+        return tuple(bandwidth.rates(self.table, device=self.trace.device, figures=self._bench[0]))
+
+    @property
+    def bench_problem(self) -> str:
+        """Why the bandwidths have nothing to compare with, "" where they have or nothing was measured."""
+        return self._bench[1]
+
+    @cached_property
+    def advice(self) -> Advice:
+        """What can be done about gathers that were waited for."""
+        return prefetch.advice(self.table, self.instants, self.steps.warm, self.policy)
+
+    @cached_property
+    def failures(self) -> Instants:
+        """The requests for memory that failed."""
+        return self.instants.of("oom")
+
+    @cached_property
+    def computed(self) -> Computed | Unseen:
+        """What steps computed."""
+        return compute.computed(self.trace, self.steps, self.covered)
+
+    @cached_property
+    def _bench(self) -> tuple[list[bench_store.Figure], str]:
+        try:
+            return bench_store.stored(self.header.host), ""
+        except TraceError as error:
+            # A broken file beside the trace must not keep a report of the trace from its reader.
+            return [], str(error)

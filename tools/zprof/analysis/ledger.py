@@ -53,6 +53,7 @@ class Ledger:
         series: every combination of category, tier and key there was.
         count: rows read, of all kinds.
         begin_ns, end_ns: the trace's span on its monotonic clock.
+        made_ns: when the last storage was allocated; None where none was.
     """
 
     def __init__(self, trace: Trace, tally: Tally, points: int) -> None:
@@ -62,7 +63,7 @@ class Ledger:
             Series(*PLACES[place], trace.strings[key])
             for place, key in zip(levels.place.tolist(), levels.key.tolist(), strict=True)
         ]
-        self.count = tally.count
+        self.count, self.made_ns = tally.count, tally.made_ns
         self.begin_ns = trace.header.mono_ns
         self.end_ns = tally.chunk_ns[-1] if tally.chunk_ns else self.begin_ns
         self._tally = tally

@@ -66,30 +66,29 @@ def measured(runs: Sequence[str], *, steps_only: bool = False) -> list[Measured]
     Raises:
         TraceError: one is missing or no trace, or they are not one run's.
     """
-    from zprof.analysis.analysis import both
-    from zprof.analysis.coverage import coverage
+    from zprof.analysis.analysis import Analysis
     from zprof.analysis.measures import measures
     from zprof.analysis.ranks import traces_of
     from zprof.rows import TIERS
 
     found = []
     for trace in traces_of(runs):
-        ledger, times = both(trace)
-        bounds = times.steps.bounds
-        within = (int(bounds[0, 0]), int(bounds[-1, 1])) if steps_only and times.steps.count else None
+        analysis = Analysis.of(trace)
+        ledger, bounds = analysis.ledger, analysis.steps.bounds
+        within = (int(bounds[0, 0]), int(bounds[-1, 1])) if steps_only and analysis.steps.count else None
         held: dict[str, dict[tuple[str, str], int]] = {"category": {}, "unit": {}}
         for tier in TIERS:
             peak = ledger.peak(tier) if within is None or tier not in ledger.tiers else ledger.peak_between(tier, *within)
             held["category"] |= {(name, tier): nbytes for name, nbytes in ledger.table(peak, "category", tier).items()}
             held["unit"] |= {(name, tier): nbytes for name, nbytes in ledger.table(peak, "unit", tier).items()}
-        keys = set(times.table.of("gather", "compute", "update").key.tolist())
+        keys = set(analysis.table.of("gather", "compute", "update").key.tolist())
         found.append(
             Measured(
                 str(trace.path),
                 trace.header.rank,
-                measures(trace, ledger, times, within=within),
+                measures(analysis, within=within),
                 trace.damage or ("" if trace.notes("end") else NO_END),
-                coverage(trace, ledger.tiers),
+                analysis.covered,
                 held,
                 frozenset(trace.strings[key] for key in keys),
                 trace.header.world,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from zprof.analysis.coverage import Unseen, coverage
+from zprof.analysis.coverage import Unseen
 from zprof.rows import CATEGORIES, TIERS
 
 if TYPE_CHECKING:
@@ -18,12 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from offload.hardware import Hardware
-    from zprof.analysis.analysis import Times
+    from zprof.analysis.analysis import Analysis
     from zprof.analysis.compute import Computed
-    from zprof.analysis.coverage import Coverage
-    from zprof.analysis.growth import Grown
-    from zprof.analysis.ledger import Ledger
-    from zprof.trace.reader import Trace
 
 __all__ = ["MEASURES", "Measure", "Unit", "Value", "measures", "numbers"]
 
@@ -117,37 +113,24 @@ MEASURES: dict[str, Measure] = {measure.name: measure for measure in _all()}
 
 
 def measures(
-    trace: Trace,
-    ledger: Ledger,
-    times: Times | None = None,
-    *,
-    within: tuple[int, int] | None = None,
-    grown: tuple[Grown, ...] | Unseen | None = None,
-    did: Computed | Unseen | None = None,
-    hardware: Hardware | None = None,
+    analysis: Analysis, *, within: tuple[int, int] | None = None, hardware: Hardware | None = None
 ) -> dict[str, Value]:
-    """All of `MEASURES` for a run, by name; ``times`` where they are there already, else in another pass.
+    """All of `MEASURES` for a run, by name.
 
     Args:
         within: count peaks of tiers between these times; over the whole run where it is None.
-        grown: what grew, where it is known already.
-        did: what was computed, where it is known already.
         hardware: the profile of the device; None takes the shipped one of just that device, if there is one.
     """
-    from zprof.analysis import analysis
-    from zprof.analysis.compute import computed, uncounted
-    from zprof.analysis.growth import growth
-
-    times = times or analysis.times(trace)
-    covered = coverage(trace, ledger.tiers)
-    found: dict[str, Value] = {"oom.count": float(times.oom), "rows.dropped": float(trace.dropped)}
-    stepped = _stepped(times, covered, uncounted(trace, times.steps.warm.bounds))
-    for part in (_held(ledger, covered, within), _sampled(trace, ledger), stepped, _moved(times, covered)):
+    grown = analysis.grown
+    found: dict[str, Value] = {
+        "oom.count": float(len(analysis.failures)),
+        "rows.dropped": float(analysis.trace.dropped),
+        "growth.bytes_per_step": grown if isinstance(grown, Unseen) else float(sum(each.per_step for each in grown)),
+        "energy.joules_per_step": _joules(analysis),
+    }
+    for part in (_held(analysis, within), _sampled(analysis), _stepped(analysis), _moved(analysis)):
         found |= part
-    grown = growth(ledger, times.steps, covered) if grown is None else grown
-    found["growth.bytes_per_step"] = grown if isinstance(grown, Unseen) else float(sum(each.per_step for each in grown))
-    found["energy.joules_per_step"] = _joules(ledger, times, covered)
-    found |= _computed(computed(trace, times.steps, covered) if did is None else did, hardware, found["energy.joules_per_step"])
+    found |= _computed(analysis.computed, hardware, found["energy.joules_per_step"])
     assert found.keys() == MEASURES.keys(), f"not the measures there are: {sorted(found.keys() ^ MEASURES.keys())}"
     return {name: found[name] for name in MEASURES}
 
@@ -157,7 +140,9 @@ def numbers(values: Mapping[str, Value]) -> dict[str, float]:
     return {name: value for name, value in values.items() if not isinstance(value, Unseen)}
 
 
-def _held(ledger: Ledger, covered: Coverage, within: tuple[int, int] | None) -> dict[str, Value]:
+def _held(analysis: Analysis, within: tuple[int, int] | None) -> dict[str, Value]:
+    ledger, covered = analysis.ledger, analysis.covered
+
     def most(tier: str, category: str | None = None) -> float:
         if within is None or tier not in ledger.tiers:
             return float(ledger.peak(tier, category).nbytes)
@@ -171,42 +156,44 @@ def _held(ledger: Ledger, covered: Coverage, within: tuple[int, int] | None) -> 
     return found
 
 
-def _sampled(trace: Trace, ledger: Ledger) -> dict[str, Value]:
+def _sampled(analysis: Analysis) -> dict[str, Value]:
     found: dict[str, Value] = {}
     sampled = {"rss": "rss", "cgroup memory": "cgroup", "pinned": "pinned"}
     sampled |= {"cuda allocated": "cuda.allocated", "cuda reserved": "cuda.reserved"}
     for what, name in sampled.items():
-        highest = [int(value.max()) for _, value in ledger.samples(what).values() if len(value)]
+        highest = [int(value.max()) for _, value in analysis.ledger.samples(what).values() if len(value)]
         found[f"{name}.peak"] = float(max(highest)) if highest else Unseen(f"not sampled: nothing said {what}")
-    most, start = found["rss.peak"], trace.header.rss_nbytes
+    most, start = found["rss.peak"], analysis.header.rss_nbytes
     unseen = most if isinstance(most, Unseen) else Unseen("the header does not say what was resident at the start")
     found["rss.growth"] = most - start if not isinstance(most, Unseen) and start else unseen
     return found
 
 
-def _stepped(times: Times, covered: Coverage, plain: NDArray[np.int64]) -> dict[str, Value]:
+def _stepped(analysis: Analysis) -> dict[str, Value]:
     import numpy as np
 
-    steps, warm = times.steps, times.steps.warm
+    from zprof.analysis.compute import uncounted
+
+    steps, warm, covered = analysis.steps, analysis.steps.warm, analysis.covered
     names = ("count", "first_ms", "median_ms", "p95_ms", "max_ms")
     unseen = covered.steps() or (None if steps.count else _NO_STEP)
     if unseen is not None:
         found: dict[str, Value] = {f"step.{name}": unseen for name in names}
     else:
-        took = (plain[:, 1] - plain[:, 0]) / 1e6
+        took = uncounted(analysis.trace, warm.bounds) @ [-1, 1] / 1e6
         late = np.percentile(took, 95, method="higher")
         figures = (steps.count, steps.duration_ns[0] / 1e6, np.median(took), late, took.max())
         whys = (None, steps.unseen, *[warm.unseen] * 3)
         found = {f"step.{name}": why or float(figure) for name, figure, why in zip(names, figures, whys, strict=True)}
-    return found | _passes(times, covered, unseen) | _waited(times, covered, unseen)
+    return found | _passes(analysis, unseen) | _waited(analysis, unseen)
 
 
-def _passes(times: Times, covered: Coverage, unseen: Unseen | None) -> dict[str, Value]:
-    warm = times.steps.warm
+def _passes(analysis: Analysis, unseen: Unseen | None) -> dict[str, Value]:
+    warm, covered = analysis.steps.warm, analysis.covered
     found: dict[str, Value] = {}
     passes = {"forward": ("forward",), "backward": ("backward",), "update": ("step", "update")}
     for name, whats in passes.items():
-        table = times.table.of(*whats)
+        table = analysis.table.of(*whats)
         # Steps of any optimizer are recorded, whoever made it; on a GPU the host only queues them.
         by_steps = covered.steps() if name == "update" and not covered.cuda else covered.spans(name)
         # A step that is only its update has all of that.
@@ -215,7 +202,7 @@ def _passes(times: Times, covered: Coverage, unseen: Unseen | None) -> dict[str,
         found[f"{name}.ms_per_step"] = why or _shared_ns(table.begin_ns, table.end_ns, warm.bounds) / 1e6 / warm.count
     why = next((each for each in found.values() if isinstance(each, Unseen)), None)
     if why is None:
-        inside = times.table.of("forward", "backward", "step", "update")
+        inside = analysis.table.of("forward", "backward", "step", "update")
         outside = warm.whole_ns - _shared_ns(inside.begin_ns, inside.end_ns, warm.bounds)
         found["outside.ms_per_step"] = outside / 1e6 / warm.count
     else:
@@ -223,8 +210,8 @@ def _passes(times: Times, covered: Coverage, unseen: Unseen | None) -> dict[str,
     return found
 
 
-def _waited(times: Times, covered: Coverage, unseen: Unseen | None) -> dict[str, Value]:
-    steps, stalls = times.steps, times.stalls
+def _waited(analysis: Analysis, unseen: Unseen | None) -> dict[str, Value]:
+    steps, stalls, covered = analysis.steps, analysis.stalls, analysis.covered
     # Without steps the whole recording counts as one, for the share of it.
     share = covered.waits() or steps.warm.unseen or (None if len(steps.bounds) else _NO_STEP)
     found: dict[str, Value] = {"exposed.percent": share or 100 * stalls.share}
@@ -243,18 +230,18 @@ def _shared_ns(begin_ns: NDArray[np.int64], end_ns: NDArray[np.int64], bounds: N
     return int(overlaps(*portions(begin_ns, end_ns), bounds)[2].sum())
 
 
-def _moved(times: Times, covered: Coverage) -> dict[str, Value]:
+def _moved(analysis: Analysis) -> dict[str, Value]:
     found: dict[str, Value] = {}
-    warm = times.steps.warm
-    rates = {rate.verb: rate for rate in times.rates}
+    steps, warm, covered = analysis.steps, analysis.steps.warm, analysis.covered
+    rates = {rate.verb: rate for rate in analysis.rates}
     for verb, name in _MOVES.items():
         rate = rates.get(verb)
         nothing = None if rate is not None else Unseen(f"no {verb} was recorded")
         found[f"{name}.bytes_per_s"] = covered.spans(verb) or nothing or (rate.bytes_per_s if rate is not None else _NO_STEP)
         # How many bytes were moved is known also where it is not known how long that took.
-        why = covered.amounts(verb) or nothing or covered.steps() or warm.unseen or (None if times.steps.count else _NO_STEP)
+        why = covered.amounts(verb) or nothing or covered.steps() or warm.unseen or (None if steps.count else _NO_STEP)
         if why is None:
-            table = times.table.of(verb)
+            table = analysis.table.of(verb)
             inside = (table.begin_ns >= warm.bounds[0, 0]) & (table.begin_ns < warm.bounds[-1, 1])
             found[f"{name}.bytes_per_step"] = float(table.nbytes[inside].sum()) / warm.count
         else:
@@ -294,15 +281,15 @@ def _computed(did: Computed | Unseen, hardware: Hardware | None, joules: Value) 
     return dict(zip(names, figures, strict=True)) | {"energy.joules_per_token": each}
 
 
-def _joules(ledger: Ledger, times: Times, covered: Coverage) -> Value:
+def _joules(analysis: Analysis) -> Value:
     """Energy a step: what the counters of all GPUs rose by between the first step counted and the last."""
     import numpy as np
 
-    warm = times.steps.warm
-    counters = [pair for pair in ledger.samples("nvml energy").values() if len(pair[0]) > 1]
+    warm = analysis.steps.warm
+    counters = [pair for pair in analysis.ledger.samples("nvml energy").values() if len(pair[0]) > 1]
     if not counters:
         return Unseen("not sampled: NVML said no energy")
-    unseen = covered.steps() or warm.unseen or (None if times.steps.count else _NO_STEP)
+    unseen = analysis.covered.steps() or warm.unseen or (None if analysis.steps.count else _NO_STEP)
     if unseen is not None:
         return unseen
     begin, end = int(warm.bounds[0, 0]), int(warm.bounds[-1, 1])

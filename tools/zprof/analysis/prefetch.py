@@ -135,9 +135,9 @@ def _sized(gathers: SpanTable, points: Instants) -> SpanTable:
     release says.
     """
     if not gathers.nbytes.any():
-        released = np.isin(points.what, [code for code, name in enumerate(gathers.strings) if name == "release"])
+        released = points.of("release")
         sizes = np.zeros(len(gathers.strings), np.int64)
-        np.maximum.at(sizes, points.key[released], points.nbytes[released])
+        np.maximum.at(sizes, released.key, released.nbytes)
         gathers = replace(gathers, nbytes=sizes[gathers.key])
     return gathers.where(gathers.nbytes > 0)
 
@@ -176,7 +176,7 @@ def _pass_of(time_ns: Ints, passes: SpanTable) -> Ints:
 def _uses(table: SpanTable, points: Instants) -> Ints:
     """When uses began, sorted. Note: [What one unit earlier means]."""
     compute, backward = table.of("compute"), table.of("backward")
-    ready = points.time_ns[np.isin(points.what, [code for code, name in enumerate(table.strings) if name == "ready"])]
+    ready = points.of("ready").time_ns
     if len(compute):
         # Sorted by begin: a span that ends after the next began holds another.
         inner = np.append(compute.end_ns[:-1] <= compute.begin_ns[1:], True)

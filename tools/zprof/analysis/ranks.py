@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from zprof.rows import TraceError
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from zprof.analysis.coverage import Coverage
-    from zprof.analysis.spans import SpanTable
-    from zprof.analysis.stalls import Stalls
+    from zprof.analysis.analysis import Analysis
     from zprof.trace.header import Header
     from zprof.trace.reader import Trace
 
     Int64s = NDArray[np.int64]
 
-__all__ = ["COLLECTIVES", "Clock", "Lane", "Skew", "Straggler", "clocks", "lane_of", "skews", "stragglers", "traces_of"]
+__all__ = [
+    "COLLECTIVES", "Clock", "Lane", "Skew", "Straggler", "clocks", "lane_of", "path_of", "skews", "stragglers", "traces_of",
+]  # fmt: skip
 
 #: The spans that all ranks begin together, or should.
 COLLECTIVES = ("gather", "gather activation", "reduce", "collective")
@@ -48,6 +48,19 @@ class Clock:
     offset_ns: int
     by: str
     drift_ns: int
+
+
+class Timed(Protocol):
+    """What a rank's clock is known by.
+
+    Attributes:
+        end_clock: (monotonic, wall) as its recording ended; None where it does not say.
+    """
+
+    @property
+    def header(self) -> Header: ...
+    @property
+    def end_clock(self) -> tuple[int, int] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,44 +171,35 @@ def _files(run: Path) -> list[Path]:
     return files
 
 
-def lane_of(
-    trace: Trace, table: SpanTable, stalls: Stalls, covered: Coverage, peaks: Mapping[str, int | None]
-) -> Lane:
-    """What to keep of a rank; ``table`` holds the spans of `COLLECTIVES`."""
+def lane_of(analysis: Analysis) -> Lane:
+    """What to keep of a rank."""
     import numpy as np
 
     from zprof.trace.levels import starts_of
 
     begins: dict[tuple[str, str], Int64s] = {}
     for what in COLLECTIVES:
-        mine = table.of(what)
+        mine = analysis.table.of(what)
         order = np.argsort(mine.key, kind="stable")
         keys = mine.key[order]
         starts = starts_of(keys)
         for key, times in zip(keys[starts].tolist(), np.split(mine.begin_ns[order], starts[1:]), strict=False):
-            begins[what, trace.strings[key]] = np.sort(times)
+            begins[what, mine.strings[key]] = np.sort(times)
+    stalls, covered = analysis.stalls, analysis.covered
     work = stalls.steps.duration_ns - stalls.per_step_ns
     counted = bool(stalls.steps.count) and covered.steps() is None and stalls.steps.unseen is None
-    noted = [note.body for note in trace.notes("clock")]
     return Lane(
-        header=trace.header,
-        end_clock=_pair(noted[-1]) if noted else None,
+        header=analysis.header,
+        end_clock=analysis.end_clock,
         begins=begins,
         work_ns=int(np.median(work)) if counted and covered.waits() is None else None,
         step_ns=int(np.median(stalls.steps.duration_ns)) if counted else None,
-        peaks=peaks,
+        peaks=analysis.peaks,
         collectives=covered.sees_collectives(),
     )
 
 
-def _pair(body: object) -> tuple[int, int] | None:
-    if not isinstance(body, dict):
-        return None
-    mono, wall = body.get("mono_ns"), body.get("wall_ns")
-    return (mono, wall) if isinstance(mono, int) and isinstance(wall, int) else None
-
-
-def clocks(lanes: Sequence[Lane]) -> list[Clock]:
+def clocks(lanes: Sequence[Timed]) -> list[Clock]:
     """Each rank's clock on that of the first: the same one within a boot of a host, through the wall clocks between hosts."""
     found = []
     first = lanes[0].header

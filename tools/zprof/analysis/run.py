@@ -11,18 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offload.text import as_size
-from zprof.analysis.analysis import Times, both
-from zprof.analysis.compute import Computed, computed
-from zprof.analysis.coverage import Coverage, Unseen, coverage
+from zprof.analysis.analysis import Analysis
+from zprof.analysis.compute import Computed
+from zprof.analysis.coverage import Unseen
 from zprof.analysis.curves import BYS, By, lines_recorded
-from zprof.analysis.growth import Grown, growth
+from zprof.analysis.growth import Grown
 from zprof.analysis.ledger import Ledger, Moment
-from zprof.analysis.measures import measures
+from zprof.analysis.measures import Value, measures
 from zprof.analysis.ranks import path_of, traces_of
-from zprof.analysis.spans import spans
 from zprof.rows import CATEGORIES, TIERS, TraceError
 from zprof.trace.reader import Trace
 
@@ -166,7 +165,7 @@ class Run:
     @property
     def not_recorded(self) -> list[str]:
         """What no figure includes, a line each."""
-        return list(self._covered.lines())
+        return list(self._analysis.covered.lines())
 
     # Memory.
 
@@ -186,18 +185,18 @@ class Run:
         _known("tier", tier, TIERS)
         if category is not None:
             _known("category", category, CATEGORIES)
-        found = self._covered.place(category, tier) if category is not None else None
-        if found is not None or not self._covered.anything(tier):
+        found = self._analysis.covered.place(category, tier) if category is not None else None
+        if found is not None or not self._analysis.covered.anything(tier):
             return None
         if step is None:
             moment = self._ledger.peak(tier, category)
         else:
-            count = self._times.steps.count
+            count = self._analysis.steps.count
             if not 0 <= step < count:
                 raise ValueError(f"step: expected one of the {count} recorded, counted from 0, found {step}")
-            begin_ns, end_ns = self._times.steps.bounds[step].tolist()
+            begin_ns, end_ns = self._analysis.steps.bounds[step].tolist()
             moment = self._ledger.peak_between(tier, begin_ns, end_ns, category)
-        return Peak(moment.nbytes, self._seconds(moment.time_ns), self._step_at(moment.time_ns), moment)
+        return Peak(moment.nbytes, self._seconds(moment.time_ns), self._analysis.steps.at(moment.time_ns), moment)
 
     def held(self, when: float | Peak | None = None, *, by: By = "category", tier: str = "device") -> dict[str, int]:
         """Bytes of each group on ``tier``, the largest first; groups that held nothing, or were not seen, are left out.
@@ -247,7 +246,8 @@ class Run:
 
         Of a script without zhooks the first is only its update.
         """
-        return (self._times.steps.bounds[: self._times.steps.count] - self._ledger.begin_ns) / 1e9
+        steps = self._analysis.steps
+        return (steps.bounds[: steps.count] - self._ledger.begin_ns) / 1e9
 
     def spans(self, *whats: str) -> Iterator[Span]:
         """What took time, in the order it began: of these names, or beginnings such as "wait *"; all where none is given.
@@ -255,7 +255,7 @@ class Run:
         Those that had not ended when the recording did are left out. On a GPU they are the times of the host, which only
         queues the work.
         """
-        table = spans(self._ledger.trace, whats or None)
+        table = self._analysis.table.of(*whats or ("*",))
         columns = (table.what, table.key, table.begin_ns, table.end_ns, table.nbytes, table.thread)
         for what, key, begin_ns, end_ns, nbytes, thread in zip(*(column.tolist() for column in columns), strict=True):
             names = table.strings[what], table.strings[key]
@@ -264,12 +264,12 @@ class Run:
     def growth(self) -> tuple[Grown, ...] | None:
         """What held more after each step than after the one before, the fastest first: by line of a recording at level
         "stack", else by module. None where that was not seen, see `unseen["growth.bytes_per_step"]`."""
-        return None if isinstance(self._grown, Unseen) else self._grown
+        return None if isinstance(self._analysis.grown, Unseen) else self._analysis.grown
 
     def computed(self) -> Computed | None:
         """What steps computed: FLOPs by module, batches, and by `Computed.on` the share of a hardware profile that was
         reached. None where that was not seen, see `unseen["flops.per_step"]`."""
-        return None if isinstance(self._did, Unseen) else self._did
+        return None if isinstance(self._analysis.computed, Unseen) else self._analysis.computed
 
     # In all.
 
@@ -284,34 +284,22 @@ class Run:
         return {name: value.why for name, value in self._measured.items() if isinstance(value, Unseen)}
 
     @cached_property
-    def _both(self) -> tuple[Ledger, Times]:
-        return both(self._trace)
+    def _read(self) -> Analysis:
+        return Analysis.of(self._trace, spans=None)
+
+    @property
+    def _analysis(self) -> Analysis:
+        if self._closed:
+            raise TraceError(f"{self.path}: expected an open run, found a closed one; ask it before its `with` block ends")
+        return self._read
 
     @property
     def _ledger(self) -> Ledger:
-        if self._closed:
-            raise TraceError(f"{self.path}: expected an open run, found a closed one; ask it before its `with` block ends")
-        return self._both[0]
-
-    @property
-    def _times(self) -> Times:
-        return self._both[1]
+        return self._analysis.ledger
 
     @cached_property
-    def _covered(self) -> Coverage:
-        return coverage(self._trace, self._ledger.tiers)
-
-    @cached_property
-    def _did(self) -> Computed | Unseen:
-        return computed(self._trace, self._times.steps, self._covered)
-
-    @cached_property
-    def _grown(self) -> tuple[Grown, ...] | Unseen:
-        return growth(self._ledger, self._times.steps, self._covered)
-
-    @cached_property
-    def _measured(self) -> dict[str, Any]:
-        return measures(self._trace, self._ledger, self._times, grown=self._grown, did=self._did)
+    def _measured(self) -> dict[str, Value]:
+        return measures(self._analysis)
 
     def _check(self, tier: str, by: By) -> None:
         _known("tier", tier, TIERS)
@@ -321,12 +309,6 @@ class Run:
 
     def _seconds(self, time_ns: int) -> float:
         return (time_ns - self._ledger.begin_ns) / 1e9
-
-    def _step_at(self, time_ns: int) -> int | None:
-        for number, (begin_ns, end_ns) in enumerate(self._times.steps.bounds[: self._times.steps.count].tolist()):
-            if begin_ns <= time_ns <= end_ns:
-                return number
-        return None
 
 
 def _known(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from zprof.trace.levels import nesting
 if TYPE_CHECKING:
     from zprof.trace.reader import Rows, Trace
 
-__all__ = ["Instants", "Pairing", "SpanTable", "spans"]
+__all__ = ["Instants", "Pairing", "SpanTable"]
 
 Codes: TypeAlias = NDArray[np.int32]
 Flags: TypeAlias = NDArray[np.bool_]
@@ -118,22 +118,19 @@ class SpanTable:
 class Instants:
     """Points in time, in the order of time; columns of equal length."""
 
+    strings: Sequence[str]
     what: Codes
     key: Codes
     time_ns: Ints
     nbytes: Ints
 
+    def __len__(self) -> int:
+        return len(self.what)
 
-def spans(trace: Trace, whats: Collection[str] | None = None) -> SpanTable:
-    """The spans of ``trace`` whose what is one of ``whats``: names, or beginnings such as "wait *"; all where it is None.
-
-    Raises:
-        TraceError: the file is not what it should be.
-    """
-    pairing = Pairing(trace, whats)
-    for rows in trace.chunks():
-        pairing.feed(rows)
-    return pairing.table()
+    def of(self, *whats: str) -> Instants:
+        """The points of ``whats``, names or beginnings."""
+        mine = _matching(self.strings, whats)[self.what]
+        return Instants(self.strings, self.what[mine], self.key[mine], self.time_ns[mine], self.nbytes[mine])
 
 
 def _matching(strings: Sequence[str], whats: Collection[str] | None, since: int = 0) -> Flags:
@@ -197,7 +194,7 @@ class Pairing:
             chosen = np.flatnonzero((rows.kind == RowKind.INSTANT) & self._points_wanted[rows.what])
             if len(chosen):
                 names = (rows.what[chosen], rows.key[chosen])
-                self._instants.append(Instants(*names, rows.time_ns[chosen], rows.nbytes[chosen]))
+                self._instants.append(Instants(self._strings, *names, rows.time_ns[chosen], rows.nbytes[chosen]))
         if self._waiting_count >= _BLOCK:
             self._pair(last=False)
 
@@ -225,7 +222,7 @@ class Pairing:
         time_ns = column("time_ns", np.int64)
         order = np.argsort(time_ns, kind="stable")
         names = (column("what", np.int32)[order], column("key", np.int32)[order])
-        return Instants(*names, time_ns[order], column("nbytes", np.int64)[order])
+        return Instants(self._strings, *names, time_ns[order], column("nbytes", np.int64)[order])
 
     def _pair(self, *, last: bool) -> None:
         """Pair what waits, but for the latest rows and the begins whose end has not come."""

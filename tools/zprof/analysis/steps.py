@@ -7,18 +7,14 @@ recording is one interval, and says so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zprof.analysis.coverage import Unseen
 from zprof.analysis.intervals import Ints, portions
-from zprof.analysis.spans import SpanTable, spans
+from zprof.analysis.spans import SpanTable
 
-if TYPE_CHECKING:
-    from zprof.trace.reader import Trace
-
-__all__ = ["ONLY_UPDATE", "WHATS", "Steps", "steps", "steps_of"]
+__all__ = ["ONLY_UPDATE", "WHATS", "Steps", "steps_of"]
 
 #: The spans that say where steps are.
 WHATS = ("step", "update", "forward", "backward")
@@ -60,11 +56,10 @@ class Steps:
     def whole_ns(self) -> int:
         return int(self.duration_ns.sum())
 
-
-def steps(trace: Trace) -> Ints:
-    """The steps of ``trace`` as int64 [n, 2] of (begin, end); empty where no optimizer was recorded."""
-    found = steps_of(spans(trace, WHATS))
-    return found.bounds if found.source else np.zeros((0, 2), np.int64)
+    def at(self, time_ns: int) -> int | None:
+        """The first step that a moment falls in, counted from 0; None outside all."""
+        inside = (self.bounds[: self.count, 0] <= time_ns) & (time_ns <= self.bounds[: self.count, 1])
+        return int(inside.argmax()) if bool(inside.any()) else None
 
 
 def steps_of(table: SpanTable) -> Steps:

@@ -92,6 +92,8 @@ class Tally:
         self.tier_peaks = [Moment(begin_ns, 0, 0)] * len(TIERS)
         self.place_peaks = [Moment(begin_ns, 0, 0)] * len(PLACES)
         self.count = 0
+        #: The time of the last allocation.
+        self.made_ns: int | None = None
         #: Of each chunk that holds rows, rows up to its end and the time then.
         self.chunk_rows: list[int] = []
         self.chunk_ns: list[int] = []
@@ -162,6 +164,9 @@ class Tally:
         for ends in np.cumsum([len(chunk) for chunk in chunks]).tolist():
             self.chunk_rows.append(self.count + ends)
             self.chunk_ns.append(int(time_ns[ends - 1]))
+        made = np.flatnonzero(rows.kind == RowKind.ALLOC)
+        if len(made):
+            self.made_ns = int(time_ns[made[-1]])
         self.count += len(rows)
         self._now_ns = int(time_ns[-1])
 

@@ -110,11 +110,14 @@ def oom(
     given = {"--policy": policy, "--device": device, "--host": host, "--disk": disk}
     if job is None and (unused := [name for name, value in given.items() if value is not None]):
         raise Misuse(f"{unused[0]}: expected --job and --hardware, too, for it is about what is tried; found neither")
+    from zprof.analysis.analysis import Analysis
+    from zprof.oom.case import recorded
     from zprof.oom.explanation import explained
     from zprof.trace.reader import Trace
 
     trace = Trace.open(Path(run))
-    found = explained(trace)
+    # A long trace of a run that did not is not read.
+    found = explained(Analysis.of(trace)) if recorded(trace) is not None else None
     trace.close()
     if found is None:
         raise Problem(f"{run}: expected a run that ran out of memory, found none; zprof report says where its bytes went")

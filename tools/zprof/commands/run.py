@@ -149,7 +149,7 @@ def _watch(order: Order, command: Sequence[str], path: Path) -> Ending:
 
 def _print_last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> None:
     """The last lines, on stderr: the output of the script stays its own."""
-    from zprof.oom.explanation import last_lines
+    from zprof.running.last_lines import last_lines
 
     try:
         lines = last_lines(path, ending, kill, world)

@@ -58,14 +58,14 @@ class Recording:
         Raises:
             TraceError: it cannot be read.
         """
-        from zprof.analysis.ledger import Ledger
+        from zprof.analysis.analysis import Analysis
         from zprof.oom.explanation import explain
         from zprof.trace.reader import Trace
 
-        trace = Trace.open(path)
-        ledger = Ledger.of(trace)
+        analysis = Analysis.of(Trace.open(path))
+        ledger = analysis.ledger
         peaks = {tier: ledger.peak(tier).nbytes for tier in ledger.tiers}
-        return cls(path, peaks, _held(ledger, peaks), tuple(explain(trace)))
+        return cls(path, peaks, _held(ledger, peaks), tuple(explain(analysis)))
 
     @property
     def next(self) -> str:

@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from zprof.analysis.analysis import Analysis
 from zprof.analysis.bandwidth import VERBS
-from zprof.analysis.ledger import Ledger
-from zprof.analysis.ranks import Lane, clocks
-from zprof.analysis.spans import Instants, Pairing, SpanTable
+from zprof.analysis.ranks import clocks
+from zprof.analysis.spans import SpanTable
 from zprof.gpu.quantities import ENERGY, QUANTITIES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from zprof.analysis.coverage import Coverage
+    from zprof.analysis.ledger import Ledger
+    from zprof.analysis.spans import Instants
+    from zprof.trace.header import Header
     from zprof.trace.reader import Trace
 
     Ints = NDArray[np.int64]
@@ -45,7 +49,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What one pass over a trace leaves.
+    """What the exports take of a rank's analysis: its ledger, and those of its spans that a file can hold.
 
     Attributes:
         table: the longest spans of each verb, those still open at the end included; in the order of begin, of those that
@@ -53,17 +57,22 @@ class Read:
         unfinished: of each span, whether it was still open.
         count: spans there were. unlisted_ns: the longest of those that are not in the table.
         spent_ns: (what, key) -> the time in all its spans.
-        failures: the requests for memory that failed.
     """
 
     trace: Trace
     ledger: Ledger
+    covered: Coverage
+    end_clock: tuple[int, int] | None
+    failures: Instants
     table: SpanTable
     unfinished: NDArray[np.bool_]
     count: int
     unlisted_ns: int
     spent_ns: dict[tuple[str, str], int]
-    failures: Instants
+
+    @property
+    def header(self) -> Header:
+        return self.trace.header
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +96,8 @@ def read(trace: Trace, *, points: int = 2000) -> Read:
     Raises:
         TraceError: the file is not what it should be.
     """
-    pairing = Pairing(trace, None, ("oom",))
-    ledger = Ledger.of(trace, points=points, also=pairing.feed)
-    closed = pairing.table()
+    analysis = Analysis.of(trace, spans=None, points=points)
+    closed = analysis.table
     parts = [closed, *([closed.open] if closed.open is not None else [])]
     names = [np.concatenate([part.what for part in parts]), np.concatenate([part.key for part in parts])]
     begin_ns = np.concatenate([part.begin_ns for part in parts])
@@ -101,7 +109,8 @@ def read(trace: Trace, *, points: int = 2000) -> Read:
     kept = kept[np.lexsort((-end_ns[kept], begin_ns[kept]))]
     moved = (begin_ns[kept], end_ns[kept], nbytes[kept], thread[kept])
     table = SpanTable(trace.strings, names[0][kept], names[1][kept], *moved)
-    return Read(trace, ledger, table, kept >= len(closed), len(begin_ns), unlisted_ns, spent, pairing.instants())
+    facts = (trace, analysis.ledger, analysis.covered, analysis.end_clock, analysis.failures)
+    return Read(*facts, table, kept >= len(closed), len(begin_ns), unlisted_ns, spent)
 
 
 def _spent(strings: Sequence[str], what: Codes, key: Codes, lasted: Ints) -> dict[tuple[str, str], int]:
@@ -137,7 +146,7 @@ def afford(reads: Sequence[Read], nbytes: Sequence[Ints], most: int) -> list[NDA
 
 def shifts(reads: Sequence[Read]) -> list[int]:
     """What to add to each rank's times so that all are of one clock on which the first thing known is at 0."""
-    apart = [clock.offset_ns for clock in clocks([Lane(one.trace.header, None, {}, None, None, {}) for one in reads])]
+    apart = [clock.offset_ns for clock in clocks(reads)]
     begin = min(_begin_ns(one) + offset for one, offset in zip(reads, apart, strict=True))
     return [offset - begin for offset in apart]
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from offload.text import as_duration
-from zprof.analysis.coverage import coverage
 from zprof.show.exports.exported import Read, Written, afford, counted, full, read, shifts, text, tracks, unit_of
 from zprof.trace.reader import Trace
 from zprof.writing import committing
@@ -191,7 +190,7 @@ def _points(reads: Sequence[Read]) -> tuple[int, int]:
 
 
 def _counters(one: Read, shift: int, points: tuple[int, int]) -> Iterator[str]:
-    covered = coverage(one.trace, one.ledger.tiers)
+    covered = one.covered
     for tier in one.ledger.tiers:
         curves = one.ledger.curves("category", tier, points[0])
         names = list(curves.levels)

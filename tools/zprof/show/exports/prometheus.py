@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zprof.analysis.analysis import both
+from zprof.analysis.analysis import Analysis
 from zprof.analysis.measures import MEASURES, Measure, measures, numbers
 from zprof.show.exports.exported import Written, counted, text
 from zprof.trace.reader import Trace
@@ -38,13 +38,17 @@ _UNIT_WORDS = re.compile(r"[._](ms|percent|bytes_per_s)$|(?<=\.)(ms|bytes|joules
 
 def write(traces: Sequence[Trace], path: Path) -> Written:
     """Write UTF-8 text; labels are rank, host and the run's file."""
-    read = [(trace, *both(trace)) for trace in traces]
-    written = exposition([(_labels(trace), numbers(measures(trace, ledger, times))) for trace, ledger, times in read])
+    found, damages = [], []
+    for trace in traces:
+        analysis = Analysis.of(trace)
+        found.append((_labels(trace), numbers(measures(analysis))))
+        damages.append(analysis.ledger.damage)
+    written = exposition(found)
     # Its reader is another user.
     committed(path, written.encode(), mode=0o644)
     count = sum(line[:1] not in ("", "#") for line in written.split("\n"))
     said = f"{counted(count, 'sample')}; put it into a node exporter's --collector.textfile.directory, its name ending in .prom"
-    return Written(said, [ledger.damage for _, ledger, _ in read])
+    return Written(said, damages)
 
 
 def exposition(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from zprof.analysis.bandwidth import VERBS
-from zprof.analysis.coverage import coverage
 from zprof.analysis.ledger import Ledger
 from zprof.rows import BEFORE_STACK, TraceError
 from zprof.show.exports.exported import Read, Track, Written, afford, counted, full, read, shifts, text, tracks
@@ -61,7 +60,7 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     for one, mine, shift in zip(reads, kept, shifts(reads), strict=True):
         predicted = ", predicted" if one.trace.header.simulated else ""
         rank, ledger = f"rank {one.trace.header.rank}{predicted}", one.ledger
-        covered = coverage(one.trace, ledger.tiers)
+        covered = one.covered
         for tier in ledger.tiers:
             missing = ", ".join(covered.missing(tier)) if covered.tier(tier) else ""
             part = f", without {missing}" if missing else ""

@@ -23,9 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zprof.analysis.analysis import Times, both
-from zprof.analysis.coverage import coverage
-from zprof.analysis.ledger import Ledger
+from zprof.analysis.analysis import Analysis
 from zprof.rows import TraceError
 from zprof.show.exports.exported import Written, counted, full, text, unit_of
 from zprof.trace.reader import Trace
@@ -51,9 +49,9 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     try:
         passing.mkdir()
         for trace in traces:
-            ledger, times = both(trace)
-            damages.append(ledger.damage)
-            count += _written(passing / f"rank{trace.header.rank}", trace, ledger, times)
+            analysis = Analysis.of(trace)
+            damages.append(analysis.ledger.damage)
+            count += _written(passing / f"rank{trace.header.rank}", analysis)
         if path.exists():
             _remove(path)
         passing.rename(path)
@@ -82,14 +80,14 @@ def _remove(path: Path) -> None:
         folder.rmdir()
 
 
-def _written(folder: Path, trace: Trace, ledger: Ledger, times: Times) -> int:
+def _written(folder: Path, analysis: Analysis) -> int:
     folder.mkdir()
-    header = trace.header
+    header = analysis.header
     began_s = header.wall_ns / 1e9
     count = 0
     with open(folder / f"events.out.tfevents.{header.wall_ns // 10**9:010}.zprof", "xb") as file:
         file.write(_record(_double(1, began_s) + _bytes(3, _VERSION.encode())))
-        for tag, step, time_ns, value in _scalars(ledger, times):
+        for tag, step, time_ns, value in _scalars(analysis):
             scalar = _bytes(1, text(tag).encode()) + b"\x15" + struct.pack("<f", value)
             at = _double(1, began_s + (time_ns - header.mono_ns) / 1e9) + b"\x10" + _varint(max(0, step))
             file.write(_record(at + _bytes(5, _bytes(1, scalar))))
@@ -97,10 +95,10 @@ def _written(folder: Path, trace: Trace, ledger: Ledger, times: Times) -> int:
     return count
 
 
-def _scalars(ledger: Ledger, times: Times) -> Iterator[tuple[str, int, int, float]]:
+def _scalars(analysis: Analysis) -> Iterator[tuple[str, int, int, float]]:
     """(tag, step, time, value) of everything."""
     curves: list[tuple[str, Any, Any]] = []
-    covered = coverage(ledger.trace, ledger.tiers)
+    ledger, steps, covered = analysis.ledger, analysis.steps, analysis.covered
     for tier in ledger.tiers:
         found = ledger.curves("category", tier, _POINTS)
         curves += [(f"{tier}/{name} bytes", found.time_ns, levels) for name, levels in found.levels.items()]
@@ -112,9 +110,9 @@ def _scalars(ledger: Ledger, times: Times) -> Iterator[tuple[str, int, int, floa
     for tag, time_ns, values in curves:
         for at, value in zip(time_ns.tolist(), values.tolist(), strict=True):
             yield tag, (at - ledger.begin_ns) // 1_000_000, at, float(value)
-    if times.steps.count and covered.steps() is None:
-        for number, (begin, end) in enumerate(times.steps.bounds.tolist()):
-            if number or times.steps.unseen is None:
+    if steps.count and covered.steps() is None:
+        for number, (begin, end) in enumerate(steps.bounds.tolist()):
+            if number or steps.unseen is None:
                 yield "time/step ms", number, end, (end - begin) / 1e6
 
 

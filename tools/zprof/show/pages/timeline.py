@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from offload.text import as_size
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from zprof.analysis.coverage import Coverage
-    from zprof.analysis.ledger import Ledger
-    from zprof.analysis.spans import SpanTable
-    from zprof.analysis.stalls import Stalls
-    from zprof.analysis.steps import Steps
+    from zprof.analysis.analysis import Analysis
     from zprof.trace.reader import Trace
 
     Ints = NDArray[np.int64]
@@ -73,12 +69,13 @@ class Names:
 
 def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
     """Everything the page shows of these traces, one a rank."""
+    from zprof.analysis.analysis import Analysis
     from zprof.analysis.ranks import clocks as clocks_of
-    from zprof.analysis.ranks import lane_of
 
     points = max(_LEAST_POINTS, _MOST_POINTS // len(traces))
-    reads = [_read(trace, points) for trace in traces]
-    offsets = clocks_of([lane_of(read.trace, read.table.of(), read.stalls, read.covered, {}) for read in reads])
+    drawn_spans = {what for lane in LANES for what in lane.whats}
+    reads = [Analysis.of(trace, spans=drawn_spans, points=points) for trace in traces]
+    offsets = clocks_of(reads)
     edges = [_edges(read) for read in reads]
     start_ns = min(begin + clock.offset_ns for (begin, _), clock in zip(edges, offsets, strict=True))
     end_ns = max(end + clock.offset_ns for (_, end), clock in zip(edges, offsets, strict=True))
@@ -88,7 +85,7 @@ def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
     names = Names()
     lanes = [_lanes(read, clock, names) for read, clock in zip(reads, clocks, strict=True)]
     flat = [part for parts in lanes for part in parts]
-    windows = windows_of([(read.ledger, read.steps, read.stalls, clock) for read, clock in zip(reads, clocks, strict=True)])
+    windows = windows_of(list(zip(reads, clocks, strict=True)))
     kept, merge_ns, whole = keep(flat, duration_ns, [(begin, end) for _, begin, end in windows], most=MOST_SPANS)
     kept, texts = names.only(kept)
     drawn = iter(kept)
@@ -109,44 +106,16 @@ def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
         "whole": marked(windows[:whole] if merge_ns else [], clocks[0].tick_ns),
         "steps": _step_figures(reads),
         "units": _units(reads, lanes, names, clocks[0].tick_ns),
-        "advice": [f"{_rank(read, reads)}{line}" for read in reads for line in read.advice][:_MOST_ADVICE],
+        "advice": [f"{_rank(read, reads)}{line}" for read in reads for line in _advice(read)][:_MOST_ADVICE],
         "notes": _notes(reads, [clock.by for clock in offsets]),
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """What one pass over a trace leaves."""
-
-    trace: Trace
-    ledger: Ledger
-    table: SpanTable
-    steps: Steps
-    stalls: Stalls
-    advice: tuple[str, ...]
-    covered: Coverage
+def _advice(read: Analysis) -> tuple[str, ...]:
+    return () if read.covered.waits() else read.advice.lines
 
 
-def _read(trace: Trace, points: int) -> _Read:
-    from zprof.analysis import prefetch
-    from zprof.analysis.coverage import coverage
-    from zprof.analysis.ledger import Ledger
-    from zprof.analysis.spans import Pairing
-    from zprof.analysis.stalls import WHATS, stalls
-    from zprof.analysis.steps import steps_of
-
-    whats = {*WHATS, *prefetch.WHATS, *(what for lane in LANES for what in lane.whats)}
-    pairing = Pairing(trace, whats, prefetch.POINTS)
-    ledger = Ledger.of(trace, points=points, also=pairing.feed)
-    table = pairing.table()
-    steps = steps_of(table)
-    advice = prefetch.advice(table, pairing.instants(), steps.warm, prefetch.policy_of(trace))
-    covered = coverage(trace, ledger.tiers)
-    lines = () if covered.waits() else tuple(advice.lines)
-    return _Read(trace, ledger, table, steps, stalls(table, steps.warm), lines, covered)
-
-
-def _units(reads: Sequence[_Read], lanes: Sequence[Sequence[Spans]], names: Names, tick_ns: int) -> dict[str, Any]:
+def _units(reads: Sequence[Analysis], lanes: Sequence[Sequence[Spans]], names: Names, tick_ns: int) -> dict[str, Any]:
     """The table of exposed waits; without a sum, and with the reason, where some rank's were not seen."""
     found = exposed_units([read.stalls for read in reads], lanes, names, tick_ns)
     if any(read.covered.queued("wait") for read in reads):
@@ -155,18 +124,18 @@ def _units(reads: Sequence[_Read], lanes: Sequence[Sequence[Spans]], names: Name
     return found | ({"ms_per_step": None, "unseen": unseen.why} if unseen is not None else {"unseen": None})
 
 
-def _rank(read: _Read, reads: Sequence[_Read]) -> str:
+def _rank(read: Analysis, reads: Sequence[Analysis]) -> str:
     return f"rank {read.trace.header.rank}: " if len(reads) > 1 else ""
 
 
-def _edges(read: _Read) -> tuple[int, int]:
+def _edges(read: Analysis) -> tuple[int, int]:
     """The first and the last nanosecond anything is known of."""
     ledger, table = read.ledger, read.table
     begins = [ledger.begin_ns, *([int(table.begin_ns.min())] if len(table) else [])]
     return min(begins), max([ledger.end_ns, *([int(table.end_ns.max())] if len(table) else [])])
 
 
-def _focus(reads: Sequence[_Read], clocks: Sequence[Clock], duration_ns: int) -> dict[str, Any] | None:
+def _focus(reads: Sequence[Analysis], clocks: Sequence[Clock], duration_ns: int) -> dict[str, Any] | None:
     """From where on the page shows the run at first, if what is before it (imports, setting up) would take much of the axis.
 
     That is a little before the first step, or where there is none, before the first span or allocation; a peak that came
@@ -192,7 +161,7 @@ def _focus(reads: Sequence[_Read], clocks: Sequence[Clock], duration_ns: int) ->
     return {"begin": shown // clocks[0].tick_ns, "before_ns": first, "what": what}
 
 
-def _begun(read: _Read) -> list[int]:
+def _begun(read: Analysis) -> list[int]:
     """When the first span began, and when the first bytes were held."""
     begins = [int(read.table.begin_ns.min())] if len(read.table) else []
     for tier in read.ledger.tiers:
@@ -202,7 +171,7 @@ def _begun(read: _Read) -> list[int]:
     return begins
 
 
-def _notes(reads: Sequence[_Read], by: Sequence[str]) -> list[str]:
+def _notes(reads: Sequence[Analysis], by: Sequence[str]) -> list[str]:
     """What a reader must know to read the page right."""
     notes = []
     walled = sum(each != by[0] for each in by)
@@ -225,7 +194,7 @@ def _notes(reads: Sequence[_Read], by: Sequence[str]) -> list[str]:
     return notes
 
 
-def _lanes(read: _Read, clock: Clock, names: Names) -> list[Spans]:
+def _lanes(read: Analysis, clock: Clock, names: Names) -> list[Spans]:
     """The lanes of one rank that hold anything."""
     import numpy as np
 
@@ -262,7 +231,7 @@ def _lanes(read: _Read, clock: Clock, names: Names) -> list[Spans]:
     return found
 
 
-def _about(read: _Read) -> dict[str, Any]:
+def _about(read: Analysis) -> dict[str, Any]:
     header = read.trace.header
     return {
         "rank": header.rank,
@@ -278,7 +247,7 @@ def _about(read: _Read) -> dict[str, Any]:
     }
 
 
-def _step_figures(reads: Sequence[_Read]) -> dict[str, Any]:
+def _step_figures(reads: Sequence[Analysis]) -> dict[str, Any]:
     """Over all ranks, without each one's first step, as `zprof report` counts."""
     import numpy as np
 

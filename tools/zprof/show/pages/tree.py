@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.text import as_size
 from zprof.analysis.curves import NO_KEY, NO_LINE, lines_recorded
-from zprof.rows import BEFORE_STACK, CATEGORIES, TraceError
+from zprof.rows import BEFORE_STACK, CATEGORIES
 
 if TYPE_CHECKING:
     from zprof.analysis.curves import By
@@ -48,29 +48,14 @@ def flamegraph(trace: Trace, step: int | None = None, by: By = "module") -> dict
     Raises:
         TraceError: there is no such step, or no line was recorded.
     """
-    from zprof.analysis.coverage import coverage
-    from zprof.analysis.ledger import Ledger
-    from zprof.analysis.spans import Pairing
-    from zprof.analysis.steps import WHATS, steps_of
+    from zprof.analysis.analysis import Analysis
 
     if by == "line":
         lines_recorded(trace)
-    pairing = Pairing(trace, WHATS)
-    ledger = Ledger.of(trace, also=pairing.feed)
-    if step is None:
-        moments, unseen = {tier: ledger.peak(tier) for tier in ledger.tiers}, None
-    else:
-        steps = steps_of(pairing.table())
-        unseen = steps.unseen if step == 0 else None
-        if step >= steps.count:
-            found = f"steps 0 to {steps.count - 1}" if steps.count else "no optimizer step"
-            remedy = f"--at step:{steps.count - 1} is the last" if steps.count else "use --at peak"
-            raise TraceError(f"{trace.path}: --at step:{step}: the recording has {found}; {remedy}")
-        moments = {tier: ledger.peak_between(tier, *steps.bounds[step].tolist()) for tier in ledger.tiers}
+    analysis = Analysis.of(trace)
     header = trace.header
-    covered = coverage(trace, ledger.tiers)
-    missing = [line for line in covered.lines() if not line.startswith("waits")]
-    missing += [f"step 0: {unseen}"] if unseen is not None else []
+    missing = [line for line in analysis.covered.lines() if not line.startswith("waits")]
+    missing += [f"step 0: {analysis.steps.unseen}"] if step == 0 and analysis.steps.unseen is not None else []
     predicted = [f"predicted for {header.simulated}"] if header.simulated else []
     about = [*predicted, f"rank {header.rank} of {header.world}", f"{trace.device} on {header.host}", f"level {header.level}"]
     return {
@@ -82,7 +67,9 @@ def flamegraph(trace: Trace, step: int | None = None, by: By = "module") -> dict
         "missing": missing,
         "argv": " ".join(header.argv)[:400],
         "damage": trace.damage or "",
-        "tiers": [_tier(ledger, tier, moment, by) for tier, moment in moments.items() if moment.nbytes > 0],
+        "tiers": [
+            _tier(analysis.ledger, tier, moment, by) for tier, moment in analysis.moments(step).items() if moment.nbytes > 0
+        ],
     }
 
 

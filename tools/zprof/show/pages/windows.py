@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zprof.analysis.ledger import Ledger
-    from zprof.analysis.stalls import Stalls
-    from zprof.analysis.steps import Steps
+    from zprof.analysis.analysis import Analysis
     from zprof.show.pages.memory import Clock
 
 __all__ = ["Window", "marked", "windows_of"]
@@ -23,7 +21,7 @@ _MOST_WINDOWS = 4096
 _MOST_MARKED = 8
 
 
-def windows_of(ranks: Sequence[tuple[Ledger, Steps, Stalls, Clock]]) -> list[Window]:
+def windows_of(ranks: Sequence[tuple[Analysis, Clock]]) -> list[Window]:
     """Windows that do not overlap, the dearest first: of each rank the steps of the peaks, the one that waited longest, the
     slowest, the first two and the last, then the steps after those."""
     asked = [list(_asked(*rank)) for rank in ranks]
@@ -47,9 +45,10 @@ def marked(windows: Sequence[Window], tick_ns: int) -> list[dict[str, Any]]:
     return [{"name": name, "begin": begin // tick_ns, "end": end // tick_ns} for name, begin, end in named]
 
 
-def _asked(ledger: Ledger, steps: Steps, stalls: Stalls, clock: Clock) -> Iterator[Window]:
+def _asked(analysis: Analysis, clock: Clock) -> Iterator[Window]:
     import numpy as np
 
+    ledger, steps, stalls = analysis.ledger, analysis.steps, analysis.stalls
     peaks = {tier: ledger.peak(tier).time_ns for tier in ledger.tiers}
     if not steps.count:
         around = (ledger.end_ns - ledger.begin_ns) // 200

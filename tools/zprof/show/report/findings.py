@@ -16,14 +16,12 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zprof.analysis.analysis import Times, both
-from zprof.analysis.compute import computed
-from zprof.analysis.coverage import Coverage, Unseen, coverage
+from zprof.analysis.analysis import Analysis
+from zprof.analysis.coverage import Unseen
 from zprof.analysis.curves import By, group_of, lines_recorded
-from zprof.analysis.growth import growth
 from zprof.analysis.ledger import Ledger, Moment
 from zprof.analysis.measures import measures
-from zprof.analysis.prefetch import policy_of, setting
+from zprof.analysis.prefetch import setting
 from zprof.analysis.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
 from zprof.analysis.remainder import Remainder, fullest_sample, peak_sample
 from zprof.rows import TIERS, TraceError
@@ -75,35 +73,31 @@ def report(
             )
         if by == "line":
             lines_recorded(trace)
-        ledger, times = both(trace)
-        bodies.append(_run(ledger, times, by, step, most, hardware))
-        covered = coverage(trace, ledger.tiers)
-        peaks = {tier: ledger.peak(tier).nbytes if covered.anything(tier) else None for tier in TIERS}
-        lanes.append(lane_of(trace, times.table, times.stalls, covered, peaks))
+        analysis = Analysis.of(trace)
+        bodies.append(_run(analysis, by, step, most, hardware))
+        lanes.append(lane_of(analysis))
         trace.close()
         # Before the next rank is read: one at a time is what fits.
-        del ledger, times
+        del analysis
     report: Body = {"version": VERSION, "by": by, "at": "peak" if step is None else f"step:{step}", "runs": bodies}
     report["ranks"] = _ranks(lanes, most) if lanes[0].header.world > 1 or len(lanes) > 1 else None
     report["next"] = following(report)
     return report
 
 
-def _run(ledger: Ledger, times: Times, by: By, step: int | None, most: int, hardware: Hardware | None) -> Body:
-    trace, header = ledger.trace, ledger.trace.header
-    covered = coverage(trace, ledger.tiers)
-    grown = growth(ledger, times.steps, covered)
-    did = computed(trace, times.steps, covered)
-    measured = measures(trace, ledger, times, grown=grown, did=did, hardware=hardware)
-    moments = _moments(ledger, times, step)
+def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hardware | None) -> Body:
     from zprof.oom.explanation import explain
+
+    trace, header, ledger = analysis.trace, analysis.header, analysis.ledger
+    steps, covered, grown, did = analysis.steps, analysis.covered, analysis.grown, analysis.computed
+    measured = measures(analysis, hardware=hardware)
+    moments = analysis.moments(step)
 
     ends = [note.body for note in trace.notes("end")]
     ooms = [note.body for note in trace.notes("oom")]
-    begin_ns, end_ns = (ledger.begin_ns, ledger.end_ns) if step is None else times.steps.bounds[step].tolist()
+    begin_ns, end_ns = (ledger.begin_ns, ledger.end_ns) if step is None else steps.bounds[step].tolist()
     tiers = {
-        tier: _tier(ledger, tier, moment, by, most)
-        | {"step": _step_of(times, moment, step), "not_recorded": list(covered.missing(tier)) if covered.tier(tier) else []}
+        tier: _tier(analysis, tier, moment, by, most) | {"step": steps.at(moment.time_ns) if step is None else step}
         for tier, moment in moments.items()
     }
     reconciled = [_line(line, ledger) for line in ledger.remainder(fullest_sample(ledger, begin_ns, end_ns))]
@@ -125,9 +119,9 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None, most: int, hard
         "below_zero": int((ledger.at(ledger.end_ns) < 0).sum()),
         "end": {"exit": ends[-1].get("exit"), "reason": ends[-1].get("reason", "")} if ends else None,
         "steps": {
-            "count": times.steps.count,
-            "marked_by": times.steps.source,
-            "first_unseen": None if times.steps.unseen is None else times.steps.unseen.why,
+            "count": steps.count,
+            "marked_by": steps.source,
+            "first_unseen": None if steps.unseen is None else steps.unseen.why,
         },
         "tiers": tiers,
         "residual": residual(ledger, covered, tiers, reconciled, begin_ns, end_ns),
@@ -137,13 +131,13 @@ def _run(ledger: Ledger, times: Times, by: By, step: int | None, most: int, hard
         "rss": _rss(ledger),
         "measures": {name: None if isinstance(value, Unseen) else value for name, value in measured.items()},
         "unseen": {name: value.why for name, value in measured.items() if isinstance(value, Unseen)},
-        "not_recorded": [*covered.lines(), *([f"step 0: {times.steps.unseen}"] if times.steps.unseen is not None else [])],
-        "waits": None if covered.waits() else list(_waits(times, most)),
-        "mends": [] if covered.waits() else list(times.advice.lines),
-        "rates": _rates(times, covered),
-        "bench_problem": times.problem,
+        "not_recorded": [*covered.lines(), *([f"step 0: {steps.unseen}"] if steps.unseen is not None else [])],
+        "waits": None if covered.waits() else list(_waits(analysis, most)),
+        "mends": [] if covered.waits() else list(analysis.advice.lines),
+        "rates": _rates(analysis),
+        "bench_problem": analysis.bench_problem,
         "large_batch": large_batch(ledger),
-        "oom": _plain(ooms[-1]) | {"lines": explain(trace)} if ooms else None,
+        "oom": _plain(ooms[-1]) | {"lines": explain(analysis)} if ooms else None,
     }
 
 
@@ -153,19 +147,8 @@ def _chosen(trace: Trace) -> str | None:
     return str(whys[-1])[:200] if whys else None
 
 
-def _moments(ledger: Ledger, times: Times, step: int | None) -> dict[str, Moment]:
-    if step is None:
-        return {tier: ledger.peak(tier) for tier in ledger.tiers}
-    count = times.steps.count
-    if not 0 <= step < count:
-        found = f"steps 0 to {count - 1}" if count else "no optimizer step"
-        remedy = f"--at step:{count - 1} is the last" if count else "use --at peak"
-        raise TraceError(f"{ledger.trace.path}: --at step:{step}: the recording has {found}; {remedy}")
-    begin_ns, end_ns = times.steps.bounds[step].tolist()
-    return {tier: ledger.peak_between(tier, begin_ns, end_ns) for tier in ledger.tiers}
-
-
-def _tier(ledger: Ledger, tier: str, moment: Moment, by: By, most: int) -> Body:
+def _tier(analysis: Analysis, tier: str, moment: Moment, by: By, most: int) -> Body:
+    ledger = analysis.ledger
     groups: dict[str, int] = {}
     categories: dict[str, int] = {}
     holders: dict[str, dict[str, int]] = {}
@@ -184,29 +167,22 @@ def _tier(ledger: Ledger, tier: str, moment: Moment, by: By, most: int) -> Body:
         "bytes": moment.nbytes,
         "at_s": (moment.time_ns - ledger.begin_ns) / 1e9,
         "peak_bytes": ledger.peak(tier).nbytes,
-        "budget_bytes": _budget(ledger, tier),
+        "budget_bytes": _budget(analysis, tier),
         "groups": _sorted(groups),
         "categories": _sorted(categories),
+        "not_recorded": list(analysis.covered.missing(tier)) if analysis.covered.tier(tier) else [],
         "holders": [{"name": name, "bytes": sum(held.values()), "categories": _sorted(held)} for name, held in largest],
     }
 
 
-def _budget(ledger: Ledger, tier: str) -> int | None:
+def _budget(analysis: Analysis, tier: str) -> int | None:
     """What the policy of the run bounds the tier to, in bytes; None without a bound, or for a share of the machine."""
-    found = setting(policy_of(ledger.trace), "budget", tier)
+    found = setting(analysis.policy, "budget", tier)
     return found if type(found) is int else None
 
 
 def _sorted(sums: dict[str, int]) -> dict[str, int]:
     return dict(sorted(((name, nbytes) for name, nbytes in sums.items() if nbytes), key=lambda pair: (-pair[1], pair[0])))
-
-
-def _step_of(times: Times, moment: Moment, step: int | None) -> int | None:
-    """The step a moment falls in, counted from 0: the one asked for, or None outside all."""
-    if step is not None or not times.steps.count:
-        return step
-    inside = (times.steps.bounds[:, 0] <= moment.time_ns) & (moment.time_ns <= times.steps.bounds[:, 1])
-    return int(inside.argmax()) if bool(inside.any()) else None
 
 
 def _rss(ledger: Ledger) -> Body | None:
@@ -233,10 +209,10 @@ def _line(line: Remainder, ledger: Ledger) -> Body:
     }
 
 
-def _waits(times: Times, most: int) -> Iterator[Body]:
+def _waits(analysis: Analysis, most: int) -> Iterator[Body]:
     """What the training threads stood still for, over the steps counted."""
-    counted = max(len(times.stalls.per_step_ns), 1)
-    for stall in times.stalls.units[:most]:
+    counted = max(len(analysis.stalls.per_step_ns), 1)
+    for stall in analysis.stalls.units[:most]:
         yield {
             "what": stall.what,
             "unit": stall.key,
@@ -247,11 +223,12 @@ def _waits(times: Times, most: int) -> Iterator[Body]:
         }
 
 
-def _rates(times: Times, covered: Coverage) -> list[Body] | None:
+def _rates(analysis: Analysis) -> list[Body] | None:
     """Of the transfers that were seen, without times where those are not known; None where none could be seen."""
+    covered = analysis.covered
     if not covered.zhooks or covered.dropped:
         return None
-    return [_rate(rate, covered.spans(rate.verb)) for rate in times.rates]
+    return [_rate(rate, covered.spans(rate.verb)) for rate in analysis.rates]
 
 
 def _rate(rate: Any, unseen: Unseen | None) -> Body:

@@ -1,0 +1,89 @@
+"""Owns the last lines of ``zprof run``: where the trace is, what it held at most, and why the script ended if memory ran out.
+
+`zprof.commands.run` prints them. It reads the trace once, unless that takes long and the script ended well, and adds to it what
+the script could not say any more.
+"""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.text import as_size
+from zprof.analysis.analysis import Analysis
+from zprof.analysis.remainder import peak_sample
+from zprof.oom.case import computes_on_gpu
+from zprof.oom.explanation import explain
+from zprof.oom.facts import Failure
+from zprof.rows import TIERS
+from zprof.trace.frames import FrameKind, packed, sealed
+from zprof.trace.reader import Trace
+
+if TYPE_CHECKING:
+    from zprof.running.child import Ending
+
+__all__ = ["last_lines"]
+
+#: To read more rows than this takes seconds, which a run that ended well need not wait for.
+_MOST_ROWS = 2_000_000
+
+
+def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> list[str]:
+    """The last lines of ``zprof run``.
+
+    Args:
+        kill: whose want of memory the kernel ended a process for meanwhile, and the limit, if it did.
+        world: how many ranks ran.
+    Raises:
+        TraceError: the trace cannot be read.
+    """
+    trace = Trace.open(path, ended=True)
+    if not ending.failed and trace.count > _MOST_ROWS:
+        return [f"trace {path} ({as_size(path.stat().st_size)})", *_next(trace, path, world)]
+    analysis = Analysis.of(trace)
+    killed = _kill(ending, kill, analysis) if ending.signal == 9 else None
+    if killed is not None:
+        _write_down(path, killed)
+    lines = explain(analysis, killed) if ending.failed else []
+    if ending.signal == 9 and killed is None:
+        lines.append(f"killed by SIGKILL; no process was ended for want of memory meanwhile; {_rss(ending)}")
+    elif ending.signal and killed is None:
+        lines.append(f"ended by signal {ending.signal}")
+    ledger, covered = analysis.ledger, analysis.covered
+    parts = {tier: " of what zhooks placed" if covered.tier(tier) else "" for tier in TIERS}
+    peaks = [f"{tier} {as_size(nbytes)}{parts[tier]}" for tier in TIERS if (nbytes := ledger.peak(tier).nbytes)]
+    resident = peak_sample(ledger, "rss")
+    peaks += [f"rss {as_size(resident[1])}"] if resident is not None and resident[1] else []
+    lines.append(f"trace {path} ({as_size(path.stat().st_size)}); peak {', '.join(peaks) or 'unknown'}")
+    return lines + _next(trace, path, world)
+
+
+def _next(trace: Trace, path: Path, world: int) -> list[str]:
+    """The command to go on with; of several ranks for all of their files, which the shell finds where nothing is quoted."""
+    rank = f".{trace.header.rank}."
+    if world > 1 and rank in path.name:
+        return [f"next: zprof report {path.with_name(path.name.replace(rank, '.*.', 1))}"]
+    return [f"next: zprof report {shlex.quote(str(path))}"]
+
+
+def _write_down(path: Path, killed: Failure) -> None:
+    """The process could not say why it ended: its trace says it from now on. A torn chunk before this is passed over."""
+    with suppress(OSError), path.open("ab") as file:
+        file.write(sealed(FrameKind.NOTE, packed(["oom", asdict(killed)])))
+
+
+def _kill(ending: Ending, kill: tuple[str, int | None] | None, analysis: Analysis) -> Failure | None:
+    """The kernel ended the process for want of memory; it does not say what was asked for."""
+    if kill is None:
+        return None
+    whose, limit = kill
+    bound = f"{whose} (limit {as_size(limit)})" if limit is not None else whose
+    tier = "host" if computes_on_gpu(analysis) else "device"
+    return Failure("kill", tier, f"the kernel ended the process for want of memory: {_rss(ending)}", limit=limit, bound=bound)
+
+
+def _rss(ending: Ending) -> str:
+    return f"it had at most {as_size(ending.most_nbytes)} resident"
