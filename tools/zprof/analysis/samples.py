@@ -74,7 +74,8 @@ def thinned(time_ns: Int64s, value: Int64s, points: int) -> tuple[Int64s, Int64s
     if len(value) <= points:
         return time_ns, value
     starts = np.linspace(0, len(value), max(points // 2, 1), endpoint=False).astype(np.int64)
-    kept = np.union1d(highest(value, starts), np.append(starts[1:], len(value)) - 1)
+    kept = np.zeros(len(value), np.bool_)
+    kept[highest(value, starts)] = kept[np.append(starts[1:], len(value)) - 1] = True
     return time_ns[kept], value[kept]
 
 
