@@ -19,10 +19,10 @@ from tests.support.forked import python
 from tests.support.inside import flats_of
 from tests.support.waiting import soon
 from tests.support.zprof_traces import sample_rows, write_trace
+from zprof.analysis.following import RunFollower
 from zprof.cli import main
 from zprof.recording.recorder import Recorder
 from zprof.rows import Row, RowKind
-from zprof.running.live import Follower
 from zprof.trace.reader import Trace
 
 
@@ -125,9 +125,8 @@ def test_the_live_view_adds_what_counters_state_to_what_storages_hold(tmp_path: 
         Row(RowKind.COUNTER, "parameter on host", "a", 50, 2),
         Row(RowKind.FREE, "parameter on host", "a", 100, 3, 0, 1),
     ]
-    follower = Follower(write_trace(tmp_path / "run.zprof", rows))
-    glance = follower.poll()
-    assert glance is not None and (follower._totals["host"], follower._peaks["host"]) == (50, 150)
+    seen = RunFollower(write_trace(tmp_path / "run.zprof", rows)).look()
+    assert (seen.tiers["host"], seen.peaks["host"], seen.categories) == (50, 150, {"host": {"parameter": 50}})
 
 
 def test_arguments_that_are_no_text_leave_a_trace_that_reads(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 from tests.support import forked
 from tests.support.waiting import soon
 from tests.support.zprof_traces import HEADER, sample_rows, write_trace
-from zprof.rows import Row, RowKind, placed
+from zprof.analysis.following import RunFollower
+from zprof.rows import Row, RowKind, TraceError, placed
 from zprof.running.child import Kills
-from zprof.running.live import Follower
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
 
@@ -475,15 +475,16 @@ def test_a_live_view_shares_the_terminal_with_what_the_script_prints(tmp_path: P
 
 def test_a_follower_sees_a_growing_trace_as_it_is(tmp_path: Path) -> None:
     path, at = tmp_path / "run.zprof", HEADER.mono_ns
-    follower = Follower(path)
-    assert follower.poll() is None, "there is no trace yet"
+    with pytest.raises(TraceError):
+        RunFollower(path)
     writer = Writer(path, HEADER)
+    writer.note("policy", {})
     parameter, moved = placed("parameter", "device"), "gather"
     writer.rows([Row(RowKind.ALLOC, parameter, "a", 100, at, 0, 1), Row(RowKind.ALLOC, parameter, "b", 50, at + 1, 0, 2)])
     writer.flush()
-    first = follower.poll()
-    assert first is not None
-    assert first.tiers == {"device": (150, 150)}
+    follower = RunFollower(path)
+    first = follower.look()
+    assert (first.tiers["device"], first.peaks) == (150, {"device": 150})
     step = 10**9
     writer.rows(
         [
@@ -498,13 +499,11 @@ def test_a_follower_sees_a_growing_trace_as_it_is(tmp_path: Path) -> None:
         ]
     )
     writer.close()
-    second = follower.poll()
-    assert second is not None
-    assert second.tiers == {"device": (100, 150)}
-    assert second.places == {("parameter", "device"): 100}
-    assert second.moved == {"gather": pytest.approx(500)}
+    second = follower.look()
+    assert (second.tiers["device"], second.peaks, second.categories) == (100, {"device": 150}, {"device": {"parameter": 100}})
+    assert second.bandwidth == {"gather": pytest.approx(500)}
     assert second.waited == pytest.approx(0.25)
-    assert (second.steps, second.samples, second.elapsed_ns) == (1, {"rss": 7}, 2 * step)
+    assert (second.steps, second.samples, second.elapsed_s) == (1, {"rss": 7}, 2)
 
 
 # Kills.

@@ -18,9 +18,9 @@ from tests.support.zprof_traces import MIB, sample_rows, write_trace
 from zprof import Recorder
 from zprof.analysis.analysis import Analysis
 from zprof.analysis.coverage import Unseen
+from zprof.analysis.following import RunFollower
 from zprof.analysis.measures import MEASURES, Value, measures, numbers
 from zprof.rows import CATEGORIES, TIERS, Row, RowKind
-from zprof.running.live import Follower
 from zprof.show.pages.timeline import peak_line, timeline
 from zprof.show.report.findings import report
 from zprof.trace.reader import Trace
@@ -189,8 +189,8 @@ def test_on_a_gpu_what_the_host_only_queued_is_said_to_be_unmeasured(zprof: Zpro
 
     page = json.dumps(timeline([Trace.open("gpu.zprof")]))
     assert "exposed waits" not in page and "where the host queued them: not measured on CUDA" in page
-    glance = Follower(Path("gpu.zprof")).poll()
-    assert glance is not None and glance.waited is None and "gather" not in glance.moved and "disk read" in glance.moved
+    live = RunFollower(Path("gpu.zprof")).look()
+    assert live.waited is None and "gather" not in live.bandwidth and "disk read" in live.bandwidth
     [seen] = json.loads(zprof("top", "--once", "--json", "gpu.zprof").stdout)["runs"]
     assert seen["waiting"] == [] and seen["unmeasured"].startswith("not measured on CUDA") and "gather" not in seen["bandwidth"]
 

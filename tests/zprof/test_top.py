@@ -23,9 +23,9 @@ from click.testing import CliRunner
 
 from tests.support.fake_nvml import MIB, Slots, build, environment
 from tests.support.zprof_traces import HEADER, SHARD, Row, RowKind, Writer, placed, sample_rows, write_trace
+from zprof.analysis.following import RunFollower
 from zprof.cli import main
 from zprof.clock import now_ns, wall_ns
-from zprof.show.top.follow import Followed
 
 SECOND = 1_000_000_000
 
@@ -159,13 +159,13 @@ def test_once_without_a_run_loads_neither_torch_nor_numpy_nor_rich_tables(tmp_pa
 
 def test_a_growing_run_is_followed_from_where_it_was(tmp_path: Path) -> None:
     writer, rows = recording(tmp_path), list(sample_rows(steps=6, units=3))
-    followed, seen = Followed(tmp_path / "run.0.zprof"), []
+    followed, seen = RunFollower(tmp_path / "run.0.zprof"), []
     for start in range(0, len(rows), 37):
         writer.rows(rows[start : start + 37])
         writer.flush()
         seen.append(followed.look())
     writer.close()
-    whole = Followed(tmp_path / "run.0.zprof").look()
+    whole = RunFollower(tmp_path / "run.0.zprof").look()
     assert [look.steps for look in seen] == sorted(look.steps for look in seen) and seen[0].steps == 0
     last = seen[-1]
     assert (last.steps, last.step_ms, last.tiers) == (whole.steps, whole.step_ms, whole.tiers) == (6, whole.step_ms, last.tiers)
@@ -183,7 +183,7 @@ def test_waits_are_paired_over_chunks_and_rates_are_of_the_last_seconds(tmp_path
         writer.rows([Row(int(kind), what, key, nbytes, time_ns, 0, 0)])
         writer.flush()
 
-    followed = Followed(path)
+    followed = RunFollower(path)
     # Long ago: not in the window of what is shown.
     add(RowKind.END, "gather", "a", SECOND, 1 << 40)
     add(RowKind.BEGIN, "wait gather", "a", begin)

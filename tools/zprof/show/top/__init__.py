@@ -1,1 +1,1 @@
-"""`zprof top`: following files that grow, and the view of devices, runs and units."""
+"""`zprof top`: the view of devices, runs and units."""

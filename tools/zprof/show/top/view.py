@@ -16,7 +16,7 @@ from zprof.show.top.watch import Look
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from zprof.show.top.follow import Seen
+    from zprof.analysis.following import Seen
 
 __all__ = ["Sheet", "as_text", "drawn", "sheets"]
 

@@ -17,7 +17,7 @@ from zprof.gpu.sampling import open_nvml
 from zprof.rows import TraceError
 
 if TYPE_CHECKING:
-    from zprof.show.top.follow import Followed, Seen
+    from zprof.analysis.following import RunFollower, Seen
 
 __all__ = ["Look", "Watch"]
 
@@ -80,7 +80,7 @@ class Watch:
     def __init__(self, paths: Sequence[Path], folder: Path | None = None) -> None:
         self._machine, self._folder = Machine(), folder or Path()
         self._find = not paths
-        self._runs: dict[Path, Followed] = {}
+        self._runs: dict[Path, RunFollower] = {}
         self._problems: dict[Path, str] = {}
         for path in paths:
             self._follow(path)
@@ -160,9 +160,9 @@ class Watch:
 
     def _follow(self, path: Path) -> None:
         # Late: it needs numpy, which costs more than all of a start.
-        from zprof.show.top.follow import Followed
+        from zprof.analysis.following import RunFollower
 
-        self._runs[path] = Followed(path)
+        self._runs[path] = RunFollower(path)
 
     def _seen(self, path: Path) -> Seen | None:
         try:

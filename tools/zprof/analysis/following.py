@@ -1,7 +1,7 @@
-"""Owns what ``zprof top`` knows of a run while it is recorded: levels by tier, step time, bandwidths, and who waits for what.
+"""Owns what is known of a run while it is recorded: levels by tier, step time, bandwidths, and who waits for what.
 
-It reads what was added to the trace since it last looked, chunk by chunk, and keeps a window of the last seconds. It never
-writes, and never holds more of a long run than that window.
+``zprof top`` and ``zprof run --live`` ask it again and again. It reads what was added to the trace since it last looked, chunk
+by chunk, keeps a window of the last seconds, and never writes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from zprof.analysis.coverage import Coverage, coverage
 from zprof.clock import wall_ns
-from zprof.rows import CATEGORIES, MOVES, TIERS, RowKind
-from zprof.trace.levels import Levels, Open
+from zprof.rows import MOVES, PLACES, TIERS, RowKind
+from zprof.trace.levels import TIER_OF, Levels, Open, walked
 from zprof.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Int64s = NDArray[np.int64]
 
-__all__ = ["Followed", "Seen", "Unit"]
+__all__ = ["RunFollower", "Seen", "Unit"]
 
 WINDOW_NS = 10_000_000_000
 #: A recorder writes at least every second; for how long a file may stay as it is before its run is
@@ -55,14 +55,17 @@ class Seen:
     Attributes:
         state: "recording", "ended", "killed" for one that left no end and whose process is gone, "silent" for one that
             stopped writing and whose process lives, or cannot be seen from this host, "predicted" for a simulation.
-        tiers: tier -> bytes held, of what is recorded; None where nothing on it is.
+        tiers: tier -> bytes held, of what is recorded; None where nothing on it is. peaks: tier in use -> the most it held.
+        categories: tier in use -> category -> bytes held.
         samples: "rss", "cgroup memory" and the like -> the last value.
         step_ms: median over the last steps; None before the second one ended. steps: ended so far.
         bandwidth: name of a transfer -> bytes a second over the window.
         exposed_ms: waiting a step, over the window; None where no step ended in it, or waits are not seen.
+        waited: share of the window somebody stood still; None where waits are not seen.
         unmeasured: why waits, and transfers without a rate, have no times; None where they have.
         holding, waiting: the units that hold most on the device, and that were waited for longest.
         damage: what of the file cannot be read, in one line.
+        elapsed_s: from the beginning of the recording to its last row.
     """
 
     path: str
@@ -81,6 +84,10 @@ class Seen:
     holding: list[Unit]
     waiting: list[Unit]
     damage: str | None
+    peaks: dict[str, int]
+    categories: dict[str, dict[str, int]]
+    waited: float | None
+    elapsed_s: float
 
 
 class _Window:
@@ -98,7 +105,7 @@ class _Window:
             self.facts = self.facts[self.facts[:, 0] >= time_ns]
 
 
-class Followed:
+class RunFollower:
     """A trace that may still grow.
 
     Raises:
@@ -109,6 +116,8 @@ class Followed:
         self._trace = Trace.open(path)
         self._levels = Levels(self._trace.strings)
         self._held: Int64s = np.zeros(0, np.int64)
+        self._totals: Int64s = np.zeros(len(TIERS), np.int64)
+        self._peaks: Int64s = np.zeros(len(TIERS), np.int64)
         self._samples: dict[str, int] = {}
         self._moved, self._waited, self._stepped = _Window(), _Window(), _Window()
         self._waits = _Waits()
@@ -116,7 +125,12 @@ class Followed:
         self._steps: dict[int, int] = {}
         self._known = 0
         self._is: dict[str, NDArray[np.bool_]] = {}
-        self._first_ns, self._last_ns = self._trace.header.mono_ns, self._trace.header.mono_ns
+        self._last_ns = self._trace.header.mono_ns
+
+    @property
+    def began_ns(self) -> int:
+        """When the recording began, on the monotonic clock."""
+        return self._trace.header.mono_ns
 
     def look(self) -> Seen:
         """Read what was added, and say how the run stands.
@@ -137,7 +151,9 @@ class Followed:
         self._learn()
         changes = self._levels.take(rows)
         self._held = np.append(self._held, np.zeros(len(self._levels) - len(self._held), np.int64))
-        np.add.at(self._held, changes.series, changes.counter + changes.stored)
+        np.add.at(self._held, changes.series, changes.change)
+        by_tier = walked(TIER_OF[changes.place], changes.change, self._totals)
+        self._peaks[by_tier.group] = np.maximum(self._peaks[by_tier.group], by_tier.top)
         self._last_ns = max(self._last_ns, int(rows.time_ns.max()))
         since = self._last_ns - WINDOW_NS
         ends, recent = rows.kind == RowKind.END, rows.time_ns >= since
@@ -181,7 +197,8 @@ class Followed:
         covered = self._covered()
         key = max(self._steps, key=lambda key: self._steps[key], default=None)
         ends = [] if key is None else self._step_ends[key]
-        span = max(1, min(WINDOW_NS, self._last_ns - self._first_ns))
+        elapsed = self._last_ns - header.mono_ns
+        span = max(1, min(WINDOW_NS, elapsed))
         stepped = int((self._stepped.facts[:, 1] == key).sum()) if key is not None else 0
         waited = int(self._waited.facts[:, 3].sum())
         return Seen(
@@ -201,6 +218,10 @@ class Followed:
             holding=self._holding(),
             waiting=self._waiting(max(1, stepped)) if covered.queued("wait") is None else [],
             damage=self._damage(),
+            peaks={tier: int(self._peaks[number]) for number, tier in enumerate(TIERS) if self._peaks[number]},
+            categories=self._categories(),
+            waited=min(1.0, waited / span) if covered.waits() is None else None,
+            elapsed_s=elapsed / 1e9,
         )
 
     def _damage(self) -> str | None:
@@ -226,13 +247,21 @@ class Followed:
         return "recording" if changed < _STILL_NS else "silent"
 
     def _covered(self) -> Coverage:
-        used = {TIERS[place] for place in (self._levels.place // len(CATEGORIES)).tolist()}
+        used = {TIERS[tier] for tier in TIER_OF[self._levels.place].tolist()}
         return coverage(self._trace, tuple(tier for tier in TIERS if tier in used))
 
     def _tiers(self, covered: Coverage) -> dict[str, int | None]:
-        tier = self._levels.place // len(CATEGORIES)
-        held = {name: int(self._held[tier == place].sum()) for place, name in enumerate(TIERS)}
-        return {name: nbytes if covered.anything(name) else None for name, nbytes in held.items()}
+        held = zip(TIERS, self._totals.tolist(), strict=True)
+        return {name: nbytes if covered.anything(name) else None for name, nbytes in held}
+
+    def _categories(self) -> dict[str, dict[str, int]]:
+        held = np.zeros(len(PLACES), np.int64)
+        np.add.at(held, self._levels.place, self._held)
+        found: dict[str, dict[str, int]] = {TIERS[tier]: {} for tier in np.unique(TIER_OF[self._levels.place]).tolist()}
+        for (category, tier), nbytes in zip(PLACES, held.tolist(), strict=True):
+            if nbytes:
+                found[tier][category] = nbytes
+        return found
 
     def _bandwidth(self, span: int) -> dict[str, float]:
         facts = self._moved.facts
@@ -240,7 +269,7 @@ class Followed:
         return {name: float(facts[facts[:, 1] == what, 3].sum()) * 1e9 / span for what, name in sorted(names.items())}
 
     def _holding(self) -> list[Unit]:
-        on_device = self._levels.place // len(CATEGORIES) == TIERS.index("device")
+        on_device = TIER_OF[self._levels.place] == TIERS.index("device")
         keys, place = np.unique(self._levels.key[on_device], return_inverse=True)
         held = np.zeros(len(keys), np.int64)
         np.add.at(held, place, self._held[on_device])
