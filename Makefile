@@ -9,13 +9,15 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: help setup train test lint clean
+.PHONY: help setup train test lint docs docs-serve clean
 
 help:
 	@echo 'make setup   create $(VENV) and install the project into it'
 	@echo 'make train   train a small GPT under torchrun (NPROC=ranks, ARGS="options of examples/train_gpt.py")'
 	@echo 'make test    lint, types and tests'
 	@echo 'make lint    ruff and mypy --strict'
+	@echo 'make docs    build the documentation into site/; a warning is an error'
+	@echo 'make docs-serve  show it at http://127.0.0.1:8000, built anew when a page changes'
 	@echo 'make clean   remove $(VENV) and all caches'
 
 setup: $(STAMP)
@@ -43,6 +45,13 @@ lint: setup
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# The theme's notice on MkDocs 2 has nothing to do with this site: setup.cfg keeps to MkDocs 1.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.:tools $(BIN)/python -m mkdocs build --strict
+
+docs-serve: setup
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.:tools $(BIN)/python -m mkdocs serve
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/benchmarks.md, made from the kept results, so that none is typed by hand.
+"""The tables of README.md and docs/explanation/benchmarks.md, made from the kept results, so that none is typed by hand.
 
     python benchmarks/tables.py            # write them
     python benchmarks/tables.py --check    # say which differ; exit code 1
@@ -18,7 +18,7 @@ from typing import Any
 import results
 from launch import HERE
 
-PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "benchmarks.md")
+PAGES = (HERE.parent / "README.md", HERE.parent / "docs" / "explanation" / "benchmarks.md")
 MARKED = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 #: Drivers of `peers.py` as people call them, in the order of rows.

@@ -4,7 +4,7 @@
 
 Source: ZeRO, arXiv:1910.02054, section 3.1: parameters and gradients in fp16, an fp32 copy of the parameters, momentum and
 variance, 16 bytes a parameter. So the model is fp16 here, and the fp32 copy is a state of its optimizer; what a policy with
-`[precision] param` makes of an fp32 model is another layout (docs/memory.md).
+`[precision] param` makes of an fp32 model is another layout (docs/explanation/memory.md).
 """
 
 from __future__ import annotations

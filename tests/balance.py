@@ -27,7 +27,7 @@ SECONDS: Mapping[str, float] = {
     "zhooks/checkpoint/test_torch_distributed.py": 19, "offload/kernels/test_kernels.py": 18,
     "zhooks/optim/test_owners.py": 18, "zhooks/activation/test_activation.py": 18, "zhooks/plan/test_bad_input.py": 17,
     "test_source_rules.py": 17, "parity/test_adversity_loop.py": 16, "zhooks/optim/test_owners_tiers.py": 16,
-    "zhooks/grad/test_scaling.py": 16, "benchmarks/test_gpu.py": 16, "parity/test_oracle.py": 16,
+    "zhooks/grad/test_scaling.py": 16, "benchmarks/test_gpu.py": 16, "test_site.py": 25, "parity/test_oracle.py": 16,
     "zhooks/optim/test_tiers_partial.py": 16, "zhooks/optim/test_tiers_kernels.py": 15, "zhooks/unit/test_buffers.py": 15,
     "zhooks/integrations/test_transformers.py": 15, "zprof/test_bench.py": 15, "zhooks/run/test_virtual.py": 15,
     "zhooks/checkpoint/test_save_forged.py": 14, "zprof/test_recorder.py": 14, "offload/kernels/test_kernels_bounds.py": 14,

@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +23,12 @@ from pydantic import BaseModel
 from torch.distributed.fsdp import _fully_shard as fully_shard
 
 from offload import errors
-from offload.policy import Policy, written
+from offload.policy import IgnoredKeys, Policy, written
+from tests.support.doc_pages import DOCS, PAGES, README, name_of, text_of
 from tests.support.forked import python
 from tests.support.paths import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = {"python", "diff", "toml", "sh", "text"}
+LANGUAGES = {"python", "diff", "toml", "json", "sh", "text"}
 
 # Runs in the other process: executes each block in one namespace and says, as JSON, what each printed.
 DRIVER = """
@@ -44,12 +45,16 @@ print(json.dumps(printed))
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block; ``line`` is that of its fence, counted from 1, ``after`` the block it directly follows."""
+    """A fenced block; ``line`` is that of its fence, counted from 1, ``after`` the block it directly follows.
+
+    ``title``: the name of the file that it shows.
+    """
 
     language: str
     line: int
     text: str
     after: Block | None = None
+    title: str = ""
 
 
 def blocks(page: Path) -> list[Block]:
@@ -57,18 +62,20 @@ def blocks(page: Path) -> list[Block]:
     fence: tuple[str, int] | None = None
     body: list[str] = []
     near = False
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text_of(page).splitlines(), 1):
         if fence is None and line.startswith("```"):
             fence, body = (line[3:].strip(), number), []
         elif fence is not None and line == "```":
             before = found[-1] if near and found else None
-            found.append(Block(fence[0], fence[1], "\n".join(body) + "\n", before))
+            language, _, options = fence[0].partition(" ")
+            titled = re.search(r'title="([^"]+)"', options)
+            found.append(Block(language, fence[1], "\n".join(body) + "\n", before, titled[1] if titled else ""))
             fence, near = None, True
         elif fence is not None:
             body.append(line)
         elif line.strip():
             near = False
-    assert fence is None, f"{page.name}:{fence}: the block does not end"
+    assert fence is None, f"{name_of(page)}:{fence}: the block does not end"
     return found
 
 
@@ -91,24 +98,20 @@ def one_side(block: Block, without: str) -> Block:
     return replace(block, text="\n".join(lines) + "\n")
 
 
-def by_name(page: Path) -> str:
-    return page.name
-
-
-with_python = pytest.mark.parametrize("page", [p for p in PAGES if of_language(p, "python")], ids=by_name)
-every_page = pytest.mark.parametrize("page", PAGES, ids=by_name)
+with_python = pytest.mark.parametrize("page", [p for p in PAGES if of_language(p, "python")], ids=name_of)
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 @with_python
 def test_the_programs_of_a_page_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
     write_policies(page, tmp_path)
-    printed = run(page, programs(page), tmp_path, fresh if page == PAGES[0] else forked)
+    printed = run(page, programs(page), tmp_path, fresh if page == README else forked)
     for block in of_language(page, "text"):
         if block.after is not None and block.after.language == "python":
-            assert printed[block.after.line] == block.text, f"{page.name}:{block.line}: the program printed otherwise"
+            assert printed[block.after.line] == block.text, f"{name_of(page)}:{block.line}: the program printed otherwise"
 
 
-with_diff = pytest.mark.parametrize("page", [p for p in PAGES if of_language(p, "diff")], ids=by_name)
+with_diff = pytest.mark.parametrize("page", [p for p in PAGES if of_language(p, "diff")], ids=name_of)
 
 
 @with_diff
@@ -117,13 +120,13 @@ def test_what_a_diff_adds_changes_nothing_that_is_printed(page: Path, tmp_path: 
     first = of_language(page, "diff")[0].line
     until = [[block for block in programs(page, without) if block.line <= first] for without in "-+"]
     changed, plain = (run(page, program, tmp_path, forked)[first] for program in until)
-    assert plain and changed == plain, f"{page.name}:{first}"
+    assert plain and changed == plain, f"{name_of(page)}:{first}"
 
 
 def run(page: Path, program: list[Block], at: Path, by: Callable[[str, Path], CompletedProcess[str]]) -> dict[int, str]:
     """What each block prints, by its line, when all are run as one program."""
-    done = by(json.dumps([(page.name, block.line, block.text) for block in program]), at)
-    assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
+    done = by(json.dumps([(name_of(page), block.line, block.text) for block in program]), at)
+    assert done.returncode == 0, f"{name_of(page)}:\n{done.stderr}"
     return dict(zip((block.line for block in program), json.loads(done.stdout), strict=True))
 
 
@@ -145,11 +148,11 @@ def fresh(given: str, at: Path) -> CompletedProcess[str]:
 
 
 def write_policies(page: Path, folder: Path) -> list[Path]:
-    """Put each TOML block into the folder, under the name in its first line where it has one."""
+    """Put each TOML and JSON block into the folder, under its title, or the name in its first line where it has one."""
     made = []
-    for block in of_language(page, "toml"):
+    for block in [block for block in blocks(page) if block.language in ("toml", "json")]:
         named = re.match(r"# ([\w.-]+\.toml)\n", block.text)
-        path = folder / (named[1] if named else f"line{block.line}.toml")
+        path = folder / (block.title or (named[1] if named else f"line{block.line}.{block.language}"))
         path.write_text(block.text, encoding="utf-8")
         made.append(path)
     return made
@@ -158,33 +161,36 @@ def write_policies(page: Path, folder: Path) -> list[Path]:
 @every_page
 def test_every_policy_of_a_page_loads(page: Path, tmp_path: Path) -> None:
     for path in write_policies(page, tmp_path):
-        Policy.load(path)
+        with warnings.catch_warnings():
+            # What of a DeepSpeed configuration has no counterpart.
+            warnings.simplefilter("ignore", IgnoredKeys)
+            Policy.load(path)
 
 
 @every_page
 def test_no_block_escapes_these_tests(page: Path) -> None:
     strange = [
-        f"{page.name}:{block.line}: {block.language!r}" for block in blocks(page) if block.language not in LANGUAGES
+        f"{name_of(page)}:{block.line}: {block.language!r}" for block in blocks(page) if block.language not in LANGUAGES
     ]
     assert not strange
 
 
 @every_page
 def test_commands_name_targets_and_files_that_exist(page: Path) -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    text = page.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = text_of(page)
     commands = "\n".join(block.text for block in of_language(page, "sh")) + "\n".join(re.findall(r"`([^`\n]+)`", text))
-    for target in re.findall(r"^make (\w+)", commands, re.MULTILINE):
-        assert target in targets, f"{page.name}: make {target}"
+    for target in re.findall(r"^make ([\w-]+)", commands, re.MULTILINE):
+        assert target in targets, f"{name_of(page)}: make {target}"
     for script in re.findall(r"(?:examples|benchmarks)/\w+\.py", text):
-        assert (ROOT / script).is_file(), f"{page.name}: {script}"
+        assert (ROOT / script).is_file(), f"{name_of(page)}: {script}"
 
 
 @every_page
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+            assert (page.parent / target).exists(), f"{name_of(page)}: {target}"
 
 
 def keys() -> Iterator[tuple[str, str, str]]:
@@ -204,25 +210,25 @@ def sections(page: Path) -> dict[str, str]:
 
 
 def test_the_policy_page_names_every_key_with_its_default() -> None:
-    page = sections(ROOT / "docs" / "policy.md")
+    page = sections(DOCS / "reference" / "policy.md")
     for table, key, default in keys():
         row = f"| `{key}` | `{default}` |"
         homes = [text for heading, text in page.items() if (f"[{table}]" if table else "stage") in heading]
-        assert any(row in text for text in homes), f"docs/policy.md: expected {row} under [{table}]"
+        assert any(row in text for text in homes), f"docs/reference/policy.md: expected {row} under [{table}]"
 
 
 def test_the_policy_page_names_no_key_that_is_not_there() -> None:
     known = {key for _, key, _ in keys()} | {"extends", "match"}
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "policy.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "reference" / "policy.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert rows and set(rows) <= known, set(rows) - known
 
 
 def test_the_errors_page_has_a_section_for_every_error() -> None:
-    assert set(errors.__all__) <= set(sections(ROOT / "docs" / "errors.md"))
+    assert set(errors.__all__) <= set(sections(DOCS / "reference" / "errors.md"))
 
 
 def test_the_architecture_page_names_every_file() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     files = [path for folder in ("zhooks", "offload", "tools/zprof") for path in (ROOT / folder).rglob("*.py")]
     missing = [
         path.relative_to(ROOT).as_posix()
@@ -233,7 +239,7 @@ def test_the_architecture_page_names_every_file() -> None:
 
 
 def test_the_architecture_page_names_no_file_that_is_not_there() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     folders = [*(ROOT / name for name in ("zhooks", "offload", "tools", "tests")), Path(fully_shard.__file__).parent]
     files = {f"/{path.as_posix()}": path for folder in folders for path in folder.rglob("*.py")}
     for name, symbol in re.findall(r"`([\w/]+\.py)(?:: (\w+))?`", text):

@@ -1,7 +1,7 @@
 """Owns the tables of a hardware profile: every key, what it may be and what it means.
 
-`hardware.py` puts them together; ``docs/hardware.md`` is made from them. It never compares one table with another and never
-computes a time.
+`hardware.py` puts them together; ``docs/reference/hardware.md`` is made from them. It never compares one table with
+another and never computes a time.
 """
 
 from __future__ import annotations

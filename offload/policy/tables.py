@@ -1,6 +1,6 @@
 """Owns the tables of a policy file: every key, what it may be, its default and the reason for it.
 
-`offload.policy` puts them together; the page ``docs/policy.md`` and the JSON schema are made from them. It never
+`offload.policy` puts them together; the page ``docs/reference/policy.md`` and the JSON schema are made from them. It never
 compares one table with another and never reads a file.
 """
 

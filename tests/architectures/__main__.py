@@ -1,7 +1,7 @@
 """Whole libraries against plain PyTorch: ``python -m tests.architectures --world 2 --modes eager recomputed``.
 
-A developer calls it; what it prints is the table of docs/architectures.md.  It goes on where an earlier call with the same file
-of results was stopped.
+A developer calls it; what it prints is the table of docs/explanation/architectures.md.  It goes on where an earlier call
+with the same file of results was stopped.
 """
 
 from __future__ import annotations

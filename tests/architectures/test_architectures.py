@@ -1,6 +1,6 @@
 """Architectures of the libraries people train, attached against plain: a sample of families by default, all of them when slow.
 
-pytest runs it; ``python -m tests.architectures`` runs any of them and prints the table of docs/architectures.md.
+pytest runs it; ``python -m tests.architectures`` runs any of them and prints the table of docs/explanation/architectures.md.
 """
 
 from __future__ import annotations

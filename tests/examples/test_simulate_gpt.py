@@ -1,4 +1,4 @@
-"""The jobs of ``simulate_gpt.py``, and the commands that docs/simulation.md shows with them."""
+"""The jobs of ``simulate_gpt.py``, and the commands that docs/how-to/simulation.md shows with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOBS = ROOT / "examples" / "simulate_gpt.py"
 
 def shown() -> list[list[str]]:
     """The commands of the page, as words; but those that measure this machine for a minute, which have tests of their own."""
-    text = (ROOT / "docs" / "simulation.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "simulation.md").read_text()
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if re.match(r"zprof (?!bench )", line)]
     return [shlex.split(line, comments=True) for line in lines]

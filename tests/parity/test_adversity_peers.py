@@ -1,7 +1,7 @@
 """Adversities that other sharding libraries test: hooks, odd outputs, several models, recomputation, loops of optimizers.
 
-pytest runs it, each story on two ranks, against plain replicas (see adversity.py); docs/peers-tests.md says whose scenarios
-these are. It never repeats what its neighbours tell.
+pytest runs it, each story on two ranks, against plain replicas (see adversity.py); docs/explanation/peers-tests.md says
+whose scenarios these are. It never repeats what its neighbours tell.
 """
 
 from __future__ import annotations

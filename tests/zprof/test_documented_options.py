@@ -10,10 +10,9 @@ from pathlib import Path
 import click
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.doc_pages import DOCS, PAGES, name_of, text_of
 from zprof.cli import COMMANDS, main
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages on which an option that stands alone is one of zprof's.
 OWN = {"zprof.md", "trace-format.md"}
 
@@ -92,22 +91,22 @@ def every_option(command: click.Command = main) -> set[str]:
 
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_and_option_of_zprof_on_a_page_exists(page: Path) -> None:
-    wrong = [f"{page.name}:{line}: {each}" for line, words in zprof_lines(page.read_text()) for each in unknown(words)]
+    wrong = [f"{name_of(page)}:{line}: {each}" for line, words in zprof_lines(text_of(page)) for each in unknown(words)]
     assert not wrong
 
 
 def test_an_option_that_stands_alone_on_zprofs_pages_is_one_of_its_commands() -> None:
     known = every_option()
     for name in OWN:
-        for line, code in commands_of((ROOT / "docs" / name).read_text()):
+        for line, code in commands_of((DOCS / name).read_text()):
             if code.startswith("-") and not code.startswith("---"):
                 assert code.split()[0].partition("=")[0] in known, f"{name}:{line}: {code}"
 
 
 def test_the_page_of_zprof_is_read_at_all() -> None:
-    lines = list(zprof_lines((ROOT / "docs" / "zprof.md").read_text()))
+    lines = list(zprof_lines((DOCS / "zprof.md").read_text()))
     assert {words[0] for _, words in lines if words} >= {"run", "report", "frag", "checkpoint", "check", "export"}
     assert unknown(["report", "run.zprof", "--nope"]) == ["report --nope"] and unknown(["nope"]) == ["zprof nope"]
     assert unknown(["checkpoint", "show", "x", "--nope"]) == ["show --nope"]

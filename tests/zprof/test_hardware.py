@@ -93,8 +93,8 @@ def test_a_profile_that_is_there_is_left_alone(measured: tuple[Path, dict[str, A
 
 
 def test_the_committed_page_is_what_the_models_say() -> None:
-    page = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
-    assert render(page) == page, "run python -m zprof.commands.hardware_docs docs/hardware.md"
+    page = (ROOT / "docs" / "reference" / "hardware.md").read_text(encoding="utf-8")
+    assert render(page) == page, "run python -m zprof.commands.hardware_docs docs/reference/hardware.md"
     assert re.findall(r"<!-- keys: (\w+) -->", page) == list(tables()), "a table of the profile has no place in the page"
 
 

@@ -241,8 +241,8 @@ def test_schema_prints_the_json_schema(zprof: Zprof) -> None:
 
 
 def test_the_committed_page_is_what_the_models_say() -> None:
-    page = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
-    assert render(page) == page, "run python -m zprof.commands.policy_docs docs/policy.md"
+    page = (ROOT / "docs" / "reference" / "policy.md").read_text(encoding="utf-8")
+    assert render(page) == page, "run python -m zprof.commands.policy_docs docs/reference/policy.md"
     assert re.findall(r"<!-- keys: (\w+) -->", page) == tables(), "a table of the policy has no place in the page"
 
 

@@ -40,7 +40,9 @@ class Resumable(Stateful):
         replaces the one before once it is complete.  ``[resilience]`` says how many copies there are, and where.
 
         Args:
-            optimizer, objects, extra: as in ``save``.
+            optimizer: as in ``save``.
+            objects: as in ``save``.
+            extra: as in ``save``.
         Raises:
             CheckpointError: on every rank; what was saved before is as it was.
         """
@@ -67,7 +69,8 @@ class Resumable(Stateful):
         Args:
             folders: checkpoints, or folders of checkpoints (as for ``zhooks.latest``), the same on every rank; they need not
                 exist.
-            optimizer, objects: as in ``load``.
+            optimizer: as in ``load``.
+            objects: as in ``load``.
         Returns:
             ``extra`` of what was loaded; None where there is nothing, and the run starts.
         Raises:

@@ -88,8 +88,11 @@ class Preemptible(Stateful):
         during the save change nothing.
 
         Args:
-            folder, optimizer, objects, keep: as in ``save``.
+            folder: as in ``save``.
+            optimizer: as in ``save``.
+            objects: as in ``save``.
             extra: as in ``save``, or a function that returns it.
+            keep: as in ``save``.
         Raises:
             SystemExit: with code 0, on every rank, once the checkpoint is complete.
             CheckpointError: as ``save``; on every rank.

@@ -37,9 +37,10 @@ def from_pretrained(
     Args:
         cls: a class of transformers (``LlamaForCausalLM``) or an Auto class (``AutoModelForCausalLM``).
         folder: config.json and safetensors files; every rank reads what is there, rank 0 the tensors. Nothing is downloaded.
-        policy, mesh: as in ``attach``.
+        policy: as in ``attach``.
+        mesh: as in ``attach``.
         trainable: False freezes all parameters before anything is planned: for inference, without gradients and states.
-        changes: keys of the configuration to change, e.g. ``dtype=torch.bfloat16``.
+        **changes: keys of the configuration to change, e.g. ``dtype=torch.bfloat16``.
     Raises:
         CheckpointError: the folder cannot be read, or has the tensors of another model.
         CapabilityError: transformers is missing or too old, the weights are quantised, or the model keeps some modules in

@@ -49,7 +49,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     Args:
         zhooks: the policy: a path, a mapping, a ``Policy``, or None for the default (stage 3, everything on the device); or
             the ``Attachment`` of a model that is attached already (``from_pretrained``).
-        args, kwargs: those of ``accelerate.Accelerator``.
+        *args: those of ``accelerate.Accelerator``.
+        **kwargs: those of ``accelerate.Accelerator``.
     Raises:
         PolicyError: the policy cannot be read, or Accelerate was asked for another precision or another way to shard.
     """

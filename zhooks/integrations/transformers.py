@@ -78,7 +78,8 @@ class ZeroMixin:
         zhooks: the policy: a path (a DeepSpeed configuration too, whose "auto" the arguments fill in), a mapping, a ``Policy``,
             an ``Attachment`` of the model (``from_pretrained``), or None: what ``TrainingArguments`` of this module was given,
             else the default policy.
-        args, kwargs: those of the Trainer.
+        *args: those of the Trainer.
+        **kwargs: those of the Trainer.
     """
 
     args: Any

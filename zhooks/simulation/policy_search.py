@@ -93,15 +93,16 @@ def find_policy(
     """Search for the policy under which a step of ``world`` ranks is the quickest; see ``zhooks.planning``.
 
     Args:
-        build, step: as ``simulate`` takes them.  Where ``step`` has parameters ``micro_batch`` and ``accumulation`` with
-            defaults, it is also called with smaller micro-batches and more of them; else the batch stays as it is.  Where
-            ``build`` has a parameter ``mesh``, too, it is also called with meshes that have a "tp" axis, over which it
-            divides the model; ranks of one such axis share their samples.
+        build: as ``simulate`` takes it.  Where it has a parameter ``mesh`` with the default None, it is also called with
+            meshes that have a "tp" axis, over which it divides the model; ranks of one such axis share their samples.
+        step: as ``simulate`` takes it.  Where it has parameters ``micro_batch`` and ``accumulation`` with defaults, it is
+            also called with smaller micro-batches and more of them; else the batch stays as it is.
         policy: what the search may not change: units, [comm] and all that is not listed in ``zhooks.planning``.
         precision: dtypes that parameters may be computed with, the preferred one first: "bf16", "fp16", "fp32"; None is what
             ``policy`` says.  fp16 is written with a dynamic loss scale, which no simulation has.
         device: bytes that a device may hold; None is the profile's memory.
-        host, disk: bytes of a node, for all of its ranks together; None is the profile's.
+        host: bytes of host memory of a node, for all of its ranks together; None is the profile's.
+        disk: bytes of disk of a node, for all of its ranks together; None is the profile's.
         keep: how many policies to return.
         most: simulations of the search; a few more may follow it, and one for each size of ``tp``.
         tell: hears a line for each simulation.

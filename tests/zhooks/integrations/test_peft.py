@@ -93,7 +93,7 @@ def test_adapters_train_generate_and_are_saved_alone_as_without_zhooks(kind: str
     if kind not in ("prompt", "prefix"):
         with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
             assert torch.equal(model(input_ids=tokens(9)).logits, plain(input_ids=tokens(9)).logits)
-    # As docs/integrations.md says: nothing of the base is gathered.
+    # As docs/how-to/integrations.md says: nothing of the base is gathered.
     state = {name: param.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
     with folder() as path:
         model.save_pretrained(path / "adapter", state_dict=state, is_main_process=rank == 0)

@@ -1,6 +1,7 @@
 """What a rank holds between backward and ``zero_grad()``, to the byte: at any number of ranks, every stage, dtype and tier.
 
-The formula is written out here from docs/memory.md alone, in integers; what is held is what the virtual device counts.
+The formula is written out here from docs/explanation/memory.md alone, in integers; what is held is what the virtual device
+counts.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def up(numel: int, multiple: int) -> int:
 
 
 def expected(units: Numels, stage: int, tier: str, dtype: str | None, world: int) -> Counter[tuple[str, str]]:
-    """Bytes by what and tier, as docs/memory.md has them for fp32 parameters and Adam."""
+    """Bytes by what and tier, as docs/explanation/memory.md has them for fp32 parameters and Adam."""
     out: Counter[tuple[str, str]] = Counter()
     narrow = dtype is not None
     align = 16 // (2 if narrow else 4)

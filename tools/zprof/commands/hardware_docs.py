@@ -1,7 +1,7 @@
-"""Owns the tables of ``docs/hardware.md``: every key of a hardware profile and its meaning, from the models.
+"""Owns the tables of ``docs/reference/hardware.md``: every key of a hardware profile and its meaning, from the models.
 
-Run ``python -m zprof.commands.hardware_docs docs/hardware.md`` after a change of a key; a test compares the page. It writes
-between the page's marks and never touches the prose around them.
+Run ``python -m zprof.commands.hardware_docs docs/reference/hardware.md`` after a change of a key; a test compares the page. It
+writes between the page's marks and never touches the prose around them.
 """
 
 from __future__ import annotations

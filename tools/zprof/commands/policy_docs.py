@@ -1,7 +1,7 @@
-"""Owns the tables of ``docs/policy.md``: every key of the policy, its default and its meaning, from the models.
+"""Owns the tables of ``docs/reference/policy.md``: every key of the policy, its default and its meaning, from the models.
 
-Run ``python -m zprof.commands.policy_docs docs/policy.md`` after a change of a key; a test compares the page. It writes between
-the page's marks and never touches the prose around them.
+Run ``python -m zprof.commands.policy_docs docs/reference/policy.md`` after a change of a key; a test compares the page. It
+writes between the page's marks and never touches the prose around them.
 """
 
 from __future__ import annotations
