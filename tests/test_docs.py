@@ -24,6 +24,7 @@ from torch.distributed.fsdp import _fully_shard as fully_shard
 
 from offload import errors
 from offload.policy import IgnoredKeys, Policy, written
+from offload.policy.deepspeed_keys import OTHER
 from tests.support.doc_pages import DOCS, PAGES, README, name_of, text_of
 from tests.support.forked import python
 from tests.support.paths import ROOT
@@ -221,6 +222,17 @@ def test_the_policy_page_names_no_key_that_is_not_there() -> None:
     known = {key for _, key, _ in keys()} | {"extends", "match"}
     rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "reference" / "policy.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert rows and set(rows) <= known, set(rows) - known
+
+
+def test_the_deepspeed_page_says_what_takes_the_place_of_every_key() -> None:
+    rows = {line for line in (DOCS / "how-to" / "from-deepspeed.md").read_text(encoding="utf-8").splitlines() if line}
+    missing = [
+        row
+        for table, keys in OTHER.items()
+        for key, other in keys.items()
+        if (row := f"| `{'.'.join((*table, key))}` | {other.instead} |") not in rows
+    ]
+    assert OTHER and not missing
 
 
 def test_the_errors_page_has_a_section_for_every_error() -> None:
