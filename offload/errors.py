@@ -24,23 +24,23 @@ __all__ = [
 
 
 class ZhooksError(Exception):
-    """Base of every error raised on purpose; the message names subject, expected, found and what to do."""
+    """Base of every error raised on purpose; the message says what, expected, found and what to do."""
 
 
 class PolicyError(ZhooksError, ValueError):
-    """A policy cannot be read or contradicts itself; the message holds one line a problem."""
+    """A policy cannot be read or contradicts itself; the message has one line per problem."""
 
 
 class HardwareError(ZhooksError, ValueError):
-    """A hardware profile cannot be read or cannot be, or lacks the figure that is asked of it."""
+    """A hardware profile cannot be read, is not possible, or lacks a figure that is needed."""
 
 
 class BudgetError(ZhooksError, RuntimeError):
-    """A tier cannot admit what the policy asks it to hold."""
+    """A tier cannot hold what the policy asks it to hold."""
 
 
 class TierError(ZhooksError, RuntimeError):
-    """A tier lost or refused data: an I/O error, or bytes that are not those that were written."""
+    """A tier lost or refused data: an I/O error, or bytes that differ from those that were written."""
 
 
 class AttachError(ZhooksError, ValueError):
@@ -56,11 +56,11 @@ class ShardedOpError(ZhooksError, RuntimeError):
 
 
 class ScaleError(ZhooksError, RuntimeError):
-    """Loss scaling cannot go on: the scale is at its minimum, or gradients go round it."""
+    """Loss scaling cannot continue: the scale is at its minimum, or gradients bypass it."""
 
 
 class NonFiniteError(ZhooksError, RuntimeError):
-    """A step would have used an inf or a nan; the message names the rank and the unit where it came up."""
+    """A step would have used an inf or a nan; the message names the rank and the unit where it first appeared."""
 
 
 class DivergenceError(ZhooksError, RuntimeError):
@@ -76,4 +76,4 @@ class CapabilityError(ZhooksError, RuntimeError):
 
 
 class SimulationError(ZhooksError, RuntimeError):
-    """What is simulated cannot be: it needs data, which a virtual device has not."""
+    """What is to be simulated is not possible, such as reading data that a virtual device does not have."""

@@ -25,14 +25,15 @@ class Event:
     """One fact about the run.
 
     Attributes:
-        kind: "begin" and "end" bound a span, "instant" is a point, "counter" says that the level is now ``nbytes``, "hold"
-            that the memory ``subject`` is held for ``key`` from now on, until it dies or is held for something else.
-            The level of one quantity is the sum of what each bus last said: two runs of one process may name units alike.
-        what: the verb or the quantity, e.g. "gather".
-        key: what it happened to, e.g. the unit's name.
+        kind: "begin" and "end" bound a span; "instant" is a point in time; "counter" says that a level is now ``nbytes``;
+            "hold" says that the memory ``subject`` is held for ``key`` from now on, until it is freed or held for something
+            else.  The level of a quantity is the sum of what each bus last said, as two runs in one process may give units the
+            same name.
+        what: the verb or the quantity, such as "gather".
+        key: what it happened to, such as a unit's name.
         nbytes: bytes moved (span, instant) or held (counter); 0 where bytes mean nothing.
-        time_ns: monotonic clock, comparable between processes of one host, never with the wall clock.
-        subject: the storage a "hold" is about, or the bus whose level a "counter" states, for the length of the call; an
+        time_ns: a monotonic clock, comparable between processes of one host, never with the wall clock.
+        subject: the storage that a "hold" is about, or the bus whose level a "counter" states, for the duration of the call; an
             observer may keep a weak reference to it.
     """
 
@@ -45,10 +46,10 @@ class Event:
 
 
 class Observer(Protocol):
-    """Whoever listens; called on the thread that emitted, autograd's own threads included."""
+    """Anything that listens; called on the thread that emitted the event, including autograd's own threads."""
 
     def on_event(self, event: Event) -> None:
-        """Take one event; must be quick, because the training step waits for it."""
+        """Take one event.  Must be quick, because the training step waits for it."""
 
 
 class Memory(Protocol):
@@ -161,9 +162,13 @@ _known = threading.RLock()
 
 
 def listen(observer: Observer) -> Callable[[], None]:
-    """Send ``observer`` the events of every bus of this process, those made later too; call what is returned to end it.
+    """Send ``observer`` the events of every attachment of this process, including later ones.
 
-    For who records a run without having made it: a profiler that starts a user's script. Listening again changes nothing.
+    For tools that record a run they did not set up, such as a profiler that starts a user's script.  Listening again changes
+    nothing.
+
+    Returns:
+        A function that ends it.
     """
     global _everywhere
     with _known:
@@ -181,7 +186,7 @@ def listen(observer: Observer) -> Callable[[], None]:
 
 
 def leave(observer: Observer) -> None:
-    """Send ``observer`` nothing more, from whatever bus."""
+    """Stop sending events to ``observer``, from any attachment."""
     global _everywhere
     with _known:
         _everywhere = tuple(known for known in _everywhere if known is not observer)
@@ -200,7 +205,11 @@ def state_all() -> None:
 
 
 class Recorder:
-    """An observer that keeps every event in memory, for tests and short recordings; nothing is ever dropped."""
+    """An observer that keeps every event in memory, for tests and short recordings; nothing is ever dropped.
+
+    Attributes:
+        events: the events so far, in the order heard.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -214,13 +223,13 @@ class Recorder:
         self.events.clear()
 
     def names(self, what: str | None = None) -> list[str]:
-        """Events as lines like "begin gather layers.0", in the order heard; only those of ``what`` where given."""
+        """Return events as lines such as "begin gather layers.0", in the order heard; only those of ``what`` if given."""
         return [f"{event.kind} {event.what} {event.key}" for event in self.events if what in (None, event.what)]
 
     def spans(self, what: str) -> list[tuple[str, int, int]]:
-        """Closed spans of ``what`` as (key, begin_ns, end_ns), in the order they began.
+        """Return the closed spans of ``what`` as (key, begin_ns, end_ns), in the order they began.
 
-        An end closes the innermost open begin of its key. Spans still open, and ends without a begin, are left out.
+        An end closes the innermost open begin of its key.  Spans that are still open, and ends without a begin, are left out.
         """
         opened: dict[str, list[int]] = {}
         closed: dict[int, tuple[str, int, int]] = {}

@@ -142,6 +142,12 @@ def test_every_public_name_has_an_entry_in_the_api_reference(anchors: set[str]) 
     assert not missing
 
 
+def test_no_private_name_has_an_entry_in_the_api_reference(site: Path, pages: dict[Path, Page]) -> None:
+    api = [page for path, page in pages.items() if path.is_relative_to(site / "reference" / "python")]
+    assert len(api) > 5
+    assert [name for page in api for name in page.ids if "._" in name] == []
+
+
 def test_every_method_of_an_attachment_has_an_entry(anchors: set[str]) -> None:
     replicas = import_module("zhooks.attachment").Replicated
     # Those through which `zhooks.integrations.torchft` works; its users call `Replicas`.

@@ -63,25 +63,27 @@ def attach(
     init: Callable[[nn.Module], None] | None = None,
     sync: bool = True,
 ) -> Attachment:
-    """Train ``model`` with partitioned parameters, gradients and optimizer states; the training loop stays as it is.
+    """Train ``model`` with sharded parameters, gradients and optimizer states; the training loop stays as it is.  Collective.
 
     Args:
-        model: any module, on the device it shall run on, or built under ``torch.device("meta")``.
-        optimizer: needed only when it already holds state; its states are partitioned too.
-        policy: a path to a TOML or JSON file, a dict, a ``Policy``, None (stage 3, everything on the device), or "auto": the
-            placement that moves the least of those that this machine holds, looked at again after three steps; ``describe()``
-            says which, and why.
-        mesh: a DeviceMesh over the whole process group with a ``shard`` (or ``dp``) axis and optionally ``replicate``, ``tp``
-            and ``pp``; parameters that ``parallelize_module`` has made DTensors over ``tp`` are partitioned part by part.
-            None is one shard axis over all ranks, or a world of one without a process group.
-        init: called with each module of a meta model to fill its own parameters and buffers.
-        sync: broadcast rank 0's parameters and buffers; False verifies by hash that ranks are equal already.
+        model: any module, on the device it will run on, or built under ``torch.device("meta")``.
+        optimizer: only needed if it already holds state, which is then sharded too.
+        policy: a path to a TOML or JSON file, a dict, a ``Policy``, or None for stage 3 with everything on the device.  "auto"
+            chooses the placement that moves the least among those that fit this machine, and reconsiders after three steps;
+            ``describe()`` says which was chosen, and why.
+        mesh: a DeviceMesh over the whole process group with an axis ``shard`` (or ``dp``) and optionally ``replicate``, ``tp``
+            and ``pp``.  Parameters that ``parallelize_module`` turned into DTensors over ``tp`` are sharded slice by slice.
+            None shards over all ranks; without a process group there is one rank.
+        init: called with each module of a model on meta, to fill that module's own parameters and buffers.
+        sync: broadcast rank 0's parameters and buffers.  False checks by hash that the ranks are already equal.
     Returns:
-        The Attachment; ``detach()`` undoes everything.
+        The attachment of this model; its ``detach()`` undoes everything.
     Raises:
         PolicyError: the policy cannot be read.
-        AttachError: model, optimizer or mesh cannot be attached; the model is as it was.
-        Either is raised on every rank, with ``rank N: `` before it on those that have no reason of their own.
+        AttachError: the model, optimizer or mesh cannot be attached; the model is as it was.
+        BudgetError: the policy does not fit a budget or the machine; nothing was allocated.
+
+    Errors are raised on every rank; a rank that has no reason of its own names the rank that has one.
     """
     return attach_requested(lambda: read(model, optimizer, policy, mesh, init, sync))
 
@@ -104,7 +106,13 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
 class Attachment(
     Preemptible, Resumable, Changeable, Recovering, Replicated, Controlled, Chosen, Calibrated, GradStatistics
 ):  # fmt: skip
-    """A model under ZeRO.  Made by ``attach``; the model knows it until ``detach``."""
+    """A model under ZeRO.  ``attach`` makes it, and ``detach`` ends it.
+
+    Attributes:
+        model: the module that was attached.
+        policy: the policy it is under.
+        rank: this process's rank in the process group.
+    """
 
     def __init__(self, plan: Plan, comm: Comm, undo: ExitStack, choice: Choice | None) -> None:
         """``undo`` puts everything back that was done before; it is taken over once all is done.  ``choice``: of the policy,
@@ -214,12 +222,14 @@ class Attachment(
         self._pool.state_held()
 
     def detach(self) -> nn.Module:
-        """Restore the plain model: full parameters, gradients and optimizer states, no hook left.  Collective.
+        """Return the plain model: full parameters, gradients and optimizer states, and no hook left.  Collective.
 
+        Returns:
+            The model that was attached.
         Raises:
-            AttachError: it was detached already.
-            CheckpointError: a save beside training failed, and nobody was told; detach may be called again.
-            TierError: a tier cannot be read; what is plain stays plain, and detach may be called again.
+            AttachError: it is detached already.
+            CheckpointError: a background save failed that nothing has reported yet; call ``detach`` again.
+            TierError: a tier cannot be read; what is plain stays plain, and ``detach`` may be called again.
         """
         self._check_attached("detach")
         self._finish_saving("detach")
@@ -241,16 +251,18 @@ class Attachment(
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """Keep every unit gathered inside the block: generation, evaluation in many short forwards.  Collective."""
+        """Keep every unit gathered inside the block, for generation and for evaluation in many short forwards.  Collective."""
         self._check_attached("resident")
         with self._runtime.resident():
             yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate.  Stages 0 and 1 defer the reduction to the first backward outside; where the
-        policy partitions gradients (stages 2 and 3) each backward still reduces into the shards, as memory demands;
-        ``accumulate`` never does."""
+        """Accumulate gradients over the backward passes inside the block, as under DistributedDataParallel.
+
+        At stages 0 and 1 the reduction is deferred to the first backward outside the block.  At stages 2 and 3, which shard
+        gradients, each backward still reduces into the shards, to save memory; ``accumulate`` never does.
+        """
         self._check_attached("no_sync")
         reducer = self._runtime.reducer
         self._runtime.finish_backward()
@@ -265,24 +277,32 @@ class Attachment(
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes inside add up unreduced on this rank, at every stage; one reduction follows.
+        """Add up the gradients of the backward passes inside the block on this rank, and reduce them once, at every stage.
 
-        It comes with the first read of a ``.grad`` outside a backward, the step, or the end of the block: every data rank
-        must come to the same one.  A block left by an exception reduces nothing until then.  In a ``schedule.step`` of
-        ``torch.distributed.pipelining`` this happens by itself.  Holds the whole gradient of the model in the reduce dtype.
+        The reduction happens at the first read of a ``.grad`` outside a backward, at the optimizer's step, or at the end of the
+        block; every data rank must get there in the same way.  A block left by an exception reduces nothing until then.  Inside
+        ``schedule.step`` of ``torch.distributed.pipelining`` this happens by itself.  It holds a whole gradient of the model in
+        the reduce dtype.
+
         Raises:
-            PolicyError: the policy updates in backward (``[optimizer] overlap``).
+            PolicyError: the policy updates parameters in backward (``[optimizer] overlap``).
         """
         self._check_attached("accumulate")
         with self._runtime.accumulating():
             yield
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of ``loader`` for ranks that have different numbers of them: ``for batch in attachment.join(loader)``.
+        """Iterate over ``loader`` on ranks that have different numbers of batches: ``for batch in attachment.join(loader)``.
 
-        A rank at its end gets its last batch again until all ranks are: the loop's body stays the same on all, clipping, steps
-        and schedulers included.  Its gradients count as zero, and means are over all ranks, as under DDP's ``Join``; what it
-        computes beside gradients (a logged loss, running statistics) is its own: ask ``idle``.  Collective at every batch.
+        A rank that has run out gets its last batch again until all ranks have, so that the loop's body, with its clipping,
+        steps and schedulers, stays the same.  The gradients of repeated batches count as zero, and means are over all ranks, as
+        under DDP's ``Join``.  What else a repeated batch computes (a logged loss, running statistics) is not ignored: check
+        ``idle``. Collective at every batch.
+
+        Args:
+            loader: this rank's batches.
+        Returns:
+            The batches, then the last one again.
         """
         self._check_attached("join")
 
@@ -294,13 +314,18 @@ class Attachment(
 
     @property
     def idle(self) -> bool:
-        """Inside ``join``: this rank has run out of batches and repeats its last one for the others."""
+        """Whether this rank has run out of batches inside ``join`` and repeats its last one for the others."""
         return self._runtime.reducer.idle
 
     def memory(self, *, heads: int | None = None) -> MemoryReport:
-        """Bytes this rank holds, what x tier, from the storages that exist, beside the formula.
+        """Report the bytes this rank holds, by kind and tier, next to what the formulas say.  ``print`` it for a table.
 
-        Activations are counted from the first call on.  ``heads``: of the attention, where the model's modules do not say.
+        Activations are counted from the first call on.
+
+        Args:
+            heads: the number of attention heads, where the model's modules do not tell.
+        Returns:
+            What is held now, and what each buffer may hold at most.
         """
         optimizers = self._optimizers.here()
         residual = self._runtime.saved.residual.ask(heads)
@@ -309,7 +334,13 @@ class Attachment(
     def observe(self, observer: Observer) -> Observation:
         """Send the runtime's events to ``observer`` until the returned handle is closed.
 
-        An observer with a ``start`` and a ``close``, such as ``zprof.Recorder``, is started here and closed with the handle.
+        Args:
+            observer: any object with a method ``on_event(event)``.  One that also has ``start`` and ``close``, such as
+                ``zprof.Recorder``, is started here and closed with the handle.
+        Returns:
+            A handle with ``close()``; it is also a context manager.
+        Raises:
+            AttachError: ``observer`` has no ``on_event``.
         """
         self._check_attached("observe")
         if not callable(getattr(observer, "on_event", None)):
@@ -320,22 +351,25 @@ class Attachment(
         return Observation(self._bus, observer)
 
     def describe(self) -> str:
-        """A table: unit, parameters, numel, padding, placement; after a step also what the plan moves."""
+        """Describe the units as a table: parameters, elements, padding, dtypes and placement of each.
+
+        After the first step it also says how many bytes a step moves.
+        """
         said = describe(self.model, self._units, self.policy, self._comm, self.payload(), self._runtime.scaling, self._ignored)
         return f"{said}\n{self._why}" if self._why else said
 
     @property
     def loss_scale(self) -> float | None:
-        """What gradients are scaled by inside the model now; None where [precision] loss_scale is unset."""
+        """The current loss scale; None if the policy sets no ``[precision] loss_scale``."""
         return self._runtime.scaling.scale.value if self._runtime.scaling.on else None
 
     @property
     def overflows(self) -> tuple[Overflow, ...]:
-        """The latest steps (64 at most, oldest first) whose gradients were not finite, under a loss scale or a GradScaler."""
+        """The latest steps, at most 64 and oldest first, whose gradients overflowed under a loss scale or a GradScaler."""
         return self._runtime.scaling.overflows.latest
 
     def payload(self) -> int | None:
-        """Bytes of gathers and reductions one training step moves by the plan (full payloads); None before a first step."""
+        """Bytes that the gathers and reductions of one training step move, in full payloads; None before the first step."""
         gathers = self._runtime.paths.gathers()
         if gathers is None:
             return None

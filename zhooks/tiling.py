@@ -37,15 +37,15 @@ class Tile(nn.Linear):
 
 
 class TiledLinear(nn.Module):
-    """``nn.Linear(in_features, out_features)`` as ``tiles[0] x tiles[1]`` smaller ones, over outputs and over inputs.
+    """An ``nn.Linear`` made of smaller ones, ``tiles[0]`` over its outputs times ``tiles[1]`` over its inputs.
 
-    Only one tile (and what ``[schedule] prefetch`` brings ahead) is gathered at a time, in forward and in backward.  Cut over
-    outputs, each output is the sum it was; cut over inputs, it is a sum of partial sums, so the last bits may differ.
+    Only one tile, and those that ``[schedule] prefetch`` fetches ahead, is gathered at a time, in forward and in backward.
+    Divided over outputs the result is the same; divided over inputs it is a sum of partial sums, so the last bits may differ.
 
     Args:
-        tiles: into how many parts outputs and inputs are cut, each at least 1 and at most the number of features.
+        tiles: into how many tiles to divide outputs and inputs, each at least 1 and at most the number of features.
     Raises:
-        LayoutError: ``tiles`` is no pair, or asks for parts without a feature.
+        LayoutError: ``tiles`` is not a pair, or asks for tiles without a feature.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, *, tiles: tuple[int, int]) -> TiledLinear:
-        """The same values as ``linear``, cut.
+        """Divide an existing layer; the values stay the same.
 
         Raises:
-            LayoutError: ``linear`` is another module.
+            LayoutError: ``linear`` is not an ``nn.Linear``.
         """
         if not isinstance(linear, nn.Linear):
             raise LayoutError(f"TiledLinear.of: expected an nn.Linear, found {type(linear).__name__}. Only a Linear is tiled.")
@@ -95,7 +95,7 @@ class TiledLinear(nn.Module):
         return made.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
-        """A plain Linear with these values; of a model that is not attached."""
+        """Return a plain ``nn.Linear`` with these values; for a model that is not attached."""
         first = self.tiles[0]
         assert isinstance(first, Tile)
         made = nn.Linear(
@@ -105,7 +105,7 @@ class TiledLinear(nn.Module):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         parts, rows = x.split(self._ins, dim=-1) if len(self._ins) > 1 else (x,), []
         tiles = iter(self.tiles)
         for _ in self._outs:
@@ -118,7 +118,7 @@ class TiledLinear(nn.Module):
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
 
     def cut_state(self, state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-        """A state dict with the plain Linear's ``prefix + "weight"`` and ``"bias"`` as this module's; other keys are kept."""
+        """Convert a state dict: the plain layer's ``weight`` and ``bias`` under ``prefix`` to tiles; other keys are kept."""
         out = {key: value for key, value in state.items() if key not in (f"{prefix}weight", f"{prefix}bias")}
         rows = state[f"{prefix}weight"].split(self._outs)
         biases = state[f"{prefix}bias"].split(self._outs) if f"{prefix}bias" in state else None
@@ -131,7 +131,7 @@ class TiledLinear(nn.Module):
         return out
 
     def whole_state(self, state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-        """A state dict with this module's tiles as the plain Linear's weight and bias; other keys are kept."""
+        """Convert a state dict: the tiles under ``prefix`` to the plain layer's keys; other keys are kept."""
         out = {key: value for key, value in state.items() if not key.startswith(f"{prefix}tiles.")}
         cols = len(self._ins)
 

@@ -107,11 +107,11 @@ _KEPT_ON_DEVICE = (
 class Policy(Table):
     """What to partition, in which precision, on which tier, and when.
 
-    Build one with `load` (a file) or `of` (anything `attach` takes); ``Policy(stage=2)`` works too. A written stage and
-    written cells must agree; cells without a stage must spell exactly one of the four rows.
+    Make one with ``load`` (from a file) or ``of`` (from anything that ``attach`` takes), or write ``Policy(stage=2)``.  A stage
+    and partitions that are both given must agree; partitions without a stage must match exactly one stage.
 
     Raises:
-        PolicyError: one line a problem.
+        PolicyError: has one line per problem.
     """
 
     stage: int = words(
@@ -146,12 +146,15 @@ class Policy(Table):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], arguments: Mapping[str, Argument] | None = None) -> Self:
-        """Read a TOML or JSON policy file of at most 1 MiB and the files it extends, or a DeepSpeed configuration.
+        """Read a policy file (TOML or JSON, at most 1 MiB) with the files it extends, or a DeepSpeed configuration.
 
-        ``arguments``: by DeepSpeed's dotted keys, what a launcher was told, where the configuration says "auto".
-
+        Args:
+            path: of the file.
+            arguments: what a launcher was told, by DeepSpeed's dotted keys, for values that the configuration leaves at "auto".
+        Returns:
+            The policy.
         Raises:
-            PolicyError: missing, unreadable, malformed or contradictory; one line a problem, with the file and line.
+            PolicyError: missing, unreadable, malformed or contradictory; one line per problem, with file and line number.
         Warns:
             IgnoredKeys: a DeepSpeed configuration asks for something that is not done here.
         """
@@ -167,14 +170,17 @@ class Policy(Table):
         value: str | os.PathLike[str] | Mapping[str, Any] | Policy | None,
         arguments: Mapping[str, Argument] | None = None,
     ) -> Policy:
-        """The policy ``value`` means: a path is loaded, a mapping checked, a policy is itself, None is every default.
+        """Return the policy that ``value`` means: a path is loaded, a mapping checked, a policy returned as it is.
 
-        ``arguments``: as in `load`.
-
+        Args:
+            value: a path, a mapping, a ``Policy``, or None for all defaults.
+            arguments: as in ``load``.
+        Returns:
+            The policy.
         Raises:
-            PolicyError: as `load`, or ``value`` is none of these.
+            PolicyError: as in ``load``, or ``value`` is none of these.
         Warns:
-            IgnoredKeys: as `load`.
+            IgnoredKeys: as in ``load``.
         """
         if value is None:
             return cls()
@@ -322,7 +328,7 @@ class Policy(Table):
         return moved or own
 
     def values(self) -> dict[str, Any]:
-        """Every key that is set, defaults included, as plain values that `of` takes back to an equal policy."""
+        """Return every key that is set, defaults included, as plain values; ``of`` makes an equal policy of them."""
         tables = {
             name: {key: str(value) if isinstance(value, Share) else _plain(value) for key, value in table if value is not None}
             for name, table in self
@@ -333,7 +339,7 @@ class Policy(Table):
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """A JSON schema of policy files, for editors."""
+        """Return a JSON schema of policy files, for editors."""
         schema: dict[str, Any] = _bare(cls.model_json_schema())
         path = {"type": "string", "minLength": 1}
         schema["properties"] |= {
@@ -349,7 +355,7 @@ class Policy(Table):
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "zhooks policy"}
 
     def describe(self) -> str:
-        """The effective table and every key, as a policy file that loads back to an equal policy."""
+        """Return the effective table and every key, as a policy file that loads as an equal policy."""
         table = self.table()
         lines = [f"# {'what':<10} partition  placed  tier"]
         for cell in CELLS:

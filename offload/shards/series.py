@@ -29,11 +29,16 @@ __all__ = ["Series", "latest", "run_of", "saved_ns", "when_saved"]
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in ``folder``, by when its manifest says that it was saved; None where there is none.
+    """Find the newest complete checkpoint in ``folder``, by the time of its save in its manifest.
 
-    Read on every rank, from a file system they share; ``load`` refuses ranks that found different ones.
+    Every rank calls it, on a file system they share; ``load`` refuses ranks that found different ones.
+
+    Args:
+        folder: a folder that holds checkpoints.
+    Returns:
+        The path of the checkpoint; None if there is none.
     Raises:
-        CheckpointError: it is no path of a folder.
+        CheckpointError: ``folder`` is a file, or not a path.
     """
     place = destination(folder, "latest")
     if not place.exists():

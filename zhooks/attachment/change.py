@@ -129,22 +129,22 @@ class Changeable:
             self._runtime.take(self._units)
 
     def apply(self, policy: Policy | str | Path | dict[str, Any] | None = None, *, mesh: DeviceMesh | None = None) -> None:
-        """Go on under another policy: states move between tiers, partitions change, nothing restarts.  Collective.
+        """Continue under another policy, or on another mesh, without a restart.  Collective.
 
-        Call it between steps.  [units] and [comm] stay as they were, and so does the scratch file once there is one.
+        Call it between steps.  States move between tiers, and stage and precision may change; ``[units]`` and ``[comm]`` may
+        not, nor ``[disk]`` and ``[host]`` once something is stored there.
 
         Args:
-            policy: None is the one that the model is under.
-            mesh: move to it without disk (also ``reshard(mesh)``): the same ranks, arranged otherwise on ``replicate`` and
-                ``shard``; None is the one that the model is on.  Collective over the process group.  A save beside training
-                is waited for.
+            policy: a whole policy: keys that are left out get their defaults.  None keeps the current one.
+            mesh: the same ranks, arranged differently on ``replicate`` and ``shard``; None keeps the current mesh.  Collective
+                over the process group, and waits for a background save.
         Raises:
-            PolicyError: the policy cannot be read, differs between ranks, or changes what cannot change.
-            AttachError: a rule splits a module's parameters over dtypes, the mesh differs between ranks, does not cover the
-                process group, or divides the model itself otherwise (``tp``, ``pp``); nothing has changed.
-            BudgetError, TierError: a tier cannot take what should move there; everything is as it was on every rank, the
-                policy, the mesh and where each value is.
-            CheckpointError: a save beside training failed, or states of an optimizer cannot be sent; nothing has changed.
+            PolicyError: the policy cannot be read, differs between ranks, or changes what may not change.
+            AttachError: a rule splits a module's parameters over dtypes, or the mesh differs between ranks, does not cover the
+                process group, or has another ``tp`` or ``pp``; nothing has changed.
+            BudgetError: a tier cannot hold what would move there; everything is as it was on every rank.
+            TierError: a tier failed; everything is as it was on every rank.
+            CheckpointError: a background save failed, or an optimizer's states cannot be sent; nothing has changed.
         """
         self._check_attached("apply")
         self._change(policy, mesh)

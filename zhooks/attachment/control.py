@@ -32,10 +32,13 @@ class Controlled:
         raise NotImplementedError
 
     def unshard(self, module: nn.Module | None = None) -> None:
-        """Gather the units of ``module`` (without one all), and keep them gathered until ``reshard``.  Collective.
+        """Gather the units of ``module`` and keep them gathered until ``reshard``.  Collective.
 
-        A unit is gathered whole: where ``module`` lies inside one, all of that unit.  After an optimizer's step the next use
-        gathers it again.  No budget counts what stays.
+        A unit is gathered whole, even if ``module`` is only a part of it.  After an optimizer step the next use gathers it
+        again. No budget counts what stays gathered.
+
+        Args:
+            module: a module of the attached model; None means all of it.
         Raises:
             AttachError: ``module`` has no attached parameters; on every rank.
         """
@@ -46,11 +49,14 @@ class Controlled:
         raise NotImplementedError
 
     def reshard(self, module: nn.Module | DeviceMesh | None = None) -> None:
-        """Release the units of ``module`` again, what the policy keeps until backward too; backward gathers it.  Given a
-        DeviceMesh, move the model to it: ``apply(mesh=mesh)``.  Collective.
+        """Release the units of ``module``, including those the policy would keep until backward, which then gathers them again.
 
+        Given a DeviceMesh, move the model to that mesh instead, as ``apply(mesh=mesh)`` does.  Collective.
+
+        Args:
+            module: a module of the attached model, None for all of it, or a mesh.
         Raises:
-            AttachError: ``module`` has no attached parameters; on every rank.  For a mesh, and other errors, see ``apply``.
+            AttachError: ``module`` has no attached parameters; on every rank.  For a mesh see ``apply``.
         """
         if isinstance(module, DeviceMesh):
             self.apply(mesh=module)
@@ -79,14 +85,17 @@ class Controlled:
     def register_reduce_hook(
         self, *, before: ReduceHook | None = None, after: ReduceHook | None = None
     ) -> RemovableHandle:
-        """Call functions at every reduction of gradients, in backward, until the returned handle is removed.
+        """Call functions at every reduction of gradients in backward, until the returned handle is removed.
 
-        Both are called as ``hook(unit, gradient)`` with the name of a flat buffer and a 1-D tensor, and may change it in place.
+        Both are called as ``hook(unit, gradient)`` with the name of a flat buffer and a 1-D tensor, which they may change in
+        place.
 
         Args:
-            before: given what this rank sends: its sum of the whole buffer in the reduce dtype, before anything is divided,
-                under a loss scale still scaled.  A buffer above ``[comm] buffer`` comes in chunks.
-            after: given what is kept of the result, divided and unscaled: this rank's range (at stage 0 all of it).
+            before: given what this rank sends: its sum of the whole buffer in the reduce dtype, before division and, under a
+                loss scale, still scaled.  A buffer above ``[comm] buffer`` comes in chunks.
+            after: given what this rank keeps of the result, divided and unscaled: its range, or all of it at stage 0.
+        Returns:
+            A handle with ``remove()``.
         Raises:
             AttachError: neither is a function.
         """

@@ -34,9 +34,9 @@ class Resumable(Stateful):
         objects: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Keep what ``save`` would write in the memory of this rank's host, and a copy on the next one's.  Collective.
+        """Keep what ``save`` would write in the memory of this rank's host, with a copy on the next host.  Collective.
 
-        It outlives this process: ranks that are started again by torchrun ``resume`` from it, at any number of them.  Each save
+        It outlives this process: ranks that torchrun starts again ``resume`` from it, on any number of them.  Each save
         replaces the one before once it is complete.  ``[resilience]`` says how many copies there are, and where.
 
         Args:
@@ -64,7 +64,7 @@ class Resumable(Stateful):
         *,
         objects: Mapping[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Go on from the newest of what ``save_to_peers`` kept and of the checkpoints in ``folders``.  Collective.
+        """Resume from the newest of what ``save_to_peers`` kept and the checkpoints in ``folders``.  Collective.
 
         Args:
             folders: checkpoints, or folders of checkpoints (as for ``zhooks.latest``), the same on every rank; they need not
@@ -72,9 +72,9 @@ class Resumable(Stateful):
             optimizer: as in ``load``.
             objects: as in ``load``.
         Returns:
-            ``extra`` of what was loaded; None where there is nothing, and the run starts.
+            What was saved as ``extra``; None if nothing was found, and the run starts from the beginning.
         Raises:
-            CheckpointError: on every rank: the newest in a folder is damaged, or what was found is of another model.
+            CheckpointError: on every rank: the newest checkpoint in a folder is damaged, or what was found is of another model.
         """
         self._check_at_rest("resume")
         self._finish_saving("resume")

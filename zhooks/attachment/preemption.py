@@ -27,13 +27,16 @@ class Preemptible(Stateful):
     _preemption: Preemption | None = None
 
     def catch_preemption(self, signals: Iterable[int] = (signal.SIGTERM,)) -> None:
-        """Let ``signals`` end no process any more, but be found by ``preempted`` and ``exit_if_preempted``, until ``detach``.
+        """Catch ``signals`` until ``detach``, so that they end no process but show in ``preempted``.  Collective.
 
-        Call it before the loop, on every rank, in the main thread; once more with the same signals it changes nothing.  A
-        handler of the program's own that was there before is called as well, and put back at ``detach``.  Collective.
+        Call it before the loop, on every rank, in the main thread; calling it again with the same signals changes nothing.  A
+        handler that the program had installed is still called, and is put back at ``detach``.
+
+        Args:
+            signals: which signals to catch.
         Raises:
-            AttachError: these are no signals, others than on another rank or than before, or this is not the main thread; on
-                every rank, and no handler has been changed.
+            AttachError: ``signals`` are not signals, or differ from those of another rank or of an earlier call, or this is not
+                the main thread.  Raised on every rank, with no handler changed.
         """
         self._check_at_rest("catch_preemption")
         with all_or_none(self._comm.stage, "catch_preemption"):
@@ -58,11 +61,11 @@ class Preemptible(Stateful):
 
     @property
     def preempted(self) -> bool:
-        """A signal that ``catch_preemption`` catches has reached some rank; the same answer on every rank.
+        """Whether a caught signal has reached any rank; the same answer on every rank.
 
-        Every rank asks it at the same place.  After a backward that has reduced gradients the answer is there; where there was
-        none since the last question (an evaluation, micro-batches inside ``no_sync``), and over tp and pp, the ranks exchange
-        a byte.  Collective.
+        Every rank must ask at the same place.  After a backward that reduced gradients the answer is known; otherwise (after an
+        evaluation, after micro-batches inside ``no_sync``, and over ``tp`` and ``pp``) the ranks exchange one byte.
+        Collective.
         """
         self._check_attached("preempted")
         if self._preemption is None:
@@ -82,9 +85,9 @@ class Preemptible(Stateful):
         extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         keep: int | None = None,
     ) -> None:
-        """Where ``preempted``: save, and end this process with ``SystemExit(0)``; else go on.  Collective.
+        """If ``preempted``, save and end this process with ``SystemExit(0)``; otherwise do nothing.  Collective.
 
-        Call it at the end of the loop's body, after schedulers and counters: what is saved is that moment.  Signals that come
+        Call it at the end of the loop's body, after schedulers and counters: what is saved is that moment.  Signals that arrive
         during the save change nothing.
 
         Args:

@@ -39,10 +39,10 @@ class Recovery:
     """What ``Attachment.recover`` found.
 
     Attributes:
-        dropped: parameters had gradients, or a backward was under way, and have none now, sums inside ``no_sync`` and
-            ``accumulate`` among them, on every rank: repeat the step from its first forward.  A step before that is refused.
-        steps: optimizer steps that every rank has behind it since the attach or the last load.
-        cause: what was raised, without the rank's own place; "" where nothing had failed.
+        dropped: gradients, or a backward under way, were dropped on every rank, including sums inside ``no_sync`` and
+            ``accumulate``: repeat the step from its first forward.  A step before that is refused.
+        steps: optimizer steps that every rank has taken since ``attach`` or the last load.
+        cause: the error that was raised; "" if nothing had failed.
     """
 
     dropped: bool
@@ -68,18 +68,20 @@ class Recovering:
     _apart: str = ""
 
     def recover(self) -> Recovery:
-        """Be able to go on, or to save, after a DivergenceError: a rank was late, or a connection failed.  Collective.
+        """Get ready to continue, or to save, after a ``DivergenceError``: a rank was late, or a connection failed.  Collective.
 
-        Every rank calls it, in ``except zhooks.DivergenceError:``, the one that was late too.  The model is put at rest, what
-        was under way is dropped, transports are opened anew, and the ranks compare where they stand.  A rank that has raised an
-        error of its own calls it too; it waits for the others twice as long as they wait for it.  Then the step can be
-        repeated from its first forward; where it had not begun to update, with the bits of a run that was not disturbed.  What
-        a forward changes by itself (random states, running statistics) is not taken back.
+        Every rank calls it in ``except zhooks.DivergenceError:``, including the one that was late.  What was under way is
+        dropped, transports are opened again, and the ranks compare which step they are at.  A rank that raised an error of its
+        own calls it too; ranks wait for each other twice as long as usual here.  Then repeat the step from its first forward.
+        If no rank had begun to update, the result has the bits of an undisturbed run, except that random states and running
+        statistics are not rewound.
 
+        Returns:
+            What was found, and whether gradients were dropped.
         Raises:
-            DivergenceError: a rank is gone, or does not come within twice [comm] timeout_s; nothing can be sent.  Or ranks
-                stand at different steps, or within one: then ``load`` is all that may come next.
-            CapabilityError: parameters are on CUDA, or a transport cannot be had any more.
+            DivergenceError: a rank is gone, or does not come within twice ``[comm] timeout_s``.  Or the ranks are at different
+                steps, or within one: then only ``load`` may come next.
+            CapabilityError: parameters are on CUDA, or a transport is no longer available.
         """
         self._check_attached("recover")
         failure = self._comm.failure

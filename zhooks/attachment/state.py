@@ -79,10 +79,17 @@ class Stateful:
 
     @contextmanager
     def gathered(self, *parameters: Tensor, write: bool = False) -> Iterator[list[Tensor]]:
-        """Full plain values of ``parameters`` (all of them when none is named) inside the block; yields them in order.
+        """Yield the full plain values of ``parameters``, or of all parameters, inside the block.  Collective.
 
-        Also found at the modules' attributes inside the block.  With ``write=True`` rank 0's changes reach every shard.
-        Collective: every rank enters with the same parameters.
+        Inside the block modules have them as attributes too.  Every rank must pass the same parameters.
+
+        Args:
+            *parameters: parameters of the attached model.
+            write: copy what rank 0 changed back to every shard at the end.
+        Yields:
+            Plain tensors with whole values.
+        Raises:
+            CheckpointError: a parameter belongs to another model.
         """
         self._check_at_rest("gathered")
         with checkpoint.gathered(
@@ -91,10 +98,16 @@ class Stateful:
             yield full
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """Full state on rank 0's CPU, {} elsewhere: {"model": {name: tensor}}, "optimizer" when one is known, and "loss_scale"
-        under a policy that has one.  What is `left_out` of "model" is there by name and checksum, as "left_out".
+        """Return the full state on rank 0's CPU, and {} on the other ranks.  Collective.
 
-        Streamed unit by unit.  The plain model loads it.  Collective.
+        It has the keys "model" ({name: tensor}, which the plain model loads), "optimizer" if one is known, and "loss_scale" if
+        the policy has one.  Parameters that are ``left_out`` are listed under "left_out", by name and checksum.  It is gathered
+        unit by unit.
+
+        Args:
+            optimizer: whose states to add; None means the one given to ``attach``.
+        Returns:
+            Whole tensors on rank 0.
         """
         self._check_at_rest("state_dict")
         self._runtime.finish_backward()
@@ -107,12 +120,13 @@ class Stateful:
         return {**state, **self._runtime.scaling.saved()} if state else state
 
     def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Load what ``state_dict`` made (rank 0's is used; others may pass {}), on any number of ranks.  Collective.
+        """Load what ``state_dict`` returned, on any number of ranks.  Collective.
 
-        A state without "optimizer" leaves the optimizer as it is.
-
+        Args:
+            state: rank 0's is used; other ranks may pass {}.  Without "optimizer" the optimizer stays as it is.
+            optimizer: as in ``state_dict``.
         Raises:
-            CheckpointError: it is of another model or optimizer; nothing has been changed.
+            CheckpointError: the state is of another model or optimizer; nothing has changed.
         """
         self._check_at_rest("load_state_dict")
         self._runtime.finish_backward()
@@ -128,25 +142,31 @@ class Stateful:
             self._optimizers.admit(chosen)
 
     def loss_scale_state(self) -> dict[str, Any]:
-        """The policy's loss scale and its counters as plain data, the same on every rank; {} where it sets none."""
+        """The loss scale and its counters as plain data, the same on every rank; {} if the policy sets none."""
         return self._runtime.scaling.saved()
 
     def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what ``loss_scale_state`` returned; every rank passes the same.  {} changes nothing.
+        """Restore what ``loss_scale_state`` returned.  Every rank passes the same; {} changes nothing.
 
         Raises:
-            CheckpointError: it is something else; the scale is as it was.
+            CheckpointError: ``state`` is something else; the scale is as it was.
         """
         self._check_at_rest("load_loss_scale_state")
         self._runtime.scaling.checked(state)()
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Names of frozen parameters of tensor subclasses (a quantised base): whole on every rank, by checksum in states."""
+        """Names of frozen parameters of tensor subclasses (a quantized base): whole on every rank, saved as checksums."""
         return tuple(self._ignored.frozen)
 
     def save_full(self, path: str | Path) -> None:
-        """Write full parameters and buffers as safetensors from rank 0, one parameter in memory at a time.  Collective."""
+        """Write whole parameters and buffers as one safetensors file, from rank 0.  Collective.
+
+        One parameter is in memory at a time.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
         self._check_at_rest("save_full")
         self._runtime.finish_backward()
         checkpoint.save_full(self.model, self._units, self._comm, path, self._ignored)
@@ -159,20 +179,20 @@ class Stateful:
         max_shard_size: int | str = "5GB",
         dtype: torch.dtype | str | None = None,
     ) -> None:
-        """Write the folder that ``from_pretrained`` of transformers reads, or that of PEFT's adapters.  Collective.
+        """Write a folder that ``from_pretrained`` of transformers reads, or one of PEFT adapters.  Collective.
 
-        Each rank writes some of the files, with one unit whole in memory at a time.  The folder appears in one rename, when
-        all is on the disk; an earlier one of its kind stays until then, and what else lies in that moves on.
+        Each rank writes some of the files, with one unit whole in memory at a time.  The folder appears in one rename once
+        everything is on disk.  An earlier one of its kind stays until then; other files in it are kept.
 
         Args:
-            folder: on a file system all hosts share; absent, empty, or an earlier folder of a model (or of adapters).
-            tokenizer: whatever has ``save_pretrained``, e.g. a tokenizer or processor; rank 0's is written.
-            max_shard_size: the most bytes of one file, as in transformers; a larger tensor has a file of its own.
-            dtype: "fp32", "bf16", "fp16" or torch's: that of the parameters, but those transformers keeps in fp32; None writes
-                the masters as they are.
+            folder: on a file system that all hosts share; absent, empty, or an earlier folder of a model (or of adapters).
+            tokenizer: anything with ``save_pretrained``, such as a tokenizer or processor; rank 0's is written.
+            max_shard_size: the most bytes per file, as in transformers; a larger tensor gets a file of its own.
+            dtype: "fp32", "bf16", "fp16" or a torch dtype for the parameters, except those that transformers keeps in fp32;
+                None writes the masters as they are.
         Raises:
-            CheckpointError: on every rank: the model is none of transformers or PEFT, or quantised, or divided over stages; a
-                number would become infinite in ``dtype``; or it could not be written.  Nothing was committed.
+            CheckpointError: on every rank.  The model is not one of transformers or PEFT, is quantized or split into pipeline
+                stages, a value would become infinite in ``dtype``, or writing failed.  Nothing was committed.
         """
         self._check_at_rest("save_pretrained")
         asked = checkpoint.Pretrained(folder, tokenizer, max_shard_size, dtype)
@@ -190,27 +210,27 @@ class Stateful:
         wait: bool = True,
         keep: int | None = None,
     ) -> checkpoint.Saving:
-        """Write what this run needs to go on, each rank its own shards from the tiers they are kept on.  Collective.
+        """Write what this run needs to resume; each rank writes its own shards, from any tier.  Collective.
 
-        ``folder`` becomes the new checkpoint in one rename once every rank has written and synced its file; an earlier one
-        there stays loadable until then.  Saved: parameters, gradients held, optimizer states and options, buffers, random
-        states (torch, python, numpy, stochastic rounding), the policy's loss scale.  Nothing is pickled.
+        ``folder`` becomes the new checkpoint in one rename once every rank has written and synced its file; an earlier
+        checkpoint there can be loaded until then.  Saved are parameters, gradients that are held, optimizer states and options,
+        buffers, random states (torch, Python, NumPy, stochastic rounding) and the loss scale.  Nothing is pickled.
 
         Args:
-            folder: on a file system all hosts share; absent, empty, or an earlier checkpoint.
-            optimizer: one, several, or () for none; None is the one known from ``attach``, else all that hold parameters.
+            folder: on a file system that all hosts share; absent, empty, or an earlier checkpoint.
+            optimizer: one, several, or () for none; None means the one given to ``attach``, else all that hold parameters.
             objects: anything with ``state_dict`` and ``load_state_dict`` (a scheduler, a scaler), by name.
-            extra: plain data and tensors ``load`` shall return, e.g. the step.
-            wait: False returns once the state of this moment is held (copied to host memory; on the disk tier kept where it
-                is), and a thread writes it beside training.  The next save, load or detach waits for it, as does the end of
-                the program; [save] bounds the memory, and says what a save does meanwhile.
-            keep: how many of the checkpoints saved with ``keep`` by this run stay, this one among them: older ones in the
-                same parent folder, whose names differ in the last number alone, go once this one is committed.
+            extra: plain data and tensors that ``load`` will return, such as the step.
+            wait: False returns as soon as the current state is held (copied to host memory; what is on disk stays where it is),
+                and a thread writes it while training goes on.  The next save, load or detach, and the end of the program, wait
+                for it. ``[save]`` bounds the memory.
+            keep: how many of the checkpoints that this run saved with ``keep`` to leave, this one included.  Older ones in the
+                same parent folder whose names differ only in the last number are removed once this one is committed.
         Returns:
-            The save: over, or going on: ``done``, ``progress``, ``wait()``.
+            The save, finished or still running: see ``done``, ``progress`` and ``wait()``.
         Raises:
-            CheckpointError: on every rank, naming the first that failed; nothing was committed.  Also where the save before
-                failed beside training, and nobody was told: nothing was tried then.
+            CheckpointError: on every rank, naming the first that failed; nothing was committed.  Also if an earlier background
+                save failed and nothing has reported it yet; then nothing was tried.
         """
         self._check_at_rest("save")
         ranks = AllRanks(self._comm.stage, "save", shown_path(folder))
@@ -280,20 +300,21 @@ class Stateful:
         *,
         objects: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Go on where ``save`` was called, with the same model; returns ``extra``.  Collective.
+        """Resume from what ``save`` wrote, with the same model.  Collective.
 
-        A folder that DeepSpeed saved (ZeRO 1 to 3, universal) is recognised: masters, states and options are loaded, and its
-        client state is returned.
-
-        Ranks, mesh and policy may be others: each rank reads the ranges it owns.  Every file is verified, by one rank, before
-        anything is changed.  States an optimizer has not made yet are made.
+        Ranks, mesh and policy may differ from those that saved: each rank reads the ranges it owns.  Every file is verified
+        before anything is changed.  Optimizer states that do not exist yet are created.  A folder written by DeepSpeed (ZeRO 1
+        to 3, universal) is recognised: masters, states and options are loaded, and its client state is returned.
 
         Args:
-            folder: one, or those of all stages of a pipeline that is divided otherwise here; parameters are found by name.
+            folder: one, or a list of those of all stages of a pipeline that is split differently here; parameters are found by
+                name.
             optimizer: as in ``save``; () leaves optimizers as they are.
-            objects: as in ``save``; {} leaves theirs in the file.
+            objects: as in ``save``; {} ignores those in the file.
+        Returns:
+            What was saved as ``extra``.
         Raises:
-            CheckpointError: on every rank; the run is as it was, unless the message says that it is partly loaded.
+            CheckpointError: on every rank; the run is as it was unless the message says that it is partly loaded.
         """
         self._check_at_rest("load")
         self._finish_saving("load")

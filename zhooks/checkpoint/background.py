@@ -199,7 +199,7 @@ class Writing(Ending):
 
 
 class Saving:
-    """A save that may still go on.  Made by ``Attachment.save``.
+    """A save that may still be running; ``Attachment.save`` returns it.
 
     Attributes:
         folder: what becomes the checkpoint.
@@ -214,12 +214,12 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Nothing goes on any more: the checkpoint is there, or ``wait`` says why not.  Never blocks."""
+        """Whether it is over: the checkpoint exists, or ``wait`` raises why not.  Never blocks."""
         return self._writing is None or self._writing.done()
 
     @property
     def progress(self) -> Progress:
-        """Of this rank's file."""
+        """The bytes of this rank's file: ``written`` and ``total``."""
         if self._writing is None:
             return Progress(self._nbytes, self._nbytes)
         return Progress(self._writing.written, self._writing.total)
@@ -240,7 +240,7 @@ class Saving:
             )
 
     def wait(self) -> None:
-        """Until the checkpoint is there.  Collective, as every other call of the attachment's.
+        """Wait until the checkpoint is complete.  Collective.
 
         Raises:
             CheckpointError: on every rank, naming the first that failed; nothing was committed.

@@ -29,24 +29,28 @@ def from_pretrained(
     trainable: bool = True,
     **changes: Any,
 ) -> Attachment:
-    """Load what ``save_pretrained`` wrote and attach it; ``.model`` of what is returned is the model.  Collective.
+    """Load a folder that ``save_pretrained`` wrote, and attach the model.  Collective.
 
-    It is put on the current CUDA device, or on the CPU where there is none, in evaluation mode as transformers does.  No rank
-    holds more than its shards and one unit, and 8 MiB of a file, or what one tensor is converted from (merged experts).
+    The model is on the current CUDA device, or on the CPU if there is none, in evaluation mode as in transformers.  No rank
+    holds more than its shards, one unit and 8 MiB of a file, or the tensors that one parameter is converted from (merged
+    experts).
 
     Args:
         cls: a class of transformers (``LlamaForCausalLM``) or an Auto class (``AutoModelForCausalLM``).
-        folder: config.json and safetensors files; every rank reads what is there, rank 0 the tensors. Nothing is downloaded.
+        folder: has config.json and safetensors files.  Every rank reads config.json, rank 0 the tensors.  Nothing is
+            downloaded.
         policy: as in ``attach``.
         mesh: as in ``attach``.
-        trainable: False freezes all parameters before anything is planned: for inference, without gradients and states.
+        trainable: False freezes all parameters first, so that no gradients and optimizer states are planned: for inference.
         **changes: keys of the configuration to change, e.g. ``dtype=torch.bfloat16``.
+    Returns:
+        The attachment; its ``model`` is the model.
     Raises:
-        CheckpointError: the folder cannot be read, or has the tensors of another model.
-        CapabilityError: transformers is missing or too old, the weights are quantised, or the model keeps some modules in
-            another dtype than the rest.  All are raised on every rank.
+        CheckpointError: the folder cannot be read, or has the tensors of another model; on every rank.
+        CapabilityError: transformers is missing or too old, the weights are quantized, or the model keeps some modules in
+            another dtype than the others; on every rank.
     Warns:
-        UserWarning: parameters that the folder does not have were initialised, e.g. a new classification head.
+        UserWarning: parameters that the folder lacks were initialised, e.g. a new classification head.
     """
 
     def request() -> Request:

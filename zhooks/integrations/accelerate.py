@@ -44,12 +44,12 @@ SHARDS = "zhooks"
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` whose models are attached.
+    """``accelerate.Accelerator`` that attaches the models it prepares.
 
     Args:
-        zhooks: the policy: a path, a mapping, a ``Policy``, or None for the default (stage 3, everything on the device); or
-            the ``Attachment`` of a model that is attached already (``from_pretrained``).
         *args: those of ``accelerate.Accelerator``.
+        zhooks: the policy: a path, a mapping, a ``Policy``, or None for stage 3 with everything on the device; or the
+            ``Attachment`` of a model that is attached already (``from_pretrained``).
         **kwargs: those of ``accelerate.Accelerator``.
     Raises:
         PolicyError: the policy cannot be read, or Accelerate was asked for another precision or another way to shard.
@@ -67,7 +67,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def over(cls, made: Any, given: Policy | Attachment) -> Accelerator:
-        """An accelerator that goes on as ``made``, which somebody else's code has constructed."""
+        """Return an accelerator that continues as ``made``, which other code has constructed."""
         accelerator = cls.__new__(cls)
         accelerator.__dict__ = made.__dict__
         accelerator._take(given)
@@ -112,12 +112,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # What is prepared.
 
     def attachment(self, model: nn.Module) -> Attachment | None:
-        """The attachment of a prepared model; None where it has none."""
+        """Return the attachment of a prepared model; None if it has none."""
         bare = uncompiled(self.unwrap_model(model) if isinstance(model, nn.Module) else model)
         return next((each for each in self.attachments if each.model is bare), None)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As ``accelerate.Accelerator.prepare``; models are attached, with the optimizer that is given beside them."""
+        """Like ``accelerate.Accelerator.prepare``; models are attached, with the optimizer that is passed along with them."""
         found = [each for each in args if isinstance(each, torch.optim.Optimizer)]
         self._given = [bare_optimizer(each) for each in found]
         try:
@@ -126,7 +126,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._given = ()
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """Attach ``model``; one that is only evaluated (a reference model) too: its parameters are sharded as well."""
+        """Attach ``model``, also one that is only evaluated (a reference model): its parameters are sharded too."""
         if (attached := self.attachment(model)) is not None:
             if NO_SYNC not in vars(attached.model):
                 self._prepare_uncompiled(attached.model, False)
@@ -176,11 +176,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             compile_regions(model, plugin.to_kwargs())
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """As in Accelerate; its states stay on the tiers they are kept on."""
+        """Like Accelerate's; the states stay on their tiers."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def detach(self, model: nn.Module) -> nn.Module:
-        """The plain model again: full parameters, gradients and states.  Collective."""
+        """Return the plain model: full parameters, gradients and states.  Collective."""
         attachment = self.attachment(model)
         if attachment is None:
             return model
@@ -190,7 +190,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return plain
 
     def free_memory(self, *objects: Any) -> Any:
-        """As in Accelerate; an attached model among ``objects`` goes with its shards."""
+        """Like Accelerate's; an attached model among ``objects`` is freed with its shards."""
         bare = [uncompiled(self.unwrap_model(each)) for each in objects if isinstance(each, nn.Module)]
         self.attachments = [each for each in self.attachments if all(each.model is not model for model in bare)]
         return super().free_memory(*objects)
@@ -198,7 +198,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # State.
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole model on rank 0's CPU, {} on the others.  Collective."""
+        """Return the whole model on rank 0's CPU, and {} on other ranks.  Collective."""
         attachment = self.attachment(model)
         if attachment is None:
             state: dict[str, Any] = super().get_state_dict(model, unwrap)

@@ -67,12 +67,12 @@ class ZhooksStrategy(DDPStrategy):
     """Train a LightningModule under ZeRO.
 
     Args:
-        policy: a path, a mapping, a ``Policy``, or None for the default (stage 3, everything on the device).
-        keep_attached: leave the module attached at the end, where the whole model would not fit; ``attachment.detach()``
-            makes it plain.
-        kwargs: ``process_group_backend``, ``timeout`` and the others of ``DDPStrategy`` that are not DDP's own.
+        policy: a path, a mapping, a ``Policy``, or None for stage 3 with everything on the device.
+        keep_attached: leave the module attached at the end, for a model that would not fit whole; ``attachment.detach()`` makes
+            it plain.
+        **kwargs: ``process_group_backend``, ``timeout`` and other options of ``DDPStrategy`` that do not belong to DDP itself.
     Attributes:
-        attachment: that of the module, from ``setup`` on; None where it is plain.
+        attachment: that of the module, from ``setup`` on; None while the module is plain.
     """
 
     def __init__(
@@ -235,12 +235,12 @@ class ZhooksStrategy(DDPStrategy):
 
 
 class SaveOnPreemption(pl.Callback):
-    """Once SIGTERM has reached some rank, all ranks finish the step, save, and end with exit code 0.
+    """After SIGTERM has reached any rank, finish the step on all ranks, save, and end with exit code 0.
 
-    In place of Lightning's own handler during ``fit``, which waits inside the signal for ranks that have not got one.
+    During ``fit`` it replaces Lightning's own handler, which waits inside the signal for ranks that may not have received one.
 
     Args:
-        path: of the checkpoint, as ``trainer.save_checkpoint`` takes it; ``fit(ckpt_path=path)`` goes on from there.
+        path: of the checkpoint, as ``trainer.save_checkpoint`` takes it; ``fit(ckpt_path=path)`` resumes from it.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -66,22 +66,22 @@ class _Found(IntEnum):
 
 
 class Replicas(torchft.Manager):  # type: ignore[misc]
-    """torchft's Manager for an attached model: quorums, sums of gradients over replicas, and states for those that return.
+    """torchft's Manager for an attached model: quorums, sums of gradients over replicas, and state for replicas that return.
 
-    Every rank of a replica makes one, after ``attach``.  Replicas start from the same values (the same seed, or the same
-    checkpoint), which is compared.
+    Every rank of a replica makes one, after ``attach``.  Replicas must start from the same values (the same seed, or the same
+    checkpoint), which is checked.
 
     Args:
         attachment: that of the model, over the ranks of this replica.
-        optimizer: one or several, that step its parameters.
-        pg: a reconfigurable process group of torchft, ``ProcessGroupGloo()``.
-        min_replica_size: a step counts with so many replicas.
-        timeout: for a sum over replicas and for each answer of a peer; below the policy's [comm] timeout_s.
-        options: torchft's own: ``state_dict`` and ``load_state_dict`` (plain data beside model and optimizer),
-            ``quorum_timeout``, ``lighthouse_addr``, ``replica_id``, ...
+        optimizer: the one or several that step its parameters.
+        pg: a reconfigurable process group of torchft, such as ``ProcessGroupGloo()``.
+        min_replica_size: how many replicas a step needs to count.
+        timeout: for a sum over replicas and for each answer of a peer; below the policy's ``[comm] timeout_s``.
+        **options: torchft's own: ``state_dict`` and ``load_state_dict`` (plain data in addition to model and optimizer),
+            ``quorum_timeout``, ``lighthouse_addr``, ``replica_id`` and others.
     Raises:
-        CapabilityError: what replicas that come and go cannot train; on every rank.
-        AttachError: an option of torchft that cannot be.
+        CapabilityError: replicas that come and go cannot train this; on every rank.
+        AttachError: an option of torchft that is not possible here.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
             raise
 
     def register_state_dict_fn(self, key: str, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
-        """As torchft's: plain data and tensors that a returning replica takes over too; nothing is pickled."""
+        """Like torchft's: plain data and tensors that a returning replica takes over too; nothing is pickled."""
         super().register_state_dict_fn(key, load_state_dict, state_dict)
         self._beside[key] = state_dict
 
@@ -165,7 +165,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
             self._transfer.end()
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """As torchft's; where the step does not count, its gradients are gone."""
+        """Like torchft's; if the step does not count, its gradients are dropped."""
         self._attached.finish_gradients()
         self._begun = False
         with _answers("should_commit"):

@@ -37,9 +37,10 @@ Given = Policy | str | Path | dict[str, Any] | Attachment | None
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """``transformers.TrainingArguments`` whose ``deepspeed`` file is read as a policy; DeepSpeed is not needed.
+    """``transformers.TrainingArguments`` that reads its ``deepspeed`` file as a policy; DeepSpeed is not needed.
 
-    ``zhooks``: the policy, where no Trainer is given one.
+    Attributes:
+        zhooks: the policy, if the Trainer is not given one.
     """
 
     zhooks: str | None = None
@@ -72,13 +73,13 @@ class SaveOnPreemption(transformers.TrainerCallback):
 
 
 class ZeroMixin:
-    """Put before a Trainer class: ``class MyTrainer(ZeroMixin, SFTTrainer)``.
+    """Put before a Trainer class: ``class MyTrainer(ZeroMixin, TheirTrainer)``.
 
     Args:
-        zhooks: the policy: a path (a DeepSpeed configuration too, whose "auto" the arguments fill in), a mapping, a ``Policy``,
-            an ``Attachment`` of the model (``from_pretrained``), or None: what ``TrainingArguments`` of this module was given,
-            else the default policy.
         *args: those of the Trainer.
+        zhooks: the policy: a path, a mapping, a ``Policy``, an ``Attachment`` of the model (``from_pretrained``), or None for
+            what ``TrainingArguments`` of this module was given, else the default policy.  In a DeepSpeed configuration "auto"
+            is filled in from the arguments.
         **kwargs: those of the Trainer.
     """
 
@@ -155,7 +156,7 @@ class ZeroMixin:
     # A folder that from_pretrained reads.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model, or adapters of PEFT alone, from rank 0, as ``from_pretrained`` reads it.  Collective."""
+        """Write the whole model, or only its PEFT adapters, from rank 0, so that ``from_pretrained`` reads it.  Collective."""
         trainer: Any = self
         if self.attachment is None:
             base: Any = super()

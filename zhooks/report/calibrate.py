@@ -159,7 +159,7 @@ class Meter:
 
 
 class Calibration:
-    """What ``Attachment.calibrate`` yields: has the proposal once the block has ended."""
+    """What ``Attachment.calibrate`` yields; it has a proposal once the block has ended."""
 
     def __init__(self) -> None:
         self._proposal: Proposal | None = None
@@ -240,13 +240,15 @@ class Calibrated:
     def calibrate(
         self, *, prefer: Literal["bf16", "fp16"] = "bf16", loss_scale: float | None = None
     ) -> Iterator[Calibration]:
-        """Measure a few ordinary steps inside the block; after it what it yields proposes a dtype a unit.  Collective.
+        """Measure a few ordinary steps inside the block and propose a dtype for each unit.  Collective.
 
-        Print it for the reasons; ``.proposal.toml()`` and ``.proposal.values()`` are policies.
+        Print what it yields for the reasons; ``.proposal.toml()`` and ``.proposal.values()`` are policies.
 
         Args:
-            prefer: what units shall compute in that can; the others are proposed fp32.
-            loss_scale: what fp16 is judged at; None is the largest that the largest gradient leaves room for.
+            prefer: the dtype that units should compute in if they can; fp32 is proposed for the others.
+            loss_scale: the scale at which fp16 is judged; None takes the largest one that the largest gradient allows.
+        Yields:
+            The calibration; it has a proposal once the block has ended.
         Raises:
             ShardedOpError: units do not compute in fp32, the policy updates in backward, or no backward was seen.
         """

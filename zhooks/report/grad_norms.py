@@ -23,11 +23,11 @@ __all__ = ["GradNorms", "gradient_norms", "square", "squares"]
 
 @dataclass(frozen=True, slots=True)
 class GradNorms:
-    """The 2-norms of gradients, in the gradient's own unit (loss by parameter).
+    """The 2-norms of gradients.
 
     Attributes:
-        total: of all units' gradients together: what ``clip_grad_norm_(model.parameters(), inf)`` returns.
-        units: of each unit by its name, in the units' order; 0.0 where no parameter of it has a gradient.
+        total: over all units: what ``clip_grad_norm_(model.parameters(), inf)`` returns.
+        units: of each unit by its name, in the order of the units; 0.0 if none of its parameters has a gradient.
     """
 
     total: float

@@ -34,16 +34,17 @@ class GradStatistics:
         raise NotImplementedError
 
     def grad_norms(self) -> GradNorms:
-        """The 2-norms of the gradients in ``.grad``: ``.total``, and ``.units`` by unit name, in the gradient's own unit.
-        Collective.
+        """Return the 2-norms of the gradients in ``.grad``: ``.total``, and ``.units`` by unit name.  Collective.
 
-        They are reduced means over the ranks, as a clip would see them: summed over the backward passes since ``zero_grad``,
-        true where the policy scales the loss, scaled where a GradScaler still does, on whatever tier.  One exchange of one
-        number a unit, whatever the model; what ``accumulate()`` has held back is reduced first, as by any read of ``.grad``.
-        On a mesh with ``pp`` they are this stage's.
+        These are the norms of reduced means over the ranks, as clipping would see them: summed over the backward passes since
+        ``zero_grad``, unscaled if the policy scales the loss, scaled while a GradScaler still does, on any tier.  It costs one
+        exchange of one number per unit.  What ``accumulate()`` has held back is reduced first.  On a mesh with ``pp`` they are
+        this stage's.
 
+        Returns:
+            Python floats, the same on every rank.
         Raises:
-            ShardedOpError: the policy updates in backward (``[optimizer] overlap``), or ``.grad`` was replaced.
+            ShardedOpError: the policy updates in backward (``[optimizer] overlap``), or a ``.grad`` was replaced.
             TierError: a tier cannot be read.
         """
         self._check_attached("grad_norms")
@@ -56,19 +57,21 @@ class GradStatistics:
         return gradient_norms(self._units, self._comm)
 
     def noise_scale(self, batch_size: int, *, decay: float = 0.99) -> NoiseScale:
-        """Measure the gradient noise scale, about the largest batch that is worth its samples, until the handle is closed.
-        Collective.
+        """Measure the gradient noise scale, which is about the largest batch that is worth its samples.  Collective.
 
-        On several ranks it compares what each rank sends to a reduction with the mean that comes back.  A world of one needs
-        several backward passes a step, after ``zero_grad()``.  The loss must be a mean over samples, of equally many on every
-        rank and in every pass.  It costs a pass over the gradients and one exchange of five numbers a reduction.
+        On several ranks it compares what each rank sends to a reduction with the mean that comes back.  A single rank needs
+        several backward passes per step, after ``zero_grad()``.  The loss must be a mean over samples, with equally many on
+        every rank and in every pass.  It costs one pass over the gradients and one exchange of five numbers per reduction.
 
         Args:
-            batch_size: samples that one rank puts into one backward pass; the estimate is in the same samples.
-            decay: of the averages, from one measured reduction to the next; 1 weighs all alike.
+            batch_size: samples in one backward pass of one rank; the estimate is in the same unit.
+            decay: of the running averages, from one reduction to the next; 1 weighs all alike.
+        Returns:
+            A handle that measures until it is closed; also a context manager.  ``estimate`` is the result so far.
         Raises:
-            CapabilityError: a mesh with ``tp`` or ``pp``, or ``overlap`` in a world of one.
-            ShardedOpError: another handle is open, or an argument is none or differs between ranks.
+            CapabilityError: the mesh has ``tp`` or ``pp``, or ``overlap`` is set on a single rank.
+            ShardedOpError: another handle is open, or an argument is invalid or differs between ranks.
+
         Source: McCandlish et al., arXiv:1812.06162, appendix A.1.
         """
         self._check_attached("noise_scale")

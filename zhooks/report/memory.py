@@ -38,16 +38,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes of this rank; ``dataclasses.asdict`` makes plain values of it.
+    """The bytes of this rank.  ``print`` it for a table; ``dataclasses.asdict`` turns it into plain values.
 
     Attributes:
-        rows: parameter, gradient, optimizer: the model states.
+        rows: the model states: parameter, gradient, optimizer, one row per tier.
         transient: buffers that come and go, or wait for their next use.
-        psi, ranks, paper: parameters, ranks, and the paper's figure for them.
+        psi: the number of parameters.
+        ranks: over how many ranks they are sharded.
+        paper: the ZeRO paper's figure for them, in bytes.
         bounds: the most that the policy lets each kind of buffer hold.
         residual: activations.
         rest: what is reserved or resident beyond all that.
-        notes: what the formulas were given, or why there are none; and what to do about what is largest.
+        notes: what the formulas were given, or why there are none, and which key changes the largest line.
     """
 
     rows: tuple[Row, ...]
@@ -62,7 +64,7 @@ class MemoryReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table's cells, transient buffers apart."""
+        """Bytes of the model states, without buffers that come and go."""
         return sum(row.nbytes for row in self.rows)
 
     @property

@@ -115,10 +115,7 @@ class Averages:
 
 
 class NoiseScale:
-    """What ``Attachment.noise_scale`` returns: measures until ``close()``, or the end of its ``with`` block.
-
-    ``estimate`` is the same on every rank.
-    """
+    """What ``Attachment.noise_scale`` returns: it measures until ``close()`` or the end of its ``with`` block."""
 
     def __init__(self, probe: RanksProbe | PassesProbe, reducer: Reducer, name: str, world: int) -> None:
         self._probe, self._reducer, self._world = probe, reducer, world
@@ -130,7 +127,7 @@ class NoiseScale:
 
     @property
     def estimate(self) -> NoiseEstimate | None:
-        """What has been measured so far; None before a first reduction."""
+        """What has been measured so far, the same on every rank; None before the first reduction."""
         return self._probe.averages.estimate
 
     def _found(self) -> None:

@@ -90,25 +90,31 @@ def find_policy(
     most: int = 10,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Proposals:
-    """Search for the policy under which a step of ``world`` ranks is the quickest; see ``zhooks.planning``.
+    """Search for the policy under which a step of ``world`` ranks is fastest within the memory of the hardware.
 
     Args:
-        build: as ``simulate`` takes it.  Where it has a parameter ``mesh`` with the default None, it is also called with
-            meshes that have a "tp" axis, over which it divides the model; ranks of one such axis share their samples.
-        step: as ``simulate`` takes it.  Where it has parameters ``micro_batch`` and ``accumulation`` with defaults, it is
-            also called with smaller micro-batches and more of them; else the batch stays as it is.
-        policy: what the search may not change: units, [comm] and all that is not listed in ``zhooks.planning``.
-        precision: dtypes that parameters may be computed with, the preferred one first: "bf16", "fp16", "fp32"; None is what
-            ``policy`` says.  fp16 is written with a dynamic loss scale, which no simulation has.
+        build: as in ``simulate``.  If it has a parameter ``mesh`` with the default None, it is also called with meshes that
+            have a "tp" axis, over which it divides the model; ranks of one such axis share their samples.
+        step: as in ``simulate``.  If it has parameters ``micro_batch`` and ``accumulation`` with defaults, it is also called
+            with smaller micro-batches and more of them; otherwise the batch stays as it is.
+        world: the number of ranks.
+        hardware: a profile's name or file.
+        policy: what the search may not change: units, ``[comm]`` and every key that it does not search over.
+        precision: dtypes that parameters may be computed in, the preferred one first: "bf16", "fp16", "fp32"; None keeps that
+            of ``policy``.  fp16 gets a dynamic loss scale in the policy, which is not simulated.
         device: bytes that a device may hold; None is the profile's memory.
         host: bytes of host memory of a node, for all of its ranks together; None is the profile's.
         disk: bytes of disk of a node, for all of its ranks together; None is the profile's.
         keep: how many policies to return.
-        most: simulations of the search; a few more may follow it, and one for each size of ``tp``.
-        tell: hears a line for each simulation.
+        most: how many simulations to run; a few more may follow, and one for each size of ``tp``.
+        tell: called with a line of text for each simulation.
+    Returns:
+        The best policies, the fastest first.
     Raises:
-        BudgetError: no policy fits; with the least memory that would, by tier.
-        SimulationError, HardwareError, PolicyError: as ``simulate``.
+        BudgetError: no policy fits; names the least memory that would, by tier.
+        SimulationError: as in ``simulate``.
+        HardwareError: as in ``simulate``.
+        PolicyError: as in ``simulate``.
     """
     profile, base = Hardware.of(hardware), Policy.of(policy)
     if keep < 1 or most < 1 or world < 1:

@@ -99,13 +99,17 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """The best policies, the quickest first.
+    """The best policies that ``find_policy`` found, the fastest first.  ``print`` it for a table with reasons.
 
     Attributes:
-        limits: bytes a rank.
-        candidates: how many there were.
+        hardware: the profile's name.
+        world: the number of ranks.
+        limits: bytes that a rank may hold, by tier.
+        candidates: how many policies there were to choose from.
+        best: the policies, each with its simulation, its memory by tier and the resource that binds it.
         ranking: the whole search.
         numel: parameters of the model.
+        kind: the kind of the hardware, "gpu" or "cpu".
         notes: what was left out of the search, and why.
     """
 
@@ -120,7 +124,7 @@ class Proposals:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         ranking = self.ranking
         return {
             "version": 1,

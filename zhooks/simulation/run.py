@@ -44,28 +44,32 @@ Counts = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One step of one rank, after the first that plans and records.
+    """A predicted step of one rank, after the first one, which records and plans.
 
     Attributes:
         hardware: the profile's name.
-        world: ranks.
+        world: the number of ranks.
         step_s: seconds of the step.
         compute_s: seconds in which the device computed.
-        exposed_s: seconds in which gathers and reductions were under way and the device did not compute.
-        host_s: seconds of the host until it had issued the step.
-        device, host: the most that was held there, and by whom.
-        flops: of operations on this rank's device.
-        link_nbytes, network_nbytes: what this rank sent over its link, and its node over the network for its collectives.
-        mfu: FLOPs a second, of the highest of the device's peaks in bf16, fp16 and fp32.
-        joules, price: of all devices, a step; None where the profile does not say.
+        exposed_s: seconds in which gathers and reductions were under way and the device computed nothing.
+        host_s: seconds until the host had issued the step.
+        device: the most that was held in device memory, and by whom.
+        host: the most that was held in host memory, and by whom.
+        flops: floating-point operations on this rank's device.
+        link_nbytes: bytes that this rank sent over its link inside the node.
+        network_nbytes: bytes that its node sent over the network for this rank's collectives.
+        mfu: FLOPs per second as a share of the device's highest peak in bf16, fp16 and fp32.
+        joules: energy of all devices for a step; None if the profile has no figure.
+        price: price of a step on all devices; None if the profile has no figure.
         races: uses of memory that nothing orders, on the streams that CUDA would be given.
-        device_memory, host_memory: what there is on the hardware, of the host this rank's share.
-        rank: whose step it is: one that all are like, or the slowest.
-        waiting_s: seconds in which ranks that are not slow wait for those that are.
-        reserved: what torch's caching allocator would have reserved; None where none was asked for.
+        device_memory: bytes of device memory that the hardware has.
+        host_memory: this rank's share of the host memory that the hardware has.
+        rank: whose step it is: one that all others are like, or the slowest.
+        waiting_s: seconds that ranks which are not slow wait for those that are.
+        reserved: what torch's caching allocator would have reserved; None if that was not asked for.
         bubble_s: seconds in which the device waited for other stages of the pipeline, at the end of the step too.
-        stages: of a pipeline each stage's own, by place on the pp axis.  Times, FLOPs and traffic of the whole are then means
-            over stages, peaks those of the stage that holds the most (``rank``), ``host_s`` the longest.
+        stages: of a pipeline, each stage's own result, by place on the ``pp`` axis.  Times, FLOPs and traffic of the whole are
+            then means over stages, peaks those of the stage that holds the most (``rank``), ``host_s`` the longest.
     """
 
     hardware: str
@@ -93,7 +97,7 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """The device and the host have what is held there at most, on every stage.  A step goes on where they have not."""
+        """Whether the memory of device and host suffices on every stage.  A step continues even where it does not."""
         if self.stages:
             return all(stage.fits for stage in self.stages)
         placed = self.reserved is None or not self.reserved.failed
@@ -101,11 +105,11 @@ class Simulation:
 
     @property
     def tflops(self) -> float:
-        """10^12 FLOP a second and device."""
+        """10^12 floating-point operations per second and device."""
         return self.flops / self.step_s / 1e12 if self.step_s else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         own = {"tflops": self.tflops, "fits": self.fits, "races": [str(race) for race in self.races]}
         return {**asdict(replace(self, stages=())), **own, "stages": [stage.as_dict() for stage in self.stages]}
 
@@ -166,33 +170,37 @@ def simulate(
     slow: Slowdown | Sequence[Slowdown] = (),
     allocator: str | None = None,
 ) -> Simulation:
-    """Predict a training step of ``world`` ranks on hardware, in this process, without any of it.
+    """Predict a training step of ``world`` ranks on given hardware, in this process, without that hardware.
 
     Args:
-        build: returns the model, or the model and its optimizer; called under ``torch.device("virtual")``, so that parameters
-            take no memory.  A model of its own for every simulation.
-        step: called with what ``build`` returned, once a step: forward, backward, ``optimizer.step()``, ``zero_grad()``, on
-            tensors that it makes on device "virtual".  It may read no value (``loss.item()``).
-        mesh: sizes of the axes "replicate", "shard" (or "dp"), "tp" and "pp", in any order, the outermost first, as
-            ``init_device_mesh`` takes them; None is one shard axis over all ranks.  With "tp" or "pp" it is ``build``'s to
-            divide the model over ``mesh["tp"]`` (``parallelize_module``) or to return the module of the stage that is at
-            ``mesh["pp"].get_local_rank()``, or a list of modules: it is called with the ``DeviceMesh``, once for each stage.
-            What it returns after the optimizer, a schedule of ``torch.distributed.pipelining`` say, ``step`` is given, too.
+        build: returns the model, or the model and its optimizer.  Called under ``torch.device("virtual")``, so that parameters
+            take no memory.  It must return a new model each time.
+        step: called once per step with what ``build`` returned: forward, backward, ``optimizer.step()``, ``zero_grad()``, on
+            tensors that it makes on the device "virtual".  It may not read a value (``loss.item()``).
+        world: the number of ranks.
+        mesh: sizes of the axes "replicate", "shard" (or "dp"), "tp" and "pp", outermost first, in any order, as
+            ``init_device_mesh`` takes them; None is one shard axis over all ranks.  With "tp" or "pp" ``build`` is called with
+            the ``DeviceMesh``, once for each stage, and divides the model over ``mesh["tp"]`` (``parallelize_module``), or
+            returns the module, or a list of modules, of the stage at ``mesh["pp"].get_local_rank()``.  What it returns after
+            the optimizer, such as a schedule of ``torch.distributed.pipelining``, is passed to ``step`` too.
         hardware: a profile's name or file (``zprof hardware list``).
-        steps: how many are run; the last one is what is returned, for the first records and plans.
-        check_races: also follow whether streams order all uses of memory.
-        follow: called with the machine before ``build`` is; what it returns is entered, and left after the last step.  For who
-            records what happens: it adds itself to the machine's listeners.  Each stage of a pipeline has a machine.
-        slow: ranks that are slower than the profile says; what is returned is the slowest rank's then, and ``build`` and
-            ``step`` are called for one without them as well.
-        allocator: settings of torch's caching allocator, as in PYTORCH_ALLOC_CONF ("" is torch's default): what it reserves is
-            found, too, by a compiled model (needs numba); None leaves it out.
+        policy: as in ``attach``.
+        steps: how many steps to run; the last one is returned, because the first one records and plans.
+        check_races: also check that streams order all uses of memory.
+        follow: called with the machine before ``build``; what it returns is entered, and left after the last step.  For
+            recorders, which add themselves to the machine's listeners.  Each stage of a pipeline has a machine.
+        slow: ranks that are slower than the profile says.  The slowest rank's step is then returned, and ``build`` and ``step``
+            are also called for a rank that is not slow.
+        allocator: settings of torch's caching allocator, as in PYTORCH_ALLOC_CONF ("" for torch's default), to find what it
+            would reserve (needs numba); None leaves that out.
+    Returns:
+        The predicted step.
     Raises:
-        SimulationError: ``step`` needs data or runs nothing on the device, or a process group is there already.
-        HardwareError: the profile cannot be read, or lacks what is asked of it.
+        SimulationError: ``step`` needs data or runs nothing on the device, or a process group exists already.
+        HardwareError: the profile cannot be read, or lacks a figure that is needed.
         BudgetError: the policy does not fit the hardware.
         PolicyError: ``allocator`` cannot be read.
-        CapabilityError: ``allocator`` needs numba, or the virtual device a torch that takes devices written in Python.
+        CapabilityError: numba is missing for ``allocator``, or torch has no support for devices written in Python.
     """
     if not isinstance(allocator, str | None):
         raise PolicyError(

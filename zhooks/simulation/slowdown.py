@@ -23,13 +23,13 @@ __all__ = ["Pace", "Slowdown", "slowed", "slowest"]
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """Ranks that take so many times as long.
+    """Ranks that are slower than the hardware profile says, by factors.
 
     Attributes:
-        ranks: which ones.
-        compute: operations on their devices.
-        link: bytes over the links inside their nodes; 2.0 is half the bandwidth.
-        network: bytes between their nodes and others.
+        ranks: which ranks.
+        compute: factor for operations on their devices.
+        link: factor for bytes over the links inside their nodes; 2.0 is half the bandwidth.
+        network: factor for bytes between their nodes and others.
     """
 
     ranks: Sequence[int]

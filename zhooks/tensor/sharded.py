@@ -64,9 +64,10 @@ class _ByTables(RangeTensor):
 
 
 class ShardedTensor(_ByTables):
-    """One rank's range of a tensor whose shape, dtype and device are the global ones.
+    """One rank's range of a tensor; its shape, dtype and device are those of the whole.
 
-    ``to_local()`` is the 1-D range in storage order; ``full_tensor()`` gathers the whole (every rank must call it).
+    Parameters of an attached model are of this class.  ``to_local()`` is the range, 1-D in storage order; ``full_tensor()``
+    gathers the whole value on every rank.
     """
 
     # Asked of every parameter in every step (zero_grad, clipping, the optimizer): answered without torch's dispatch.
