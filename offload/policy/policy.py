@@ -117,8 +117,8 @@ class Policy(Table):
     stage: int = words(
         3,
         expected="0, 1, 2 or 3",
-        does="The row of the table below.",
-        why="3 has everything sharded: the least memory, for at most half as much traffic again.",
+        does="What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
+        why="3 takes the least memory, for at most half as much traffic again.",
         ge=0,
         le=3,
     )

@@ -29,59 +29,59 @@ class Precision(Table):
         None,
         expected=DTYPES,
         does="The dtype parameters are gathered and computed in; BatchNorm and InstanceNorm keep their own.",
-        why="Unset leaves each parameter's own dtype: attach alone must not change a result.",
+        why="Unset keeps each parameter's own dtype, so that attach by itself does not change results.",
     )
     reduce: Dtype | None = words(
         None,
         expected=DTYPES,
         does="The dtype gradients are summed in.",
-        why="Unset is fp32 where param is set, else the gradient's own: long sums are where 16 bits lose most.",
+        why="Unset is fp32 if param is set, else the gradient's own dtype, because 16 bits lose most in long sums.",
     )
     output: Dtype | None = words(
         None,
         expected=DTYPES,
-        does="The dtype floating outputs of the outermost module are cast to.",
-        why="Unset leaves the model's output as it computed it; losses are usually taken in fp32 by the loss itself.",
+        does="The dtype that floating-point outputs of the outermost module are cast to.",
+        why="Unset leaves outputs as the model computed them; a loss function usually casts to fp32 itself.",
     )
     cast_inputs: bool | Literal["unit"] = words(
         True,
         expected='true, false or "unit"',
-        does='Casts floating-point inputs of the outermost module to param; "unit" those of every unit.',
-        why="Else the first layer would refuse them; inside the model only its forward knows what must stay fp32.",
+        does='true casts floating-point inputs of the outermost module to param, "unit" those of every unit.',
+        why="Without it the first layer would refuse them; inside the model, only its forward knows what must stay fp32.",
     )
     loss_scale: Literal["dynamic"] | _Number | None = words(
         None,
         expected='"dynamic" or a number, above 0 and at most 2**127',
-        does="Multiplies gradients inside the model, and divides them as they land; a step that overflowed is skipped.",
-        why="Unset scales nothing: fp16 then needs torch.amp.GradScaler in the loop, bf16 and fp32 need neither.",
+        does="Scales gradients inside the model, and unscales them when they are stored; a step that overflowed is skipped.",
+        why="Unset scales nothing: fp16 then needs torch.amp.GradScaler in the loop; bf16 and fp32 need neither.",
     )
     initial_scale: _Number = words(
         65536.0,
         expected=_SCALE,
         does='The first scale of "dynamic".',
-        why="As GradScaler's; too large a scale costs a skipped step each time it is halved, too small a one gradients.",
+        why="As in GradScaler. Too large a scale costs a skipped step each time it is halved, too small a one loses gradients.",
     )
     growth_interval: int = words(
         2000,
         expected="an integer from 1 to 2**31 - 1",
-        does="Steps without an overflow until the scale grows (DeepSpeed's loss_scale_window).",
-        why="As GradScaler's: one step lost in two thousand is cheap.",
+        does="How many steps without an overflow until the scale grows (DeepSpeed's loss_scale_window).",
+        why="As in GradScaler: one step lost in two thousand is cheap.",
         ge=1,
         le=(1 << 31) - 1,
     )
     hysteresis: int = words(
         1,
         expected="an integer from 1 to 1024",
-        does="Overflows since the scale last grew until it backs off; each of them skips its step.",
-        why="1 backs off at once, as GradScaler does.",
+        does="How many overflows since the scale last grew until it is reduced; each of them skips its step.",
+        why="1 reduces it at once, as GradScaler does.",
         ge=1,
         le=1024,
     )
     min_scale: _Number = words(
         1.0,
         expected=_SCALE,
-        does="The least scale; an overflow there raises `ScaleError`.",
-        why="A gradient that overflows unscaled is no matter of the scale.",
+        does="The smallest scale; an overflow there raises `ScaleError`.",
+        why="If a gradient overflows unscaled, no scale helps.",
     )
     growth_factor: float = words(
         2.0,
@@ -95,7 +95,7 @@ class Precision(Table):
     backoff_factor: float = words(
         0.5,
         expected="a number between 0 and 1",
-        does="What the scale is multiplied by when it backs off.",
+        does="What the scale is multiplied by when it is reduced.",
         why="Powers of two lose no bits.",
         gt=0,
         lt=1,

@@ -27,7 +27,7 @@ class RuleCell(Table):
     """What a rule says of one cell."""
 
     tier: TierName | None = words(
-        None, expected=TIERS, does="The tier of this cell for the parameters that match.", why="Unset leaves the cell alone."
+        None, expected=TIERS, does="The tier of this cell for the parameters that match.", why="Unset leaves this to the table."
     )
 
 

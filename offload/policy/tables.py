@@ -82,14 +82,14 @@ class Placed(Table):
     partition: Partition | None = words(
         None,
         expected='"shard" or "replicate"',
-        does="Whether each rank holds its range or all of it.",
-        why="Unset follows from the stage, so that a file says the stage or the cells and seldom both.",
+        does="Whether each rank holds its own range or all of it.",
+        why="Unset follows from the stage, so that a file needs either the stage or the partitions.",
     )
     tier: TierName = words(
         "device",
         expected=TIERS,
-        does="Where a rank keeps what it holds between uses: with the compute, in host memory, or in a file.",
-        why="The device is where the compute is.",
+        does="Where a rank stores what it holds between uses: on the device that computes, in host memory, or in a file.",
+        why="The device is fastest.",
     )
 
 
@@ -100,7 +100,7 @@ class Gradient(Placed):
         "mean",
         expected='"mean" or "sum"',
         does="What the gradients of the ranks become: their mean, as under DistributedDataParallel, or their sum.",
-        why="A loss is usually the mean of its rank's batch; sum is for one divided by a count over all ranks (tokens).",
+        why="A loss is usually the mean over its rank's batch; sum is for a loss divided by a count over all ranks (tokens).",
     )
 
 
@@ -110,9 +110,9 @@ class Optimizer(Placed):
     device_share: float = words(
         0.0,
         expected="a number from 0 to 1",
-        does="The share of the elements that tier places whose states and masters stay on the device all the same, and are "
+        does="The share of elements, of those that tier moves off the device, whose states and masters stay there and are "
         "updated there: whole flat buffers of the first units, never more than the share.",
-        why="0 is the least device memory; a share trades it for transfers and for updates on the host.",
+        why="0 takes the least device memory; a share takes more, and saves transfers and updates on the host.",
         ge=0,
         le=1,
         allow_inf_nan=False,
@@ -120,32 +120,32 @@ class Optimizer(Placed):
     kernel: Literal["torch", "numba"] = words(
         "torch",
         expected='"torch" or "numba"',
-        does="Who updates: the optimizer itself, or one pass of our own over gradient, master, states and 16-bit copy.",
-        why="torch is plain PyTorch bit for bit; numba agrees within a tolerance, and runs on CPUs.",
+        does="What computes the update: the optimizer, or a compiled pass over gradient, master, states and 16-bit copy.",
+        why="torch equals plain PyTorch bit for bit; numba agrees within a tolerance and runs on CPUs.",
     )
     compute: Literal["device", "host"] = words(
         "device",
         expected='"device" or "host"',
         does="Where the update is computed, wherever the states are stored.",
-        why="The device is faster; the host spares the transfer of states that are stored there.",
+        why="The device is faster; the host saves the transfer of states that are stored there.",
     )
     overlap: bool = words(
         False,
         expected=_BOOL,
         does="Updates a unit in backward, as soon as its gradients are reduced.",
-        why="A later clip, unscale or second backward of the step could not be honoured.",
+        why="false, because a clip, unscale or second backward that follows would come too late.",
     )
     rounding: Literal["nearest", "stochastic"] = words(
         "nearest",
         expected='"nearest" or "stochastic"',
         does="How updates of parameters that are stored in bf16 are rounded; stochastic updates them in fp32, states included.",
-        why="nearest is what torch does; it loses updates below half a unit in the last place, which stochastic keeps.",
+        why="nearest is what torch does. It loses updates below half a unit in the last place; stochastic keeps their mean.",
     )
     seed: int = words(
         0,
         expected="an integer from 0 to 2**63 - 1",
         does="The seed of stochastic rounding.",
-        why="Any will do; the same one rounds the same way, on every tier and over any number of ranks.",
+        why="Any number works; the same one rounds the same way on every tier and over any number of ranks.",
         ge=0,
         lt=1 << 63,
     )
@@ -161,38 +161,38 @@ class Activation(Table):
     tier: TierName = words(
         "device",
         expected=TIERS,
-        does="Where saved tensors wait for backward; brought back ahead of it.",
-        why="The device is where the compute is.",
+        does="Where saved tensors are stored until backward; they are brought back ahead of their use.",
+        why="The device is fastest.",
     )
     checkpoint: Literal["none", "unit"] = words(
         "none",
         expected='"none" or "unit"',
-        does="unit keeps the inputs of each unit alone, and computes everything else again in backward.",
-        why="Computing forward twice costs time.",
+        does="unit keeps only the inputs of each unit, and recomputes everything else in backward.",
+        why="none, because recomputation takes time.",
     )
     partition: Literal["none", "tp"] = words(
         "none",
         expected='"none" or "tp"',
-        does="tp keeps 1/t of each unit input that the t ranks of that axis hold alike, and gathers it for backward.",
-        why="Only a mesh with a tp axis holds inputs more than once.",
+        does="tp keeps 1/t of each unit input that is the same on the t ranks of that axis, and gathers it for backward.",
+        why="none, because only a mesh with a tp axis holds inputs more than once.",
     )
     sharded_inputs: Names = words(
         (),
         expected=_NAMES,
-        does="Globs over units whose plain inputs differ from rank to rank (sequence parallelism), left alone by partition.",
-        why="DTensors say so themselves; of plain tensors it would be an error.",
+        does="Globs over units whose plain inputs differ between ranks (sequence parallelism); partition leaves them whole.",
+        why="DTensors say so themselves; plain tensors that differ would be an error.",
     )
     min_bytes: Size = words(
         1 << 20,
         expected=_SIZES,
-        does="Smaller tensors stay on the device, and whole; of one that is partitioned the whole counts.",
-        why="Below this latency outweighs transfer.",
+        does="Smaller tensors stay on the device, and whole. For partition, the size of the whole tensor counts.",
+        why="Below this size, latency outweighs the transfer.",
     )
     keep: Size = words(
         0,
         expected=_SIZES,
-        does="The last bytes saved in a forward that stay on the device, for backward needs them at once.",
-        why="0 moves everything: the most memory is free, and the transfer of the last unit is waited for.",
+        does="How many of the last bytes saved in a forward stay on the device, because backward needs them first.",
+        why="0 moves everything: it frees the most memory, but backward waits for the transfer of the last unit.",
     )
 
 
@@ -203,33 +203,33 @@ class Units(Table):
         (),
         expected=_NAMES,
         does="Each outermost module of these classes is a unit.",
-        why="None lets repeated blocks find themselves.",
+        why="Without any, repeated blocks are found automatically.",
     )
     names: Names = words(
         (),
         expected=_NAMES,
         does='Globs over module names, e.g. "layers.*": each outermost module that matches is a unit.',
-        why="None as above.",
+        why="Without any, as above.",
     )
     ignore: Names = words(
         (),
         expected=_NAMES,
         does="Globs over names of modules and parameters that stay as they are: not sharded, gathered, cast or reduced.",
-        why="None: every parameter is partitioned, and its gradient reduced.",
+        why="Without any, every parameter is sharded and its gradient reduced.",
     )
     min_numel: int = words(
         65536,
         expected="an integer from 0 to 2**40",
-        does="Neighbours of fewer elements are joined; a leaf from it on is a unit of its own; 0 joins none.",
-        why="Below this latency outweighs transfer.",
+        does="Neighbours with fewer elements are joined into one unit; a leaf with as many is its own unit; 0 joins none.",
+        why="Below this size, latency outweighs the transfer.",
         ge=0,
         le=1 << 40,
     )
     max_numel: int = words(
         1 << 26,
         expected="an integer from 1 to 2**40",
-        does="A sharded flat buffer of more elements is divided into segments, each split evenly.",
-        why="2**26 of fp32 are 256 MiB, where size no longer helps.",
+        does="A sharded flat buffer with more elements is divided into segments, each of which is split evenly.",
+        why="2**26 elements of fp32 are 256 MiB; larger transfers are not faster.",
         ge=1,
         le=1 << 40,
     )
@@ -241,31 +241,31 @@ class Schedule(Table):
     reshard_after_forward: Toggle = words(
         "auto",
         expected=_AUTO,
-        does="Releases units between forward and backward, keeps all, or keeps the last ones that fit the budget.",
-        why="auto keeps what fits in [budget] device, also from one forward without gradients to the next; with no budget the "
-        "last one until backward.",
+        does="true releases units between forward and backward, false keeps all, auto keeps the last ones that fit.",
+        why="auto keeps what fits in [budget] device, also from one forward without gradients to the next; without a budget "
+        "only the last one, until backward.",
     )
     prefetch: int = words(
         1,
         expected="an integer from 0 to 16",
-        does="Units fetched and gathered ahead of use, in forward and in backward.",
-        why="One hides the transfer behind the compute and costs one more unit's buffer.",
+        does="How many units are fetched and gathered ahead of use, in forward and in backward.",
+        why="1 hides the transfer behind the compute and takes the buffer of one more unit.",
         ge=0,
         le=16,
     )
     max_reductions: int = words(
         2,
         expected="an integer from 1 to 64",
-        does="Reductions under way before backward waits for the oldest.",
-        why="One runs while the next fills, more only pile up gradient buffers.",
+        does="How many reductions may be in flight before backward waits for the oldest.",
+        why="One runs while the next fills; more only take memory for gradients.",
         ge=1,
         le=64,
     )
     uneven: bool = words(
         False,
         expected=_BOOL,
-        does="Ranks may use different units in a pass (layerdrop, an early exit): what is gathered stays until the pass ends.",
-        why="Only ranks that differ need it: it costs memory for all gathered parameters in a pass and all sums in backward.",
+        does="true lets ranks use different units in a pass (layerdrop, early exit): what is gathered stays until it ends.",
+        why="false, because it takes memory for all parameters gathered in a pass and all sums in backward.",
     )
 
     @property
@@ -280,9 +280,9 @@ class DeviceMemory(Table):
     arena: Literal["none", "states", "all"] = words(
         "none",
         expected='"none", "states" or "all"',
-        does="What lies in memory reserved ahead, apart from what comes and goes: shards, gathered units and sums (states), "
+        does="What is allocated in memory reserved ahead, apart from other tensors: shards, gathered units and sums (states), "
         'and also the inputs that checkpoint = "unit" keeps, which are copied there (all).',
-        why="Of use where the allocator fails with much memory free, which `zprof frag` shows; measured on no GPU yet.",
+        why="none: it only helps if the allocator fails with much memory free (`zprof frag`). Not measured on a GPU.",
     )
 
 
@@ -293,13 +293,13 @@ class Host(Table):
         "auto",
         expected=_AUTO,
         does="Locks host memory in place, so that a GPU reads and writes it at full speed while it computes.",
-        why="auto pins where there is CUDA.",
+        why="auto pins if there is CUDA.",
     )
     slab: Size = words(
         64 << 20,
         expected=f"{_SIZES}, at least 4 KiB",
-        does="Host memory is taken from the system in slabs of at least this size, and split to exact size.",
-        why="Pinning is slow a call and quick a byte.",
+        does="Host memory is allocated in slabs of at least this size, which are split to exact sizes.",
+        why="Pinning is slow per call and fast per byte.",
         ge=4096,
     )
 
@@ -310,20 +310,20 @@ class Budget(Table):
     device: Amount | None = words(
         None,
         expected=_AMOUNTS,
-        does="Device memory in all: what is stored there, gathered units in flight, units kept until backward.",
-        why="Unset bounds nothing and keeps the last unit alone.",
+        does="Device memory in total: what is stored there, gathered units in flight, units kept until backward.",
+        why="Unset sets no bound and keeps only the last unit.",
     )
     host: Amount | None = words(
         None,
         expected=_AMOUNTS,
-        does="Host memory of what is stored there and of buffers on the way to disk.",
-        why="Unset bounds nothing but what the machine has.",
+        does="Host memory of what is stored there and of buffers in transit to disk.",
+        why="Unset is bounded only by what the machine has.",
     )
     disk: Amount | None = words(
         None,
         expected=_AMOUNTS,
         does="The size of the scratch file.",
-        why="Unset bounds nothing but what the file system has.",
+        why="Unset is bounded only by what the file system has.",
     )
 
     def resolve(self, tier: Tier, available: Callable[[], int]) -> int | None:
@@ -338,31 +338,31 @@ class Disk(Table):
     path: Annotated[str, AfterValidator(_path)] | None = words(
         None,
         expected="the path of a folder",
-        does="The folder of the scratch files, made where it is missing; best on NVMe, and never on a network. "
+        does="The folder of the scratch files, created if missing; best on NVMe, never on a network file system. "
         "~ is your home directory.",
         why="Unset is the system's folder for temporary files.",
     )
     block: Size = words(
         4 << 20,
         expected=f"{_SIZES}, at least 1 MiB and a multiple of 4 KiB",
-        does="Bytes of one request.",
-        why="Requests of this size reach a disk's bandwidth.",
+        does="The size of one request.",
+        why="Requests of this size reach the bandwidth of a disk.",
         ge=1 << 20,
         multiple_of=4096,
     )
     threads: int = words(
         16,
         expected="an integer from 1 to 64",
-        does="Requests in flight.",
-        why="An NVMe disk needs several to be busy; more only pile up.",
+        does="How many requests are in flight.",
+        why="An NVMe disk needs several to be busy; more only wait.",
         ge=1,
         le=64,
     )
     direct: Toggle = words(
         "auto",
         expected=_AUTO,
-        does="Reads and writes past the page cache, which would hold everything twice.",
-        why="auto does where the file system allows it, and says once where it does not.",
+        does="Reads and writes bypass the page cache, which would hold everything twice.",
+        why="auto does so if the file system allows it, and reports once if it does not.",
     )
 
     @property
@@ -377,15 +377,15 @@ class Save(Table):
     snapshot: Amount | None = words(
         None,
         expected=_AMOUNTS,
-        does="Host memory that a rank may copy its state to, while it is written beside training; what is on the disk tier is "
-        "kept there and not copied.",
-        why="Unset bounds nothing but [budget] host and what the machine has.",
+        does="Host memory that a rank may copy its state to for a background save; what is on the disk tier stays there and is "
+        "not copied.",
+        why="Unset is bounded only by [budget] host and what the machine has.",
     )
     while_saving: Literal["wait", "refuse"] = words(
         "wait",
         expected='"wait" or "refuse"',
-        does="What a save does while an earlier one still goes on.",
-        why="wait loses no checkpoint; refuse never holds up a step.",
+        does="What a save does while an earlier one is still running: wait for it, or raise an error.",
+        why="wait loses no checkpoint; refuse never delays a step.",
     )
 
 
@@ -395,38 +395,38 @@ class Resilience(Table):
     check_every: int | None = words(
         None,
         expected="a number of steps, from 1",
-        does="So often masters and optimizer states that several ranks hold alike are compared by checksums; where they differ "
-        "every rank raises `DivergenceError`, which names unit, parameter and rank.",
-        why="Unset reads nothing. A check reads all of them once, those on a disk too.",
+        does="How often checksums are compared of masters and optimizer states that several ranks hold; if they differ, every "
+        "rank raises `DivergenceError`, which names unit, parameter and rank.",
+        why="Unset, because a check reads all of them once, including those on disk.",
         ge=1,
     )
     nonfinite: Literal["ignore", "name"] = words(
         "ignore",
         expected='"ignore" or "name"',
-        does="name looks at gradients before they are reduced and at what units make; a step whose gradients hold an inf or a "
-        "nan raises `NonFiniteError` on every rank before anything is updated, and says on which rank and where it came up. A "
-        "loss scale goes on skipping steps.",
-        why="ignore reads nothing, and what one rank computed is everybody's after the mean.",
+        does="name checks gradients before they are reduced, and the outputs of units. A step whose gradients hold an inf or "
+        "a nan raises `NonFiniteError` on every rank before anything is updated, and says on which rank and where it first "
+        "appeared. A loss scale still skips its steps.",
+        why="ignore costs nothing; but after the mean, one rank's inf or nan is on every rank.",
     )
     copies: int = words(
         1,
         expected="an integer from 0 to 16",
-        does="How many other hosts keep a copy of each rank's shards in memory, at `save_to_peers`; where there are fewer, as "
+        does="How many other hosts keep a copy of each rank's shards in memory at `save_to_peers`; with fewer hosts, as "
         "many as there are.",
-        why="One outlives the loss of any one host.",
+        why="One copy survives the loss of any one host.",
         ge=0,
         le=16,
     )
     memory: Annotated[str, AfterValidator(_path)] = words(
         "/dev/shm",
         expected="the path of a folder",
-        does="A folder on a tmpfs, where checkpoints in memory outlive the ranks; each host may have its own.",
-        why="Linux has one there for every user.",
+        does="A folder on a tmpfs, where checkpoints in memory outlive the ranks; it may differ between hosts.",
+        why="Linux has a tmpfs there for every user.",
     )
     job: Annotated[str, AfterValidator(_path)] | None = words(
         None,
         expected="a name",
-        does="By which ranks that are started again find the memory of those before.",
+        does="A name by which restarted ranks find the memory of the ranks before them.",
         why="Unset is torchrun's run id.",
     )
 
@@ -445,14 +445,14 @@ class Comm(Table):
     transport: Transport = words(
         "auto",
         expected='"auto", "stock", "p2p" or "shm"',
-        does="How ranks exchange tensors, below.",
+        does="How ranks exchange tensors; see below.",
         why="auto takes the fastest that the backend and the hosts allow.",
     )
     timeout_s: float = words(
         300.0,
         expected="seconds, above 0 and at most 86400",
-        does="After so long without progress a waiting rank raises `DivergenceError`; not for CUDA tensors.",
-        why="Long enough for a slow first step, short enough that a missing rank is named within a coffee.",
+        does="How long a rank waits without progress before it raises `DivergenceError`; not for CUDA tensors.",
+        why="Long enough for a slow first step, short enough to name a missing rank within minutes.",
         gt=0,
         le=86400,
         allow_inf_nan=False,
@@ -460,14 +460,14 @@ class Comm(Table):
     bucket: Size = words(
         16 << 20,
         expected=f"{_SIZES}, at least 256 B",
-        does='Shared memory of one rank that gathers and reductions pass through; read by "shm" only.',
-        why="Constant, whatever the model.",
+        does='Shared memory per rank that gathers and reductions pass through; only for "shm".',
+        why="It does not depend on the model.",
         ge=256,
     )
     buffer: Size = words(
         256 << 20,
         expected=f"{_SIZES}, at least 64 B",
-        does="No buffer that values are copied, cast, reduced or saved through is larger; what is larger goes in chunks.",
-        why="Units of up to 67 million fp32 elements stay whole, and above that size no longer helps a transfer.",
+        does="The largest buffer through which values are copied, cast, reduced or saved; anything larger passes in chunks.",
+        why="Units of up to 67 million fp32 elements stay whole; larger transfers are not faster.",
         ge=64,
     )
