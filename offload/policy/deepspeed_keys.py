@@ -27,15 +27,15 @@ class Other:
     same: tuple[object, ...] = (False, None)
 
 
-_LOOP = "the training loop's own business; write it there"
-_LOADER = "the data loader's own business; set its batch_size"
-_LOG = "nothing is printed here; observe the attachment's events"
+_LOOP = "do it in the training loop"
+_LOADER = "set batch_size in the data loader"
+_LOG = "zhooks prints nothing; observe the attachment's events, or use zprof"
 _OVERFLOW = "check torch.isfinite(norm) of clip_grad_norm_ in the loop"
-_DETAIL = "a detail of DeepSpeed's own; nothing to set here"
-_COMM = "nothing is quantised on the way here"
+_DETAIL = "an internal of DeepSpeed; nothing to set here"
+_COMM = "communication is not quantized"
 _MESH = "pass attach a mesh with a replicate and a shard axis"
-_STEP = "the step goes unit by unit, with a fixed number of buffers"
-_OUTSIDE = "not part of ZeRO; do it beside attach"
+_STEP = "the step goes buffer by buffer, with a fixed number of them"
+_OUTSIDE = "not part of ZeRO; use another library, or do it in the loop"
 _SAVE = "attachment.save_full(path) writes one full safetensors file"
 _MASTERS = "masters and states keep the model's own dtype"
 
@@ -90,7 +90,7 @@ _OFFLOAD_OPTIMIZER = {
     "pipeline_write": Other("reading, updating and writing back always overlap", (True, False)),
     "fast_init": Other(_DETAIL, (True, False)),
     "super_offload": Other('set [optimizer] kernel = "numba"'),
-    "cpuadam_cores_perc": Other("threads are torch's and numba's own setting", ()),
+    "cpuadam_cores_perc": Other("set torch's and numba's number of threads", ()),
 }
 _FP16 = {
     "consecutive_hysteresis": Other("hysteresis counts the overflows since the scale last grew"),
@@ -135,12 +135,12 @@ _TOP = {
     "torch_autocast": Other("use torch.autocast in the loop"),
     "steps_per_print": Other(_LOG, ()),
     "wall_clock_breakdown": Other(_LOG),
-    "memory_breakdown": Other("attachment.memory() says it"),
-    "dump_state": Other("attachment.describe() says it"),
+    "memory_breakdown": Other("print attachment.memory()"),
+    "dump_state": Other("print attachment.describe()"),
     "dataloader_drop_last": Other(_LOADER),
     "log_level": Other(_LOG, ()),
-    "flops_profiler": Other(_OUTSIDE),
-    "autotuning": Other(_OUTSIDE),
+    "flops_profiler": Other("zprof report counts FLOPs and says MFU"),
+    "autotuning": Other("zprof plan searches for the fastest policy"),
     "tensorboard": Other(_LOG),
     "wandb": Other(_LOG),
     "comet": Other(_LOG),
@@ -164,17 +164,17 @@ _TOP = {
     "sparse_attention": Other(_OUTSIDE),
     "hybrid_engine": Other(_OUTSIDE),
     "compile": Other("use torch.compile"),
-    "pipeline": Other(_OUTSIDE),
-    "tensor_parallel": Other(_OUTSIDE),
-    "expert_parallel": Other(_OUTSIDE),
+    "pipeline": Other("use torch.distributed.pipelining and attach each stage"),
+    "tensor_parallel": Other("use torch.distributed.tensor.parallel, then attach with the whole mesh"),
+    "expert_parallel": Other("attach the experts by themselves, over a mesh with an ep axis"),
     "sequence_parallel_size": Other(_OUTSIDE, (1,)),
     "data_parallel_size": Other(_MESH, ()),
     "use_data_before_expert_parallelism": Other(_OUTSIDE),
     "graph_harvesting": Other(_OUTSIDE),
     "vocabulary_size": Other(_OUTSIDE, ()),
     "allgather_size": Other(_DETAIL, ()),
-    "communication_backend_name": Other("torch.distributed's own setting", ()),
-    "cuda_visible_devices": Other("the launcher's business", ()),
+    "communication_backend_name": Other("choose it in torch.distributed.init_process_group", ()),
+    "cuda_visible_devices": Other("set it for the launcher", ()),
 }
 
 #: Keys that are not translated, by the table they stand in.

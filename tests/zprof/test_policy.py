@@ -63,7 +63,7 @@ DEEPSPEED = """\
 """
 IGNORED = [
     "gradient_clipping = 1: call torch.nn.utils.clip_grad_norm_ in the loop",
-    "train_batch_size = 8: the data loader's own business; set its batch_size",
+    "train_batch_size = 8: set batch_size in the data loader",
 ]
 
 

@@ -55,10 +55,10 @@ def test_every_table_is_translated() -> None:
 def test_what_has_no_counterpart_is_listed_with_what_to_do_instead() -> None:
     _, ignored = read(EVERYTHING)
     assert ignored == (
-        "train_batch_size = 64: the data loader's own business; set its batch_size",
+        "train_batch_size = 64: set batch_size in the data loader",
         "gradient_clipping = 1: call torch.nn.utils.clip_grad_norm_ in the loop",
         "zero_optimization.offload_param.buffer_count = 5: buffers are counted from the plan; set [schedule] prefetch",
-        "zero_optimization.sub_group_size = 1e+09: the step goes unit by unit, with a fixed number of buffers",
+        "zero_optimization.sub_group_size = 1e+09: the step goes buffer by buffer, with a fixed number of them",
         "activation_checkpointing.partition_activations = true: on a mesh with a tp axis set [activation] "
         'checkpoint = "unit" and partition = "tp"',
     )
