@@ -223,13 +223,20 @@ class Recorder:
         self.events.clear()
 
     def names(self, what: str | None = None) -> list[str]:
-        """Return events as lines such as "begin gather layers.0", in the order heard; only those of ``what`` if given."""
+        """Return events as lines such as "begin gather layers.0", in the order heard.
+
+        Args:
+            what: only events of this kind; None for all.
+        """
         return [f"{event.kind} {event.what} {event.key}" for event in self.events if what in (None, event.what)]
 
     def spans(self, what: str) -> list[tuple[str, int, int]]:
-        """Return the closed spans of ``what`` as (key, begin_ns, end_ns), in the order they began.
+        """Return closed spans as (key, begin_ns, end_ns), in the order they began.
 
         An end closes the innermost open begin of its key.  Spans that are still open, and ends without a begin, are left out.
+
+        Args:
+            what: the kind of the spans, such as "gather".
         """
         opened: dict[str, list[int]] = {}
         closed: dict[int, tuple[str, int, int]] = {}

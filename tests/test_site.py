@@ -5,7 +5,9 @@ pytest calls it. It builds the site once, as ``make docs`` does, and reads the p
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,12 +150,32 @@ def test_no_private_name_has_an_entry_in_the_api_reference(site: Path, pages: di
     assert [name for page in api for name in page.ids if "._" in name] == []
 
 
+def internal() -> set[str]:
+    """Methods through which `zhooks.integrations.torchft` works on an attachment; its users call `Replicas`."""
+    return {name for name in vars(import_module("zhooks.attachment").Replicated) if not name.startswith("_")}
+
+
 def test_every_method_of_an_attachment_has_an_entry(anchors: set[str]) -> None:
-    replicas = import_module("zhooks.attachment").Replicated
-    # Those through which `zhooks.integrations.torchft` works; its users call `Replicas`.
-    inner = {name for name in vars(replicas) if not name.startswith("_")} | {"rank"}
-    public = {name for name in dir(zhooks.Attachment) if not name.startswith("_")} - inner
+    public = {name for name in dir(zhooks.Attachment) if not name.startswith("_")} - internal() - {"rank"}
     assert {name for name in public if f"zhooks.Attachment.{name}" not in anchors} == set()
+
+
+def test_every_argument_of_what_zhooks_offers_is_described() -> None:
+    functions = {name: getattr(zhooks, name) for name in zhooks.__all__}
+    methods = {name: inspect.getattr_static(zhooks.Attachment, name) for name in dir(zhooks.Attachment)}
+    offered = {
+        name: each
+        for name, each in (functions | methods).items()
+        if inspect.isfunction(each) and not name.startswith("_") and name not in internal()
+    }
+    assert len(offered) > 30
+    missing = [
+        f"{name}: {argument}"
+        for name, each in offered.items()
+        for argument in inspect.signature(each).parameters
+        if argument != "self" and not re.search(rf"^    \*{{0,2}}{argument}: ", inspect.getdoc(each) or "", re.MULTILINE)
+    ]
+    assert not missing
 
 
 def commands(command: click.Command = zprof_command, path: str = "zprof") -> Iterator[tuple[str, click.Command]]:

@@ -74,6 +74,9 @@ class TiledLinear(nn.Module):
     def of(cls, linear: nn.Linear, *, tiles: tuple[int, int]) -> TiledLinear:
         """Divide an existing layer; the values stay the same.
 
+        Args:
+            linear: the layer.
+            tiles: as in the class.
         Raises:
             LayoutError: ``linear`` is not an ``nn.Linear``.
         """
@@ -118,7 +121,12 @@ class TiledLinear(nn.Module):
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
 
     def cut_state(self, state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-        """Convert a state dict: the plain layer's ``weight`` and ``bias`` under ``prefix`` to tiles; other keys are kept."""
+        """Convert a state dict of a plain layer to one of tiles.
+
+        Args:
+            state: has the plain layer's ``weight`` and ``bias`` under ``prefix``; other keys are kept.
+            prefix: of the layer's names, such as "head.".
+        """
         out = {key: value for key, value in state.items() if key not in (f"{prefix}weight", f"{prefix}bias")}
         rows = state[f"{prefix}weight"].split(self._outs)
         biases = state[f"{prefix}bias"].split(self._outs) if f"{prefix}bias" in state else None
@@ -131,7 +139,12 @@ class TiledLinear(nn.Module):
         return out
 
     def whole_state(self, state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-        """Convert a state dict: the tiles under ``prefix`` to the plain layer's keys; other keys are kept."""
+        """Convert a state dict of tiles to one of a plain layer.
+
+        Args:
+            state: has this module's tiles under ``prefix``; other keys are kept.
+            prefix: of the layer's names, such as "head.".
+        """
         out = {key: value for key, value in state.items() if not key.startswith(f"{prefix}tiles.")}
         cols = len(self._ins)
 

@@ -38,11 +38,11 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step takes beside time.
+    """Energy and price of a step.
 
     Attributes:
-        joules: of all devices and nodes; None where the profile has no [power].
-        price: US dollars; None where it has no [price].
+        joules: of all devices and nodes; None if the profile has no [power].
+        price: US dollars; None if it has no [price].
     """
 
     joules: float | None
@@ -51,26 +51,30 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What operations take on ``hardware``."""
+    """Compute how long operations take on a hardware profile.
+
+    Attributes:
+        hardware: the profile.
+    """
 
     hardware: Hardware
 
     @property
     def dispatch(self) -> float:
-        """Seconds of the host to issue one operation; not in `compute`."""
+        """Seconds that the host takes to issue one operation; not included in ``compute``."""
         return self.hardware.host.dispatch
 
     def compute(
         self, flops: float, nbytes: float, dtype: str = "fp32", size: int | None = None, operation: str = ""
     ) -> float:
-        """Seconds of one kernel.
+        """Return the seconds of one kernel.
 
         Args:
-            flops: of matrix products; 0 of an operation that only moves memory.
-            nbytes: read and written, each once.
-            dtype: what products compute in, "bf16" or torch's "bfloat16"; looked at only where there are flops.
-            size: the smallest dimension of a product; None leaves the shape out.
-            operation: torch's name of it, for the curves that the profile has by operation.
+            flops: of matrix products; 0 for an operation that only moves memory.
+            nbytes: bytes read and written, each once.
+            dtype: what products compute in, "bf16" or torch's "bfloat16"; only used if there are FLOPs.
+            size: the smallest dimension of a product; None ignores the shape.
+            operation: torch's name of the operation, for profiles with curves by operation.
         Raises:
             HardwareError: the profile has no rate for that dtype.
         """
@@ -84,10 +88,10 @@ class CostModel:
         return seconds
 
     def rate(self, dtype: str, flops: float, size: int | None = None, operation: str = "") -> float:
-        """FLOP a second that a matrix product of so many FLOPs reaches.
+        """Return the FLOPs per second that a matrix product of ``flops`` FLOPs reaches; arguments as in ``compute``.
 
         Raises:
-            HardwareError: as `compute`.
+            HardwareError: as in ``compute``.
         """
         name = self.dtype(dtype)
         peak = getattr(self.hardware.peak, name)
@@ -99,7 +103,7 @@ class CostModel:
         return reached * (fraction_at(curves.by_dim, size) if curves.by_dim and size else 1.0)
 
     def dtype(self, name: str) -> str:
-        """The key of [peak] for a dtype's name; TF32 on a device that has none is fp32.
+        """Return the key of ``[peak]`` for a dtype's name; TF32 on a device that has none is fp32.
 
         Raises:
             HardwareError: the profile has no rate for it.
@@ -117,10 +121,12 @@ class CostModel:
         return word
 
     def copy(self, direction: str, nbytes: float, sharing: int = 1) -> float:
-        """Seconds of one copy: "h2d", "d2h", "h2h" by one thread, or "d2d" in one device's memory.
+        """Return the seconds of one copy.
 
         Args:
-            sharing: devices of the node that copy that way at once, this one included.
+            direction: "h2d", "d2h", "h2h" by one thread, or "d2d" in one device's memory.
+            nbytes: how many bytes.
+            sharing: how many devices of the node copy in that direction at once, including this one.
         Raises:
             HardwareError: there is no such direction.
         """
@@ -138,19 +144,20 @@ class CostModel:
         return link.latency + nbytes / min(rate, host.memory_bandwidth / sharing)
 
     def fresh(self, nbytes: float) -> float:
-        """Seconds of the first touch of so many bytes of new host pages; 0 where the profile does not say."""
+        """Return the seconds of the first touch of ``nbytes`` of new host pages; 0 if the profile has no figure."""
         _from_zero("fresh: bytes", nbytes)
         return 0.0 if self.hardware.host.fresh_rate is None else nbytes / self.hardware.host.fresh_rate
 
     def disk(self, kind: str, nbytes: float, depth: int = 1, sharing: int = 1) -> float:
-        """Seconds that one request takes of its queue.
+        """Return the seconds that one request adds to its queue.
 
         Args:
             kind: "read" or "write".
-            depth: requests alike that are under way at once: their latencies overlap, the drives' bandwidth they share.
-            sharing: ranks of the node that use the drives at once, each with such a queue.
+            nbytes: the size of the request.
+            depth: how many such requests are in flight; their latencies overlap, and they share the drives' bandwidth.
+            sharing: how many ranks of the node use the drives at once, each with such a queue.
         Raises:
-            HardwareError: no such kind, or the node has no drives.
+            HardwareError: there is no such kind, or the node has no drives.
         """
         disk = self.hardware.disk
         if disk is None:
@@ -167,42 +174,49 @@ class CostModel:
         return max(alone, nbytes * sharing / (disk.count * drive))
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """Where these ranks lie: in order, as many to a node as it has devices.
+        """Return how these ranks are placed on nodes: in order, as many per node as it has devices.
 
         Raises:
-            HardwareError: none, or one twice.
+            HardwareError: there are none, or one is given twice.
         """
         return grouped(ranks, self.hardware.device.count)
 
     def collective(self, kind: str, nbytes: int, group: Group, *, sharing: int = 1, algorithm: str = "auto") -> Collective:
-        """The time and traffic of one collective.
+        """Return the time and traffic of one collective.
 
         Args:
             kind: "all_gather" (``nbytes`` of the gathered tensor), "reduce_scatter" (of the whole input), "all_reduce",
-                "broadcast", "reduce", "send" (of the tensor), "all_to_all" (the most that a rank sends or receives, what it
-                keeps included) or "barrier".
-            sharing: groups alike that use the same nodes at once, this one included; `Group.alike` where all devices do.
-            algorithm: "auto" is the quickest that NCCL has for the call: a ring, or for an all-reduce a tree;
-                "hierarchical" is one collective inside each node and one between nodes for each device of a node.
+                "broadcast", "reduce", "send" (of the tensor), "all_to_all" (the most that a rank sends or receives, including
+                what it keeps) or "barrier".
+            nbytes: see ``kind``.
+            group: the ranks, see ``group``.
+            sharing: how many such groups use the same nodes at once, including this one; ``Group.alike`` if all devices do.
+            algorithm: "auto" is the fastest that NCCL has for the call: a ring, or a tree for an all-reduce; "hierarchical" is
+                one collective inside each node and one between nodes for each device of a node.
         Raises:
-            HardwareError: an unknown kind or algorithm, or a group that spans nodes where there is no [network].
+            HardwareError: an unknown kind or algorithm, or a group that spans nodes without a ``[network]``.
         """
         return collectives.collective(self.hardware, kind, nbytes, group, sharing=sharing, algorithm=algorithm)
 
     def exchange(self, rows: Sequence[Sequence[int]], group: Group, *, sharing: int = 1) -> Collective:
-        """An all-to-all of uneven messages: ``rows[i][j]`` bytes go from the group's rank i to its rank j.
+        """Return the time and traffic of an all-to-all of uneven messages.
 
+        Args:
+            rows: ``rows[i][j]`` bytes go from the group's rank i to its rank j.
+            group: the ranks.
+            sharing: as in ``collective``.
         Raises:
-            HardwareError: the rows are not the group's, or as `collective`.
+            HardwareError: the rows do not match the group, or as in ``collective``.
         """
         return collectives.exchange(self.hardware, rows, group, sharing=sharing)
 
     def host_update(self, nbytes: float, flops: float = 0.0, sharing: int = 1) -> float:
-        """Seconds of an optimizer's pass over host memory.
+        """Return the seconds of an optimizer's pass over host memory.
 
         Args:
-            nbytes: read and written.
-            sharing: ranks of the node that update at once; each has its share of cores and bandwidth.
+            nbytes: bytes read and written.
+            flops: its floating-point operations.
+            sharing: how many ranks of the node update at once; each has its share of cores and bandwidth.
         """
         host = self.hardware.host
         _at_least_one("host_update: sharing", sharing)
@@ -216,10 +230,11 @@ class CostModel:
         return max(nbytes / host.memory_bandwidth, flops / host.flops) * sharing
 
     def step(self, seconds: float, busy: float, devices: int) -> StepCost:
-        """Joules and dollars of a step.
+        """Return energy and price of a step.
 
         Args:
-            busy: the fraction of it that a device computes, from 0 to 1.
+            seconds: how long it takes.
+            busy: the fraction of it in which a device computes, from 0 to 1.
             devices: of the whole run; nodes are counted whole.
         """
         power, price = self.hardware.power, self.hardware.price

@@ -45,10 +45,10 @@ _WRITERS = {as_rate: format_rate, as_flops: format_flops, as_seconds: format_sec
 
 
 class Hardware(Table):
-    """What one kind of node can do, and the network between nodes of that kind.
+    """What one kind of node can do, and the network between such nodes.  Its tables are the keys of a profile.
 
     Raises:
-        HardwareError: one line a problem.
+        HardwareError: has one line per problem.
     """
 
     name: Name = words("unnamed", expected="a name", does="What reports call it.")
@@ -76,10 +76,10 @@ class Hardware(Table):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a TOML or JSON profile of at most 1 MiB.
+        """Read a profile (TOML or JSON, at most 1 MiB).
 
         Raises:
-            HardwareError: missing, unreadable, malformed or impossible; one line a problem, with the file and line.
+            HardwareError: missing, unreadable, malformed or impossible; one line per problem, with file and line number.
         """
         try:
             file = Path(path)
@@ -92,10 +92,12 @@ class Hardware(Table):
 
     @classmethod
     def of(cls, value: str | os.PathLike[str] | Mapping[str, Any] | Hardware) -> Hardware:
-        """The profile ``value`` means: the name of a shipped one, a path, a table of values, or itself.
+        """Return the profile that ``value`` means.
 
+        Args:
+            value: the name of a shipped profile, a path, a table of values, or a ``Hardware``.
         Raises:
-            HardwareError: as `load`, or ``value`` is none of these.
+            HardwareError: as in ``load``, or ``value`` is none of these.
         """
         if isinstance(value, Hardware):
             return value
@@ -169,10 +171,12 @@ class Hardware(Table):
             yield ("power", "idle"), f"found {self.power.idle:g} W, more than [power] max, {self.power.max:g} W"
 
     def replaced(self, **tables: Mapping[str, Any]) -> Hardware:
-        """This profile with some keys of some tables anew, e.g. ``network={"bandwidth": "200 Gb/s"}`` for a slow link.
+        """Return this profile with other values for some keys, e.g. ``network={"bandwidth": "200 Gb/s"}`` for a slow link.
 
+        Args:
+            **tables: by the name of a table, the keys to change.
         Raises:
-            HardwareError: it would be impossible, or a key is unknown.
+            HardwareError: the result would be impossible, or a key is unknown.
         """
         values = self.values()
         for name, keys in tables.items():
@@ -181,7 +185,7 @@ class Hardware(Table):
         return Hardware.of(values)
 
     def values(self) -> dict[str, Any]:
-        """Every key that is set, as plain values that `of` takes back to an equal profile."""
+        """Return every key that is set as plain values; ``of`` makes an equal profile of them."""
         values: dict[str, Any] = {"name": self.name, "title": self.title, "kind": self.kind}
         for name, table in self:
             if isinstance(table, Table):
@@ -189,7 +193,7 @@ class Hardware(Table):
         return values
 
     def text(self) -> str:
-        """A TOML file that loads back to an equal profile."""
+        """Return a TOML file that loads as an equal profile."""
         lines = [f"{key} = {toml_value(getattr(self, key))}" for key in ("name", "title", "kind")]
         for name, table in self:
             if isinstance(table, Table):
@@ -218,7 +222,7 @@ def for_device(name: str) -> Hardware | None:
 
 
 def names() -> list[str]:
-    """The profiles that are shipped."""
+    """List the names of the shipped profiles."""
     return sorted(file.stem for file in _PROFILES.glob("*.toml"))
 
 

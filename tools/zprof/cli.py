@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "export": ("zprof.commands.export", "Write a run in another tool's format."),
     "doctor": ("zprof.commands.doctor", "Say what will work on this machine, what will not, and what to do."),
     "policy": ("zprof.commands.policy", "Check, show and convert policy files."),
-    "plan": ("zprof.commands.plan", "Find the quickest policies for a job on hardware, by simulation."),
+    "plan": ("zprof.commands.plan", "Find the fastest policies for a job on hardware, by simulation."),
     "checkpoint": ("zprof.commands.checkpoint", "Show, verify and convert a checkpoint's folder."),
     "hardware": ("zprof.commands.hardware", "List hardware profiles, and check and show one."),
 }

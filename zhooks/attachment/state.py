@@ -146,8 +146,10 @@ class Stateful:
         return self._runtime.scaling.saved()
 
     def load_loss_scale_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``loss_scale_state`` returned.  Every rank passes the same; {} changes nothing.
+        """Restore what ``loss_scale_state`` returned.
 
+        Args:
+            state: the same on every rank; {} changes nothing.
         Raises:
             CheckpointError: ``state`` is something else; the scale is as it was.
         """
@@ -164,6 +166,8 @@ class Stateful:
 
         One parameter is in memory at a time.
 
+        Args:
+            path: the file; an existing one is replaced once the new one is complete.
         Raises:
             CheckpointError: the file cannot be written.
         """

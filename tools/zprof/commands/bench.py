@@ -53,11 +53,11 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 @click.option(
     "--size", callback=_size, metavar="BYTES", help="Bytes of one transfer, more than any cache; 256MiB unless memory is short."
 )
-@click.option("--ranks", type=click.IntRange(2, 64), help="Ranks of the gather; one a GPU, or two, unless said.")
+@click.option("--ranks", type=click.IntRange(2, 64), help="Ranks of the gather; by default one per GPU, or two.")
 @click.option("--store/--no-store", default=True, help="Keep the figures for the other commands to compare with.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
-    "--profile", "to", type=click.Path(path_type=Path), help="Measure by size, and write a hardware profile of this machine."
+    "--profile", "to", type=click.Path(path_type=Path), help="Measure by size, and write a hardware profile here."
 )
 @click.option("-f", "--force", is_flag=True, help="Overwrite the profile if it is there.")
 def bench(

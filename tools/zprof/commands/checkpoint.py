@@ -175,7 +175,7 @@ def _progress(label: str, total: int) -> Iterator[Any]:
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), required=True, help="NAME.safetensors for one file, else a folder."
 )
-@click.option("--dtype", type=click.Choice(sorted(_DTYPES)), help="Of the parameters; that of the masters unless said.")
+@click.option("--dtype", type=click.Choice(sorted(_DTYPES)), help="Dtype of the parameters; by default the masters'.")
 @click.option(
     "--to",
     "kind",
@@ -185,8 +185,8 @@ def _progress(label: str, total: int) -> Iterator[Any]:
     help="torch: one file of torch.save, as attachment.state_dict gives it. dcp: a folder for torch.distributed.checkpoint. "
     "Both have the whole state in memory.",
 )
-@click.option("--optimizer", is_flag=True, help="The optimizer's states, too, as state.PARAMETER.KEY.")
-@click.option("--max-file", "most", metavar="SIZE", help="The most bytes of each file of a folder; 5GB unless said.")
+@click.option("--optimizer", is_flag=True, help="Also write the optimizer's states, as state.PARAMETER.KEY.")
+@click.option("--max-file", "most", metavar="SIZE", help="The largest file of a folder; by default 5GB.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite the file if it is there.")
 def convert(
     folder: Path, output: Path, dtype: str | None, kind: str, optimizer: bool, most: str | None, force: bool

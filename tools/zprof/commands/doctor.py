@@ -21,7 +21,7 @@ _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
 @click.command()
-@click.option("--path", type=click.Path(path_type=Path), default=Path(), help="Where a disk tier would be; here unless said.")
+@click.option("--path", type=click.Path(path_type=Path), default=Path(), help="Where a disk tier would be; by default here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def doctor(path: Path, as_json: bool) -> None:
     """Say what will work on this machine, what will not, and what to do: versions, GPUs, memory limits, disk.

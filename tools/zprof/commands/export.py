@@ -35,9 +35,9 @@ FORMATS = {
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="The file (tensorboard: the folder) to write; by default it lies beside RUN and has its name.",
+    help="The file (tensorboard: the folder) to write; by default next to RUN, with its name.",
 )
-@click.option("-f", "--force", is_flag=True, help="Write over a file, or a folder of an earlier export, that is there.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite an existing file, or a folder of an earlier export.")
 def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) -> None:
     """Write RUN, or the ranks of one, in another tool's format; nothing of it leaves this machine.
 

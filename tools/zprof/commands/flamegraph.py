@@ -47,7 +47,7 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     show_default=True,
     help="What the tree is of: modules, or the calls that made the bytes, of a run at --level stack.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The page to write; RUN.flamegraph.html unless said.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The page to write; by default RUN.flamegraph.html.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite the page if it is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON, for programs.")
 def flamegraph(

@@ -36,7 +36,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 @click.option("--stream", type=click.IntRange(0), default=0, help="The stream that would allocate.")
 @click.option("--limit", callback=_size, metavar="SIZE", help="What the device gives this process, e.g. 40GiB.")
 @click.option("--settings", "others", multiple=True, metavar="TEXT", help="Compare with these allocator settings; repeatable.")
-@click.option("--device", type=click.IntRange(0, 1 << 10), help="Which device of a snapshot; its first unless said.")
+@click.option("--device", type=click.IntRange(0, 1 << 10), help="Which device of a snapshot; by default its first.")
 @click.option(
     "--at",
     type=click.Choice(["worst", "peak", "end"]),

@@ -125,7 +125,7 @@ def named_or_latest(
             is_eager=True,
             expose_value=False,
             callback=_remember,
-            help="Read this rank of RUN only.",
+            help="Read only this rank of RUN.",
         )(command)
         return click.argument(
             name,

@@ -73,12 +73,12 @@ class _Trial:
 
 @click.command(epilog=HELP)
 @named_or_latest("run", click.Path(), several=False)
-@click.option("--job", metavar="JOB", help="What was trained, to try what is offered; without it nothing is tried.")
+@click.option("--job", metavar="JOB", help="What was trained, as a job for the simulator, which then tries each change.")
 @click.option("--hardware", metavar="NAME|FILE", help="What it ran on: a profile's name or file (zprof hardware list).")
-@click.option("--policy", type=click.Path(), metavar="FILE", help="What it ran under, where the run does not say.")
-@click.option("--device", callback=size, metavar="SIZE", help="Of a device; what the run had, or the profile has, unless said.")
-@click.option("--host", callback=size, metavar="SIZE", help="Memory of a node, for all its ranks; the profile's unless said.")
-@click.option("--disk", callback=size, metavar="SIZE", help="Disk of a node, for all of its ranks; the profile's unless said.")
+@click.option("--policy", type=click.Path(), metavar="FILE", help="The policy it ran under, if the run does not say.")
+@click.option("--device", callback=size, metavar="SIZE", help="Memory of a device; by default the run's or the profile's.")
+@click.option("--host", callback=size, metavar="SIZE", help="Memory of a node, for all its ranks; by default the profile's.")
+@click.option("--disk", callback=size, metavar="SIZE", help="Disk of a node, for all of its ranks; by default the profile's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def oom(
     run: str,

@@ -72,8 +72,8 @@ def check(file: str, as_json: bool) -> None:
 
 @policy.command()
 @FILE
-@click.option("--params", callback=_count, metavar="COUNT", help="Say what a model of so many parameters costs, e.g. 7B.")
-@click.option("--ranks", type=click.IntRange(1, 1 << 20), help="How many ranks share it; 1 unless said.")
+@click.option("--params", callback=_count, metavar="COUNT", help="Count the bytes of a model with so many parameters, e.g. 7B.")
+@click.option("--ranks", type=click.IntRange(1, 1 << 20), help="How many ranks share it; by default 1.")
 @AS_JSON
 def show(file: str, params: int | None, ranks: int | None, as_json: bool) -> None:
     """Print FILE's effective table and every key, defaults included, as a policy file in TOML.
@@ -102,7 +102,7 @@ def schema() -> None:
 
 @policy.command()
 @FILE
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write; standard output unless said.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write; by default standard output.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite the file if it is there.")
 def convert(file: str, output: Path | None, force: bool) -> None:
     """Write the DeepSpeed configuration FILE as a policy in TOML, with what is not honoured in comments."""

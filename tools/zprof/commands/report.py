@@ -55,7 +55,7 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     type=click.IntRange(1, 10_000),
     help="Rows of each table; of modules, waits and skews 8 unless given, of groups 24, of ranks 16. JSON has 20 or more.",
 )
-@click.option("--against", metavar="PLAN", type=click.Path(), help="Also set it beside a trace of zprof simulate.")
+@click.option("--against", metavar="PLAN", type=click.Path(), help="Also compare it with a trace of zprof simulate.")
 @click.option(
     "--hardware",
     metavar="PROFILE",

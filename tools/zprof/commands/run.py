@@ -74,10 +74,10 @@ def _interval(ctx: click.Context, param: click.Parameter, value: str) -> float:
     "-o",
     "--output",
     metavar="FILE",
-    help=f"The trace to write; {RUN} unless said, or where an earlier run has that, the next of run-2.{{rank}}.zprof, "
+    help=f"The trace to write; by default {RUN}, or where an earlier run has that, the next of run-2.{{rank}}.zprof, "
     "run-3.{rank}.zprof and so on.",
 )
-@click.option("-f", "--force", is_flag=True, help=f"Write over an existing trace; over {RUN} without -o.")
+@click.option("-f", "--force", is_flag=True, help=f"Overwrite an existing trace; {RUN} without -o.")
 @click.option(
     "--level",
     type=click.Choice((AUTO, *LEVELS)),
@@ -90,7 +90,7 @@ def _interval(ctx: click.Context, param: click.Parameter, value: str) -> float:
     "--nvml", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True, help="Sample GPUs through NVML."
 )
 @click.option(
-    "--interval", callback=_interval, default="100ms", show_default=True, metavar="TIME", help="Between samples of memory."
+    "--interval", callback=_interval, default="100ms", show_default=True, metavar="TIME", help="Time between memory samples."
 )
 @click.option("--live", is_flag=True, help="Show tiers, steps and bandwidths on the terminal while it runs.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")

@@ -77,17 +77,17 @@ def _slowdown(value: str) -> tuple[range, dict[str, float]]:
 @click.command(epilog=HELP)
 @click.argument("job")
 @click.option("--hardware", default="h100", show_default=True, metavar="NAME|FILE", help="A profile: zprof hardware list.")
-@click.option("--nodes", type=click.IntRange(1, _MOST_RANKS), help="How many nodes, with all of their devices; 1 unless said.")
-@click.option("--ranks", type=click.IntRange(1, _MOST_RANKS), help="How many ranks instead, for a part of a node.")
+@click.option("--nodes", type=click.IntRange(1, _MOST_RANKS), help="How many nodes, with all of their devices; by default 1.")
+@click.option("--ranks", type=click.IntRange(1, _MOST_RANKS), help="How many ranks instead, for a fraction of a node.")
 @click.option("--mesh", callback=_axes, metavar="AXES", help="Sizes of the mesh's axes, e.g. replicate=16,shard=64.")
-@click.option("--policy", type=click.Path(), metavar="FILE", help="A policy file; the default policy unless said.")
-@click.option("--steps", type=click.IntRange(2, 1000), default=2, show_default=True, help="How many; the last one counts.")
+@click.option("--policy", type=click.Path(), metavar="FILE", help="A policy file; by default all keys have their defaults.")
+@click.option("--steps", type=click.IntRange(2, 1000), default=2, show_default=True, help="Steps to simulate; the last counts.")
 @click.option(
     "--slow",
     multiple=True,
     callback=_slowdowns,
     metavar="RANKS:WHAT=TIMES",
-    help="Ranks that take so many times as long, e.g. 5:compute=1.5 or 8-15:network=2; may be given several times.",
+    help="Ranks that are slower by a factor, e.g. 5:compute=1.5 or 8-15:network=2; may be given several times.",
 )
 @click.option(
     "--allocator",
@@ -95,7 +95,7 @@ def _slowdown(value: str) -> tuple[range, dict[str, float]]:
     help="Also what torch's allocator would reserve, under settings as in PYTORCH_ALLOC_CONF; '' is its default.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also write a trace of it.")
-@click.option("-f", "--force", is_flag=True, help="Write over an existing trace.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite an existing trace.")
 @click.option("--races/--no-races", default=True, help="Also look for uses of memory that no stream or event orders.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def simulate(

@@ -21,7 +21,7 @@ SCRIPTS = tuple(f"timeline{part}.js" for part in ("", "_memory", "_lanes", "_rat
 
 @click.command()
 @named_or_latest("runs", click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The page to write; RUN.timeline.html unless said.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The page to write; by default RUN.timeline.html.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite the page if it is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON, for programs.")
 def timeline(runs: tuple[Path, ...], output: Path | None, force: bool, as_json: bool) -> None:

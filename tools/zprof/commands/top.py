@@ -34,9 +34,9 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 
 @click.command()
 @click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...")
-@click.option("-1", "--once", is_flag=True, help="Look once and end.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: one object with --once, else one a line.")
-@click.option("--interval", default="1s", callback=_seconds, metavar="TIME", help="Between two looks; 1s unless said.")
+@click.option("-1", "--once", is_flag=True, help="Show the state once and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: one object with --once, otherwise one per line.")
+@click.option("--interval", default="1s", callback=_seconds, metavar="TIME", help="The time between updates; by default 1s.")
 def top(runs: tuple[Path, ...], once: bool, as_json: bool, interval: float) -> None:
     """Watch GPUs, host memory and runs that record: bytes by tier, step time, bandwidths, and who waits for what.
 
