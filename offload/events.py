@@ -12,12 +12,84 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MethodType
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
-__all__ = ["Bus", "Event", "Kind", "Observer", "Recorder", "leave", "listen", "state_all"]
+__all__ = [
+    "CAPTURED", "HERE", "Bus", "During", "Event", "Here", "Kind", "KnownTime", "Observer", "Recorder", "Streams", "TimeMark",
+    "leave", "listen", "now_ns", "state_all",
+]  # fmt: skip
 
 Kind = Literal["begin", "end", "instant", "counter", "hold"]
+#: Why a mark is lost that was to be made while its stream is captured into a graph, and does nothing.
+CAPTURED = "captured"
+#: The clock of events unless a bus is given another: monotonic, comparable between processes of one host.
+now_ns = time.perf_counter_ns
+
+
+class TimeMark(Protocol):
+    """A point of a device's stream, whose time is known once the stream has come to it.
+
+    Attributes:
+        lane: the stream's name, e.g. "compute".
+        beside: it is none that computes: nobody stands still who waits there.
+        lost: why its time will never be known; "" where it will.
+    """
+
+    @property
+    def lane(self) -> str: ...
+    @property
+    def beside(self) -> bool: ...
+    @property
+    def lost(self) -> str: ...
+
+    def time_ns(self) -> int | None:
+        """When that was, on the clock of the events; None as long as it is not known.  Never waits, and never raises.
+
+        Only for a thread that hears events of the device, while it does: another one may look at a wrong moment.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTime:
+    """A mark whose time was known when it was made."""
+
+    lane: str
+    ns: int
+    beside: bool = True
+    lost: str = ""
+
+    def time_ns(self) -> int:
+        return self.ns
+
+
+@dataclass(frozen=True, slots=True)
+class During:
+    """When a stream really did what a span is about, whoever noticed when.
+
+    Attributes:
+        begin: None where that is not known better than it was when the span began.
+    """
+
+    begin: TimeMark | None
+    end: TimeMark
+
+
+class Streams(Protocol):
+    """A device whose host queues work for it and goes on (``offload.device``)."""
+
+    def mark(self) -> TimeMark:
+        """The point that this thread's current stream has been given work up to."""
+
+
+class Here(Enum):
+    """Where a span begins or ends: at the point that the current stream has been given work up to."""
+
+    HERE = "here"
+
+
+HERE: Final = Here.HERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +107,8 @@ class Event:
         time_ns: a monotonic clock, comparable between processes of one host, never with the wall clock.
         subject: the storage that a "hold" is about, or the bus whose level a "counter" states, for the duration of the call; an
             observer may keep a weak reference to it.
+        mark: where the device has what the host has only queued at ``time_ns``: a point of one of its streams, or both points
+            between which it does it. None where the host itself does it, or no observer keeps time.
     """
 
     kind: Kind
@@ -43,10 +117,14 @@ class Event:
     nbytes: int
     time_ns: int
     subject: object = field(default=None, compare=False, repr=False)
+    mark: TimeMark | During | None = field(default=None, compare=False, repr=False)
 
 
 class Observer(Protocol):
-    """Anything that listens; called on the thread that emitted the event, including autograd's own threads."""
+    """Anything that listens; called on the thread that emitted the event, including autograd's own threads.
+
+    An observer whose attribute ``keeps_time`` is true gets the device's marks with events; without one they are not made.
+    """
 
     def on_event(self, event: Event) -> None:
         """Take one event.  Must be quick, because the training step waits for it."""
@@ -61,13 +139,19 @@ class Memory(Protocol):
 class Bus:
     """Hands events to observers in the order they were attached.
 
-    ``active`` is true while anybody listens. Emitting callers test it before they build a key or count bytes, so that a
-    run nobody watches pays one attribute test an event.
+    Attributes:
+        active: anybody listens. Emitting callers test it before they build a key or count bytes, so that a run nobody watches
+            pays one attribute test an event.
+        timed: one of them keeps time, and the device has streams: callers make marks of their own for it.
+
+    Args:
+        clock: what events get their time from.
+        streams: of a device whose host only queues work.
     """
 
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self.active = False
-        self._clock = clock
+    def __init__(self, clock: Callable[[], int] = now_ns, streams: Streams | None = None) -> None:
+        self.active = self.timed = False
+        self._clock, self._streams = clock, streams
         # A tuple replaced whole: emitting threads iterate over the one they saw, without a lock.
         self._observers: tuple[Observer, ...] = ()
         self._change = threading.Lock()
@@ -83,7 +167,7 @@ class Bus:
             new = not any(known is observer for known in self._observers)
             if new:
                 self._observers = (*self._observers, observer)
-            self.active = True
+            self._count()
         if new:
             self.restate()
 
@@ -105,20 +189,29 @@ class Bus:
         """Stop sending events to ``observer``; if it is not attached, say because it raised, this changes nothing."""
         self._remove(observer)
 
-    def begin(self, what: str, key: str, nbytes: int = 0) -> None:
-        """Open a span."""
-        if self.active:
-            self._emit("begin", what, key, nbytes)
+    def begin(self, what: str, key: str, nbytes: int = 0, *, at: TimeMark | During | Here | None = None) -> None:
+        """Open a span.
 
-    def end(self, what: str, key: str, nbytes: int = 0) -> None:
-        """Close the innermost open span of the same ``what`` and ``key``."""
+        Args:
+            at: where the device begins what the host only queues: `HERE`, or a mark; or where it both begins and ends it, if
+                that is marked already. None of what the host does itself; what is begun with a mark is ended with one.
+        """
         if self.active:
-            self._emit("end", what, key, nbytes)
+            self._emit("begin", what, key, nbytes, at=at)
 
-    def instant(self, what: str, key: str, nbytes: int = 0) -> None:
-        """Mark a point in time."""
+    def end(self, what: str, key: str, nbytes: int = 0, *, at: TimeMark | During | Here | None = None) -> None:
+        """Close the innermost open span of the same ``what`` and ``key``.
+
+        Args:
+            at: where the device ends it; or where it both began and ended it, which is better than what `begin` was told.
+        """
         if self.active:
-            self._emit("instant", what, key, nbytes)
+            self._emit("end", what, key, nbytes, at=at)
+
+    def instant(self, what: str, key: str, nbytes: int = 0, *, at: TimeMark | Here | None = None) -> None:
+        """Mark a point in time; ``at`` as of `begin`."""
+        if self.active:
+            self._emit("instant", what, key, nbytes, at=at)
 
     def counter(self, what: str, key: str, nbytes: int = 0) -> None:
         """State the level of a quantity."""
@@ -130,8 +223,20 @@ class Bus:
         if self.active:
             self._emit("hold", what, key, storage.nbytes(), storage)
 
-    def _emit(self, kind: Kind, what: str, key: str, nbytes: int, subject: object = None) -> None:
-        event = Event(kind, what, key, nbytes, self._clock(), subject)
+    def _emit(
+        self,
+        kind: Kind,
+        what: str,
+        key: str,
+        nbytes: int,
+        subject: object = None,
+        at: TimeMark | During | Here | None = None,
+    ) -> None:
+        mark: TimeMark | During | None = None
+        if at is not None and self.timed:
+            assert self._streams is not None
+            mark = self._streams.mark() if at is HERE else at
+        event = Event(kind, what, key, nbytes, self._clock(), subject, mark)
         failed: tuple[tuple[Observer, Exception], ...] = ()
         for observer in self._observers:
             try:
@@ -152,8 +257,12 @@ class Bus:
         with self._change:
             before = self._observers
             self._observers = tuple(known for known in before if known is not observer)
-            self.active = bool(self._observers)
+            self._count()
             return len(self._observers) < len(before)
+
+    def _count(self) -> None:
+        self.active = bool(self._observers)
+        self.timed = self._streams is not None and any(getattr(each, "keeps_time", False) for each in self._observers)
 
 
 _buses: weakref.WeakSet[Bus] = weakref.WeakSet()
@@ -207,12 +316,15 @@ def state_all() -> None:
 class Recorder:
     """An observer that keeps every event in memory, for tests and short recordings; nothing is ever dropped.
 
+    Args:
+        keeps_time: events get the device's marks.
     Attributes:
         events: the events so far, in the order heard.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_time: bool = False) -> None:
         self.events: list[Event] = []
+        self.keeps_time = keeps_time
 
     def on_event(self, event: Event) -> None:
         """Keep ``event``."""

@@ -14,7 +14,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-__all__ = ["DONE", "Ending", "HostWork", "Work", "all_of", "then"]
+from offload.events import During
+
+__all__ = ["DONE", "Ending", "HostWork", "Work", "all_of", "during", "then"]
 
 
 class Work(Protocol):
@@ -39,6 +41,15 @@ class HostWork(Work, Protocol):
 
     def when_over(self, call: Callable[[], None]) -> None:
         """Run ``call``, which must not raise, once it is over, well or badly: in the thread that ended it, or here."""
+
+
+def during(work: Work) -> During | None:
+    """When the device really does ``work``; None where no stream says so, and its end is noticed by who waits for it.
+
+    What knows it has it as an attribute ``during``.
+    """
+    found: During | None = getattr(work, "during", None)
+    return found
 
 
 class Ending:
@@ -125,6 +136,12 @@ class _Then:
     def done(self) -> bool:
         return self._begun.done() and self._second.done()
 
+    @property
+    def during(self) -> During | None:
+        """The whole of it begins where the first does, which is no stream's."""
+        second = during(self._second) if self._begun.done() else None
+        return None if second is None else During(None, second.end)
+
     def when_over(self, call: Callable[[], None]) -> None:
         self._begun.when_over(lambda: self._second.when_over(call))
 
@@ -162,3 +179,11 @@ class _All:
 
     def done(self) -> bool:
         return all(work.done() for work in self._works)
+
+    @property
+    def during(self) -> During | None:
+        """They are of one stream, in order."""
+        parts = [during(work) for work in self._works]
+        if not parts or parts[0] is None or parts[-1] is None:
+            return None
+        return During(parts[0].begin, parts[-1].end)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from offload.device.cuda import CudaCalls
+from offload.device.clock import StreamClock
+from offload.device.cuda import CudaCalls, cuda_calls
 from offload.device.interface import Device, HostMemory
 from offload.device.open import computes_on_host, open_device
-from offload.device.streams import OneStream, StreamUses, beside, calls_of, keep, lane_of, one_stream
-from offload.device.virtual import MemoryRun, VirtualDevice, VirtualTask, VirtualWork
+from offload.device.streams import OneStream, StreamUses, beside, bus_of, calls_of, keep, lane_of, one_stream
+from offload.device.virtual import MemoryRun, VirtualCalls, VirtualDevice, VirtualTask, VirtualWork
 
 __all__ = [
     "CudaCalls",
@@ -14,13 +15,17 @@ __all__ = [
     "HostMemory",
     "MemoryRun",
     "OneStream",
+    "StreamClock",
     "StreamUses",
+    "VirtualCalls",
     "VirtualDevice",
     "VirtualTask",
     "VirtualWork",
     "beside",
+    "bus_of",
     "calls_of",
     "computes_on_host",
+    "cuda_calls",
     "keep",
     "lane_of",
     "one_stream",

@@ -5,6 +5,7 @@ With ``streams.py`` the only place that touches CUDA streams and events.
 
 from __future__ import annotations
 
+import functools
 import resource
 import threading
 from collections import deque
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.device.clock import StreamClock
 from offload.device.cpu import Worker
 from offload.device.interface import Device, Mark, failed
 from offload.errors import CapabilityError
+from offload.events import During, now_ns
 from offload.pages import ALIGN, aligned, locked_nbytes
 from offload.threads import Workers
 from offload.work import HostWork
@@ -36,6 +39,9 @@ class CudaCalls:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._sides: dict[str, Any] = {}
+        self._lanes: dict[int, tuple[str, bool]] = {}
+        #: The times of the device's streams.
+        self.clock = StreamClock(self)
 
     def stream(self) -> Any:
         """A new stream."""
@@ -46,6 +52,17 @@ class CudaCalls:
         if lane not in self._sides:
             self._sides[lane] = self.stream()
         return self._sides[lane]
+
+    def lane(self, stream: Any) -> tuple[str, bool]:
+        """What a stream is called, and whether it is one of `side`, which compute nothing."""
+        number = self.number(stream)
+        known = self._lanes.get(number)
+        if known is None:
+            name = next((name for name, side in self._sides.items() if side == stream), "")
+            # The default stream is the one that computes unless the program says otherwise.
+            others = sum(not beside for other, (_, beside) in self._lanes.items() if other)
+            known = self._lanes[number] = (name or (f"compute {others + 2}" if number else "compute"), bool(name))
+        return known
 
     def current(self) -> Any:
         """The stream that this thread queues work on."""
@@ -62,6 +79,18 @@ class CudaCalls:
     def event(self) -> Any:
         """A new event; a host that waits for it blocks, for it must not spin on a core that another rank's update needs."""
         return torch.cuda.Event(blocking=True)
+
+    def timed_event(self) -> Any:
+        """A new event that knows how long after another one it came."""
+        return torch.cuda.Event(enable_timing=True)
+
+    def capturing(self) -> bool:
+        """What this thread queues is captured into a graph, and not done now."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def now_ns(self) -> int:
+        """The host's clock."""
+        return now_ns()
 
     def here(self, tensor: Tensor) -> bool:
         """The tensor lies in the device's memory."""
@@ -103,14 +132,27 @@ class CudaCalls:
             torch.empty(1, device=self.device).fill_(0.0)
 
 
-class _CudaCopy:
-    """A copy on a copy stream, and what it must keep alive."""
+@functools.cache
+def cuda_calls(device: torch.device) -> CudaCalls:
+    """Those of a device of this process."""
+    return CudaCalls(device)
 
-    def __init__(self, device: CudaDevice, event: Any, key: str, kept: tuple[Tensor, ...]) -> None:
+
+class _CudaCopy:
+    """A copy on a copy stream, and what it must keep alive.
+
+    Attributes:
+        during: when the stream does it; None where no observer keeps time.
+    """
+
+    def __init__(
+        self, device: CudaDevice, event: Any, key: str, kept: tuple[Tensor, ...], during: During | None = None
+    ) -> None:
         self._device = device
         self._event = event
         self._key = key
         self._kept = kept
+        self.during = during
         self.span = ("", "", 0)
 
     def wait(self) -> None:
@@ -159,7 +201,7 @@ class CudaDevice(Device):
 
     def __init__(self, device: torch.device, calls: CudaCalls | None = None) -> None:
         super().__init__(device, addresses_host=False)
-        self.calls = CudaCalls(device) if calls is None else calls
+        self.calls = cuda_calls(device) if calls is None else calls
         self._to_device = self.calls.stream()
         self._to_host = self.calls.stream()
         self._worker = Worker()
@@ -179,22 +221,24 @@ class CudaDevice(Device):
         across = here != calls.here(source)
         # A strided host side would be staged through pageable memory that is read before the stream has filled it.
         assert not across or (out.is_contiguous() and source.is_contiguous()), f"copy of {key}: both sides are contiguous"
-        stream = self._to_device if here else self._to_host
+        stream, what = (self._to_device, "copy h2d") if here else (self._to_host, "copy d2h")
         with self._issue:
             self._reap()
             try:
                 # The caller's stream may still read `out` or write `source`.
                 stream.wait_event(self.mark() if after is None else after)
+                begin = calls.clock.on(stream, what) if self.bus.timed else None
                 with calls.using(stream), torch.inference_mode(out.is_inference()), torch.no_grad():
                     calls.copy(out, source)
+                during = None if begin is None else During(begin, calls.clock.on(stream, what))
                 event = calls.event()
                 event.record(stream)
             except RuntimeError as error:
                 raise failed(key, error) from error
-            started = _CudaCopy(self, event, key, (out, source))
+            started = _CudaCopy(self, event, key, (out, source), during)
             self._in_flight[stream].append(started)
-            started.span = ("copy h2d" if here else "copy d2h", key, out.nbytes)
-            self.bus.begin(*started.span)
+            started.span = (what, key, out.nbytes)
+            self.bus.begin(*started.span, at=during)
         return started
 
     def mark(self) -> Mark:
@@ -280,7 +324,8 @@ class CudaDevice(Device):
         """Let go of what finished copies kept; a stream finishes in order."""
         for copies in self._in_flight.values():
             while copies and copies[0].done():
-                self.bus.end(*copies.popleft().span)
+                over = copies.popleft()
+                self.bus.end(*over.span, at=over.during)
 
 
 def after(event: Any, call: Callable[[], None]) -> None:

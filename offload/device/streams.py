@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.device.cuda import CudaCalls
+from offload.device.cuda import CudaCalls, cuda_calls
 from offload.device.virtual import VirtualCalls
+from offload.events import Bus
 from offload.virtual import NAME, running
 
 
@@ -45,16 +45,19 @@ def keep(tensor: Tensor, calls: CudaCalls | None = None) -> None:
         calls.keep(tensor, calls.current())
 
 
-@functools.cache
-def _cuda_calls(device: torch.device) -> CudaCalls:
-    return CudaCalls(device)
-
-
 def calls_of(device: torch.device) -> CudaCalls | None:
     """The streams of ``device``; None where nothing is queued."""
     if device.type == NAME:
         return VirtualCalls(running()) if running().costs.accelerated else None
-    return _cuda_calls(device) if device.type == "cuda" else None
+    return cuda_calls(device) if device.type == "cuda" else None
+
+
+def bus_of(device: torch.device) -> Bus:
+    """A bus for what runs on a device, which knows the points of its streams; of the virtual one by the machine's clocks."""
+    if device.type == NAME:
+        paper = VirtualCalls(running())
+        return Bus(paper.now_ns, paper.clock)
+    return Bus(streams=cuda_calls(device).clock) if device.type == "cuda" else Bus()
 
 
 def lane_of(device: torch.device) -> int:

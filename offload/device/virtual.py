@@ -16,9 +16,10 @@ from torch import Tensor
 from offload.budget import Bound, Facts, Shared
 from offload.device.cuda import CudaCalls, CudaDevice, after
 from offload.device.interface import HostMemory, Mark
+from offload.events import During, KnownTime
 from offload.pages import round_up
 from offload.text import as_size
-from offload.virtual import ACCELERATOR, HOST, NAME, Machine, Moment, Stream, memory_at, take_address
+from offload.virtual import ACCELERATOR, HOST, NAME, Happening, Machine, Moment, Stream, memory_at, take_address
 from offload.work import HostWork
 
 __all__ = ["MemoryRun", "VirtualCalls", "VirtualDevice", "VirtualTask"]
@@ -37,6 +38,9 @@ class VirtualCalls(CudaCalls):
     def side(self, lane: str) -> Stream:
         return self.machine.side(lane)
 
+    def lane(self, stream: Stream) -> tuple[str, bool]:
+        return stream.name, self.machine.is_side(stream)
+
     def current(self) -> Stream:
         return self.machine.current
 
@@ -48,6 +52,15 @@ class VirtualCalls(CudaCalls):
 
     def event(self) -> Moment:
         return Moment(self.machine)
+
+    def timed_event(self) -> _Point:
+        return _Point(self.machine)
+
+    def capturing(self) -> bool:
+        return False
+
+    def now_ns(self) -> int:
+        return in_ns(self.machine.now)
 
     def here(self, tensor: Tensor) -> bool:
         return tensor.device.type == NAME and tensor.device.index == ACCELERATOR
@@ -66,6 +79,38 @@ class VirtualCalls(CudaCalls):
 
     def forget_error(self) -> None:
         return None
+
+
+class _Point:
+    """A point of a stream on paper, whose time is known at once; nothing is ordered by it, and nobody waits for it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.time_ns = 0
+
+    def record(self, stream: Stream) -> None:
+        self.time_ns = in_ns(self._machine.come_to(stream))
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, later: _Point) -> float:
+        return (later.time_ns - self.time_ns) / 1e6
+
+
+def in_ns(time_s: float) -> int:
+    """A machine's time as events have it."""
+    return round(time_s * 1e9)
+
+
+def _during(happening: Happening) -> During:
+    stream = happening.stream
+    beside = stream.machine.is_side(stream)
+    begin, end = (KnownTime(stream.name, in_ns(time_s), beside) for time_s in (happening.begin, happening.end))
+    return During(begin, end)
 
 
 class VirtualDevice(CudaDevice):
@@ -99,13 +144,15 @@ class VirtualDevice(CudaDevice):
 
     def _copy_beside(self, out: Tensor, source: Tensor, key: str) -> HostWork:
         """Between tensors of the host, by a thread of its own."""
-        machine = self.machine
-        machine.order(self._beside, machine.host)
-        self.bus.begin("copy h2h", key, out.nbytes)
-        with machine.using(self._beside), torch.no_grad(), torch.inference_mode(out.is_inference()):
+        machine, stream, clock = self.machine, self._beside, self.calls.clock
+        machine.order(stream, machine.host)
+        begin = clock.on(stream, stream.name) if self.bus.timed else None
+        with machine.using(stream), torch.no_grad(), torch.inference_mode(out.is_inference()):
             out.copy_(source)
-        self.bus.end("copy h2h", key, out.nbytes)
-        return VirtualTask(machine, machine.moment(self._beside), "thread of host copies")
+        end = clock.on(stream, stream.name) if self.bus.timed else None
+        self.bus.begin("copy h2h", key, out.nbytes, at=begin)
+        self.bus.end("copy h2h", key, out.nbytes, at=end)
+        return VirtualTask(machine, machine.moment(stream), "thread of host copies")
 
     def watch(self, event: Moment, call: Callable[[], None]) -> None:
         # The thread lets go of what it copied at the end of the copy, and the first thread has not come to that time yet.
@@ -150,10 +197,25 @@ class _Host:
 
 
 class VirtualWork:
-    """Work that is over at a moment."""
+    """Work that is over at a moment.
 
-    def __init__(self, machine: Machine, moment: Moment, thread: str = "thread of collectives") -> None:
-        self._machine, self._moment, self._thread = machine, moment, thread
+    Args:
+        happening: what a stream was given for it, where that is one thing.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        moment: Moment,
+        thread: str = "thread of collectives",
+        happening: Happening | None = None,
+    ) -> None:
+        self._machine, self._moment, self._thread, self._happening = machine, moment, thread, happening
+
+    @property
+    def during(self) -> During | None:
+        """When the stream does it."""
+        return None if self._happening is None else _during(self._happening)
 
     def wait(self) -> None:
         """The current stream goes on after it; what the host computes, the host."""

@@ -270,6 +270,14 @@ class Machine:
             self._sides[lane] = Stream(self, lane, self._streams)
         return self._sides[lane]
 
+    def is_side(self, stream: Stream) -> bool:
+        """It is one that `side` has made."""
+        return self._sides.get(stream.name) is stream
+
+    def come_to(self, stream: Stream) -> float:
+        """When what a stream is given next would begin."""
+        return self.now if stream is self.host else max(self.now, stream.ready)
+
     def moment(self, stream: Stream) -> Moment:
         """The point that the stream has been given work up to."""
         made = Moment(self)

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "zhooks/simulation/": "the virtual device itself",
     "zhooks/planning/": "a search, which runs nothing",
     "offload/device/cpu.py": "threads of the host, on a CPU alone",
+    "offload/device/clock.py": "times of streams: nobody uses what comes after its events",
     "offload/threads.py": "threads of the host",
     "offload/disk/": "threads and files of a real disk",
     "offload/shards/": "checkpoints, which need values",

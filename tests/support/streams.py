@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class Work:
     ready: Callable[[], bool]
     clock: Clock
     over: bool = False
+    over_ns: int = 0
 
 
 @dataclass(eq=False)
@@ -69,6 +71,7 @@ class Event:
             self.work = self.paper.push(stream, lambda: None, lambda: True)
 
     def query(self) -> bool:
+        self.paper.looks += 1
         self.paper.check_fault()
         with self.paper.change:
             over = self.work is None or self.work.over
@@ -77,7 +80,13 @@ class Event:
             return over
 
     def synchronize(self) -> None:
+        self.paper.waits += 1
         self.paper.until(self.query)
+
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds in 32 bits, as CUDA says them; of events that have both passed."""
+        assert self.work is not None and later.work is not None and self.query() and later.query()
+        return float(np.float32((later.work.over_ns - self.work.over_ns) / 1e6))
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,11 @@ class Paper(CudaCalls):
         #: What cudaGetLastError would return, and whether the device has failed for good.
         self.last_error, self.fault = 0, False
         self.refuses_to_lock = 0
+        #: The host's clock, which stands unless a test moves it; the device's runs so many times as fast.
+        self.host_ns, self.pace = 1_000_000_000, 1.0
+        #: Events made that know times, looks at events, and times that somebody waited for one.
+        self.timed = self.looks = self.waits = 0
+        self.captures = False
         self._streams: list[Stream] = []
         self._accesses: list[_Access] = []
         self._memory: list[Tensor] = []
@@ -132,6 +146,20 @@ class Paper(CudaCalls):
 
     def event(self) -> Event:
         return Event(self)
+
+    def number(self, stream: Stream) -> int:
+        return self._streams.index(stream)
+
+    def timed_event(self) -> Event:
+        self.check_fault()
+        self.timed += 1
+        return Event(self)
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def now_ns(self) -> int:
+        return self.host_ns
 
     def here(self, tensor: Tensor) -> bool:
         place = tensor.data_ptr()
@@ -257,6 +285,7 @@ class Paper(CudaCalls):
                     work.run()
                     work.run = work.ready = lambda: True
                     work.over = moved = True
+                    work.over_ns = 7_000_000 + round(self.host_ns * self.pace)
         self.change.notify_all()
 
     def _access(self, what: str, timeline: str, clock: Clock, start: int, stop: int, writes: bool) -> None:

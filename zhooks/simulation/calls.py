@@ -22,7 +22,8 @@ def _beside(package: object, name: str) -> str:
 
 #: What stands in for the parts of a real run that are not Python's: streams, disks, other ranks.
 _APART = (
-    str(Path(__file__).parent), _beside(device, "virtual.py"), _beside(disk, "virtual_disk.py"), _beside(comm, "virtual.py"),
+    str(Path(__file__).parent), _beside(device, "virtual.py"), _beside(device, "clock.py"), _beside(disk, "virtual_disk.py"),
+    _beside(comm, "virtual.py"),
 )  # fmt: skip
 
 
