@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from offload.device import bus_of
 from offload.errors import AttachError
-from offload.events import Bus, Observer
+from offload.events import Observer
 from offload.policy import Policy
 from offload.virtual import NAME
 from zhooks.attachment import (
@@ -121,7 +122,8 @@ class Attachment(
         self.model, self.policy, self._known = request.model, policy, request.known
         self._ignored = request.ignored
         self._why = request.chosen
-        self._comm, self._table, self._device, self._bus = comm, plan.table, request.device, Bus()
+        self._comm, self._table, self._device = comm, plan.table, request.device
+        self._bus = bus_of(request.device)
         self._pool = Pool(policy.comm.buffer, self._bus)
         self._rounding = Rounding(policy.optimizer.seed, stochastic=policy.optimizer.rounding == "stochastic")
         self._units: list[Unit] = []

@@ -91,15 +91,18 @@ class VirtualDisk:
         self._asked += 1
         lane.ready = before.ready
         machine.order(lane, machine.host)
-        self._bus.begin(what, key, tensor.nbytes)
         seconds = machine.costs.disk(verb.value, tensor.nbytes)
         uses = []
         if tensor.numel():
             start = _FILE + extent.offset
             uses = [access(tensor, writes=verb is Verb.READ), Access(start, start + tensor.nbytes, verb is Verb.WRITE)]
-        machine.do(what, lane, seconds, tensor.nbytes, uses)
-        self._bus.end(what, key, tensor.nbytes)
-        return VirtualTask(machine, machine.moment(lane), f"thread of {lane.name}")
+        happening = machine.do(what, lane, seconds, tensor.nbytes, uses)
+        task = VirtualTask(machine, machine.moment(lane), f"thread of {lane.name}", happening)
+        during = task.during
+        assert during is not None
+        self._bus.begin(what, key, tensor.nbytes, at=during.begin)
+        self._bus.end(what, key, tensor.nbytes, at=during)
+        return task
 
     def close(self) -> None:
         return None

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from offload.device import keep
 from offload.errors import BudgetError, TierError
-from offload.events import Bus
+from offload.events import HERE, Bus, Here
 from offload.stash.saved import START, Copy, Note, Saved, extent_of
 from offload.store import Allocation, Allocator, Pools, Transfers
 from offload.tier import Tier
-from offload.work import DONE, HostWork
+from offload.work import DONE, HostWork, during
 
 __all__ = ["Limits", "Stash"]
 
@@ -77,6 +77,8 @@ class Stash:
         assert tier is not Tier.DEVICE, "what stays on the device needs no stash"
         self.limits, self.device, self.account = limits, pools.device.device, pools.budget.account
         self._tier, self._bus, self._label = tier, bus, label
+        # What goes to a disk is on its way by threads of the host's, which notice its end.
+        self._at: Here | None = HERE if tier is Tier.HOST else None
         #: Where compute reads values; what was put away to there never comes back.
         self._back_on = Tier.HOST if pools.device.addresses_host else Tier.DEVICE
         # A model's own activations are not charged to the device's budget, and neither is what comes back.
@@ -163,16 +165,16 @@ class Stash:
             raise
         self._departures.append(_Departure(copy.leaving, weakref.ref(copy), copy.key, copy.nbytes))
         if self._bus.active:
-            self._bus.begin("stash", copy.key, copy.nbytes)
+            self._bus.begin("stash", copy.key, copy.nbytes, at=self._at)
 
     def _make_way(self, nbytes: int) -> None:
         """Wait until so much more may be under way: a tier slower than compute must not pile the originals up."""
         # Two at least, or the next copy would never begin while one runs.
         while len(self._departures) > 1 and sum(one.nbytes for one in self._departures) + nbytes > self.limits.window_nbytes:
             departure = self._departures.pop(0)
-            self._bus.begin("wait stash", departure.key)
+            self._bus.begin("wait stash", departure.key, at=HERE)
             self._departed(departure)
-            self._bus.end("wait stash", departure.key)
+            self._bus.end("wait stash", departure.key, at=HERE)
 
     def _departed(self, departure: _Departure) -> None:
         """Wait for a copy to be out; a failure is kept for whoever puts or opens next."""
@@ -186,7 +188,7 @@ class Stash:
         if copy is not None:
             copy.leaving = DONE
         if self._bus.active:
-            self._bus.end("stash", departure.key, departure.nbytes)
+            self._bus.end("stash", departure.key, departure.nbytes, at=self._at and (during(departure.work) or HERE))
 
     def _raise_failures(self) -> None:
         """What could not be put away is lost: better said in this forward than in its backward."""
@@ -221,7 +223,7 @@ class Stash:
     def _bring(self, copy: Copy) -> Tensor:
         self._land(copy)
         if self._bus.active:
-            self._bus.begin("unstash", copy.key, copy.nbytes)
+            self._bus.begin("unstash", copy.key, copy.nbytes, at=HERE)
         if self._tier is self._back_on:
             assert copy.away is not None
             base = copy.away.values
@@ -230,18 +232,18 @@ class Stash:
             self._fetch_ahead(copy.number)
             base = self._arrive(copy)
         if self._bus.active:
-            self._bus.end("unstash", copy.key, copy.nbytes)
+            self._bus.end("unstash", copy.key, copy.nbytes, at=during(copy.arriving) or HERE)
         return base
 
     def _land(self, copy: Copy) -> None:
         """Wait until a copy is away."""
         if copy.lost is None:
-            self._bus.begin("wait stash", copy.key)
+            self._bus.begin("wait stash", copy.key, at=HERE)
             try:
                 copy.leaving.wait()
             except Exception as error:
                 copy.lost = str(error)
-            self._bus.end("wait stash", copy.key)
+            self._bus.end("wait stash", copy.key, at=HERE)
         if copy.lost is not None:
             raise TierError(copy.lost)
 
@@ -279,14 +281,14 @@ class Stash:
     def _arrive(self, copy: Copy) -> Tensor:
         back = copy.back
         assert back is not None
-        self._bus.begin("wait unstash", copy.key, copy.nbytes)
+        self._bus.begin("wait unstash", copy.key, copy.nbytes, at=HERE)
         try:
             copy.arriving.wait()
         except BaseException:
             self._drop(copy)
             raise
         finally:
-            self._bus.end("wait unstash", copy.key, copy.nbytes)
+            self._bus.end("wait unstash", copy.key, copy.nbytes, at=HERE)
         # Two streams may read it, and neither need be the one that fetched it ahead.
         keep(back.values)
         return back.values

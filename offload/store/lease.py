@@ -12,7 +12,7 @@ from enum import Enum
 from torch import Tensor
 
 from offload.device import keep
-from offload.events import Bus
+from offload.events import HERE, Bus
 from offload.store.allocation import Allocation
 from offload.tier import Tier
 from offload.work import DONE, HostWork, Work
@@ -104,10 +104,10 @@ class Lease:
         if not self._arrived:
             waits = self._bus is not None and self._bus.active and not self._arriving.done()
             if waits and self._bus is not None:
-                self._bus.begin("wait fetch", self.key)
+                self._bus.begin("wait fetch", self.key, at=HERE)
             self._arriving.synchronize() if self.at is Tier.HOST else self._arriving.wait()
             if waits and self._bus is not None:
-                self._bus.end("wait fetch", self.key)
+                self._bus.end("wait fetch", self.key, at=HERE)
             self._arrived = True
             # What arrived counts as no change: nobody may write before this.
             self._opened = self.values._version

@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 
 from offload.errors import AttachError, DivergenceError
-from offload.events import Bus
+from offload.events import HERE, Bus
 from offload.policy import Policy
 from offload.stash import Stash
 from offload.virtual import NAME as VIRTUAL
 from offload.virtual import running
+from offload.work import during
 from zhooks.activation.divided import HEADER, Cut, Form, Slot, cut_layout, form_of, local_of, values_of
 from zhooks.activation.replication import Left, Replication, TakenAlike
 from zhooks.comm import DONE, GATHER, Call, Comm, Transport, Work
@@ -279,7 +280,7 @@ class Partition:
             else:
                 shard = cut.shard if cut.shard is not None else self._bring(cut)
             full = torch.empty(slot.layout.padded, dtype=torch.uint8, device=shard.device)
-        self._bus.begin("gather activation", slot.key, full.numel())
+        self._bus.begin("gather activation", slot.key, full.numel(), at=HERE)
         self._bus.hold("activation on device", slot.key, full.untyped_storage())
         call = Call(GATHER, "gather activation", slot.key, slot.number)
         slot.under_way = gather = _Gather(slot, full, shard, self._axis.all_gather(call, shard, full, slot.layout))
@@ -294,13 +295,14 @@ class Partition:
         if gather.landed:
             return
         slot = gather.slot
-        self._bus.begin("wait gather activation", slot.key)
+        self._bus.begin("wait gather activation", slot.key, at=HERE)
         try:
             gather.work.wait()
             gather.landed = True
         finally:
-            self._bus.end("wait gather activation", slot.key)
-            self._bus.end("gather activation", slot.key, gather.full.numel())
+            self._bus.end("wait gather activation", slot.key, at=HERE)
+            over = during(gather.work) or HERE
+            self._bus.end("gather activation", slot.key, gather.full.numel(), at=over)
             gather.work = DONE
             if not gather.landed:
                 self._drop(gather)

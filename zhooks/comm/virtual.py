@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.device import VirtualWork
-from offload.virtual import NAME, Machine, Moment, access, running
+from offload.virtual import NAME, Happening, Machine, Moment, access, running
 from offload.work import Work
 from zhooks.comm.transport import CONTROL, Call, Nbytes, Transport, TwoSteps
 from zhooks.comm.virtual_stages import channel_of
@@ -95,15 +95,15 @@ class VirtualTransport:
             self._channel.meet(kind, stream)
         accesses = [access(tensor, writes=False) for tensor in reads if tensor.numel()]
         accesses += [access(tensor, writes=True) for tensor in writes if tensor.numel()]
-        machine.communicate(kind, self.axis.ranks, nbytes, stream, f"{call.what} {call.key}", accesses)
-        return _Collective(machine, machine.moment(stream), [*reads, *writes])
+        happening = machine.communicate(kind, self.axis.ranks, nbytes, stream, f"{call.what} {call.key}", accesses)
+        return _Collective(machine, machine.moment(stream), [*reads, *writes], happening)
 
 
 class _Collective(VirtualWork):
     """Its tensors are kept until the caller's stream comes after it, as torch's NCCL group does."""
 
-    def __init__(self, machine: Machine, moment: Moment, tensors: list[Tensor]) -> None:
-        super().__init__(machine, moment)
+    def __init__(self, machine: Machine, moment: Moment, tensors: list[Tensor], happening: Happening) -> None:
+        super().__init__(machine, moment, happening=happening)
         self._kept = tensors
 
     def wait(self) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from offload.device import OneStream, one_stream
 from offload.errors import ShardedOpError
-from offload.events import Bus
+from offload.events import HERE, Bus
 from zhooks.comm import CONTROL, Agreement, Call, Comm, SameGathers
 from zhooks.grad.accumulation import Accumulation
 from zhooks.grad.gradient import Gradient, gradient_of
@@ -260,7 +260,7 @@ class Reducer:
             grads = [None] * len(grads)
         with self._streams.work(grads):
             self._accumulate(gradient, grads, scaled=self.scaling.on)
-        self.bus.instant("ready", gradient.flat.name)
+        self.bus.instant("ready", gradient.flat.name, at=HERE)
 
     def _ready_plain(self, flat: Flat, grads: Sequence[Tensor | None], accumulates: bool) -> list[Any]:
         gradient = self._open(flat)
@@ -272,7 +272,7 @@ class Reducer:
                 # autograd.grad returns a gradient for what has one.
                 grads = [None if grad is None else torch.zeros_like(grad) for grad in grads]
             out = self._reduce_now(flat, grads)
-            self.bus.instant("ready", flat.name)
+            self.bus.instant("ready", flat.name, at=HERE)
         self._backward.backward_done(flat)
         return out
 
@@ -336,14 +336,17 @@ class Reducer:
         present = gradient.present
         self._seen[flat.number] = present if seen is None else [a or b for a, b in zip(present, seen, strict=True)]
         if self.bus.active:
-            self.bus.begin("reduce", flat.name, gradient.moved_nbytes)
+            self.bus.begin("reduce", flat.name, gradient.moved_nbytes, at=HERE)
         # fp16 sums would overflow.
         before = flat.kind.reduce is torch.float16
         reduction = Reduction(gradient, self.comm.shard, self.divisor, self.hooks, before=before)
         for number, chunk in enumerate(gradient.chunks):
             if number:
                 self._make_way()
-            self._under_way.append(reduction.start(chunk, self.probe))
+            sent = reduction.start(chunk, self.probe)
+            if self.bus.timed:
+                reduction.timed(sent.work)
+            self._under_way.append(sent)
         if self._alone:
             self._make_way(0)
 
@@ -388,11 +391,13 @@ class Reducer:
             sent = self._under_way[place]
             if not sent.replicas:
                 key = sent.reduction.gradient.flat.name
-                self.bus.begin("wait reduce", key)
+                self.bus.begin("wait reduce", key, at=HERE)
                 try:
                     sent.begin_replicas(self.replicas)
+                    if self.bus.timed:
+                        sent.reduction.timed(sent.work)
                 finally:
-                    self.bus.end("wait reduce", key)
+                    self.bus.end("wait reduce", key, at=HERE)
 
     def under_way(self) -> tuple[int, int]:
         """Bytes that reductions land in, and bytes they send, apart from gradients' own memory."""
@@ -406,18 +411,18 @@ class Reducer:
         self._begin_replicas(len(self._under_way) - 1)
         sent = self._under_way.popleft()
         reduction, flat = sent.reduction, sent.reduction.gradient.flat
-        self.bus.begin("wait reduce", flat.name)
+        self.bus.begin("wait reduce", flat.name, at=HERE)
         try:
             sent.wait()
         finally:
-            self.bus.end("wait reduce", flat.name)
+            self.bus.end("wait reduce", flat.name, at=HERE)
         mean = self._mean(sent)
         if self.probe is not None:
             self.probe.landed(sent, mean)
         if not reduction.land(sent, mean):
             return
         if self.bus.active:
-            self.bus.end("reduce", flat.name, reduction.gradient.moved_nbytes)
+            self.bus.end("reduce", flat.name, reduction.gradient.moved_nbytes, at=reduction.during or HERE)
         if reduction.claims:
             self._landed.append(reduction)
         self._update_early(reduction.gradient, reduction)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from offload.device import beside
+from offload.events import During, TimeMark
+from offload.work import during
 from zhooks.comm import DONE, REDUCE, Call, Chunk, Transport, Work
 from zhooks.grad.gradient import Gradient, Into
 from zhooks.grad.reduce_hooks import ReduceHooks
@@ -78,6 +80,8 @@ class Reduction:
         #: The range that is to be landed when all ranks are known to be done, and in the gradients of which parameters.
         self.result: Tensor | None = None
         self.missing: Sequence[int] = ()
+        self._begun: TimeMark | None = None
+        self._over: During | None = None
         # The range that chunks are received in, where what comes back is what is kept.
         self._target: Tensor | None = None
         shard = gradient.shard
@@ -112,6 +116,18 @@ class Reduction:
             out = gradient.landing(chunk) if own is None else own
             work = self._transport.reduce_scatter(self._call, partial, out, chunk.layout)
         return Sent(self, chunk, work, partial, out, out is own)
+
+    def timed(self, work: Work) -> None:
+        """An observer keeps time, and this is the next of its works."""
+        found = during(work)
+        if self._begun is None and found is not None:
+            self._begun = found.begin
+        self._over = found
+
+    @property
+    def during(self) -> During | None:
+        """From the begin of its first work to the end of its last, where a stream says so."""
+        return None if self._over is None else During(self._begun, self._over.end)
 
     def land(self, sent: Sent, mean: Tensor) -> bool:
         """The mean of a chunk over the ranks is here; whether it was the last chunk."""

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from offload.device import computes_on_host
 from offload.errors import BudgetError, ShardedOpError, ZhooksError
-from offload.events import Bus
+from offload.events import HERE, Bus
 from offload.store import Block, BlockRange, Lease, Mode, Store
 from offload.tier import Tier
 from zhooks.layout import Kind
@@ -224,15 +224,16 @@ class Updater:
     def update(self, optimizer: Optimizer, update: FlatUpdate, arguments: Arguments) -> None:
         """The arithmetic of one flat, with everything it needs in memory; on any thread where the kernel allows it."""
         flat = update.flat
+        at = HERE if self.place_of(flat) is Tier.DEVICE else None
         if self._bus.active:
-            self._bus.begin("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
+            self._bus.begin("update", flat.name, flat.layout.padded * flat.kind.master.itemsize, at=at)
         self._present.update = update
         try:
             self.kernel_of(flat).update(optimizer, update, arguments)
         finally:
             self._present.update = None
         if self._bus.active:
-            self._bus.end("update", flat.name, flat.layout.padded * flat.kind.master.itemsize)
+            self._bus.end("update", flat.name, flat.layout.padded * flat.kind.master.itemsize, at=at)
 
     @torch.no_grad()
     def put_away(self, optimizer: Optimizer, flat: Flat) -> None:

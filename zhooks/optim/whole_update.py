@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.errors import DivergenceError, ShardedOpError
-from offload.events import Bus
+from offload.events import HERE, Bus
 from zhooks.comm import CONTROL, GATHER, Call, Transport, Work, all_or_none
 from zhooks.optim.counters import options_kept
 from zhooks.optim.kernel import Arguments, grad_of, narrowed, step_of
@@ -271,7 +271,7 @@ class WholeUpdater:
             optimizer.state[stand_in] = optimizer.state[one.param]
         name, nbytes = (whole[0][0].flat.name if whole else ""), sum(value.nbytes for _, value, _ in whole)
         if whole and self._bus.active:
-            self._bus.begin("update", name, nbytes)
+            self._bus.begin("update", name, nbytes, at=HERE)
         self._stepping.now = True
         try:
             if whole:
@@ -283,7 +283,7 @@ class WholeUpdater:
             for one, stand_in in stand_ins:
                 _keep(optimizer.state[one.param], optimizer.state.pop(stand_in))
             if whole and self._bus.active:
-                self._bus.end("update", name, nbytes)
+                self._bus.end("update", name, nbytes, at=HERE)
         return [(one, stand_in.detach()) for one, stand_in in stand_ins]
 
     def _check_kept(self, optimizer: Optimizer, stand_ins: Sequence[nn.Parameter]) -> None:

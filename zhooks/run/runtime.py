@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from offload.errors import ShardedOpError
-from offload.events import Bus
+from offload.events import HERE, Bus
 from offload.policy import Policy
 from zhooks.activation import SavedParameters
 from zhooks.comm import Agreement, Comm, LastInputs
@@ -180,7 +180,7 @@ class Runtime:
             if unit.depth == 0:
                 self.use(unit)
                 unit.show()
-                self.bus.begin("compute", unit.name)
+                self.bus.begin("compute", unit.name, at=HERE)
             unit.depth += 1
             frame.entered.append(unit)
 
@@ -197,7 +197,7 @@ class Runtime:
             if unit.depth == 0:
                 unit.hide()
                 left.append(unit)
-                self.bus.end("compute", unit.name)
+                self.bus.end("compute", unit.name, at=HERE)
         if self._pass is None:
             if current.saving:
                 self.saved.exit(failed)
@@ -245,7 +245,7 @@ class Runtime:
             self.check_overlap()
         label = self.paths.label(scope, training, grad)
         walk = None if not grad and self._is_local() else self.paths.forward(label, scope, grad)
-        self.bus.begin("forward", label)
+        self.bus.begin("forward", label, at=HERE)
         return Pass(caller, label, walk, frozenset() if walk is None else self.paths.keep(walk.path, grad=grad))
 
     def _is_local(self) -> bool:
@@ -268,7 +268,7 @@ class Runtime:
                 self.members.changed = True
                 self.reducer.expect(walk.path.order)
             keep = self.paths.keep(walk.path, grad=grad) & gathered
-        self.bus.end("forward", current.label)
+        self.bus.end("forward", current.label, at=HERE)
         if walk is None:
             return
         self._kept = keep
@@ -361,7 +361,7 @@ class Runtime:
         """Something of this attachment runs inside a backward: be told when it ends."""
         if self._back is None and not self._forward_runs:
             self._back = self.paths.backward()
-            self.bus.begin("backward", self._back.path.name)
+            self.bus.begin("backward", self._back.path.name, at=HERE)
         task = torch._C._current_graph_task_id()
         if task >= 0 and task not in self._tasks:
             self._tasks.add(task)
@@ -478,7 +478,7 @@ class Runtime:
         finally:
             self.saved.residual.backward_over()
             if walk is not None:
-                self.bus.end("backward", walk.path.name)
+                self.bus.end("backward", walk.path.name, at=HERE)
 
     @property
     def updated_early(self) -> bool:

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from offload.device import StreamUses
 from offload.errors import ShardedOpError, TierError
-from offload.events import Bus
+from offload.events import HERE, Bus
 from offload.policy import Footprint
 from offload.store import BlockRange, Store
+from offload.work import during
 from zhooks.comm import DONE, Transport, Work
 from zhooks.layout import FlatPlan
 from zhooks.refusals import too_late
@@ -201,7 +202,7 @@ class Flat:
             self.views.stale(None)
         if self.bus.active:
             self.bus.hold("parameter on device", self.name, self.full.untyped_storage())
-            self.bus.begin("gather", self.name, self.moved_nbytes)
+            self.bus.begin("gather", self.name, self.moved_nbytes, at=HERE)
         self._version = now
         try:
             with torch.no_grad(), torch.inference_mode(False):
@@ -222,7 +223,7 @@ class Flat:
                 self._uses.used(self.full)
             return
         work, self._work = self._work, DONE
-        self.bus.begin("wait gather", self.name)
+        self.bus.begin("wait gather", self.name, at=HERE)
         try:
             with torch.no_grad():
                 work.wait()
@@ -235,8 +236,8 @@ class Flat:
             self._uses.filled(self.full)
         self._move("finish")
         if self.bus.active:
-            self.bus.end("wait gather", self.name)
-            self.bus.end("gather", self.name, self.moved_nbytes)
+            self.bus.end("wait gather", self.name, at=HERE)
+            self.bus.end("gather", self.name, self.moved_nbytes, at=during(work) or HERE)
 
     def end_gather(self) -> None:
         """Finish what was gathered ahead and is not wanted any more: that its tier failed is nobody's concern."""
