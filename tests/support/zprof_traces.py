@@ -158,3 +158,35 @@ def spans_of(trace: Trace, whats: Collection[str] | None = None) -> SpanTable:
     for rows in trace.chunks():
         pairing.feed(rows)
     return pairing.table()
+
+
+#: The lanes of `on_device`, as the note of a recording has them.
+DEVICE_LANES = {"lanes": ["compute", "copy h2d"], "untimed": {}, "unknown": 0}
+_BY_HOST = ("disk read", "disk write", "save")
+
+
+def on_device(rows: Iterable[Row], late_ns: int = 3_000_000) -> list[Row]:
+    """The rows of a run whose host only queued passes, transfers and waits when ``rows`` say: the device did them that much
+    later, and took as long."""
+    found: list[Row] = []
+    opened: dict[tuple[str, str], list[Row]] = {}
+    waiting: list[tuple[int, Row]] = []
+    for row in rows:
+        # A span is written when the host has seen its end.
+        found += [span for end_ns, span in waiting if end_ns <= row.time_ns]
+        waiting = [(end_ns, span) for end_ns, span in waiting if end_ns > row.time_ns]
+        if row.kind == RowKind.INSTANT and row.what == "ready":
+            at_ns = row.time_ns + late_ns
+            waiting.append((at_ns, Row(RowKind.SPAN, row.what, row.key, 0, at_ns, 0, 0)))
+        elif row.kind > RowKind.END or row.what in _BY_HOST:
+            found.append(row)
+        else:
+            found.append(row._replace(what=f"queued {row.what}"))
+            if row.kind == RowKind.BEGIN:
+                opened.setdefault((row.what, row.key), []).append(row)
+            else:
+                begin = opened[row.what, row.key].pop()
+                lasted, nbytes = row.time_ns - begin.time_ns, max(row.nbytes, begin.nbytes)
+                span = Row(RowKind.SPAN, row.what, row.key, nbytes, begin.time_ns + late_ns, 0, lasted)
+                waiting.append((row.time_ns + late_ns, span))
+    return [*found, *(span for _, span in waiting)]

@@ -21,7 +21,7 @@ from zprof.rows import Row, RowKind, placed
 from zprof.trace.reader import DROPPED
 
 START = HEADER.mono_ns
-BEGIN, END, INSTANT, COUNTER, ALLOC, FREE = RowKind
+BEGIN, END, INSTANT, COUNTER, ALLOC, FREE, SPAN = RowKind
 #: Names as scripts, file systems and people who try us make them.
 ODD = [
     '=1+1', 'a"b', "new\nline", "nul\0x", "\x1b[31mred", "\u202ebidi", "lone\ud800s", "é漢😀", "</script>", "back\\slash",

@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.ranks import Pool
 from tests.support.zprof_command import WRITE_RESULTS, Zprof
-from zprof.rows import RowKind
+from tests.support.zprof_traces import spans_of
+from zprof.analysis.spans import lanes_of
 from zprof.trace.reader import Trace
 
 JOB = """
@@ -182,19 +183,18 @@ def test_nothing_of_this_computer_is_in_the_trace(made: Path) -> None:
 
 
 def test_transfers_and_operations_have_the_times_of_their_streams(made: Path) -> None:
-    def spans(what: str) -> list[tuple[int, int]]:
-        begins = [row[4] for row in rows if row[:2] == (RowKind.BEGIN, what)]
-        return list(zip(begins, [row[4] for row in rows if row[:2] == (RowKind.END, what)], strict=True))
-
-    rows = list(rows_of(made / "small.zprof"))
-    for what in ("operation", "gather", "reduce"):
-        found = spans(what)
-        assert found and all(begin < end for begin, end in found)
-        ordered = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found))
+    trace = Trace.open(made / "small.zprof")
+    table, lanes = spans_of(trace), lanes_of(trace)
+    found: dict[str, list[tuple[int, int]]] = {}
+    for what, lane in (("operation", "compute"), ("gather", "gather over shard"), ("reduce", "reduce over replicate")):
+        mine = table.of(what)
+        assert len(mine) and (mine.duration_ns > 0).all() and {lanes[number] for number in mine.thread.tolist()} == {lane}
+        found[what] = list(zip(mine.begin_ns.tolist(), mine.end_ns.tolist(), strict=True))
+        ordered = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(found[what]))
         assert ordered or what == "reduce", "it has a stream for each axis, the others one"
-    compute = spans("operation")
     # A prefetched gather runs while the device computes.
-    assert any(begin < end_too and begin_too < end for begin, end in spans("gather") for begin_too, end_too in compute)
+    compute = found["operation"]
+    assert any(begin < end_too and begin_too < end for begin, end in found["gather"] for begin_too, end_too in compute)
 
 
 def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: Path) -> None:

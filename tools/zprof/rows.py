@@ -12,8 +12,8 @@ from typing import NamedTuple
 from offload.errors import ZhooksError
 
 __all__ = [
-    "BEFORE_STACK", "CATEGORIES", "MOVES", "NO_PLACE", "PLACES", "TIERS", "Row", "RowKind", "TraceError", "place_of", "placed",
-    "placement",
+    "BEFORE_STACK", "CATEGORIES", "MOVES", "NO_PLACE", "PLACES", "QUEUED", "TIERS", "Row", "RowKind", "TraceError", "place_of",
+    "placed", "placement",
 ]  # fmt: skip
 
 #: What bytes are held for; every byte the ledger knows is in exactly one.
@@ -26,6 +26,8 @@ PLACES = tuple((category, tier) for tier in TIERS for category in CATEGORIES)
 NO_PLACE = -1
 #: Spans that move bytes, as whoever follows a run shows their rates.
 MOVES = ("gather", "gather activation", "reduce", "copy h2d", "copy d2h", "disk read", "disk write", "stash", "unstash")
+#: Before the name of a span of the host's side: when it queued what a device's stream does at another time.
+QUEUED = "queued "
 #: Parts a key of level "stack": "blocks.0 <- model.py:31:forward <- train.py:12:main", innermost first.
 BEFORE_STACK = " <- "
 
@@ -40,6 +42,8 @@ class RowKind(IntEnum):
     BEGIN and END bound a span (END closes the innermost open BEGIN of the same what and key), INSTANT is a point, COUNTER
     states that the level of (what, key) is now ``nbytes``. ALLOC and FREE say that one storage, numbered by ``ident``, is held
     for (what, key) from now on, or no longer; a storage that changes its category is freed and allocated again at one time.
+    SPAN is a whole span of a device's stream, from ``time_ns`` on for ``ident`` nanoseconds (a point where that is 0), on the
+    lane whose number is ``thread``; it is written when the device has come to its end.
     """
 
     BEGIN = 0
@@ -48,6 +52,7 @@ class RowKind(IntEnum):
     COUNTER = 3
     ALLOC = 4
     FREE = 5
+    SPAN = 6
 
 
 class Row(NamedTuple):

@@ -15,7 +15,7 @@ from zprof.analysis import bandwidth, compute, growth, prefetch, stalls, steps
 from zprof.analysis.coverage import Coverage, coverage
 from zprof.analysis.ledger import Ledger
 from zprof.analysis.ranks import COLLECTIVES
-from zprof.analysis.spans import Pairing
+from zprof.analysis.spans import Pairing, lanes_of
 from zprof.bench import store as bench_store
 from zprof.rows import TIERS, TraceError
 
@@ -75,6 +75,11 @@ class Analysis:
         return coverage(self.trace, self.ledger.tiers)
 
     @cached_property
+    def lanes(self) -> dict[int, str]:
+        """The device's streams by name, as tables of spans have them for threads."""
+        return lanes_of(self.trace)
+
+    @cached_property
     def policy(self) -> Mapping[str, object]:
         """The last policy the run recorded; empty where it recorded none, or none that can be read."""
         return prefetch.policy_of(self.trace)
@@ -102,7 +107,7 @@ class Analysis:
             found = f"steps 0 to {count - 1}" if count else "no optimizer step"
             remedy = f"--at step:{count - 1} is the last" if count else "use --at peak"
             raise TraceError(f"{self.trace.path}: --at step:{step}: the recording has {found}; {remedy}")
-        begin_ns, end_ns = self.steps.bounds[step].tolist()
+        begin_ns, end_ns = self.steps.issued[step].tolist()
         return {tier: ledger.peak_between(tier, begin_ns, end_ns) for tier in ledger.tiers}
 
     @cached_property

@@ -225,7 +225,7 @@ def computed(trace: Trace, steps: Steps, covered: Coverage) -> Computed | Unseen
     # A loop is whole only once all its optimizers have stepped.
     most = max(each.optimizers for each in counted)
     counted = [each for each in counted if each.optimizers == most]
-    ends = steps.bounds[:, 1]
+    ends = steps.issued[:, 1]
     number = sum(max(1, int(((ends > each.begin_ns) & (ends <= each.end_ns)).sum())) for each in counted)
     always = all(any(row.doing == "evaluation" for row in each.rows) for each in counted)
     sums: dict[tuple[str, ...], list[int]] = {}
@@ -242,7 +242,7 @@ def computed(trace: Trace, steps: Steps, covered: Coverage) -> Computed | Unseen
     return Computed(
         rows=tuple(_row([*key, *values]) for key, values in sums.items()),
         steps=number,
-        step_s=float(np.median(uncounted(trace, steps.warm.bounds) @ [-1, 1])) / 1e9,
+        step_s=float(np.median(uncounted(trace, steps.warm) @ [-1, 1])) / 1e9,
         batches=tuple((dtype, shape, calls) for (dtype, shape), calls in batches.items()),
         uncounted=tuple(sorted({name for each in counted for name in each.uncounted})),
         threads=counted[-1].threads,
@@ -250,13 +250,14 @@ def computed(trace: Trace, steps: Steps, covered: Coverage) -> Computed | Unseen
     )
 
 
-def uncounted(trace: Trace, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of the steps [n, 2] in which nothing was counted, which takes time; all where it was in each."""
+def uncounted(trace: Trace, steps: Steps) -> NDArray[np.int64]:
+    """The bounds [n, 2] of steps in which nothing was counted, which takes time; all where it was in each."""
     spans = [(body.get("begin_ns"), body.get("end_ns")) for body in (note.body for note in trace.notes("compute"))]
+    bounds, issued = steps.bounds, steps.issued
     free = np.ones(len(bounds), bool)
     for begin_ns, end_ns in spans:
         if type(begin_ns) is int and type(end_ns) is int and 0 <= begin_ns <= end_ns <= _MOST:
-            free &= (bounds[:, 1] <= begin_ns) | (bounds[:, 0] >= end_ns)
+            free &= (issued[:, 1] <= begin_ns) | (issued[:, 0] >= end_ns)
     return bounds[free] if free.any() else bounds
 
 

@@ -7,8 +7,8 @@ Note: [Who sees what]
     Every storage of torch is seen at level "alloc" and above. Below, only what models under zhooks place is: of the device its
     parameters, gradients, optimizer states and communication buffers, not what the model makes besides. Tiers that only
     zhooks fills, buffers that it alone knows as communication, passes and transfers are seen of models under zhooks, at any
-    level; waits of those and, in any script, for the collectives of torch.distributed. On a GPU the recorded waits and passes
-    are the host's, which queues work and goes on: how long the device stood still is not seen.
+    level; waits of those and, in any script, for the collectives of torch.distributed. A GPU's host queues work and goes on:
+    how long the device stood still is seen where its streams were marked, which the note "lanes" says.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Coverage:
         spans_kept: of a file that was thinned out, the spans that are all there still.
         stopped: why the storages were not followed to the end, "" where they were.
         lacking: what else could not be recorded, a line each.
+        lanes: streams of the device were marked. untimed: spans that have no time of the device's nevertheless, and why.
         collectives: None where none of torch.distributed's were recorded, else why not all of them, "" where they were.
     """
 
@@ -68,6 +69,8 @@ class Coverage:
     stopped: str = ""
     collectives: str | None = None
     lacking: tuple[str, ...] = ()
+    lanes: bool = False
+    untimed: tuple[tuple[str, str], ...] = ()
 
     @property
     def every_storage(self) -> bool:
@@ -155,13 +158,17 @@ class Coverage:
 
     def queued(self, what: str) -> Unseen | None:
         """Why the times of such spans, where they were recorded, are not those of what they stand for."""
-        if self.cuda and (what in _QUEUED or what.startswith("wait")):
+        if not self.cuda or not (what in _QUEUED or what.startswith("wait")):
+            return None
+        if not self.lanes:
             return Unseen(f"{NOT_MEASURED}: the host only queues them; use nsys or torch.profiler for the device's time")
-        return None
+        lost = next((why for name, why in self.untimed if name == what or (what == "wait" and name.startswith("wait "))), None)
+        return None if lost is None else Unseen(f"{NOT_MEASURED}: {lost}")
 
     def amounts(self, what: str) -> Unseen | None:
         """Why the bytes that such spans moved are not known."""
-        return (None if self.zhooks else self.spans(what)) or self._thinned(what)
+        lost = self.queued(what) if self.lanes else None
+        return (None if self.zhooks else self.spans(what)) or lost or self._thinned(what)
 
     def sees_collectives(self) -> bool:
         """Whether the ranks can be compared by when they began them."""
@@ -190,6 +197,8 @@ def coverage(trace: Trace, used: tuple[str, ...] = TIERS) -> Coverage:
     most = max((count for count in rows if type(count) is int), default=0)
     kept = thinned[-1].get("spans") if thinned else None
     stopped = [note.body.get("why") for note in trace.notes("storages")]
+    marked = [note.body for note in trace.notes("lanes")]
+    untimed = marked[-1].get("untimed") if marked else None
     collectives = [str(note.body.get("why", ""))[:200] for note in trace.notes("collectives")]
     return Coverage(
         trace.header.level,
@@ -202,4 +211,6 @@ def coverage(trace: Trace, used: tuple[str, ...] = TIERS) -> Coverage:
         str(stopped[-1])[:200] if stopped else "",
         collectives[-1] if collectives else None,
         tuple(f"{str(note.body.get('what'))[:80]}: {str(note.body.get('why'))[:200]}" for note in trace.notes("lacking")[:8]),
+        bool(marked),
+        tuple((str(what)[:80], str(why)[:200]) for what, why in untimed.items()) if isinstance(untimed, dict) else (),
     )

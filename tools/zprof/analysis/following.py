@@ -35,6 +35,8 @@ WINDOW_NS = 10_000_000_000
 _UNCHANGED_NS = 2_000_000_000
 _STILL_NS = 15_000_000_000
 _MOST_STEPS = 21
+#: Of one wait, so that sums of them fit; a year.
+_MOST_NS = 1 << 55
 _TOP = 5
 
 
@@ -154,14 +156,21 @@ class RunFollower:
         np.add.at(self._held, changes.series, changes.change)
         by_tier = walked(TIER_OF[changes.place], changes.change, self._totals)
         self._peaks[by_tier.group] = np.maximum(self._peaks[by_tier.group], by_tier.top)
-        self._last_ns = max(self._last_ns, int(rows.time_ns.max()))
+        whole = rows.kind == RowKind.SPAN
+        # A device's span says when it began, and how long it was.
+        time_ns = np.where(whole, rows.time_ns + rows.ident, rows.time_ns)
+        self._last_ns = max(self._last_ns, int(time_ns.max()))
         since = self._last_ns - WINDOW_NS
-        ends, recent = rows.kind == RowKind.END, rows.time_ns >= since
+        ends, recent = whole | (rows.kind == RowKind.END), time_ns >= since
         moved = np.flatnonzero(self._is["transfer"][rows.what] & ends & recent)
         what, key = rows.what.astype(np.int64), rows.key.astype(np.int64)
-        self._moved.add(rows.time_ns[moved], what[moved], key[moved], rows.nbytes[moved])
-        self._waited.add(*self._waits.take(rows, self._is["wait"][rows.what]))
-        self._take_steps(rows, np.flatnonzero(self._is["step"][rows.what] & ends))
+        self._moved.add(time_ns[moved], what[moved], key[moved], rows.nbytes[moved])
+        waits = self._is["wait"][rows.what]
+        self._waited.add(*self._waits.take(rows, waits))
+        lanes = np.flatnonzero(waits & whole)
+        self._waited.add(time_ns[lanes], what[lanes], key[lanes], np.minimum(rows.ident[lanes], _MOST_NS))
+        at = np.flatnonzero(self._is["step"][rows.what] & ends)
+        self._take_steps(rows.key[at].astype(np.int64), time_ns[at])
         sampled = np.flatnonzero(self._is["sample"][rows.what] & (rows.kind == RowKind.COUNTER))
         for at in sampled[-64:].tolist():
             self._samples[self._trace.strings[int(rows.what[at])]] = int(rows.nbytes[at])
@@ -184,8 +193,7 @@ class RunFollower:
             self._is[kind] = np.append(known, np.array([test(name) for name in fresh], np.bool_))
         self._known = len(strings)
 
-    def _take_steps(self, rows: Rows, at: NDArray[np.intp]) -> None:
-        keys, times = rows.key[at].astype(np.int64), rows.time_ns[at]
+    def _take_steps(self, keys: Int64s, times: Int64s) -> None:
         for key in np.unique(keys).tolist():
             mine = np.sort(times[keys == key])
             self._steps[key] = self._steps.get(key, 0) + len(mine)

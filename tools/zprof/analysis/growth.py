@@ -82,7 +82,7 @@ def growth(ledger: Ledger, steps: Steps, covered: Coverage) -> tuple[Grown, ...]
     if steps.count < LEAST_STEPS:
         return Unseen(f"{steps.count} optimizer steps were recorded: growth is seen from {LEAST_STEPS} on")
     numbers = np.unique(np.linspace(1, steps.count - 1, min(MOST_POINTS, steps.count - 1)).astype(np.int64))
-    levels = np.array([ledger.at(int(end_ns)) for end_ns in steps.bounds[numbers, 1]])
+    levels = np.array([ledger.at(int(end_ns)) for end_ns in steps.issued[numbers, 1]])
     groups: dict[tuple[str, str], list[int]] = {}
     for place, series in enumerate(ledger.series):
         groups.setdefault((series.tier, _name(series)), []).append(place)

@@ -74,7 +74,7 @@ def measured(runs: Sequence[str], *, steps_only: bool = False) -> list[Measured]
     found = []
     for trace in traces_of(runs):
         analysis = Analysis.of(trace)
-        ledger, bounds = analysis.ledger, analysis.steps.bounds
+        ledger, bounds = analysis.ledger, analysis.steps.issued
         within = (int(bounds[0, 0]), int(bounds[-1, 1])) if steps_only and analysis.steps.count else None
         held: dict[str, dict[tuple[str, str], int]] = {"category": {}, "unit": {}}
         for tier in TIERS:

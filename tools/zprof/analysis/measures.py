@@ -180,7 +180,7 @@ def _stepped(analysis: Analysis) -> dict[str, Value]:
     if unseen is not None:
         found: dict[str, Value] = {f"step.{name}": unseen for name in names}
     else:
-        took = uncounted(analysis.trace, warm.bounds) @ [-1, 1] / 1e6
+        took = uncounted(analysis.trace, warm) @ [-1, 1] / 1e6
         late = np.percentile(took, 95, method="higher")
         figures = (steps.count, steps.duration_ns[0] / 1e6, np.median(took), late, took.max())
         whys = (None, steps.unseen, *[warm.unseen] * 3)
@@ -195,7 +195,7 @@ def _passes(analysis: Analysis, unseen: Unseen | None) -> dict[str, Value]:
     for name, whats in passes.items():
         table = analysis.table.of(*whats)
         # Steps of any optimizer are recorded, whoever made it; on a GPU the host only queues them.
-        by_steps = covered.steps() if name == "update" and not covered.cuda else covered.spans(name)
+        by_steps = covered.steps() if name == "update" and covered.queued("update") is None else covered.spans(name)
         # A step that is only its update has all of that.
         part = warm.unseen if name != "update" else None
         why = unseen or part or by_steps or (None if len(table) else Unseen(f"no {name} was recorded"))

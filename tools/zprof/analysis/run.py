@@ -22,6 +22,7 @@ from zprof.analysis.growth import Grown
 from zprof.analysis.ledger import Ledger, Moment
 from zprof.analysis.measures import Value, measures
 from zprof.analysis.ranks import path_of, traces_of
+from zprof.analysis.spans import FIRST_LANE
 from zprof.rows import CATEGORIES, TIERS, TraceError
 from zprof.trace.reader import Trace
 
@@ -68,7 +69,7 @@ class Curves:
 @dataclass(frozen=True, slots=True)
 class Span:
     """Something that took time: what it was, of which unit, from when to when in seconds since the recording began, the bytes
-    it moved, and the number of its thread."""
+    it moved, and the number of its thread; of what a device's stream did its lane, "" otherwise."""
 
     what: str
     key: str
@@ -76,6 +77,7 @@ class Span:
     end_s: float
     nbytes: int
     thread: int
+    lane: str = ""
 
 
 class Run:
@@ -194,7 +196,7 @@ class Run:
             count = self._analysis.steps.count
             if not 0 <= step < count:
                 raise ValueError(f"step: expected one of the {count} recorded, counted from 0, found {step}")
-            begin_ns, end_ns = self._analysis.steps.bounds[step].tolist()
+            begin_ns, end_ns = self._analysis.steps.issued[step].tolist()
             moment = self._ledger.peak_between(tier, begin_ns, end_ns, category)
         return Peak(moment.nbytes, self._seconds(moment.time_ns), self._analysis.steps.at(moment.time_ns), moment)
 
@@ -252,14 +254,15 @@ class Run:
     def spans(self, *whats: str) -> Iterator[Span]:
         """What took time, in the order it began: of these names, or beginnings such as "wait *"; all where none is given.
 
-        Those that had not ended when the recording did are left out. On a GPU they are the times of the host, which only
-        queues the work.
+        Those that had not ended when the recording did are left out. What a device's stream did has its times there; when the
+        host queued it are spans of their own, such as "queued gather".
         """
-        table = self._analysis.table.of(*whats or ("*",))
+        table, lanes = self._analysis.table.of(*whats or ("*",)), self._analysis.lanes
         columns = (table.what, table.key, table.begin_ns, table.end_ns, table.nbytes, table.thread)
         for what, key, begin_ns, end_ns, nbytes, thread in zip(*(column.tolist() for column in columns), strict=True):
             names = table.strings[what], table.strings[key]
-            yield Span(*names, self._seconds(begin_ns), self._seconds(end_ns), nbytes, thread)
+            times = self._seconds(begin_ns), self._seconds(end_ns)
+            yield Span(*names, *times, nbytes, thread & (FIRST_LANE - 1), lanes.get(thread, ""))
 
     def growth(self) -> tuple[Grown, ...] | None:
         """What held more after each step than after the one before, the fastest first: by line of a recording at level

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zprof.analysis.intervals import Ints
-from zprof.rows import RowKind, TraceError
+from zprof.rows import QUEUED, RowKind, TraceError
 from zprof.trace.levels import nesting
 
 if TYPE_CHECKING:
     from zprof.trace.reader import Rows, Trace
 
-__all__ = ["Instants", "Pairing", "SpanTable"]
+__all__ = ["FIRST_LANE", "Instants", "Pairing", "SpanTable", "lanes_of"]
 
 Codes: TypeAlias = NDArray[np.int32]
 Flags: TypeAlias = NDArray[np.bool_]
@@ -35,6 +35,9 @@ _MOST_OPEN = 1 << 20
 _LATEST_NS = 1 << 61
 #: Of one span, so that those of a run sum within 64 bits.
 _MOST_NBYTES = 1 << 47
+#: In place of a thread, the number of a lane above it: threads are fewer.
+FIRST_LANE = 1 << 30
+_MOST_LANES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class SpanTable:
         what, key: numbers of ``strings``.
         begin_ns, end_ns: the trace's monotonic clock.
         nbytes: the larger of what begin and end said, for some know it only at the end.
-        thread: on which the span began.
+        thread: on which the span began; from `FIRST_LANE` on the lane of a device's stream.
         open: spans that had not ended when the recording did; their ``end_ns`` is the last time recorded.
         lost_ends: ends whose begin is not in the trace.
     """
@@ -87,6 +90,11 @@ class SpanTable:
     @property
     def duration_ns(self) -> Ints:
         return self.end_ns - self.begin_ns
+
+    def by_host(self, *whats: str) -> SpanTable:
+        """The spans of ``whats`` as the host began and ended them: where a device did them later, when they were queued."""
+        queued = self.of(*(f"{QUEUED}{what}" for what in whats))
+        return queued if len(queued) else self.of(*whats)
 
     def of(self, *whats: str) -> SpanTable:
         """The spans of ``whats``, names or beginnings such as "wait *"; without open ones."""
@@ -142,6 +150,15 @@ def _matching(strings: Sequence[str], whats: Collection[str] | None, since: int 
     return np.array([name in whats or name.startswith(begins) for name in names], np.bool_)
 
 
+def lanes_of(trace: Trace) -> dict[int, str]:
+    """The names of a device's streams, by what stands for a thread in tables of spans."""
+    notes = trace.notes("lanes")
+    names = notes[-1].body.get("lanes") if notes else None
+    if not isinstance(names, list):
+        return {}
+    return {FIRST_LANE + number: str(name)[:80] for number, name in enumerate(names[:_MOST_LANES])}
+
+
 class Pairing:
     """Takes the chunks of a trace in order and gives its spans.
 
@@ -181,6 +198,7 @@ class Pairing:
         if first_ns < 0 or last_ns > _LATEST_NS:
             raise TraceError(f"{self._name}: a row is of {first_ns} to {last_ns} ns, expected 0 to 2**61; record the run again")
         self._last_ns = max(self._last_ns, last_ns)
+        self._feed_lanes(rows)
         chosen = np.flatnonzero((rows.kind <= RowKind.END) & self._spans_wanted[rows.what])
         if len(chosen):
             kind = rows.kind[chosen]
@@ -191,12 +209,34 @@ class Pairing:
             self._waiting.append(block)
             self._waiting_count += len(chosen)
         if self._points:
-            chosen = np.flatnonzero((rows.kind == RowKind.INSTANT) & self._points_wanted[rows.what])
-            if len(chosen):
-                names = (rows.what[chosen], rows.key[chosen])
-                self._instants.append(Instants(self._strings, *names, rows.time_ns[chosen], rows.nbytes[chosen]))
+            self._keep_instants(rows, rows.kind == RowKind.INSTANT)
         if self._waiting_count >= _BLOCK:
             self._pair(last=False)
+
+    def _feed_lanes(self, rows: Rows) -> None:
+        """The device's spans are whole as they come."""
+        whole = rows.kind == RowKind.SPAN
+        if not whole.any():
+            return
+        chosen = np.flatnonzero(whole & self._spans_wanted[rows.what])
+        begin_ns, nbytes = rows.time_ns[chosen], rows.nbytes[chosen]
+        if len(chosen):
+            # A length may be up to 2**62, so the sum still fits.
+            end_ns = begin_ns + rows.ident[chosen]
+            if int(end_ns.max()) > _LATEST_NS or not 0 <= int(nbytes.min()) <= int(nbytes.max()) < _MOST_NBYTES:
+                raise TraceError(f"{self._name}: a span ends after 2**61 ns or moves over 2**47 bytes; record the run again")
+            names = (rows.what[chosen], rows.key[chosen])
+            lanes = (rows.thread[chosen] & (FIRST_LANE - 1)) | FIRST_LANE
+            self._closed.append((*names, begin_ns, end_ns, nbytes, lanes.astype(np.int32)))
+            self._last_ns = max(self._last_ns, int(end_ns.max()))
+        if self._points:
+            self._keep_instants(rows, whole)
+
+    def _keep_instants(self, rows: Rows, among: Flags) -> None:
+        chosen = np.flatnonzero(among & self._points_wanted[rows.what])
+        if len(chosen):
+            names = (rows.what[chosen], rows.key[chosen])
+            self._instants.append(Instants(self._strings, *names, rows.time_ns[chosen], rows.nbytes[chosen]))
 
     def table(self) -> SpanTable:
         """The spans; nothing may be fed afterwards."""

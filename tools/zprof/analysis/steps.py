@@ -6,18 +6,19 @@ recording is one interval, and says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from zprof.analysis.coverage import Unseen
 from zprof.analysis.intervals import Ints, portions
 from zprof.analysis.spans import SpanTable
+from zprof.rows import QUEUED
 
 __all__ = ["ONLY_UPDATE", "WHATS", "Steps", "steps_of"]
 
-#: The spans that say where steps are.
-WHATS = ("step", "update", "forward", "backward")
+#: The spans that say where steps are, on the device and by the host that queued them.
+WHATS = ("step", "update", "forward", "backward", *(f"{QUEUED}{what}" for what in ("step", "update", "forward", "backward")))
 #: Why a first step is not known as a whole.
 ONLY_UPDATE = Unseen("not seen as a whole: no forward was recorded before its update, which is all of it that is known")
 
@@ -33,11 +34,20 @@ class Steps:
             ``bounds`` is the time from the first span to the last, or empty.
         unseen: why the first of them is only its update: no forward was recorded before that, as of any script that is not
             under zhooks. None where the first is whole, as the others always are.
+        issued: the same of the host, where ``bounds`` are a device's that does later what it queued: memory is taken and
+            given in the host's order, and sampled at its times.
     """
 
     bounds: Ints
     source: str
     unseen: Unseen | None = None
+    issued: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+
+    def __post_init__(self) -> None:
+        if len(self.issued) != len(self.bounds):
+            # Of what the host queued last the device's times may be lost.
+            issued = np.concatenate((self.issued, self.bounds[len(self.issued) :]))[: len(self.bounds)]
+            object.__setattr__(self, "issued", issued)
 
     @property
     def count(self) -> int:
@@ -46,7 +56,7 @@ class Steps:
     @property
     def warm(self) -> Steps:
         """The steps figures are taken over: without the first, which fills pools and learns the order, if there are more."""
-        return Steps(self.bounds[1:], self.source) if len(self.bounds) > 1 else self
+        return Steps(self.bounds[1:], self.source, issued=self.issued[1:]) if len(self.bounds) > 1 else self
 
     @property
     def duration_ns(self) -> Ints:
@@ -57,22 +67,35 @@ class Steps:
         return int(self.duration_ns.sum())
 
     def at(self, time_ns: int) -> int | None:
-        """The first step that a moment falls in, counted from 0; None outside all."""
-        inside = (self.bounds[: self.count, 0] <= time_ns) & (time_ns <= self.bounds[: self.count, 1])
+        """The first step that a moment of the host's falls in, counted from 0; None outside all."""
+        inside = (self.issued[: self.count, 0] <= time_ns) & (time_ns <= self.issued[: self.count, 1])
         return int(inside.argmax()) if bool(inside.any()) else None
 
 
 def steps_of(table: SpanTable) -> Steps:
-    """The steps that ``table``, which holds the spans of `WHATS`, shows.
+    """The steps that ``table``, which holds the spans of `WHATS`, shows: as the device made them, where that is known.
+
+    Where the device's part of an optimizer's steps is lost, they are as the host queued them.
+    """
+    done, queued = _steps_of(table, ""), _steps_of(table, QUEUED)
+    if not queued.source:
+        return done
+    if done.source != queued.source:
+        return queued
+    return Steps(done.bounds, done.source, done.unseen, queued.bounds)
+
+
+def _steps_of(table: SpanTable, prefix: str) -> Steps:
+    """The steps by the spans of names that begin so.
 
     A step ends with the optimizer's ``step``. Of several optimizers the one that steps most often counts, among equals the
     one that comes last; of one inside another the outer. Without such spans it ends with the last ``update``. Where forwards
     are recorded, only the last end before the next forward counts: units are updated one by one, and optimizers that step
     one after the other share a step.
     """
-    forward = table.of("forward")
+    forward = table.of(f"{prefix}forward")
     for source in ("step", "update"):
-        found = table.of(source)
+        found = table.of(f"{prefix}{source}")
         if not len(found):
             continue
         ends = _ends_of_one(found) if source == "step" else np.sort(found.end_ns)

@@ -17,7 +17,7 @@ import numpy as np
 
 from zprof.oom.changes import Plight
 from zprof.oom.facts import Failure
-from zprof.rows import BEFORE_STACK, TIERS
+from zprof.rows import BEFORE_STACK, QUEUED, TIERS
 
 if TYPE_CHECKING:
     from zprof.analysis.analysis import Analysis
@@ -84,7 +84,7 @@ class _Course:
             self.phase, self._since_ns = "", ended_ns
         failed_ns = analysis.failures.time_ns.tolist()
         self._failed_ns: int | None = failed_ns[-1] if failed_ns else None
-        ends = analysis.table.of("step").end_ns
+        ends = analysis.table.by_host("step").end_ns
         ends = ends[ends <= failed_ns[0]] if failed_ns else ends
         self._stepped_ns = int(ends.max()) if len(ends) else None
 
@@ -122,15 +122,16 @@ class _Course:
 
 def _last_phase(analysis: Analysis) -> tuple[str, int, int | None]:
     """The phase that began last, when it did, and when it ended: None where it had not; "" where no phase was seen."""
-    closed = analysis.table.of(*_PHASES)
-    left = analysis.table.open.of(*_PHASES) if analysis.table.open is not None else closed.where(np.zeros(0, np.intp))
+    # Memory is taken and given as the host queues work.
+    closed = analysis.table.by_host(*_PHASES)
+    left = analysis.table.open.by_host(*_PHASES) if analysis.table.open is not None else closed.where(np.zeros(0, np.intp))
     begun = [(table.begin_ns[-1], table) for table in (closed, left) if len(table)]
     if not begun:
         return "", analysis.header.mono_ns, None
     began_ns, table = max(begun, key=lambda pair: pair[0])
     word = table.strings[table.what[-1]]
     ended_ns = None if table is left else int(closed.of(word).end_ns.max())
-    return word, int(began_ns), ended_ns
+    return word.removeprefix(QUEUED), int(began_ns), ended_ns
 
 
 def case_of(analysis: Analysis, failure: Failure) -> Case:

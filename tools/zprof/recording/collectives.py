@@ -10,6 +10,14 @@ Note: [Where collectives are seen]
     these three are replaced while a recording runs. DDP's reducer waits in C++, in a callback at the end of a backward: one
     of ours, queued when the first collective of the backward is seen, runs before it, and one behind it.
 
+Note: [Times on CUDA]
+    A collective there begins where the stream that it is launched from comes to it, and ends where that of who waited has
+    waited, or where the host noticed that it was done; a wait lasts as long as the stream of who waits stood still. One that
+    returns no work ran on the stream it was launched from, which stood still for it. Where the stream that waits is not known
+    to compute (FSDP2 has one for its gathers), the one that does waits for it by an event that nobody here sees: then waits
+    are said to be not measured. The start and end that torch's NCCL group may record itself (TORCH_NCCL_ENABLE_TIMING) are not
+    used: the setting is its script's, and the names are private.
+
 Note: [What is not seen]
     Collectives of inference tensors, of compiled code and inside a DTensor's operators start below that key. A wait in Python
     for the first is seen all the same; what compiled code waits for is not.
@@ -25,11 +33,10 @@ from typing import Any
 
 import torch
 
-from zprof.rows import RowKind
+from offload.events import Kind, KnownTime, TimeMark, now_ns
+from zprof.recording.lanes import here
 
 __all__ = ["Listener", "watch_collectives"]
-
-_BEGIN, _END = int(RowKind.BEGIN), int(RowKind.END)
 
 COLLECTIVE, POINT_TO_POINT = "collective", "point to point"
 #: Operations of c10d -> what torch.distributed calls them.
@@ -58,7 +65,10 @@ _BETWEEN_TWO = frozenset({"send", "recv"})
 #: A wait whose start was not seen.
 _UNKNOWN = "(not seen where it started)"
 
-Row = Callable[[int, str, str, int], None]
+#: The stream that computes unless the script says otherwise.
+_COMPUTES = "compute"
+
+Span = Callable[[Kind, str, str, int, TimeMark | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +76,37 @@ class Listener:
     """A recording.
 
     Attributes:
-        row: takes (kind, what, key, nbytes). wanted: whether it wants any now. seen: called before its first row.
+        span: takes (kind, what, key, nbytes, mark). wanted: whether it wants any now. seen: called before the first.
         failed: called with why nothing more is seen.
+        untimed: called with the name of spans that have no time of the device's, and why.
     """
 
-    row: Row
+    span: Span
     wanted: Callable[[], bool]
     seen: Callable[[], None]
     failed: Callable[[str], None]
+    untimed: Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A collective; where a GPU does it, ``mark`` is the point at which it was launched."""
+
+    what: str
+    key: str
+    mark: TimeMark | None
+
+    def wait(self) -> _Begun:
+        """The time that somebody waits for it."""
+        return _Begun(f"wait {self.what}", self.key, self.mark)
+
+    def here(self) -> TimeMark | None:
+        """The point that the current stream has been given work up to by now."""
+        return None if self.mark is None else here()
+
+    def noticed(self) -> TimeMark | None:
+        """It is found to be over."""
+        return None if self.mark is None else KnownTime(self.mark.lane, now_ns())
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +114,7 @@ class _Pending:
     """A collective that nobody has waited for yet; ``in_backward`` where it was started there."""
 
     work: Any
-    what: str
-    key: str
+    begun: _Begun
     in_backward: bool
 
 
@@ -180,7 +212,7 @@ class _Watch:
                 out = overload.redispatch(keys & after, *args, **kwargs)
             except BaseException:
                 if begun is not None:
-                    self._say(_END, *begun, 0)
+                    self._say("end", begun, begun.noticed())
                 raise
             if begun is not None:
                 self._started(begun, out)
@@ -201,7 +233,7 @@ class _Watch:
             if getattr(tensor, "completed", False):
                 return original(tensor)
             # Which collective the tensor came of is not known here: it ends in the trace when it is next seen to be done.
-            with self._wait(None, COLLECTIVE, "functional"):
+            with self._wait(None, _Begun(COLLECTIVE, "functional", here() if _on_gpu(tensor) else None)):
                 return original(tensor)
 
         return trigger_wait
@@ -209,7 +241,7 @@ class _Watch:
     def _broadcasting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def broadcast(*args: Any, **kwargs: Any) -> Any:
             known = set(self._pending)
-            with self._wait(None, COLLECTIVE, "broadcast"):
+            with self._wait(None, _Begun(COLLECTIVE, "broadcast", here() if _on_gpu(args) else None)):
                 out = original(*args, **kwargs)
             for number in [number for number in tuple(self._pending) if number not in known]:
                 self._end(number)
@@ -219,8 +251,8 @@ class _Watch:
 
     # What is made of it.
 
-    def _begin(self, name: str, group: Any, args: tuple[Any, ...]) -> tuple[str, str] | None:
-        """A collective starts; (what, key) where anybody wants to know."""
+    def _begin(self, name: str, group: Any, args: tuple[Any, ...]) -> _Begun | None:
+        """A collective starts; None where nobody wants to know."""
         try:
             if not self._wanted():
                 return None
@@ -232,22 +264,43 @@ class _Watch:
                 if default is not None and own != str(default.group_name):
                     key = f"{name} in group {own}"
             what = POINT_TO_POINT if name in _BETWEEN_TWO else COLLECTIVE
-            self._say(_BEGIN, what, key, max((_nbytes(each) for each in args), default=0))
+            begun = _Begun(what, key, here() if _on_gpu(args) else None)
+            self._say("begin", begun, begun.mark, max((_nbytes(each) for each in args), default=0))
         except Exception as error:
             self._fail(error)
             return None
-        return what, key
+        return begun
 
-    def _started(self, begun: tuple[str, str], out: Any) -> None:
+    def _started(self, begun: _Begun, out: Any) -> None:
         try:
-            work = self._unbox(out[-1] if isinstance(out, tuple) else out)
+            returned = out[-1] if isinstance(out, tuple) else out
+            work = None if returned is None else self._unbox(returned)
+            if work is None:
+                self._done(begun)
+                return
             task = torch._C._current_graph_task_id()
-            self._pending[id(work)] = _Pending(work, *begun, task >= 0)
+            self._pending[id(work)] = _Pending(work, begun, task >= 0)
             if task >= 0 and task not in self._backwards:
                 self._backwards.add(task)
                 _at_end_of_backward(lambda: self._before_reducer(task))
         except Exception as error:
             self._fail(error)
+
+    def _done(self, begun: _Begun) -> None:
+        """It runs on the stream that it was launched from. Note: [Times on CUDA]."""
+        end, wait = begun.here(), begun.wait()
+        if not self._elsewhere(wait, end):
+            self._say("begin", wait, begun.mark)
+            self._say("end", wait, end)
+        self._say("end", begun, end)
+
+    def _elsewhere(self, wait: _Begun, mark: TimeMark | None) -> bool:
+        """The stream that waits is none that is known to compute: how long that one stands still is not seen."""
+        if mark is None or mark.lost or mark.lane == _COMPUTES:
+            return False
+        for each in self.listeners:
+            each.untimed(wait.what, "the script orders its streams itself, which is not seen")
+        return True
 
     def _before_reducer(self, task: int) -> None:
         """A backward ends, and what comes next may wait for its collectives in C++."""
@@ -255,39 +308,41 @@ class _Watch:
             self._backwards.discard(task)
             waited_for = [each for each in tuple(self._pending.values()) if each.in_backward and not each.work.is_completed()]
             if waited_for and self._wanted():
-                what, key = waited_for[0].what, waited_for[0].key
-                self._say(_BEGIN, f"wait {what}", key, 0)
-                _at_end_of_backward(lambda: self._after_reducer(what, key))
+                wait = waited_for[0].begun.wait()
+                self._say("begin", wait, wait.here())
+                _at_end_of_backward(lambda: self._after_reducer(wait))
             else:
                 self._end_done()
         except Exception as error:
             self._fail(error)
 
-    def _after_reducer(self, what: str, key: str) -> None:
+    def _after_reducer(self, wait: _Begun) -> None:
         try:
-            self._say(_END, f"wait {what}", key, 0)
+            self._say("end", wait, wait.here())
             self._end_done()
         except Exception as error:
             self._fail(error)
 
     @contextmanager
-    def _wait(self, pending: _Pending | None, what: str = COLLECTIVE, key: str = _UNKNOWN) -> Iterator[None]:
+    def _wait(self, pending: _Pending | None, unknown: _Begun | None = None) -> Iterator[None]:
         """Somebody stands still; a wait inside a wait is the outer one's."""
-        here = self._waiting_here
-        if getattr(here, "waits", False) or not self._wanted():
+        thread = self._waiting_here
+        if getattr(thread, "waits", False) or not self._wanted():
             yield
             return
-        if pending is not None:
-            what, key = pending.what, pending.key
-        here.waits = True
-        self._say(_BEGIN, f"wait {what}", key, 0)
+        begun = pending.begun if pending is not None else unknown or _Begun(COLLECTIVE, _UNKNOWN, here())
+        wait = begun.wait()
+        thread.waits = True
+        self._say("begin", wait, wait.here())
         try:
             yield
         finally:
-            here.waits = False
-            self._say(_END, f"wait {what}", key, 0)
+            thread.waits = False
+            over = wait.here()
+            self._elsewhere(wait, over)
+            self._say("end", wait, over)
             if pending is not None:
-                self._say(_END, what, key, 0)
+                self._say("end", begun, over)
 
     def _end_done(self) -> None:
         """Those that are done and that nobody waited for: the work, and what it holds, is let go."""
@@ -299,18 +354,18 @@ class _Watch:
     def _end(self, number: int) -> None:
         pending = self._pending.pop(number, None)
         if pending is not None:
-            self._say(_END, pending.what, pending.key, 0)
+            self._say("end", pending.begun, pending.begun.noticed())
 
     def _wanted(self) -> bool:
         return not self._failed and any(each.wanted() for each in self.listeners)
 
-    def _say(self, kind: int, what: str, key: str, nbytes: int) -> None:
+    def _say(self, kind: Kind, begun: _Begun, mark: TimeMark | None, nbytes: int = 0) -> None:
         for each in self.listeners:
             if each.wanted():
                 if id(each) not in self._told:
                     self._told.add(id(each))
                     each.seen()
-                each.row(kind, what, key, nbytes)
+                each.span(kind, begun.what, begun.key, nbytes, mark)
 
     def _fail(self, error: Exception) -> None:
         """Nothing more is said: a wait that went unseen would count as a rank's own work."""
@@ -325,6 +380,12 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     return sum(_nbytes(each) for each in value) if isinstance(value, (list, tuple)) else 0
+
+
+def _on_gpu(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_cuda
+    return isinstance(value, (list, tuple)) and any(map(_on_gpu, value))
 
 
 def _at_end_of_backward(do: Callable[[], None]) -> None:

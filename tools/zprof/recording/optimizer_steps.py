@@ -11,16 +11,14 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from offload.events import state_all
-from zprof.rows import RowKind
+from offload.events import Kind, state_all
 
 __all__ = ["watch_steps"]
 
-_BEGIN, _END = int(RowKind.BEGIN), int(RowKind.END)
 
-
-def watch_steps(row: Callable[[int, str, str, int], None], listening: Callable[[], bool]) -> list[Callable[[], None]]:
-    """A span "step" around every step, given to ``row``, until what is returned has been called.
+def watch_steps(span: Callable[[Kind, str], None], listening: Callable[[], bool]) -> list[Callable[[], None]]:
+    """A span around every step, whose begin and end and the optimizer's class ``span`` gets, until what is returned has been
+    called.
 
     Args:
         listening: says whether anybody still wants to know.
@@ -28,10 +26,10 @@ def watch_steps(row: Callable[[int, str, str, int], None], listening: Callable[[
     known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
-        row(_BEGIN, "step", type(optimizer).__name__, 0)
+        span("begin", type(optimizer).__name__)
 
     def end(optimizer: Any, args: Any, kwargs: Any) -> None:
-        row(_END, "step", type(optimizer).__name__, 0)
+        span("end", type(optimizer).__name__)
         if listening() and known.get(optimizer) != len(optimizer.state):
             # Its first step, or its first with more parameters, has made states that the runtime did not see.
             known[optimizer] = len(optimizer.state)

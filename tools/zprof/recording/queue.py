@@ -75,10 +75,12 @@ class Queue:
         """How many have put rows."""
         return len(self._threads)
 
-    def put(self, kind: int, what: str, key: str, nbytes: int, time_ns: int, ident: int) -> None:
-        """Take a row of this thread's."""
+    def put(
+        self, kind: int, what: str, key: str, nbytes: int, time_ns: int, ident: int, lane: int | None = None
+    ) -> None:
+        """Take a row of this thread's, or of a lane of the device's."""
         mine = threading.get_ident()
-        thread = self._threads.get(mine)
+        thread = self._threads.get(mine) if lane is None else lane
         if thread is None:
             thread = self._threads.setdefault(mine, next(self._numbers))
         if self._dropping and len(self._rows) > MOST_WAITING:

@@ -18,11 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from offload.events import Event, leave
+from offload.events import Event, Kind, TimeMark, leave
 from offload.events import listen as listen_everywhere
 from zprof.clock import now_ns, wall_ns
 from zprof.recording import queue
 from zprof.recording.chosen import AUTO, Choice
+from zprof.recording.lanes import LANES, Lanes, here
 from zprof.recording.queue import Queue
 from zprof.recording.sampling import Sampling
 from zprof.recording.sources import Sources
@@ -54,6 +55,7 @@ LACKING = {
 
 _KINDS = {"begin": int(RowKind.BEGIN), "end": int(RowKind.END), "instant": int(RowKind.INSTANT)}
 _COUNTER, _ALLOC, _FREE = int(RowKind.COUNTER), int(RowKind.ALLOC), int(RowKind.FREE)
+_SPAN = int(RowKind.SPAN)
 
 
 class Part(Protocol):
@@ -98,6 +100,7 @@ class Recorder:
         self._choice = Choice(level == AUTO, self.note)
         self.storages = Storages(self.row, self._moved)
         self._sources = Sources(self._counted)
+        self._lanes = Lanes(self._queued, self._done, lambda body: self.note(LANES, body))
         self._interval_ns, self._nvml, self._force = int(interval_s * 1e9), nvml, force
         self._queue = Queue()
         self._append = self._queue.put
@@ -114,6 +117,8 @@ class Recorder:
         self._ended = False
         #: Rows are taken: between ``start`` and ``close``, in this process only.
         self.open = False
+        #: Events carry the device's marks.
+        self.keeps_time = True
 
     # What is recorded.
 
@@ -135,6 +140,8 @@ class Recorder:
             if event.key != self._noted.get(event.what):
                 self._noted[event.what] = event.key
                 self.note(event.what, {"text": event.key})
+        elif event.mark is not None:
+            self._lanes.take(event)
         else:
             self._append(_KINDS[kind], event.what, event.key, event.nbytes, event.time_ns, 0)
 
@@ -142,6 +149,22 @@ class Recorder:
         """Record one row that happens now."""
         if self.open:
             self._append(kind, what, key, nbytes, now_ns(), ident)
+
+    def span(self, kind: Kind, what: str, key: str, nbytes: int = 0, mark: TimeMark | None = None) -> None:
+        """A span of zprof's own begins or ends: now, or where the device comes to ``mark``."""
+        if not self.open:
+            return
+        if mark is None or (kind == "end" and not self._lanes.begun(what, key)):
+            self.row(_KINDS[kind], what, key, nbytes)
+        else:
+            self._lanes.take(Event(kind, what, key, nbytes, now_ns(), None, mark))
+
+    def _queued(self, kind: int, what: str, key: str, nbytes: int, time_ns: int) -> None:
+        self._append(kind, what, key, nbytes, time_ns, 0)
+
+    def _done(self, what: str, key: str, nbytes: int, begin_ns: int, length_ns: int, lane: int) -> None:
+        if self.open:
+            self._append(_SPAN, what, key, nbytes, begin_ns, length_ns, lane)
 
     def _moved(self, before: Held, after: Held, ident: int) -> None:
         """A storage is held for something else: freed and allocated at one time, which is how readers know it."""
@@ -244,6 +267,7 @@ class Recorder:
                 return
             leave(self)
             self._stop()
+            self._quietly(self._lanes.finish)
             self._sample()
             # Again, for what was lost or dropped on the way.
             self._note_samplers()
@@ -346,7 +370,7 @@ class Recorder:
             try:
                 from zprof.recording.optimizer_steps import watch_steps
 
-                self._undo.extend(watch_steps(self.row, lambda: self.open))
+                self._undo.extend(watch_steps(self._step, lambda: self.open))
                 if self._choice.open:
                     self._undo.append(self._choice.watch_steps())
             except Exception as error:
@@ -360,6 +384,9 @@ class Recorder:
                 self._undo.append(computing.close)
             except Exception as error:
                 self._lacks("computing", f"{type(error).__name__}: {error}")
+
+    def _step(self, kind: Kind, key: str) -> None:
+        self.span(kind, "step", key, mark=here())
 
     def _watch_collectives(self) -> None:
         """Those of torch.distributed; nothing where this torch was built without."""
@@ -375,7 +402,7 @@ class Recorder:
             from zprof.recording.collectives import Listener, watch_collectives
 
             wanted, seen = (lambda: self.open and not self._zhooks), (lambda: self.note("collectives", {"why": ""}))
-            self._undo.append(watch_collectives(Listener(self.row, wanted, seen, failed)))
+            self._undo.append(watch_collectives(Listener(self.span, wanted, seen, failed, self._lanes.untimed)))
         except Exception as error:
             failed(f"{type(error).__name__}: {error}")
 

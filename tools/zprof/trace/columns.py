@@ -166,7 +166,7 @@ def decoded(payload: bytes, count: int, names: Names) -> Rows:
     kind = numbers["kind"].astype(np.uint8)
     place = names.places[position][numbers["what"]]
     # A span or a point may have any name.
-    place[kind < RowKind.COUNTER] = NO_PLACE
+    place[(kind < RowKind.COUNTER) | (kind == RowKind.SPAN)] = NO_PLACE
     return Rows(
         kind,
         position[numbers["what"]],

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zprof.rows import PLACES, TIERS, RowKind
+from zprof.rows import PLACES, QUEUED, TIERS, RowKind
 from zprof.trace.columns import Rows, packed_columns
 from zprof.trace.frames import MOST_ROWS, FrameKind, most, sealed
 from zprof.trace.levels import TIER_OF, Levels, Open, Walk, extremes, walked
@@ -217,7 +217,7 @@ class _Thinning:
         sampled = ~whole & (rows.kind == RowKind.COUNTER)
         sampled[changes.at] = False
         self._sample(all_of[:, sampled])
-        kept &= ~whole & (rows.kind >= RowKind.ALLOC)
+        kept &= ~whole & np.isin(rows.kind, (RowKind.ALLOC, RowKind.FREE))
         begin = 0
         counter, stored = changes.counter, changes.stored
         for end in [*ends.tolist(), len(rows)]:
@@ -241,9 +241,9 @@ class _Thinning:
 
     def _passes(self, rows: Rows, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Spans of steps, spans that are kept, and failed requests."""
-        steps = [at for at, name in enumerate(self._strings) if name in self._spans]
+        steps = [at for at, name in enumerate(self._strings) if name.removeprefix(QUEUED) in self._spans]
         oom = [at for at, name in enumerate(self._strings) if name == "oom"]
-        span = rows.kind <= RowKind.END
+        span = (rows.kind <= RowKind.END) | (rows.kind == RowKind.SPAN)
         passes: NDArray[np.bool_] = span & (kept | np.isin(rows.what, steps))
         passes |= (rows.kind == RowKind.INSTANT) & np.isin(rows.what, oom)
         return passes

@@ -62,7 +62,7 @@ def _asked(analysis: Analysis, clock: Clock) -> Iterator[Window]:
     skipped = len(bounds) - len(stalls.per_step_ns)
     first: dict[int, str] = {}
     for tier, time_ns in peaks.items():
-        first.setdefault(max(0, int(np.searchsorted(bounds[:, 0], time_ns, side="right")) - 1), f"peak of {tier}")
+        first.setdefault(max(0, int(np.searchsorted(steps.issued[:, 0], time_ns, side="right")) - 1), f"peak of {tier}")
     if len(stalls.per_step_ns):
         first.setdefault(skipped + int(np.argmax(stalls.per_step_ns)), "longest waits")
         first.setdefault(skipped + int(np.argmax(steps.duration_ns[skipped:])), "slowest")

@@ -95,7 +95,7 @@ def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hard
 
     ends = [note.body for note in trace.notes("end")]
     ooms = [note.body for note in trace.notes("oom")]
-    begin_ns, end_ns = (ledger.begin_ns, ledger.end_ns) if step is None else steps.bounds[step].tolist()
+    begin_ns, end_ns = (ledger.begin_ns, ledger.end_ns) if step is None else steps.issued[step].tolist()
     tiers = {
         tier: _tier(analysis, tier, moment, by, most) | {"step": steps.at(moment.time_ns) if step is None else step}
         for tier, moment in moments.items()
