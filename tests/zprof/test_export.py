@@ -27,7 +27,7 @@ from zprof.show.exports import exported
 from zprof.show.exports.prometheus import exposition, named
 from zprof.trace.reader import Trace
 
-BEGIN, END, INSTANT, COUNTER, ALLOC, FREE = RowKind
+BEGIN, END, INSTANT, COUNTER, ALLOC, FREE, SPAN = RowKind
 START = HEADER.mono_ns
 @pytest.fixture
 def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Export:
@@ -183,7 +183,7 @@ def test_no_two_spans_of_a_track_cross_and_none_is_lost(found: list[tuple[int, i
     columns = columns[np.lexsort((-columns[:, 2], columns[:, 1]))]
     what, thread = (columns[:, 0] // 2).astype(np.int32), (columns[:, 0] % 2).astype(np.int32)
     table = SpanTable(strings, what, what, columns[:, 1], columns[:, 2], columns[:, 1], thread)
-    tracks, left = exported.tracks(table, np.arange(len(table)))
+    tracks, left = exported.tracks(table, np.arange(len(table)), {})
     places = [place for track in tracks for place in track.places]
     assert sorted(places + left) == list(range(len(table)))
     for track in tracks:

@@ -29,6 +29,7 @@ from zprof.analysis.following import RunFollower
 from zprof.recording import collectives, lanes
 from zprof.recording.recorder import Recorder
 from zprof.rows import Row, RowKind
+from zprof.show.pages.timeline import timeline
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
 
@@ -217,6 +218,27 @@ def test_steps_whose_end_the_device_did_not_come_to_are_left_out(twins: tuple[Pa
     path = write_trace(tmp_path / "none.zprof", no_steps, notes={"lanes": DEVICE_LANES}, device="cuda:0")
     steps = Analysis.of(Trace.open(path)).steps
     assert (steps.count, steps.source) == (5, "step"), "as the host queued them"
+
+
+def test_perfetto_has_a_track_for_each_stream_beside_those_of_threads(twins: tuple[Path, Path], zprof: Zprof) -> None:
+    assert zprof("export", twins[1], "--format", "perfetto", "-o", "out.json").exit_code == 0
+    events = json.loads(Path("out.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    by_track: dict[str, set[str]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            by_track.setdefault(names[event["tid"]], set()).add(event["cat"])
+    assert {"forward", "backward", "wait gather", "step"} <= by_track["compute"]
+    assert {"queued forward", "queued gather"} <= by_track["thread 0"] and not by_track["thread 0"] & by_track["compute"]
+    assert by_track["gather"] == {"gather"} and by_track["disk read"] == {"disk read"}
+
+
+def test_a_timeline_has_lanes_of_what_the_device_did_and_of_what_the_host_queued(twins: tuple[Path, Path]) -> None:
+    data = timeline([Trace.open(twins[1])])
+    lanes = {lane["name"]: lane for lane in data["runs"][0]["lanes"]}
+    assert {"passes", "exposed waits", "gathers", "reductions", "updates", "queued by the host"} <= lanes.keys()
+    assert set(lanes["queued by the host"]["whats"]) >= {"queued forward", "queued wait gather"}
+    assert data["units"]["ms_per_step"] > 0 and not any("not measured" in note for note in data["notes"])
 
 
 def test_a_run_that_is_followed_has_the_devices_waits_and_rates(twins: tuple[Path, Path]) -> None:

@@ -6,7 +6,7 @@ of each verb.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from zprof.analysis.analysis import Analysis
 from zprof.analysis.bandwidth import VERBS
 from zprof.analysis.ranks import clocks
-from zprof.analysis.spans import SpanTable
+from zprof.analysis.spans import FIRST_LANE, SpanTable
 from zprof.gpu.quantities import ENERGY, QUANTITIES
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Read:
         unfinished: of each span, whether it was still open.
         count: spans there were. unlisted_ns: the longest of those that are not in the table.
         spent_ns: (what, key) -> the time in all its spans.
+        lanes: the device's streams, by what stands for a thread in the table.
     """
 
     trace: Trace
@@ -64,6 +65,7 @@ class Read:
     covered: Coverage
     end_clock: tuple[int, int] | None
     failures: Instants
+    lanes: dict[int, str]
     table: SpanTable
     unfinished: NDArray[np.bool_]
     count: int
@@ -80,8 +82,9 @@ class Track:
     """Spans that can be drawn in one row: each pair of them is disjoint, or, on a thread's, one holds the other.
 
     Attributes:
-        name: "thread 0", "gather", and with a number from 2 on for what the first could not take.
-        on_thread: spans of one thread, which nest.
+        name: "thread 0", "compute" of a device's stream, "gather", and with a number from 2 on for what the first could not
+            take.
+        on_thread: spans of one thread or stream, which nest.
         places: of its spans in the table, in the table's order.
     """
 
@@ -109,7 +112,7 @@ def read(trace: Trace, *, points: int = 2000) -> Read:
     kept = kept[np.lexsort((-end_ns[kept], begin_ns[kept]))]
     moved = (begin_ns[kept], end_ns[kept], nbytes[kept], thread[kept])
     table = SpanTable(trace.strings, names[0][kept], names[1][kept], *moved)
-    facts = (trace, analysis.ledger, analysis.covered, analysis.end_clock, analysis.failures)
+    facts = (trace, analysis.ledger, analysis.covered, analysis.end_clock, analysis.failures, analysis.lanes)
     return Read(*facts, table, kept >= len(closed), len(begin_ns), unlisted_ns, spent)
 
 
@@ -157,18 +160,18 @@ def _begin_ns(one: Read) -> int:
     return min([one.ledger.begin_ns, *map(int, firsts)])
 
 
-def tracks(table: SpanTable, places: Order) -> tuple[list[Track], list[int]]:
+def tracks(table: SpanTable, places: Order, lanes: Mapping[int, str]) -> tuple[list[Track], list[int]]:
     """The tracks of a rank's spans at ``places``, and those of them that found none.
 
     Transfers of one verb are under way together and hold nothing: each verb has tracks on which no two meet. All other spans
-    are of a thread, and nest; those that cross another of their thread go to its next track.
+    are of a thread or of a device's stream, and nest; those that cross another there go to its next track.
     """
     groups: dict[tuple[bool, str], list[int]] = {}
     strings = table.strings
     columns = (places, table.what[places], table.thread[places])
     for place, what, thread in zip(*(column.tolist() for column in columns), strict=True):
         verb = strings[what]
-        group = (False, verb) if verb in VERBS else (True, f"thread {thread}")
+        group = (False, verb) if verb in VERBS else (True, lanes.get(thread) or _threads_name(thread))
         groups.setdefault(group, []).append(place)
     found: list[Track] = []
     left: list[int] = []
@@ -179,6 +182,10 @@ def tracks(table: SpanTable, places: Order) -> tuple[list[Track], list[int]]:
         found += [Track(f"{name} ({row})" if row > 1 else name, on_thread, mine) for row, mine in enumerate(rows, 1)]
         left += [place for mine in (beside, *over) for place in mine]
     return found, sorted(left)
+
+
+def _threads_name(thread: int) -> str:
+    return f"thread {thread}" if thread < FIRST_LANE else f"stream {thread - FIRST_LANE}"
 
 
 def _rows(table: SpanTable, places: list[int], *, nested: bool) -> tuple[list[list[int]], list[int]]:

@@ -100,7 +100,7 @@ class _Spans:
         self.written = np.zeros(len(kept), np.bool_)
         self._one, self._shift, self._aside_nbytes = one, shift, aside_nbytes
         self._names: dict[tuple[int, int], str] = {}
-        self.tracks, self._aside = tracks(one.table, np.flatnonzero(kept))
+        self.tracks, self._aside = tracks(one.table, np.flatnonzero(kept), one.lanes)
 
     def lines(self) -> Iterator[str]:
         """Each span's event; two for those that found no track."""

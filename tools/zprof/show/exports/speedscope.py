@@ -68,7 +68,7 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
         if one.spent_ns:
             spent = {(frames(verb), *map(frames, _path(key))): spent for (verb, key), spent in one.spent_ns.items()}
             profiles.append(_profile(f"{rank}: time by verb and unit", "nanoseconds", spent, frames))
-        for track in tracks(one.table, np.flatnonzero(mine))[0]:
+        for track in tracks(one.table, np.flatnonzero(mine), one.lanes)[0]:
             if track.on_thread:
                 profiles.append(_ordered(one, track, shift, f"{rank}: {track.name}, in order", frames))
                 drawn += len(track.places)

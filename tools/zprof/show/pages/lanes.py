@@ -58,6 +58,8 @@ LANES = (
     Lane("device to host", ("copy d2h", "stash"), rows=2),
     Lane("disk", ("disk read", "disk write"), rows=2),
     Lane("updates", ("step", "update"), rows=2),
+    Lane("queued by the host", ("queued *",), rows=3),
+    Lane("hidden waits", ("hidden wait *",), rows=2),
     Lane("save, load", ("save", "load", "snapshot", "export"), rows=2),
 )
 
