@@ -38,8 +38,8 @@ class Trace:
         self.header = header
         self.file = file
         self._notes = Notes(file)
-        self._names = Names()
-        self.strings = self._names.strings
+        self.names = Names()
+        self.strings = self.names.strings
         self._given = 0
         self._given_sequence = 0
 
@@ -153,7 +153,7 @@ class Trace:
     def _decoded(self, index: int, file: FrameFile | None = None) -> Rows:
         file = file or self.file
         frame, payload = file.read(file.rows[index], file.sizes[index])
-        return decoded(payload, frame.count, self._names)
+        return decoded(payload, frame.count, self.names)
 
     def _renew(self) -> None:
         try:

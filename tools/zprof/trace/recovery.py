@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,10 @@ from zprof.trace.header import Header, here
 from zprof.trace.tail import NBYTES, rows_of, run_of, tail_path
 
 if TYPE_CHECKING:
+    from zprof.trace.columns import Rows
     from zprof.trace.reader import Trace
 
-__all__ = ["RECOVERED", "Recovered", "recover"]
+__all__ = ["RECOVERED", "Recovered", "lacking", "recover", "tail_rows"]
 
 #: The note that says how many rows came from a tail.
 RECOVERED = "recovered"
@@ -58,7 +60,7 @@ def recover(trace: Trace, *, ended: bool = False) -> Recovered | None:
         found = None
         if not any(trace.notes(name) for name in ("end", RECOVERED)):
             rows, torn = rows_of(block)
-            new = _not_in(trace, rows)
+            new = lacking(rows, trace.chunks(), trace.strings)
             found = Recovered(len(new), torn)
             _append(trace, new, found)
         beside.unlink()
@@ -67,6 +69,26 @@ def recover(trace: Trace, *, ended: bool = False) -> Recovered | None:
         return None  # The trace is as it was: it cannot be written to by who reads it, or the disk is full.
     finally:
         os.close(fd)
+
+
+def tail_rows(trace: Trace) -> list[Row]:
+    """The newest rows of a recording that still runs on this machine, some of which the trace may have; none without a tail.
+
+    Nothing is changed, and the recording goes on meanwhile: a row that is written over while it is read is left out.
+    """
+    try:
+        fd = open_regular(tail_path(trace.path), follow=False)
+    except (OSError, ValueError):
+        return []
+    try:
+        block = os.pread(fd, NBYTES, 0) if os.fstat(fd).st_size == NBYTES else b""
+    except OSError:
+        return []
+    finally:
+        os.close(fd)
+    if len(block) != NBYTES or run_of(block) != (trace.header.pid, trace.header.mono_ns):
+        return []
+    return rows_of(block)[0]
 
 
 def _locked(fd: int) -> bool:
@@ -102,15 +124,15 @@ def _gone(header: Header) -> bool:
     return False
 
 
-def _not_in(trace: Trace, rows: list[Row]) -> list[Row]:
-    """Those of ``rows`` that the trace does not have: one at the same nanosecond with the same fields is the same row."""
+def lacking(rows: Sequence[Row], chunks: Iterable[Rows], strings: Sequence[str]) -> list[Row]:
+    """Those of ``rows`` that ``chunks`` do not have: one at the same nanosecond with the same fields is the same row."""
     if not rows:
         return []
     since = min(row.time_ns for row in rows)
     there: Counter[tuple[object, ...]] = Counter()
-    for chunk in trace.chunks():
+    for chunk in chunks:
         for at in (chunk.time_ns >= since).nonzero()[0].tolist():
-            names = (trace.strings[int(chunk.what[at])], trace.strings[int(chunk.key[at])])
+            names = (strings[int(chunk.what[at])], strings[int(chunk.key[at])])
             numbers = (int(chunk.nbytes[at]), int(chunk.time_ns[at]), int(chunk.thread[at]), int(chunk.ident[at]))
             there[(int(chunk.kind[at]), *names, *numbers)] += 1
     new = []
