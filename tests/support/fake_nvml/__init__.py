@@ -91,6 +91,9 @@ DEFAULTS: dict[str, int] = {
     "mig_gpu": 0,
     "mig_most": 7,
     "mig_parts": 2,
+    "ret_processes": 0,
+    "process": 0,
+    "process_memory": 0,
 }
 PLACES = {name: place for place, name in enumerate(DEFAULTS)}
 #: What the code under test does not steer: counters of calls.

@@ -149,6 +149,18 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, memory_v2 *memory) 
 }
 #endif
 
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu, compute; } process_t;
+
+nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsigned *count, process_t *out) {
+    BEGIN(device, processes)
+    unsigned most = *count;
+    *count = VALUE(process) ? 1 : 0;
+    if (!*count) return 0;
+    if (!out || most < *count) return 7;
+    out[0] = (process_t){(unsigned)VALUE(process), (unsigned long long)VALUE(process_memory), ~0u, ~0u};
+    return 0;
+}
+
 nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, unsigned *rates) {
     BEGIN(device, utilisation)
     WHOLE(device)

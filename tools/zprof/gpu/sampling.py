@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from zprof.gpu.devices import Device
     from zprof.gpu.watched import Watched
 
-__all__ = ["NvmlSampler", "open_nvml"]
+__all__ = ["NvmlSampler", "Opened", "open_nvml", "opened"]
 
 _LIBRARY = "libnvidia-ml.so.1"
 _STATES = {9: "no driver", 4: "no permission", 17: "no permission", 18: "mismatch", 15: "lost", 16: "lost"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class Opened:
     """How opening went: the library where it did, and the state either way."""
 
     nvml: Nvml | None
@@ -62,35 +62,36 @@ def open_nvml(*, required: bool = False, everything: bool = False) -> NvmlSample
 
 
 def _open(everything: bool) -> NvmlSampler:
-    opened = _opened()
-    if opened.nvml is None:
-        return NvmlSampler(None, opened.state, opened.why)
+    library = opened()
+    if library.nvml is None:
+        return NvmlSampler(None, library.state, library.why)
     if everything:
-        keyed = {f"gpu{device.label}": device for device in opened.devices}
-        notes = opened.notes
-        sampler = NvmlSampler(opened.nvml, opened.state, opened.why, driver=opened.driver, notes=notes)
+        keyed = {f"gpu{device.label}": device for device in library.devices}
+        notes = library.notes
+        sampler = NvmlSampler(library.nvml, library.state, library.why, driver=library.driver, notes=notes)
         sampler.watch(keyed)
         return sampler
     sampler = NvmlSampler(
-        opened.nvml, opened.state, opened.why, driver=opened.driver, notes=opened.notes, found=opened.devices
+        library.nvml, library.state, library.why, driver=library.driver, notes=library.notes, found=library.devices
     )
     sampler.look()
     return sampler
 
 
-def _opened() -> _Opened:
+def opened() -> Opened:
+    """The library, begun; who gets one that is not None shuts it down."""
     try:
         # Asked before the bindings are imported, which costs more than all of a start without a GPU.
         ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        return _Opened(None, "absent", f"no NVML: {one_line(str(error))}")
+        return Opened(None, "absent", f"no NVML: {one_line(str(error))}")
     imported = ask(_bindings)
     if isinstance(imported, Failure):
-        return _Opened(None, "absent", f"NVML is there, its bindings are not ({imported.why}): pip install nvidia-ml-py")
+        return Opened(None, "absent", f"NVML is there, its bindings are not ({imported.why}): pip install nvidia-ml-py")
     nvml = imported
     begun = ask(nvml.nvmlInit)
     if isinstance(begun, Failure):
-        return _Opened(None, _STATES.get(begun.code or 0, "failed"), f"NVML does not start: {begun.why}")
+        return Opened(None, _STATES.get(begun.code or 0, "failed"), f"NVML does not start: {begun.why}")
     driver = ask(nvml.nvmlSystemGetDriverVersion)
     said = one_line(driver, 64) if isinstance(driver, str) else ""
     from zprof.gpu.devices import found_devices
@@ -98,11 +99,11 @@ def _opened() -> _Opened:
     found = found_devices(nvml)
     if isinstance(found, Failure):
         state = _STATES.get(found.code or 0, "failed")
-        return _Opened(nvml, state, f"NVML shows no devices: {found.why}", said)
+        return Opened(nvml, state, f"NVML shows no devices: {found.why}", said)
     devices, notes = found
     if not devices:
-        return _Opened(nvml, "no devices", "NVML shows no devices", said, notes=tuple(notes))
-    return _Opened(nvml, "ok", "", said, tuple(devices), tuple(notes))
+        return Opened(nvml, "no devices", "NVML shows no devices", said, notes=tuple(notes))
+    return Opened(nvml, "ok", "", said, tuple(devices), tuple(notes))
 
 
 def _bindings() -> Any:

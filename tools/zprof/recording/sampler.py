@@ -48,12 +48,13 @@ class ProcessSampler:
 
     Args:
         root: where /proc and /sys are; "/" outside tests.
+        who: the number of another process.
     """
 
-    def __init__(self, root: Path = Path("/")) -> None:
+    def __init__(self, root: Path = Path("/"), who: str = "self") -> None:
         self._page = os.sysconf("SC_PAGE_SIZE")
-        self._statm = root / "proc/self/statm"
-        folder = cgroup_folder(root)
+        self._statm = root / "proc" / who / "statm"
+        folder = cgroup_folder(root, who)
         self._usage = self._stat = None
         if folder is not None:
             name = "memory.current" if (folder / "memory.current").exists() else "memory.usage_in_bytes"
@@ -141,10 +142,10 @@ def torch_uuids() -> list[str] | None:
         return None
 
 
-def cgroup_folder(root: Path = Path("/")) -> Path | None:
-    """Where the memory of this process's container is accounted; None outside one, or where it cannot be seen."""
+def cgroup_folder(root: Path = Path("/"), who: str = "self") -> Path | None:
+    """Where the memory of a process's container is accounted; None outside one, or where it cannot be seen from here."""
     mounts = _read(root / "proc/self/mountinfo").decode(errors="replace")
-    hierarchies = _read(root / "proc/self/cgroup").decode(errors="replace")
+    hierarchies = _read(root / "proc" / who / "cgroup").decode(errors="replace")
     for controllers, path in re.findall(r"^\d+:([^:\n]*):(/.*)$", hierarchies, re.MULTILINE):
         if controllers and "memory" not in controllers.split(","):
             continue
