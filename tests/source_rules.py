@@ -165,7 +165,7 @@ ORDER = {
         "events errors",
     ),
     "zprof": (
-        "__main__", "cli", "__init__ commands", "doctor show", "running oom", "analysis", "bench gpu recording",
+        "__main__", "cli", "__init__ commands", "doctor show", "running oom", "living", "analysis", "bench gpu recording",
         "allocator", "trace", "problem rows clock writing",
     ),
 }  # fmt: skip

@@ -55,6 +55,18 @@ class Running:
         self._process = forks().Process(target=_serve, args=(program, streams), daemon=False)
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End it at once; what it started may live on."""
+        self._process.kill()
+        self._process.join()
+        self._folder.cleanup()
+
     def wait(self, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """How it ended and what it wrote.
 

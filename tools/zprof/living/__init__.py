@@ -1,0 +1,1 @@
+"""Looking at processes that run: their stacks, their memory, and what their recording says now."""

@@ -1,0 +1,1 @@
+"""What `zprof attach` and `zprof hang` print."""
