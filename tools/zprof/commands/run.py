@@ -45,6 +45,7 @@ _LAUNCHER_MODULES = {
     "deepspeed.launcher.runner": "deepspeed",
 }
 _SHORTEST_S, _LONGEST_S = 0.001, 3600.0
+_SHORTEST_PATIENCE_S, _LONGEST_PATIENCE_S = 0.1, 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,18 @@ def _interval(ctx: click.Context, param: click.Parameter, value: str) -> float:
         seconds = parse_duration(value) / 1e9
     if not _SHORTEST_S <= seconds <= _LONGEST_S:
         raise click.BadParameter(f"{value!r}: expected a time from 1ms to 3600s, such as 100ms or 1s")
+    return seconds
+
+
+def _patience(ctx: click.Context, param: click.Parameter, value: str | None) -> float:
+    """10min, 90s: seconds; 0 where it was not asked for."""
+    if value is None:
+        return 0.0
+    seconds = 0.0
+    with suppress(ValueError):
+        seconds = parse_duration(value) / 1e9
+    if not _SHORTEST_PATIENCE_S <= seconds <= _LONGEST_PATIENCE_S:
+        raise click.BadParameter(f"{value!r}: expected a time from 100ms to 24h, such as 90s or 10min")
     return seconds
 
 
@@ -93,6 +106,17 @@ def _interval(ctx: click.Context, param: click.Parameter, value: str) -> float:
     "--interval", callback=_interval, default="100ms", show_default=True, metavar="TIME", help="Time between memory samples."
 )
 @click.option("--live", is_flag=True, help="Show tiers, steps and bandwidths on the terminal while it runs.")
+@click.option(
+    "--hang-after",
+    callback=_patience,
+    metavar="TIME",
+    help="Where nothing has been recorded for so long, note the stacks of all threads in the trace, and print them on stderr.",
+)
+@click.option(
+    "--stacks-on",
+    type=click.Choice(("USR1", "USR2")),
+    help="Print the stacks of all threads on stderr when this signal comes, unless the script sets a handler of its own.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(
@@ -102,6 +126,8 @@ def run(
     nvml: str,
     interval: float,
     live: bool,
+    hang_after: float,
+    stacks_on: str | None,
     module: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -119,7 +145,8 @@ def run(
     _check_script(command[0], module)
     rank, world = ranks()
     path = _output(output or (RUN if force else next_name(world)), rank, world, force)
-    order = Order(str(path), command[0], module, force, level, nvml, interval, os.getpid())
+    number = f"SIG{stacks_on}" if stacks_on else ""
+    order = Order(str(path), command[0], module, force, level, nvml, interval, os.getpid(), hang_after, number)
     before, kills = _seen(path), Kills.read()
     show = live and rank == 0
     ending = _watch(order, command[1:], path) if show else _wait(Child(order.arguments(command[1:])))

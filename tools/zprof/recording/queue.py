@@ -71,6 +71,11 @@ class Queue:
         return len(self._rows)
 
     @property
+    def put_so_far(self) -> int:
+        """Rows that were put, those that were dropped not counted."""
+        return self._taken + len(self._rows)
+
+    @property
     def threads(self) -> int:
         """How many have put rows."""
         return len(self._threads)
@@ -135,8 +140,8 @@ class Queue:
             # Not before the writer has them: for want of memory it may take none.
             writer.rows(_as_rows(rows))
             del self._rows[:length]
-            writer.flush()
             self._taken += length
+            writer.flush()
             if self.tail is not None:
                 self.tail.written(self._taken - writer.waiting)
         self._dropping = False

@@ -109,7 +109,7 @@ class Recorder:
         self._undo: list[Callable[[], None]] = []
         self._life = threading.RLock()
         self._stopped = threading.Event()
-        self._written_ns = self._sampled_ns = 0
+        self._written_ns = self._sampled_ns = self._samples = 0
         self._pid = os.getpid()
         self._noted: dict[str, str] = {}
         self._device: str | None = None
@@ -408,7 +408,7 @@ class Recorder:
 
     def _sample(self) -> None:
         with suppress(MemoryError):  # a script's want of memory is what the trace is to show, not to end by
-            self._sampling.sample(lambda what, key, value: self._append(_COUNTER, what, key, value, now_ns(), 0))
+            self._sampling.sample(self._sampled)
         found = device()
         if found is not None and found != self._device:
             # Now, not at the end: of a run that is killed readers must know that it computed on a GPU, and on which.
@@ -417,6 +417,15 @@ class Recorder:
             self._note_samplers()
         self._sampled_ns = now_ns()
         self._sources.bury(self._sampled_ns)
+
+    def _sampled(self, what: str, key: str, value: int) -> None:
+        self._samples += 1
+        self._append(_COUNTER, what, key, value, now_ns(), 0)
+
+    @property
+    def rows_of_script(self) -> int:
+        """Rows so far that say what the script does, samples not counted: no more of them, and nothing is seen to be done."""
+        return self._queue.put_so_far - self._samples
 
     def _note_samplers(self) -> None:
         for name, body in self._sampling.notes():

@@ -7,6 +7,7 @@ the script could not say any more.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -46,7 +47,9 @@ def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, 
     analysis = Analysis.of(trace)
     killed = _kill(ending, kill, analysis) if ending.signal == 9 else None
     if killed is not None:
-        _write_down(path, killed)
+        _write_down(path, "oom", asdict(killed))
+    elif ending.signal and not trace.notes("end"):
+        _write_down(path, "killed", {"signal": ending.signal})
     lines = explain(analysis, killed) if ending.failed else []
     if ending.signal == 9 and killed is None:
         lines.append(f"killed by SIGKILL; no process was ended for want of memory meanwhile; {_rss(ending)}")
@@ -69,10 +72,10 @@ def _next(trace: Trace, path: Path, world: int) -> list[str]:
     return [f"next: zprof report {shlex.quote(str(path))}"]
 
 
-def _write_down(path: Path, killed: Failure) -> None:
+def _write_down(path: Path, name: str, body: Mapping[str, object]) -> None:
     """The process could not say why it ended: its trace says it from now on. A torn chunk before this is passed over."""
     with suppress(OSError), path.open("ab") as file:
-        file.write(sealed(FrameKind.NOTE, packed(["oom", asdict(killed)])))
+        file.write(sealed(FrameKind.NOTE, packed([name, dict(body)])))
 
 
 def _kill(ending: Ending, kill: tuple[str, int | None] | None, analysis: Analysis) -> Failure | None:

@@ -54,7 +54,8 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 class Order:
     """What to record, and how; ``module`` says that the target is the name of a module, not a path.
 
-    ``watcher`` is the process that started this one, whose end ends it; 0 for none.
+    ``watcher`` is the process that started this one, whose end ends it; 0 for none. After ``hang_after_s`` without a row stacks
+    are noted, and on the signal ``stacks_on`` printed; 0 and "" for never.
     """
 
     output: str
@@ -65,6 +66,8 @@ class Order:
     nvml: str = "auto"
     interval_s: float = 0.1
     watcher: int = 0
+    hang_after_s: float = 0.0
+    stacks_on: str = ""
 
     def arguments(self, command: Sequence[str]) -> list[str]:
         """The command line of `main`."""
@@ -136,6 +139,7 @@ def main() -> None:
     recording = _Recording(recorder)
     # Registered first, so called last: what the script does at its own exit is recorded too.
     atexit.register(recording.close)
+    _watch_for_hangs(order, recorder)
     os._exit = _closing(recording, os._exit)  # type: ignore[assignment]
     script = _module(order.target) if order.module else _script(order.target)
     try:
@@ -148,6 +152,25 @@ def main() -> None:
                 warnings.warn(f"zprof: the trace lacks why the script ended: {type(ours).__name__}: {ours}", stacklevel=1)
         _cut_frames()
         raise
+
+
+def _watch_for_hangs(order: Order, recorder: Recorder) -> None:
+    """What was asked for, before the script can set a handler of its own, which then takes the place of this one."""
+    if order.hang_after_s:
+        from zprof.running.silence import Silence
+
+        Silence(recorder, order.hang_after_s, _say).start()
+    if order.stacks_on:
+        import faulthandler
+
+        # From C, in the signal's handler itself: also where the main thread hangs in C, or keeps the interpreter's lock.
+        faulthandler.register(signal.Signals[order.stacks_on], all_threads=True)
+
+
+def _say(text: str) -> None:
+    # Not through sys.stderr, which the script may have replaced, and whose lock the thread that hangs may hold.
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode("utf-8", "backslashreplace"))
 
 
 def _die_with(watcher: int) -> None:
