@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("zprof.commands.run", "Run a script or module and record it."),
     "top": ("zprof.commands.top", "Watch devices and recording runs live."),
     "attach": ("zprof.commands.attach", "Show a running process: its stacks, its memory, what it does now."),
+    "hang": ("zprof.commands.hang", "Say where every rank of a job is, and whether it hangs."),
     "report": ("zprof.commands.report", "Say where the bytes and milliseconds of a run went."),
     "timeline": ("zprof.commands.timeline", "Draw a run over time, as one page."),
     "flamegraph": ("zprof.commands.flamegraph", "Draw the bytes of a moment by module, as one page."),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from offload.text import one_line
 from zprof.analysis.coverage import Coverage, coverage
 from zprof.clock import now_ns, wall_ns
 from zprof.rows import CATEGORIES, NO_PLACE, PLACES, TIERS, Row, RowKind, TraceError
@@ -61,7 +62,7 @@ class Activity:
     def name(self) -> str:
         """"gather layers.3", or of torch.distributed's collectives "all_reduce"."""
         what = self.what.removeprefix("wait ")
-        return self.key if what in _OF_TORCH else f"{what} {self.key}".strip()
+        return one_line(self.key if what in _OF_TORCH else f"{what} {self.key}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ class Following:
     def _end(self) -> tuple[int, str] | None:
         for note in self.trace.notes("end")[-1:]:
             code, reason = note.body.get("exit"), note.body.get("reason")
-            return code if type(code) is int else 0, str(reason or "")[:200]
+            return code if type(code) is int else 0, one_line(str(reason or "")[:200])
         return None
 
     def _signal(self) -> int:
@@ -302,7 +303,8 @@ def recording_of(process: Process) -> tuple[Path | None, str]:
             path = _path_of(folder / name)
             header = Trace.growing(path).header
             if header.boot != here()[1] or header.pid not in (process.pid, process.inner):
-                other = f"it is a child of pid {header.pid}, which records into {path.name}, and is not recorded itself"
+                into = one_line(path.name)
+                other = f"it is a child of pid {header.pid}, which records into {into}, and is not recorded itself"
                 continue
             found.append((header.mono_ns, path))
     return (max(found)[1], "") if found else (None, other)
