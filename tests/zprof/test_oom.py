@@ -6,7 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +206,8 @@ def test_what_fits_comes_first_and_the_cheapest_of_that_before_all() -> None:
     found = remedies(Plight(held(), ("device",), 80 * MIB, 1, policy(stage=0), UNITS))
     fits = [bool(remedy.fits) for remedy in found]
     assert fits == sorted(fits, reverse=True)
-    ranks = [remedy.changes[0].rank for remedy in found if remedy.fits]
-    assert ranks == sorted(ranks)
+    costs = [remedy.changes[0].cost for remedy in found if remedy.fits]
+    assert costs == sorted(costs)
 
 
 def test_where_no_change_is_enough_the_cheapest_that_are_together_come_first() -> None:
@@ -355,9 +355,9 @@ def test_a_run_without_a_failure_is_not_explained(tmp_path: Path) -> None:
 # Real runs.
 
 
-def fresh(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
-    """In an interpreter that has imported nothing."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def fresh(*words: str, at: Path, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """In an interpreter that has imported nothing, with some more in its environment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(more or {})}
     return subprocess.run(
         [sys.executable, *words], cwd=at, env=environment, capture_output=True, text=True, timeout=600
     )
@@ -441,6 +441,90 @@ def test_an_allocation_the_system_refuses_is_explained_from_every_storage(tmp_pa
     assert "half the batch: saves at most " in said
     [note] = Trace.open(tmp_path / "run.0.zprof").notes("oom")
     assert note.body["nbytes"] == 32 * MIB
+
+
+BLOCKS = """
+import ctypes, resource, sys, torch
+from torch.utils.checkpoint import checkpoint
+torch.set_num_threads(1)
+# What is freed goes back at once, so that what fits does not depend on malloc.
+ctypes.CDLL(None).mallopt(-3, 1 << 16)
+left, changed = int(sys.argv[1]) << 20, sys.argv[2:]
+block = lambda: torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(block() for _ in range(8))
+    def forward(self, x):
+        for each in self.blocks:
+            x = checkpoint(each, x, use_reentrant=False) if CHECKPOINT in changed else each(x)
+        return x
+net = Net()
+optimizer = torch.optim.Adam(net.parameters())
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + left, resource.RLIM_INFINITY))
+for step in range(2):
+    for rows in [1536, 1536] if "half the batch" in changed else [3072]:
+        net(torch.ones(rows, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""".replace("CHECKPOINT", "'torch.utils.checkpoint around each block'")
+
+
+def proposed(stderr: str) -> list[str]:
+    """The changes below the first promise, the first one first."""
+    lines = [line.removeprefix("zprof: ") for line in stderr[stderr.index("zprof: out of memory") :].splitlines()]
+    begin = next(at for at, line in enumerate(lines) if line in {verdict.value for verdict in Verdict}) + 1
+    end = next((at for at, line in enumerate(lines) if at >= begin and not line.startswith("  ")), len(lines))
+    return [line.strip().partition(": saves")[0] for line in lines[begin:end]]
+
+
+def test_each_change_proposed_to_a_first_step_that_failed_lets_the_whole_run_finish(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BLOCKS)
+    failed = python("-m", "zprof", "run", "--level", "alloc", "train.py", "170", at=tmp_path)
+    assert failed.returncode == 1 and "DefaultCPUAllocator" in failed.stderr, failed.stderr
+    # Of 16 MiB of parameters: as many of gradients, and twice as many of Adam's.
+    assert "gradients of 16 MiB and states of 32.1 MiB still to be made" in failed.stderr
+    assert Verdict.MAY.value in failed.stderr and "the inputs of 8 blocks stay" in failed.stderr
+    changes = proposed(failed.stderr)
+    assert changes == ["half the batch", "torch.utils.checkpoint around each block"]
+    for change in changes:
+        again = python("train.py", "170", change, at=tmp_path)
+        assert again.returncode == 0, (change, again.stderr)
+
+
+def test_where_nothing_lets_a_whole_step_fit_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BLOCKS)
+    failed = python("-m", "zprof", "run", "--level", "alloc", "train.py", "40", at=tmp_path)
+    assert "nothing that was tried on these bytes, alone or together, would have let it fit" in failed.stderr
+    assert Verdict.MAY.value not in failed.stderr and Verdict.WOULD.value not in failed.stderr
+    changes = proposed(failed.stderr)
+    assert changes and Verdict.NOT_THE_STEP.value in failed.stderr
+    assert python("train.py", "40", *changes, at=tmp_path).returncode == 1
+
+
+TORN = """
+import os, resource, sys, torch
+torch.set_num_threads(1)
+[size] = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize:")]
+resource.setrlimit(resource.RLIMIT_AS, (size + (112 << 20), resource.RLIM_INFINITY))
+torch.empty(2 << 20)  # from now on malloc takes blocks of up to 8 MiB from its heap
+torn = [(torch.empty(1 << 18), torch.empty(64)) for _ in range(80)]
+kept = [small for _, small in torn]
+del torn
+torch.empty(16 << 20)
+"""
+
+
+def test_what_malloc_keeps_of_what_was_freed_is_offered_and_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TORN)
+    failed = fresh("-m", "zprof", "run", "--level", "alloc", "train.py", at=tmp_path)
+    assert failed.returncode == 1 and "RLIMIT_AS refused 64 MiB" in failed.stderr, failed.stderr
+    first = proposed(failed.stderr)[0]
+    assert first == "MALLOC_MMAP_THRESHOLD_=1048576 in the environment"
+    name, _, value = first.partition(" ")[0].partition("=")
+    again = fresh("train.py", at=tmp_path, more={name: value})
+    assert again.returncode == 0, again.stderr
 
 
 def test_a_failure_the_script_handles_is_none(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zprof.oom.changes import Plight
-from zprof.oom.facts import Failure
+from zprof.oom.changes import Pace, Plight
+from zprof.oom.facts import LEAST_KEPT, Failure
+from zprof.oom.whole_step import block_of, bytes_of, whole_step
 from zprof.rows import BEFORE_STACK, QUEUED, TIERS
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Case:
     Attributes:
         held: (category, tier, key) -> bytes at that moment. phase: "forward", "backward" or "step"; "" outside.
         to_come: bytes of states still to be made, which are counted in the plight.
+        reckoned: no whole step was seen; the plight's is made up from what there was and from what was still to come.
     """
 
     failure: Failure
@@ -48,6 +50,7 @@ class Case:
     plight: Plight
     phase: str
     to_come: int
+    reckoned: bool
 
 
 def recorded(trace: Trace) -> Failure | None:
@@ -142,13 +145,15 @@ def case_of(analysis: Analysis, failure: Failure) -> Case:
     held = _charged(course.held(failure.tier), failure)
     policy = _policy(analysis.trace)
     units = _units(analysis) or {key: nbytes for (what, _, key), nbytes in held.items() if what == "parameter"}
-    held = _by_unit(held, units)
+    # Of a script without zhooks a block is what is numbered, not each of the modules in it.
+    known = _units(analysis)
+    held = _by_unit(held, known)
     room = None
     if failure.short is not None and failure.nbytes is not None:
         room = sum(nbytes for place, nbytes in held.items() if place[1] in pool) + failure.nbytes - failure.short
     missing = _states_to_come(held, failure, course.phase)
     making = bool(failure.states) or course.phase == "step" or failure.key.startswith("optimizer/")
-    step = [_by_unit(_charged(moment, failure), units) for moment in course.step(pool, making)]
+    step = [_by_unit(_charged(moment, failure), known) for moment in course.step(pool, making)]
     to_come, then, tier = sum(missing.values()), dict(held), _states_tier(held)
     for unit, nbytes in missing.items():
         then["optimizer", tier, unit] = then.get(("optimizer", tier, unit), 0) + nbytes
@@ -157,11 +162,35 @@ def case_of(analysis: Analysis, failure: Failure) -> Case:
         # The request that failed was for one of them.
         short += max(0, to_come - (failure.nbytes or 0))
     step = [_with_states(moment, then) for moment in step] if not _larger(held, failure, step) else []
-    blocks = len({_block(key, set()) for key in _of(held, "parameter") if any(map(str.isdecimal, key.split(".")))})
+    reckoned = not step and policy is None and failure.step_gradients is not None
+    if reckoned:
+        step = whole_step(held, failure.tier, failure.nbytes or 0, failure.step_gradients or 0, failure.step_states or 0)
+    blocks = len({block_of(key, set()) for key in bytes_of(held, "parameter") if any(map(str.isdecimal, key.split(".")))})
     free = {"host": failure.host_free} if not shared and failure.host_free is not None else None
-    limits = (free, failure.idle or 0, shared, tuple(step), room, blocks)
+    # What malloc keeps of a few bytes is nothing to speak of.
+    idle = failure.idle if failure.idle is not None and (failure.kind == "cuda" or failure.idle >= LEAST_KEPT) else 0
+    limits = (free, idle, shared, tuple(step), room, blocks, _pace(analysis))
     plight = Plight(then, pool, short, analysis.header.world, policy, units, *limits)
-    return Case(failure, held, plight, course.phase, to_come)
+    return Case(failure, held, plight, course.phase, to_come, reckoned)
+
+
+def _pace(analysis: Analysis) -> Pace:
+    """As the run's own transfers were, or the machine's trials, those of a usual one else."""
+    usual, steps = Pace(), analysis.steps.warm
+    reached = {rate.verb: rate.reached_bytes_per_s for rate in analysis.rates if analysis.covered.spans(rate.verb) is None}
+    bench = {rate.verb: rate.bench.bytes_per_s for rate in analysis.rates if rate.bench is not None}
+
+    def rate(verb: str, otherwise: float) -> float:
+        return bench.get(verb) or reached.get(verb) or otherwise
+
+    forward_ns = analysis.table.of("forward").duration_ns
+    if len(forward_ns):
+        lasted: float | None = float(np.median(forward_ns))
+    else:
+        # A backward takes about as long as two.
+        lasted = float(np.median(steps.duration_ns)) / 3 if steps.count and steps.unseen is None else None
+    host, disk = rate("copy d2h", usual.host), rate("disk write", usual.disk)
+    return Pace(rate("gather", usual.gather), host, disk, lasted)
 
 
 def _units(analysis: Analysis) -> dict[str, int]:
@@ -216,30 +245,21 @@ def _by_unit(held: Mapping[tuple[str, str, str], int], units: Iterable[str]) -> 
     known = set(units)
     found: dict[tuple[str, str, str], int] = {}
     for (what, tier, key), nbytes in held.items():
-        place = (what, tier, _block(key, known) if what == "activation" else key)
+        place = (what, tier, block_of(key, known) if what == "activation" else key)
         found[place] = found.get(place, 0) + nbytes
     return found
-
-
-def _block(path: str, units: set[str]) -> str:
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        if ".".join(parts[:count]) in units:
-            return ".".join(parts[:count])
-    numbered = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
-    return path if numbered is None else ".".join(parts[: numbered + 1])
 
 
 def _states_to_come(held: Mapping[tuple[str, str, str], int], failure: Failure, phase: str) -> dict[str, int]:
     """Unit -> bytes of states it lacks: those that the error speaks of, or beside the unit that has most a parameter; the step
     would have made them too."""
     if failure.states:
-        sizes = _of(held, "parameter")
+        sizes = bytes_of(held, "parameter")
         whole = sum(sizes.values())
         return {key: failure.states * nbytes // whole for key, nbytes in sizes.items() if nbytes}
     if phase != "step" and not failure.key.startswith("optimizer/"):
         return {}
-    parameters, states = _of(held, "parameter"), _of(held, "optimizer")
+    parameters, states = bytes_of(held, "parameter"), bytes_of(held, "optimizer")
     floor = max(parameters.values(), default=0) // _NOT_SMALL
     made = [states[key] / nbytes for key, nbytes in parameters.items() if nbytes >= floor and states.get(key)]
     most = max(made, default=0.0)
@@ -250,13 +270,3 @@ def _states_to_come(held: Mapping[tuple[str, str, str], int], failure: Failure, 
 def _states_tier(held: Mapping[tuple[str, str, str], int]) -> str:
     tiers = [(nbytes, tier) for (what, tier, _), nbytes in held.items() if what == "optimizer"]
     return max(tiers)[1] if tiers else "device"
-
-
-def _of(held: Mapping[tuple[str, str, str], int], category: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for (what, _, key), nbytes in held.items():
-        if what == category:
-            found[key] = found.get(key, 0) + nbytes
-    return found
-
-

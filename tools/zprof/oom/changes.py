@@ -6,6 +6,11 @@ a change saves, the change is not offered.
 Note: [On the way]
     What is stored on another tier is still needed where it is used: a buffer for the unit in use, those fetched ahead and the
     one on its way back. A change that moves a cell leaves so many of its largest units behind.
+
+Note: [What a change costs]
+    Changes are compared by the time they add to a step: bytes over the bandwidth of their way, a forward that is computed
+    again. Where neither the run nor ``zprof bench`` says how fast that is, a usual machine's figures stand in, which only order
+    the changes and are never shown. A change that alters the numbers computed comes after all that do not.
 """
 
 from __future__ import annotations
@@ -17,12 +22,37 @@ from typing import Any
 from offload.text import as_size
 from zprof.oom.held import Held, bytes_in, halved, keys, largest_alone, less, moved, partitioned
 
-__all__ = ["ALLOCATOR", "Change", "Plight", "changes"]
+__all__ = ["ALLOCATOR", "Change", "Pace", "Plight", "changes"]
 
 #: What a change of the allocator's settings is about.
 ALLOCATOR = "allocator"
-#: Prices in ascending order; within one, the change that moves fewer bytes comes first.
-_SETTING, _OVERLAP, _TRAFFIC, _RECOMPUTE, _HOST, _PRECISION, _DISK, _BATCH = range(8)
+#: Bytes a second at which a usual CPU updates states, and a forward makes activations.
+_UPDATED, _MADE = 5e9, 2e9
+#: Of a forward and its backward, what two of half the size take more.
+_HALVED = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast the run was, or a usual machine is.
+
+    Attributes:
+        gather, host, disk: bytes a second between ranks, from the device to the host, and to the disk.
+        forward_ns: a forward took; None where nobody knows.
+    """
+
+    gather: float = 10e9
+    host: float = 10e9
+    disk: float = 1e9
+    forward_ns: float | None = None
+
+    def moving(self, nbytes: float, to: str) -> float:
+        """Nanoseconds of bringing so many bytes there, or back."""
+        return nbytes * 1e9 / {"gather": self.gather, "host": self.host, "disk": self.disk}[to]
+
+    def computing_again(self, activations: int) -> float:
+        """Nanoseconds of a forward, which makes so many bytes."""
+        return self.forward_ns if self.forward_ns is not None else activations * 1e9 / _MADE
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +66,12 @@ class Plight:
         world: ranks. policy: its values as a policy file has them, None without zhooks.
         units: unit -> its bytes, gathered whole.
         free: tier -> bytes it could still take, for what would move there; None where nothing bounds it.
-        idle: bytes the CUDA allocator had reserved and not in use.
+        idle: bytes that were freed and that the allocator, torch's on CUDA or else malloc, did not give back.
         shared: the device is a CPU, so that device and host are the same memory.
         step: the fullest moments of what a whole step needs; none where no such step was seen.
         room: bytes that the pool can take in all, of those that are recorded; None where nobody knows.
         blocks: that the model has; 0 where nobody knows.
+        pace: how fast the run was.
     """
 
     held: Held
@@ -55,6 +86,7 @@ class Plight:
     step: tuple[Held, ...] = ()
     room: int | None = None
     blocks: int = 0
+    pace: Pace = Pace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +95,7 @@ class Change:
 
     Attributes:
         what: the lines of a policy file, or what else to do.
-        price: in words. rank: what it is compared by, price first, then bytes moved or computed again.
+        price: in words. cost: whether the numbers computed change, and nanoseconds a step; see Note: [What a change costs].
         about: what it changes; of two changes about one thing only one can be made.
         at_most: the true saving may be smaller, for a reason the price names.
         keys: what to write into the policy, table by table; None of what is no policy's.
@@ -72,7 +104,7 @@ class Change:
 
     what: str
     price: str
-    rank: tuple[int, int]
+    cost: tuple[bool, float]
     about: frozenset[str]
     after: Callable[[Held], Held]
     at_most: bool = False
@@ -80,17 +112,24 @@ class Change:
     batches: int = 1
 
 
+#: What makes memory usable that an allocator keeps, and at what price.
+_ALLOCATORS = {
+    "cuda": (
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "none at run time: memory the allocator had reserved and could not use becomes usable, as far as it was torn",
+    ),
+    "malloc": (
+        "MALLOC_MMAP_THRESHOLD_=1048576 in the environment",
+        "blocks of 1 MiB and more come from the system each time and go back at once, which takes time of the kernel",
+    ),
+}
+
+
 def changes(plight: Plight) -> Iterator[Change]:
     """Every change that there is for this policy, whether it helps or not."""
     if plight.idle:
-        yield Change(
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            "none at run time: memory the allocator had reserved and could not use becomes usable, as far as it was torn",
-            (_SETTING, 0),
-            _about(ALLOCATOR),
-            lambda held: held,
-            at_most=True,
-        )
+        what, price = _ALLOCATORS["malloc" if plight.shared else "cuda"]
+        yield Change(what, price, (False, 0), _about(ALLOCATOR), lambda held: held, at_most=True)
     if plight.policy is None:
         yield from _without_zhooks(plight)
     else:
@@ -111,7 +150,7 @@ def _schedule(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         yield Change(
             "[schedule] prefetch = 0",
             "gathers are waited for where they were hidden behind the compute",
-            (_OVERLAP, sum(fetched.values())),
+            (False, plight.pace.moving(2 * sum(gathered_nbytes for _, gathered_nbytes in gathered), "gather")),
             _about("prefetch"),
             less("parameter", "device", fetched),
             keys={"schedule": {"prefetch": 0}},
@@ -133,7 +172,10 @@ def _stages(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
             3: f"parameters are gathered in every pass; {as_size(flying)} stay for units in flight",
         }[higher]
         after = partitioned(tuple(cells), plight.world, flying)
-        yield Change(f"stage = {higher}", price, (_TRAFFIC, higher), _about("stage"), after, keys={"stage": higher})
+        # Gathered once a step, or in forward and backward.
+        moved_nbytes = bytes_in(plight.held, ("device",), "parameter") * (2 if higher == 3 else 1)
+        cost = (False, plight.pace.moving(moved_nbytes, "gather") + higher)
+        yield Change(f"stage = {higher}", price, cost, _about("stage"), after, keys={"stage": higher})
 
 
 def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
@@ -148,11 +190,11 @@ def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         at, staged = sum(stored.values()), _staged(stored, policy)
         # At stage 0 parameters may be stored elsewhere, at 1 and 2 not.
         about = _about(f"{cell} tier", *(["stage"] if cell == "parameter" and _stage(policy) == 0 else []))
-        for to, price in (("host", _HOST), ("disk", _DISK)):
+        for to in ("host", "disk"):
             if now in plight.pool and at > 0 and to not in plight.pool and to != now:
-                cost = f"{as_size(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
-                after = moved(cell, now, to, gathered, flying + staged)
-                yield Change(f'[{cell}] tier = "{to}"', cost, (price, 2 * at), about, after, keys={cell: {"tier": to}})
+                price = f"{as_size(at)} {often.get(cell, 'read in every forward and backward')}, {_way(now, to)}"
+                after, cost = moved(cell, now, to, gathered, flying + staged), (False, plight.pace.moving(2 * at, to))
+                yield Change(f'[{cell}] tier = "{to}"', price, cost, about, after, keys={cell: {"tier": to}})
     yield from _all_on_the_tier(plight, policy)
     yield from _on_the_host(plight, policy)
 
@@ -166,7 +208,7 @@ def _all_on_the_tier(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Chan
         yield Change(
             "[optimizer] device_share = 0",
             f"{as_size(at)} read and written once a step, {_way('device', tier)}",
-            (_HOST if tier == "host" else _DISK, 2 * at),
+            (False, plight.pace.moving(2 * at, tier)),
             _about("optimizer tier"),
             moved("optimizer", "device", tier, flying=_staged(stored, policy)),
             keys={"optimizer": {"device_share": 0.0}},
@@ -183,7 +225,7 @@ def _on_the_host(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
             '[gradient] tier = "host", [optimizer] tier = "host" and compute = "host"',
             f"{as_size(stored[1])} of gradients out once a backward, parameters back once a step; the host computes the "
             "update",
-            (_HOST, 2 * stored[1]),
+            (False, plight.pace.moving(2 * stored[1], "host") + 2 * stored[0] * 1e9 / _UPDATED),
             _about("optimizer tier", "gradient tier"),
             lambda held: moved("gradient", "device", "host")(moved("optimizer", "device", "host")(held)),
             keys={"gradient": {"tier": "host"}, "optimizer": {"tier": "host", "compute": "host"}},
@@ -203,18 +245,18 @@ def _activations(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         yield Change(
             '[activation] checkpoint = "unit"',
             f"every unit's forward is computed again in backward; the inputs of {len(held)} units stay",
-            (_RECOMPUTE, total),
+            (False, plight.pace.computing_again(total)),
             _about("activation"),
             largest_alone("activation", plight.pool),
             at_most=True,
             keys={"activation": {"checkpoint": "unit"}},
         )
-    for to, price in (("host", _HOST), ("disk", _DISK)):
+    for to in ("host", "disk"):
         if total and to != now and to not in plight.pool and now != "disk":
-            cost = f"{as_size(total)} out in forward and back in backward, {_way(now, to)}; tensors below min_bytes stay"
-            after = moved("activation", now, to)
+            price = f"{as_size(total)} out in forward and back in backward, {_way(now, to)}; tensors below min_bytes stay"
+            after, cost = moved("activation", now, to), (False, plight.pace.moving(2 * total, to))
             what, written = f'[activation] tier = "{to}"', {"activation": {"tier": to}}
-            yield Change(what, cost, (price, 2 * total), _about("activation"), after, at_most=True, keys=written)
+            yield Change(what, price, cost, _about("activation"), after, at_most=True, keys=written)
 
 
 def _bf16(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
@@ -222,7 +264,7 @@ def _bf16(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
         yield Change(
             '[precision] param = "bf16"',
             "8 bits of mantissa in compute, masters as they are; halves what is in fp32 now",
-            (_PRECISION, 0),
+            (True, 0),
             _about("precision"),
             halved(("activation",)),
             at_most=True,
@@ -231,10 +273,13 @@ def _bf16(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def _half_batch(plight: Plight) -> Iterator[Change]:
+    activations = bytes_in(plight.held, plight.pool, "activation")
+    gathered = _gathered(plight, plight.policy) if plight.policy is not None else {}
+    again = plight.pace.moving(2 * sum(gathered.values()), "gather")
     yield Change(
         "half the batch",
         "two backwards a step for the same gradients; what does not grow with the batch stays",
-        (_BATCH, 0),
+        (False, 3 * _HALVED * plight.pace.computing_again(activations) + again),
         _about("batch"),
         halved(("activation", "temporary")),
         at_most=True,
@@ -250,36 +295,37 @@ def _without_zhooks(plight: Plight) -> Iterator[Change]:
         yield Change(
             "zhooks.attach(model)",
             f"stage 3: each of {plight.world} ranks holds its share; the units in use are on top",
-            (_TRAFFIC, 3),
+            (False, plight.pace.moving(2 * bytes_in(plight.held, ("device",), "parameter"), "gather")),
             _about("stage"),
             partitioned(cells, plight.world, 0),
             at_most=True,
             keys={"stage": 3},
         )
     blocks = [key for (what, tier, key), _ in plight.held.items() if what == "activation" and tier in plight.pool]
+    activations = bytes_in(plight.held, plight.pool, "activation")
     if len(blocks) > 1:
         yield Change(
             "torch.utils.checkpoint around each block",
             f"forward is computed again in backward; the inputs of {plight.blocks or len(blocks)} blocks stay",
-            (_RECOMPUTE, 0),
+            (False, plight.pace.computing_again(activations)),
             _about("activation"),
             largest_alone("activation", plight.pool),
             at_most=True,
         )
-    for to, price in (("host", _HOST), ("disk", _DISK)):
+    for to in ("host", "disk"):
         states = keys(plight.held, "optimizer", "device")
         at = sum(states.values())
         if at and "device" in plight.pool and to not in plight.pool:
             what = f'zhooks.attach(model, policy={{"optimizer": {{"tier": "{to}"}}}})'
-            cost = f"{as_size(at)} read and written once a step, {_way('device', to)}"
-            after = moved("optimizer", "device", to, flying=_staged(states, {}))
+            price = f"{as_size(at)} read and written once a step, {_way('device', to)}"
+            cost, after = (False, plight.pace.moving(2 * at, to)), moved("optimizer", "device", to, flying=_staged(states, {}))
             written = {"stage": 3, "optimizer": {"tier": to}}
-            yield Change(what, cost, (price, 2 * at), _about("optimizer tier"), after, keys=written)
+            yield Change(what, price, cost, _about("optimizer tier"), after, keys=written)
     if not plight.shared:
         yield Change(
             "torch.autocast(dtype=torch.bfloat16) around forward",
             "8 bits of mantissa in compute; halves what is in fp32 now",
-            (_PRECISION, 0),
+            (True, 0),
             _about("precision"),
             halved(("activation",)),
             at_most=True,

@@ -84,8 +84,9 @@ def _headline(case: Case) -> str:
         facts.append(f"{as_size(failure.free)} free")
     if failure.short is not None:
         facts.append(f"{as_size(failure.short)} short")
-    if failure.idle:
-        facts.append(f"{as_size(failure.idle)} reserved by the allocator and not in use")
+    if case.plight.idle:
+        whose = "reserved by the allocator" if failure.kind == "cuda" else "kept by malloc"
+        facts.append(f"{as_size(case.plight.idle)} {whose} and not in use")
     during = f", in {case.phase}" if case.phase else ""
     if failure.kind == "kill":
         return f"out of memory: {where}: {failure.message}{during}"
@@ -118,11 +119,17 @@ def _top(held: Mapping[tuple[str, str, str], int], pool: tuple[str, ...]) -> lis
 
 
 def _proposals(case: Case) -> list[str]:
-    found = remedies(case.plight)
+    found, failure = remedies(case.plight), case.failure
     if not found:
-        said = "" if case.failure.kind == "kill" else f"; the error says: {_plain(case.failure.message)}"
+        said = "" if failure.kind == "kill" else f"; the error says: {_plain(failure.message)}"
         return [f"no change of the policy follows from what was recorded{said}"]
     lines = []
+    if case.reckoned:
+        coming = f"gradients of {as_size(failure.step_gradients or 0)} and states of {as_size(failure.step_states or 0)}"
+        kept = "; what malloc keeps of what is freed comes on top" if case.plight.shared else ""
+        lines.append(f"no whole step was seen; it is reckoned from blocks alike, and {coming} still to be made{kept}")
+    if not any(remedy.verdict.good for remedy in found):
+        lines.append("nothing that was tried on these bytes, alone or together, would have let it fit")
     if case.to_come:
         lines.append(f"states still to be made are counted in: {as_size(case.to_come)}, as the units that have theirs hold")
     for before, remedy in zip([None, *found], found[:_MOST_REMEDIES], strict=False):

@@ -9,19 +9,22 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.budget import Machine
 from offload.errors import BudgetError, PolicyError
 from offload.text import parse_size
+from zprof.oom.to_come import to_come
 from zprof.rows import RowKind
 
 if TYPE_CHECKING:
     from zprof.recording.recorder import Recorder
 
-__all__ = ["Failure", "failure_of", "write"]
+__all__ = ["LEAST_KEPT", "Failure", "failure_of", "write"]
 
+#: Bytes that malloc keeps below this are nothing to speak of.
+LEAST_KEPT = 8 << 20
 _MOST_TEXT = 2000
 _MOST_CHAIN = 16
 _SIZE = r"(\d[\d.]* (?:[KMGT]iB|B|bytes))"
@@ -37,8 +40,9 @@ class Failure:
         nbytes: how much was asked for. key: what for, where the error says.
         limit: what bounds the tier. free: what was left of it. short: how much more the request needed.
         bound: the name of what bounds it, e.g. "[budget] host".
-        idle: reserved by torch's CUDA allocator and not in use. host_free: what the host could still take then.
+        idle: freed, and kept by the allocator: torch's on CUDA, else malloc. host_free: what the host could still take then.
         states: of that, states of optimizers that were still to be made.
+        step_gradients, step_states: what the step, of a script without zhooks, had still to make when it failed.
         exact: the figures are to the byte; else they are as the error rounds them.
         message: the error's own words.
     """
@@ -55,6 +59,8 @@ class Failure:
     idle: int | None = None
     host_free: int | None = None
     states: int | None = None
+    step_gradients: int | None = None
+    step_states: int | None = None
     exact: bool = True
 
 
@@ -79,8 +85,10 @@ def failure_of(error: BaseException | None, kept_back: int = 0) -> Failure | Non
 
 
 def write(recorder: Recorder, failure: Failure) -> None:
-    """Put it into the trace: the moment, and the facts."""
+    """Put it into the trace: the moment, and the facts, to which belongs what was still to come."""
     recorder.row(int(RowKind.INSTANT), "oom", failure.key, failure.nbytes or 0)
+    if failure.kind != "budget" and (coming := to_come()) is not None:
+        failure = replace(failure, step_gradients=coming[0], step_states=coming[1])
     recorder.note("oom", asdict(failure))
 
 
@@ -120,9 +128,14 @@ def _process(kind: str, text: str, asked: int | None, kept_back: int) -> Failure
     short = None if asked is None or asked <= free else asked - free
     limit = _bytes_in(rf"\(limit {_SIZE}", tightest.name)
     name = tightest.name.partition(" (")[0]
-    return Failure(
-        kind, _tier(), text, asked, limit=limit, free=max(0, free), short=short, bound=name, exact=asked is not None
-    )
+    facts = (asked, "", limit, max(0, free), short, name, _kept_by_malloc())
+    return Failure(kind, _tier(), text, *facts, exact=asked is not None)
+
+
+def _kept_by_malloc() -> int | None:
+    from zprof.recording.resident import malloc_account
+
+    return next((nbytes for what, _, nbytes in malloc_account()() if what == "malloc kept"), None)
 
 
 def _tier() -> str:

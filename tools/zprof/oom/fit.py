@@ -35,6 +35,11 @@ class Verdict(Enum):
     NOT_THE_STEP = "would have let this request fit, but not a whole step:"
     NOT_ENOUGH = "not enough alone:"
 
+    @property
+    def good(self) -> bool:
+        """It may help, as far as is known."""
+        return self not in (Verdict.NOT_THE_STEP, Verdict.NOT_ENOUGH)
+
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
@@ -43,13 +48,15 @@ class Remedy:
     Attributes:
         nbytes: saved where they lacked.
         fits: the request that failed would have fitted; None where its lack is unknown.
-        whole: so would the whole step; None where no whole step was seen.
+        whole: so would the whole step; None where no whole step is known.
+        malloc: memory was malloc's, which may keep what is freed.
     """
 
     changes: tuple[Change, ...]
     nbytes: int
     fits: bool | None
     whole: bool | None = None
+    malloc: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -58,7 +65,7 @@ class Remedy:
             return Verdict.LACK_UNKNOWN if self.fits is None else Verdict.NOT_ENOUGH
         if not self.whole:
             return Verdict.REQUEST_ALONE if self.whole is None else Verdict.NOT_THE_STEP
-        return Verdict.MAY if self.at_most else Verdict.WOULD
+        return Verdict.MAY if self.at_most or self.malloc else Verdict.WOULD
 
     @property
     def what(self) -> str:
@@ -94,7 +101,6 @@ class Remedy:
 
 
 _ORDER = tuple(Verdict)
-_GOOD = frozenset({Verdict.WOULD, Verdict.MAY, Verdict.REQUEST_ALONE})
 
 
 def remedies(plight: Plight) -> list[Remedy]:
@@ -102,10 +108,10 @@ def remedies(plight: Plight) -> list[Remedy]:
 
     A change that saves nothing is left out; so is one whose bytes would not fit where they would go.
     """
-    known = sorted(changes(plight), key=lambda change: change.rank)
+    known = sorted(changes(plight), key=lambda change: change.cost)
     single = [remedy for change in known if (remedy := _remedy(plight, (change,))) is not None]
     single.sort(key=lambda remedy: _ORDER.index(remedy.verdict))
-    if plight.short is None or any(remedy.verdict in _GOOD for remedy in single):
+    if plight.short is None or any(remedy.verdict.good for remedy in single):
         return single
     useful = [remedy.changes[0] for remedy in single]
     together = [
@@ -114,12 +120,17 @@ def remedies(plight: Plight) -> list[Remedy]:
         for some in combinations(useful, count)
         if _apart(some)
         and (remedy := _remedy(plight, some)) is not None
-        and remedy.verdict in _GOOD
+        and remedy.verdict.good
     ]
-    # Fewest changes first, then by the dearest of them.
-    together.sort(key=lambda remedy: (len(remedy.changes), sorted((change.rank for change in remedy.changes), reverse=True)))
+    # Fewest changes first, then by what they cost together.
+    together.sort(key=lambda remedy: (len(remedy.changes), *_cost(remedy)))
     together.sort(key=lambda remedy: _ORDER.index(remedy.verdict))
     return together[:2] + sorted(single, key=lambda remedy: (_ORDER.index(remedy.verdict), -remedy.nbytes))
+
+
+def _cost(remedy: Remedy) -> tuple[bool, float]:
+    alters, lost_ns = zip(*(change.cost for change in remedy.changes), strict=True)
+    return any(alters), sum(lost_ns)
 
 
 def _apart(some: tuple[Change, ...]) -> bool:
@@ -136,7 +147,8 @@ def _remedy(plight: Plight, some: tuple[Change, ...]) -> Remedy | None:
         saved += plight.idle
     if saved <= 0 or not _fits(plight, held):
         return None
-    return Remedy(some, saved, None if plight.short is None else saved >= plight.short, _whole(plight, some))
+    fits = None if plight.short is None else saved >= plight.short
+    return Remedy(some, saved, fits, _whole(plight, some), plight.shared and len(plight.pool) > 1)
 
 
 def _whole(plight: Plight, some: tuple[Change, ...]) -> bool | None:

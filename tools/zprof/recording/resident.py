@@ -14,7 +14,7 @@ from pathlib import Path
 from zprof.clock import now_ns
 from zprof.recording.sampler import Reading
 
-__all__ = ["ResidentSampler"]
+__all__ = ["ResidentSampler", "malloc_account"]
 
 #: The counters of the kernel are read at each sample, malloc's and Python's this often, each mapping far less often.
 MALLOC_NS = 1_000_000_000
@@ -43,7 +43,7 @@ class ResidentSampler:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._status, self._smaps = root / "proc/self/status", root / "proc/self/smaps"
-        self._malloc = _malloc_account()
+        self._malloc = malloc_account()
         self._arenas = _arena_account()
         self._malloc_ns = self._mappings_ns = -MAPPINGS_NS
 
@@ -85,7 +85,7 @@ def _written_pages(smaps: bytes) -> int:
     return total
 
 
-def _malloc_account() -> Callable[[], list[Reading]]:
+def malloc_account() -> Callable[[], list[Reading]]:
     """Reads glibc's account of all arenas; answers nothing where malloc is another's."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
