@@ -28,7 +28,8 @@ class HardwareCosts:
     Attributes:
         operations: how many of the device were asked for so far.
         flops: of all of them, and of the host's.
-        link_nbytes, network_nbytes: what this rank's collectives sent over its link, and a node over the network for them.
+        link_nbytes: what this rank's collectives sent over its link.
+        network_nbytes: what its node sent over the network for them, and for those of its other ranks' groups meanwhile.
     """
 
     def __init__(self, hardware: Hardware, world: int, pace: Pace | None = None) -> None:
@@ -44,7 +45,7 @@ class HardwareCosts:
         self.memory = (hardware.device.memory, hardware.host.memory // self._beside, disk // self._beside)
         self.operations, self.flops, self.link_nbytes, self.network_nbytes = 0, 0, 0.0, 0.0
         self._operations: dict[Any, tuple[float, int]] = {}
-        self._collectives: dict[Any, Collective] = {}
+        self._collectives: dict[Any, tuple[Collective, int]] = {}
 
     def operation(self, operation: Operation, index: int) -> float:
         known = self._operations.get((operation.kind, index))
@@ -84,10 +85,11 @@ class HardwareCosts:
         if known is None:
             group = self.model.group(ranks)
             sharing = group.alike(self.hardware.device.count)
-            known = self._collectives[key] = self._links.collective(kind, nbytes, group, sharing=sharing)
-        self.link_nbytes += known.link_nbytes
-        self.network_nbytes += known.network_nbytes
-        return known.seconds
+            known = self._collectives[key] = (self._links.collective(kind, nbytes, group, sharing=sharing), sharing)
+        done, groups = known
+        self.link_nbytes += done.link_nbytes
+        self.network_nbytes += groups * done.network_nbytes
+        return done.seconds
 
 
 def _smallest(operation: Operation) -> int:

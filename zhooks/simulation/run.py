@@ -57,7 +57,7 @@ class Simulation:
         host: the most that was held in host memory, and by whom.
         flops: floating-point operations on this rank's device.
         link_nbytes: bytes that this rank sent over its link inside the node.
-        network_nbytes: bytes that its node sent over the network for this rank's collectives.
+        network_nbytes: bytes that its node sent over the network, for all of its ranks.
         mfu: FLOPs per second as a share of the device's highest peak in bf16, fp16 and fp32.
         joules: energy of all devices for a step; None if the profile has no figure.
         price: price of a step on all devices; None if the profile has no figure.
@@ -119,7 +119,8 @@ class Simulation:
             f"  compute {lasting(self.compute_s)}, communication beyond it {lasting(self.exposed_s)}, "
             f"host {lasting(self.host_s)}",
             f"  {self.tflops:,.1f} TFLOP/s a device, {self.mfu:.1%} of its peak",
-            f"  sent a step: {as_size(int(self.link_nbytes))} over a device's link, {as_size(int(self.network_nbytes))} a node",
+            f"  sent a step: {as_size(int(self.link_nbytes))} over a device's link, "
+            f"{as_size(int(self.network_nbytes))} from a node",
         ]
         if self.waiting_s:
             lines.append(f"  this is rank {self.rank}, the slowest: the others wait {lasting(self.waiting_s)} for it")

@@ -143,6 +143,8 @@ def test_a_policy_is_chosen_by_what_the_hardware_has_for_a_rank() -> None:
 def test_replicas_over_a_mesh_hold_more_and_send_less_between_nodes() -> None:
     sharded, replicated = simulated(16), simulated(16, mesh={"replicate": 2, "shard": 8})
     assert replicated.network_nbytes < sharded.network_nbytes
+    # An all-reduce over two nodes sends half of what is summed twice: here each of the eight shards of the gradients.
+    assert replicated.network_nbytes == pytest.approx(4 * NUMEL, rel=0.01)
     assert replicated.device.nbytes > sharded.device.nbytes
 
 
