@@ -170,11 +170,11 @@ class Hardware(Table):
         if self.power is not None and self.power.idle > self.power.max:
             yield ("power", "idle"), f"found {self.power.idle:g} W, more than [power] max, {self.power.max:g} W"
 
-    def replaced(self, **tables: Mapping[str, Any]) -> Hardware:
+    def replaced(self, **tables: Mapping[str, Any] | None) -> Hardware:
         """Return this profile with other values for some keys, e.g. ``network={"bandwidth": "200 Gb/s"}`` for a slow link.
 
         Args:
-            **tables: by the name of a table, the keys to change.
+            **tables: by the name of a table, the keys to change; None leaves the table out.
         Raises:
             HardwareError: the result would be impossible, or a key is unknown.
         """

@@ -26,14 +26,14 @@ class Preemptible(Stateful):
 
     _preemption: Preemption | None = None
 
-    def catch_preemption(self, signals: Iterable[int] = (signal.SIGTERM,)) -> None:
+    def catch_preemption(self, signals: int | Iterable[int] = (signal.SIGTERM,)) -> None:
         """Catch ``signals`` until ``detach``, so that they end no process but show in ``preempted``.  Collective.
 
         Call it before the loop, on every rank, in the main thread; calling it again with the same signals changes nothing.  A
         handler that the program had installed is still called, and is put back at ``detach``.
 
         Args:
-            signals: which signals to catch.
+            signals: which signals to catch: one, or several.
         Raises:
             AttachError: ``signals`` are not signals, or differ from those of another rank or of an earlier call, or this is not
                 the main thread.  Raised on every rank, with no handler changed.
