@@ -48,7 +48,8 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.frozen(self.norm(torch.tanh(self.a(self.embed(tokens)))))
-        return self.head(self.b(hidden))
+        out: Tensor = self.head(self.b(hidden))
+        return out
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -94,8 +94,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 def train(arguments: argparse.Namespace) -> dict[str, Any]:
     """Attach a GPT built on meta, step it, and measure."""
+    sys.path.append(str(launch.HERE.parent / "examples"))
     import zhooks
-    from examples.gpt import GPT, GPTConfig
+    from gpt import GPT, GPTConfig
 
     config = GPTConfig(layers=arguments.layers, dim=arguments.dim, heads=arguments.dim // 64, vocabulary=arguments.vocabulary)
     with torch.device("meta"):

@@ -63,7 +63,8 @@ def build(dim: int, layers: int, dtype: torch.dtype) -> Any:
         vocab_size=2048, hidden_size=dim, intermediate_size=3 * dim, num_hidden_layers=layers, num_attention_heads=dim // 64,
         num_key_value_heads=dim // 64, bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+    made: Any = LlamaForCausalLM(config)
+    return made.to(dtype).eval().requires_grad_(False)
 
 
 def choices(nbytes: int, folder: str) -> dict[str, dict[str, Any] | None]:
@@ -129,10 +130,10 @@ def main() -> None:
     print(f"{nbytes / MB:.0f} MB of parameters; a copy {copy / 1e9:.1f} GB/s, disk reads {read / 1e9:.1f} GB/s")
     print(f"floor: host {1e3 * nbytes / copy:.1f} ms a token, disk {1e3 * nbytes / read:.1f} ms")
     print(f"{'':10}{'ms a token':>12}{'x plain':>10}{'range':>16}")
-    for name, took in seconds.items():
-        ratios = sorted(one / base for one, base in zip(took, seconds["plain"], strict=True))
+    for name, times in seconds.items():
+        ratios = sorted(one / base for one, base in zip(times, seconds["plain"], strict=True))
         spread = f"{ratios[0]:.2f}-{ratios[-1]:.2f}"
-        print(f"{name:10}{1e3 * statistics.median(took):12.1f}{statistics.median(ratios):10.2f}{spread:>16}")
+        print(f"{name:10}{1e3 * statistics.median(times):12.1f}{statistics.median(ratios):10.2f}{spread:>16}")
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def environment() -> dict[str, str]:
 
 def trial(options: argparse.Namespace, section: str, name: str) -> Record:
     device = torch.device(options.device)
-    if device.type == "cuda" and device.index is None:
+    if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     ask = Ask(name, device, SIZES[options.size], options.steps, options.rounds)
     return SECTIONS[section][name](ask)
@@ -246,7 +246,7 @@ def exposed(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
     for one in outcomes:
         if one.record is None or "step_s" not in one.record:
             continue
-        row = {key: float(one.record[key]) for key in ("stalled_s", "blocked_s") if key in one.record}
+        row: dict[str, float] = {key: float(one.record[key]) for key in ("stalled_s", "blocked_s") if key in one.record}
         base = step_s(found, one.section, BASES.get(one.name, ""))
         if base is not None:
             row["over_s"] = float(one.record["step_s"]) - base

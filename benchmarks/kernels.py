@@ -75,7 +75,7 @@ def sweep_row(arrays: Arrays, threads: int) -> Row:
             v[i] += x
 
     numba.set_num_threads(threads)
-    compiled = numba.njit(parallel=True, fastmath=True)(sweep)
+    compiled: Any = numba.njit(parallel=True, fastmath=True)(sweep)
     streams = [arrays.master, arrays.grads[torch.float32], arrays.first, arrays.second]
     given = [stream.numpy() for stream in streams]
     return Row("sweep", 28, lambda: compiled(*given, np.float32(0)))

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def measure(rank: int, given: argparse.Namespace, folder: Path) -> None:
             loaded = seconds(lambda: attachment.load(folder / "run", optimizer))
             forget_peak()
             before = resident("VmRSS")
-            moved = seconds(lambda replicas=replicas: move(replicas))
+            moved = seconds(partial(move, replicas))
             # Beside what is there before and after, whichever is more.
             most = resident("VmHWM") - max(before, resident("VmRSS"))
             note(f"{way}: seconds", moved)

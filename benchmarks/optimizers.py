@@ -34,7 +34,7 @@ class Stepped:
 
     def __init__(self, model: nn.Module, made: Callable[..., torch.optim.Optimizer]) -> None:
         self._model, self.optimizer = model, made(model.parameters())
-        width: int = model[0].weight.shape[0]  # type: ignore[index, union-attr, assignment]
+        width: int = model[0].weight.shape[0]  # type: ignore[index]
         model(torch.randn(4, width)).square().mean().backward()
         self.optimizer.step()
 

@@ -114,7 +114,8 @@ class Runner:
 def make(name: str, shape: Shape) -> Runner:
     world = dist.get_world_size()
     model = build(shape)
-    model.blocks = nn.ModuleList(Half(block, world) for block in model.blocks)
+    blocks: Any = model.blocks
+    model.blocks = nn.ModuleList(Half(block, world) for block in blocks)
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], DIVIDED)

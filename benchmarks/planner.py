@@ -57,7 +57,8 @@ class Block(nn.Module):
         parts = self.qkv(self.norms[0](x)).view(batch, length, -1, 3, width // self.heads).permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return out
 
 
 class GPT(nn.Module):
@@ -73,7 +74,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        out: Tensor = self.head(x)
+        return out
 
 
 class Job:

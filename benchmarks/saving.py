@@ -54,7 +54,7 @@ def plain_writer(folder: Path, nbytes: int) -> None:
 def plain_copier(source: Path, folder: Path) -> None:
     """``source`` into another file past the page cache, synced: a block is read while the one before it is written."""
     direct, target = getattr(os, "O_DIRECT", 0), folder / "copy"
-    buffers = [aligned(CHUNK).numpy() for _ in range(2)]
+    buffers = [aligned(CHUNK).numpy().data for _ in range(2)]
     reading = os.open(source, os.O_RDONLY | direct)
     writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | direct, 0o600)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,8 @@ class Experts(nn.Module):
         inside = F.gelu(torch.bmm(taken[:-1].view(self.experts, room, -1), self.wide))
         out = torch.bmm(inside, self.narrow).flatten(0, 1)
         back = F.pad(out, (0, 0, 0, 1)).index_select(0, slot)
-        return x + (back * (weights * kept)[:, None]).view_as(x)
+        added: Tensor = (back * (weights * kept)[:, None]).view_as(x)
+        return x + added
 
 
 class MixtureOfExperts(nn.Module):
@@ -116,7 +118,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, dim: int = 192, layers: int = 4, experts: int = 8) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, dim)
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             nn.ModuleList([nn.LayerNorm(dim), nn.MultiheadAttention(dim, 4, batch_first=True), Experts(dim, experts, 1.25)])
             for _ in range(layers)
         )

@@ -75,7 +75,8 @@ class Trial:
             seconds.append(time.perf_counter() - begin)
         slowest = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return statistics.median(slowest.tolist())
+        median: float = statistics.median(slowest.tolist())
+        return median
 
     def peak(self, folder: str) -> int:
         """Bytes that this rank's storages on the device hold at most in a step, the most of any rank."""

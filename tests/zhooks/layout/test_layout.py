@@ -6,16 +6,20 @@ pytest runs it; it is arithmetic and starts no process. It never asks where a te
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.padding import MODELS, dim0_padding, flat_padding, row_aligned_padding
 from offload.errors import LayoutError
 from offload.policy import Policy
+from tests.support.paths import ROOT
 from zhooks.layout import ALIGN_BYTES, Layout, Piece, find_units, flat_layout
+
+sys.path.append(str(ROOT / "benchmarks"))
+from padding import MODELS, dim0_padding, flat_padding, row_aligned_padding
 
 WORLD = 1024
 numels_of = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 400)), min_size=1, max_size=12)
