@@ -322,8 +322,9 @@ def streams_only_in_device(sources: list[Source]) -> list[str]:
         for node in here.nodes:
             if isinstance(node, ast.Attribute) and node.attr in STREAM_METHODS:
                 findings.append(here.finding(node, f".{node.attr} outside offload/device/"))
-            copies = isinstance(node, ast.keyword) and node.arg == "non_blocking"
-            if copies and not (isinstance(node.value, ast.Constant) and node.value.value is False):
+            if not isinstance(node, ast.keyword) or node.arg != "non_blocking":
+                continue
+            if not (isinstance(node.value, ast.Constant) and node.value.value is False):
                 findings.append(here.finding(node.value, "non_blocking outside offload/device/"))
     return findings
 

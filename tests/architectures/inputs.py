@@ -52,11 +52,12 @@ def _draw(generator: torch.Generator, config: Any, fills: dict[str, Fill]) -> In
 
 
 def _choices(arguments: set[str], main: str) -> Iterator[list[str]]:
-    text = [name for name in ("input_ids", "decoder_input_ids") if name in arguments]
-    extras = [name for name in ("bbox", "visual_embeds", "visual_attention_mask", "image", "pixel_mask") if name in arguments]
-    sights = [name for name in _SIGHTS if name in arguments]
-    sounds = [name for name in ("input_values", "input_features", "audio_values") if name in arguments]
-    series = [
+    text: list[str] = [name for name in ("input_ids", "decoder_input_ids") if name in arguments]
+    beside = ("bbox", "visual_embeds", "visual_attention_mask", "image", "pixel_mask")
+    extras: list[str] = [name for name in beside if name in arguments]
+    sights: list[str] = [name for name in _SIGHTS if name in arguments]
+    sounds: list[str] = [name for name in ("input_values", "input_features", "audio_values") if name in arguments]
+    series: list[str] = [
         name
         for name in ("past_values", "past_time_features", "past_observed_mask", "future_values", "future_time_features", "freq")
         if name in arguments

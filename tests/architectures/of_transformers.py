@@ -77,7 +77,7 @@ def _of_class(name: str, built: str, size: Size, attempts: list[str]) -> Iterato
     except Exception as error:
         attempts.append(_words(built, size, error))
         return
-    for way, draw in ways(config, inspect.signature(type(model).forward), model.main_input_name):
+    for way, draw in ways(config, inspect.signature(type(model).forward), str(model.main_input_name)):
         chosen = Subject(f"transformers/{name}", f"{built} ({size}; {way})", make, draw, searched=True)
         try:
             with bounded():

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.source_rules import ROOT
 from tests.support.forked import python
+from tests.support.paths import ROOT
 
 PEERS = ("deepspeed-3-offload", "deepspeed-2-offload")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_rules import ROOT
 from tests.support.forked import launch
+from tests.support.paths import ROOT
 
 OPTIONS = ["--steps", "2", "--layers", "1", "--width", "32", "--source", str(ROOT / "zhooks")]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

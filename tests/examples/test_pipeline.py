@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_rules import ROOT
+from tests.support.paths import ROOT
 
 
 def launched(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

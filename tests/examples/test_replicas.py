@@ -41,8 +41,8 @@ def test_two_replicas_of_the_example_learn_until_both_are_at_the_last_step(tmp_p
             with (tmp_path / replica).open("wb") as said:
                 command = [*torchrun, f"--master-port={free_port()}", *program, "--replica", replica]
                 started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=said, stderr=said))
-        for replica, each in enumerate(started):
-            printed = f"{each.wait(LIMIT_S)}\n{(tmp_path / str(replica)).read_text()}"
+        for number, each in enumerate(started):
+            printed = f"{each.wait(LIMIT_S)}\n{(tmp_path / str(number)).read_text()}"
             assert each.returncode == 0, printed[-4000:]
             losses = [float(found) for found in re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)]
             assert len(losses) == 3 and losses[-1] < losses[0], printed[-4000:]

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.source_rules import ROOT
 from tests.support.forked import launch
+from tests.support.paths import ROOT
 
 SMALL = {"--steps": 3, "--check-plain": 3, "--batch": 4, "--layers": 2, "--dim": 32, "--heads": 2, "--context": 32}
 

@@ -138,6 +138,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """[rows, 6] to [rows, 3] through ``blocks`` blocks: what a story trains unless it needs a model of its own."""
 
+    #: A `torch.nn.ModuleList` of what the story made them of.
+    blocks: Any
+
     def __init__(self, blocks: int = 3, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.enter = nn.Linear(6, 8)

@@ -65,7 +65,7 @@ class Written(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "decay": 0.9})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert closure is None
         for group in self.param_groups:
             for p in group["params"]:
@@ -143,11 +143,11 @@ class Ranks:
     def backward(self, specimen: Any, number: int, rank: int, *, scale: float) -> float:
         """Run one rank's micro step, keep its gradients, and return its loss."""
         with torch.no_grad():
-            for master, worked in zip(self._model.parameters(), self._working.parameters(), strict=True):
-                if worked is not master:
-                    worked.copy_(master)
-            for buffer, kept in zip(self._working.buffers(), self._buffers[rank], strict=True):
-                buffer.copy_(kept)
+            for master, twin in zip(self._model.parameters(), self._working.parameters(), strict=True):
+                if twin is not master:
+                    twin.copy_(master)
+            for buffer, own in zip(self._working.buffers(), self._buffers[rank], strict=True):
+                buffer.copy_(own)
         worked = list(self._working.parameters())
         # The gradients already averaged rest on the model meanwhile.
         averaged = [p.grad for p in worked]
@@ -164,8 +164,8 @@ class Ranks:
             self._grads[rank][place] = kept
         for p, grad in zip(worked, averaged, strict=True):
             p.grad = grad
-        for kept, buffer in zip(self._buffers[rank], self._working.buffers(), strict=True):
-            kept.copy_(buffer)
+        for buffer, own in zip(self._working.buffers(), self._buffers[rank], strict=True):
+            own.copy_(buffer)
         return loss.item()
 
     def reduce(self) -> None:

@@ -26,6 +26,7 @@ from tests.parity.adversity import (
     train_by,
 )
 from tests.support.averaging import average_gradients
+from tests.support.values import grad_of
 
 # ---- recomputation
 
@@ -181,7 +182,7 @@ def test_autograd_grad_gives_the_full_gradients_and_leaves_grad_alone(side: Side
             for p, grad in zip(model.parameters(), grads, strict=True):
                 p.grad = grad
             average_gradients(model, side.world)
-            grads = tuple(p.grad for p in model.parameters())
+            grads = tuple(grad_of(p) for p in model.parameters())
             model.zero_grad()
         for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
             side.note(f"gradient {name}", grad)
@@ -211,7 +212,7 @@ def test_the_gradient_of_the_input_is_right(side: Side) -> None:
     for step in range(2):
         x, y = batch(step, side.rank)
         F.mse_loss(model(x.requires_grad_()), y).backward()
-        side.note("gradient of the input", x.grad)
+        side.note("gradient of the input", grad_of(x))
 
 
 @adversity(stages=(3, 2), exact=False)

@@ -8,6 +8,7 @@ It never tests unusual models or autograd calls: its two neighbours do.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.parity.adversity import Net, Side, adam, adversity, batch, sgd
 from tests.support.averaging import average_gradients
+from tests.support.values import grad_of
 
 STEPS = 3
 
@@ -130,7 +132,7 @@ def test_a_step_may_take_a_closure(side: Side) -> None:
     optimizer = adam(model)
     for step in range(STEPS):
 
-        def closure(step: int = step) -> Tensor:
+        def closure(step: int = step) -> Any:
             optimizer.zero_grad()
             return backward(side, model, step)
 
@@ -212,7 +214,7 @@ def test_the_norm_of_a_part_of_the_model_is_that_parts(side: Side) -> None:
         # Three elements: with more ranks than elements some shards are empty.
         side.note("bias norm", torch.nn.utils.clip_grad_norm_([model.leave.bias], 0.02))
         side.note("block norm", torch.nn.utils.clip_grad_norm_(model.blocks[1].parameters(), 0.02))
-        side.note("total norm", torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        side.note("total norm", torch.nn.utils.get_total_norm([grad_of(p) for p in model.parameters()]))
         side.note("weight norm", model.enter.weight.norm())
         optimizer.step()
         optimizer.zero_grad()
@@ -266,7 +268,7 @@ def test_parameters_may_be_updated_by_hand_under_no_grad(side: Side) -> None:
         backward(side, model, step)
         with torch.no_grad():
             for p in model.parameters():
-                p -= 0.1 * p.grad
+                p -= 0.1 * grad_of(p)  # type: ignore[misc]
                 p.clamp_(-0.5, 0.5)
                 p.grad = None
             model.leave.weight.mul_(0.9)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.parity.adversity import Block, Net, Side, adversity, batch, loss_at, sgd
+from tests.support.values import grad_of
 
 STEPS = 2
 
@@ -52,6 +54,10 @@ class Scaled(nn.Module):
         return out
 
 
+def halved(module: nn.Module, into: Any, grads: Any) -> tuple[Tensor, ...]:
+    return tuple(grad * 0.5 for grad in into)
+
+
 @adversity(worlds=(2,), exact=False)
 def test_hooks_of_the_user_run_in_their_order_and_find_weights_whole(side: Side) -> None:
     model, calls = Scaled(), []
@@ -68,12 +74,12 @@ def test_hooks_of_the_user_run_in_their_order_and_find_weights_whole(side: Side)
     watch("root", model)
     seen: list[float] = []
     model.first.register_forward_hook(lambda m, args, out: seen.append(m.linear.weight.sum().item()))
-    model.second.register_full_backward_hook(lambda m, into, grads: seen.append(m.linear.weight.norm().item()))
+    model.second.register_full_backward_hook(lambda m, into, grads: seen.append(model.second.linear.weight.norm().item()))
     extra: list[Tensor] = []
     model.second.register_forward_hook(lambda m, args, out: extra.append(m.linear.weight.square().sum()))
     model.first.register_forward_hook(lambda m, args, out: out * 2)
     model.second.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
-    model.second.register_full_backward_hook(lambda m, into, grads: tuple(grad * 0.5 for grad in into))
+    model.second.register_full_backward_hook(halved)
     train(side, model, lambda step: model(rows(side, step).requires_grad_(), scale=2.0).sum() + extra.pop())
     for value in seen:
         side.note("seen", value)
@@ -98,7 +104,8 @@ class Outputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lazy, self.silent, self.bias = nn.Linear(8, 8), nn.Linear(8, 8), Bias(8, 8)
-        self.lazy.forward, self.silent.forward = self._lazy, self._silent  # type: ignore[method-assign]
+        self.lazy.forward = self._lazy  # type: ignore[method-assign, assignment]
+        self.silent.forward = self._silent  # type: ignore[method-assign, assignment]
         self.kept: Tensor | None = None
 
     def _lazy(self, x: Tensor) -> Iterator[Tensor]:
@@ -181,6 +188,11 @@ class Recomputed(nn.Module):
         return out
 
 
+def spread(side: Side, model: nn.Module, step: int) -> Tensor:
+    out: Tensor = model(rows(side, step))
+    return out.square().mean()
+
+
 @adversity(worlds=(2,), exact=False)
 def test_recomputed_parts_may_be_frozen_call_themselves_stop_early_and_fail_once(side: Side) -> None:
     for early in (True, False):
@@ -194,7 +206,7 @@ def test_recomputed_parts_may_be_frozen_call_themselves_stop_early_and_fail_once
         model.zero_grad()
         model.fails = False
         torch.manual_seed(5 + side.rank)
-        train(side, model, lambda step, model=model: model(rows(side, step)).square().mean())
+        train(side, model, partial(spread, side, model))
         side.note("random", torch.rand(2))
 
 
@@ -230,7 +242,8 @@ def test_several_attached_models_share_a_loss_and_judge_each_other(side: Side) -
 def test_groups_states_and_gradients_of_an_optimizer_may_be_exchanged(side: Side) -> None:
     model = Net()
     attachment = side.attach(model)
-    groups = [{"params": []}, {"params": [*model.enter.parameters()]}, {"params": [*model.blocks.parameters()]}]
+    members: tuple[list[nn.Parameter], ...] = ([], [*model.enter.parameters()], [*model.blocks.parameters()])
+    groups: list[dict[str, Any]] = [{"params": each} for each in members]
     optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.01), eps=1e-3, foreach=False)
     side.step(model, optimizer, 0)
     taken = optimizer.param_groups.pop()
@@ -246,7 +259,7 @@ def test_groups_states_and_gradients_of_an_optimizer_may_be_exchanged(side: Side
     one, other = model.blocks[0].linear.weight, model.blocks[1].linear.weight
     one.grad, other.grad = other.grad, one.grad
     model.leave.weight.grad = torch.arange(24.0).view(3, 8)
-    model.leave.bias.grad.data = torch.ones_like(model.leave.bias.grad) * 2
+    model.leave.bias.grad.data = torch.ones_like(grad_of(model.leave.bias)) * 2
     optimizer.step()
     side.note_state(attachment)
 
@@ -283,6 +296,8 @@ def test_sharpness_aware_steps_and_total_norms_are_those_of_plain_gradients(side
 
 class Extra(Net):
     """Extra state, and a buffer that is not saved."""
+
+    steps: Tensor
 
     def __init__(self) -> None:
         super().__init__()

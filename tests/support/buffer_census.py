@@ -39,7 +39,7 @@ class Census(TorchDispatchMode):
     """
 
     def __init__(self, apart: Callable[[], set[int]], *results: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._apart, self._results = apart, results
         self._live: dict[int, tuple[_Alive, int, str]] = {}
         self._more = False

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import zhooks
 from offload import events
+from offload.disk import DiskFile
 from offload.policy import Policy
 from offload.shards import commit as shard_commit
 from offload.shards import manifest as shard_manifest
@@ -129,9 +130,16 @@ def has_arrived(lease: Any) -> bool:
     return done
 
 
+def disk_of(store: Store) -> DiskFile:
+    """The scratch file of a store whose disk is a real one."""
+    assert isinstance(store.disk, DiskFile)
+    return store.disk
+
+
 def break_disk(store: Store, io: Any) -> None:
     """From now on every transfer of the store's disk goes through ``io``."""
-    store.disk._file._io = store.disk._mover._io = io
+    disk = disk_of(store)
+    disk._file._io = disk._mover._io = io
 
 
 def transports_of(comm: Comm) -> list[Any]:
@@ -143,7 +151,7 @@ def short_waits(attachment: zhooks.Attachment, seconds: float = 4.0) -> Iterator
     """Inside, a rank that waits for another gives it up so soon; outside, as the policy says: long, for busy machines."""
     comm = comm_of(attachment)
     over = [one for one in comm.distinct() if one.axis.world > 1]
-    told = [(one, "_timeout_s", seconds) for one in over if hasattr(one, "_patience_s")]
+    told: list[tuple[Any, str, float]] = [(one, "_timeout_s", seconds) for one in over if hasattr(one, "_patience_s")]
     told += [(one, "_patience_s", seconds - grace_of(seconds)) for one in over if hasattr(one, "_patience_s")]
     told += [(one._waits, "timeout_s", seconds) for one in over if hasattr(one, "_waits")]
     told += [(comm.failure, "timeout_s", seconds)]

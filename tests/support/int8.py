@@ -22,7 +22,7 @@ class Int8(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor, scale: Tensor) -> Int8:
-        made: Int8 = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made: Int8 = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)
         made.numbers, made.scale = numbers, scale
         return made
 
@@ -30,7 +30,7 @@ class Int8(Tensor):
         return ["numbers", "scale"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(args[0].numbers, args[0].scale)
 

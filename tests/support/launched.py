@@ -17,8 +17,8 @@ def launched() -> Iterator[tuple[int, int]]:
     import accelerate.state
 
     rank, world = place()
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    environment: dict[str, object] = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    environment |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     before, connected = dict(os.environ), dist.is_initialized()
     # A world of one is launched by nobody.
     os.environ.update({name: str(value) for name, value in environment.items()} if world > 1 else {})

@@ -79,7 +79,7 @@ def accounted() -> Iterator[Account]:
     torch._C._autograd._prepare_profiler(config, activities)
     torch._C._autograd._enable_profiler(config, activities)
     try:
-        with Calls(), Marks():  # type: ignore[no-untyped-call]
+        with Calls(), Marks():
             yield account
     finally:
         results = torch._C._autograd._disable_profiler()

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import transformers
@@ -18,9 +19,11 @@ import transformers
 import zhooks
 from tests.support.inside import flats_of, units_of
 
-TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+TINY["num_attention_heads"] = 2
 #: 200 MiB in fp32, of which the largest unit is 15.6.
-LARGE = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 14, "num_attention_heads": 8}
+LARGE: dict[str, Any] = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 14}
+LARGE["num_attention_heads"] = 8
 
 
 def memory(key: str) -> int:

@@ -22,7 +22,7 @@ class Shampoo(Optimizer):
         super().__init__(params, {"lr": lr, "every": every, "eps": eps})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -53,7 +53,7 @@ class Soap(Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "every": 3})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -93,7 +93,7 @@ class MuonWithAdam(Optimizer):
         self.steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.steps += 1
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
@@ -119,7 +119,7 @@ def muon(params: Iterable[nn.Parameter]) -> Optimizer:
 def adafactor_of_transformers(params: Iterable[nn.Parameter]) -> Optimizer:
     from transformers.optimization import Adafactor
 
-    made: Optimizer = Adafactor(params)  # type: ignore[no-untyped-call]
+    made: Optimizer = Adafactor(params)
     return made
 
 
@@ -134,7 +134,7 @@ MATRIX_OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 }
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20, bias=False), nn.Linear(20, 3)]
     return nn.Sequential(*layers)

@@ -41,7 +41,7 @@ def on_ranks(*worlds: int, limit_s: float = LIMIT_S, **choices: tuple[Any, ...])
 
         test.__name__ = test.__qualname__ = job.__name__
         test.__module__, test.__doc__ = job.__module__, job.__doc__
-        test.job = job  # type: ignore[attr-defined]
+        test.job = job
         return test
 
     return decorate

@@ -80,7 +80,7 @@ class Resharded:
         losses = []
         for step in range(first, first + steps):
 
-            def closure(step: int = step) -> torch.Tensor:
+            def closure(step: int = step) -> Any:
                 self.optimizer.zero_grad()
                 loss = self.forward(step)
                 loss.backward()

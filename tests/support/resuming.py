@@ -26,7 +26,7 @@ OPTIMIZERS = {
 }
 
 
-def net(seed: int = 0) -> nn.Module:
+def net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     layers = [nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 3)]
     return nn.Sequential(*layers)
@@ -40,7 +40,7 @@ class Run:
     """A model, its optimizer and its schedule, as a training script makes them."""
 
     def __init__(self, policy: dict[str, Any], *, kind: str = "adamw", seed: int = 0, mesh: Any = None) -> None:
-        self.model = net(seed)
+        self.model: Any = net(seed)
         self.attachment = zhooks.attach(self.model, policy=policy, mesh=mesh)
         self.optimizer = OPTIMIZERS[kind](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=7)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zhooks
 
-HOT = {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 2.0**26, "growth_interval": 3}
+HOT: dict[str, Any] = {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 2.0**26, "growth_interval": 3}
 
 
 class Model(nn.Module):

@@ -172,7 +172,7 @@ class Paper(CudaCalls):
             base = idle.pop() if idle else aligned(nbytes)
             if not any(base is known for known in self._memory):
                 self._memory.append(base)
-            tensor = over(memoryview(base.numpy()), nbytes)
+            tensor = over(base.numpy().data, nbytes)
             weakref.finalize(tensor.untyped_storage(), self._free, base, self.current(), nbytes)
             return tensor
 

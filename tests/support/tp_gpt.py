@@ -7,6 +7,8 @@ Source: Megatron-LM, arXiv:1909.08053; sequence parallel: arXiv:2205.05198.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,7 +75,7 @@ class Gpt(nn.Module):
     def __init__(self, layers: int, hidden: int, heads: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCAB, hidden), nn.Embedding(SEQ, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.blocks: Any = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -11,10 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zhooks import ShardedTensor
+
+
+def sharded(tensor: Tensor | None) -> ShardedTensor:
+    """``tensor``, which is sharded."""
+    assert isinstance(tensor, ShardedTensor)
+    return tensor
+
+
+def grad_of(tensor: Tensor) -> Tensor:
+    """The gradient of what has one."""
+    assert tensor.grad is not None
+    return tensor.grad
+
 
 def full(model: nn.Module) -> list[Tensor]:
     """The full values of a model's parameters, which are sharded, every one of them.  Collective."""
-    return [param.full_tensor() for param in model.parameters()]
+    return [sharded(param).full_tensor() for param in model.parameters()]
 
 
 def whole(tensor: Any) -> Tensor:

@@ -61,7 +61,7 @@ def on_virtual(**choices: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any
 
         test.__name__ = test.__qualname__ = job.__name__
         test.__module__, test.__doc__ = job.__module__, job.__doc__
-        test.job = job  # type: ignore[attr-defined]
+        test.job = job
         return test
 
     return decorate

@@ -74,7 +74,7 @@ def draw_tokens(generator: torch.Generator, step: int, rank: int) -> tuple[Tenso
 # ---- models
 
 
-def make_mlp() -> nn.Module:
+def make_mlp() -> nn.Sequential:
     block = lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.0))  # noqa: E731
     return nn.Sequential(nn.Linear(8, 16), block(), block(), block(), nn.Linear(16, 5))
 
@@ -126,9 +126,9 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def make_conv() -> nn.Module:
+def make_conv() -> nn.Sequential:
     # A bias before BatchNorm has no gradient but rounding noise, which an adaptive optimizer would magnify.
-    def stage(channels: int, out: int) -> nn.Module:
+    def stage(channels: int, out: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.GELU())
 
     return nn.Sequential(stage(3, 6), stage(6, 6), stage(6, 8), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))

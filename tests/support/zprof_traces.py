@@ -53,7 +53,8 @@ def write_trace(
     """
     writer = Writer(path, dataclasses.replace(HEADER, **header_changes))
     writer.rows(list(rows))
-    for name, body in (({"policy": {}} if zhooks else {}) | dict(notes or {})).items():
+    bodies: dict[str, Any] = ({"policy": {}} if zhooks else {}) | dict(notes or {})
+    for name, body in bodies.items():
         writer.note(name, body)
     writer.close()
     return path

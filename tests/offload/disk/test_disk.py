@@ -32,10 +32,10 @@ PAGE_EDGES = [1, ALIGN - 1, ALIGN, ALIGN + 1, CHECK - 1, CHECK, CHECK + 1, 3 * C
 class Buffered(SystemIo):
     """A file system without direct I/O."""
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path, flags: int, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(22, os.strerror(22))
-        return super().open(path, flags)
+        return super().open(path, flags, dir_fd)
 
 
 class Gated(SystemIo):

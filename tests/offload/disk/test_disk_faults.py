@@ -51,10 +51,10 @@ class Faulty(SystemIo):
 
 
 class Buffered(Faulty):
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path, flags: int, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct I/O")
-        return super().open(path, flags)
+        return super().open(path, flags, dir_fd)
 
 
 def fails(code: int, after: int = 0) -> Fault:
@@ -409,7 +409,8 @@ def test_a_small_disk_keeps_space_for_a_save_beside_the_scratch_file(tmp_path: P
 
 
 def test_a_file_without_threads_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start = [], threading.Thread.start
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
         if len(started) == 3:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ from offload.disk import DiskFile, Extent, Kept, KeptRange, ReadAhead
 from offload.disk.disk_tier import ALIGN, CHECK
 from offload.errors import BudgetError, TierError
 from offload.pages import aligned
+from offload.work import HostWork
 from tests.support.waiting import soon
 
 NBYTES = 9 * CHECK + 77
@@ -143,8 +144,12 @@ def test_the_next_ranges_are_read_while_one_is_used_and_memory_is_bounded(tmp_pa
     extents = [written(disk, seed) for seed in range(6)]
     kept = [disk.keep(extent, "b") for extent in extents]
     reads: list[tuple[int, Tensor]] = []
+
+    def heard(number: int, read: Callable[[Tensor, int], HostWork]) -> Callable[[Tensor, int], HostWork]:
+        return lambda into, at: (reads.append((number, into)), read(into, at))[1]
+
     for number, each in enumerate(kept):
-        each.read = lambda into, at, real=each.read, number=number: (reads.append((number, into)), real(into, at))[1]
+        each.read = heard(number, each.read)
     places = [KeptRange(each, CHECK, NBYTES) for each in kept]
     ahead = ReadAhead(places)
     for number, place in enumerate(places):

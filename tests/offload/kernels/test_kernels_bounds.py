@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ HOW = Adam(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupl
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def tensors(numel: int = 8) -> dict[str, Tensor]:
+def tensors(numel: int = 8) -> dict[str, Any]:
     return {name: torch.ones(numel) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
 
 
@@ -134,12 +135,12 @@ def test_two_callers_at_once_get_the_bits_of_one() -> None:
     torch.manual_seed(1)
     numel = 1 << 20
     grad = torch.randn(numel)
-    expected = {name: torch.zeros(numel) if "exp" in name else torch.ones(numel) for name in tensors(1)}
+    expected: dict[str, Any] = {name: torch.zeros(numel) if "exp" in name else torch.ones(numel) for name in tensors(1)}
     expected["grad"] = grad
     states = [{name: tensor.clone() for name, tensor in expected.items()} for _ in range(3)]
     kernels.adam(HOW, **expected)
 
-    def update(state: dict[str, Tensor]) -> None:
+    def update(state: dict[str, Any]) -> None:
         kernels.adam(HOW, **state, threads=2)
 
     callers = [threading.Thread(target=update, args=(state,)) for state in states]
@@ -240,10 +241,10 @@ def test_the_kernels_are_available_where_the_tests_run() -> None:
 
 
 def test_a_platform_without_the_instructions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_loops.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
     assert kernel_loops.platform_lacks() == "the loops are not known to vectorise on riscv64"
-    monkeypatch.setattr(kernel_loops.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(kernel_loops.binding, "get_host_cpu_features", lambda: {"avx2": True, "fma": False})
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"avx2": True, "fma": False})
     assert kernel_loops.platform_lacks() == "the processor has no fma, f16c"
 
 

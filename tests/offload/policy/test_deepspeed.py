@@ -115,7 +115,7 @@ def test_a_key_that_decides_what_a_run_computes_is_listed_where_it_is_left_to_a_
         values = {key: values}
     with pytest.warns(IgnoredKeys, match=".".join(place)) as caught:
         Policy.of({"train_batch_size": 8, **values})
-    lines = [line for line in caught[0].message.ignored if line.startswith(".".join(place))]  # type: ignore[union-attr]
+    lines = [line for line in caught[0].message.ignored if line.startswith(".".join(place))]
     assert lines == [f'{".".join(place)} = "auto": left to transformers or accelerate, which are not here; {LEFT_OPEN[place]}']
 
 

@@ -94,10 +94,10 @@ def test_a_footprint_is_the_cost_without_the_moments(policy: dict[str, Any], par
     chosen = Policy.of({**policy, "precision": {"param": param}})
     spent = {cell.what: cell for cell in cost(chosen, PSI, 4).cells}
     tiers = Tiers(*(spent[what].tier for what in ("parameter", "gradient", "optimizer")))
-    sizes = {"parameter": spent["parameter"].numel, "shard": spent["optimizer"].numel}
+    parameter, shard = spent["parameter"].numel, spent["optimizer"].numel
     apart = param is not None
-    cells = footprint(tiers, **sizes, master=4, compute=2 if apart else 4, apart=apart)
-    assert sum(cell.nbytes for cell in cells) + 8 * sizes["shard"] == spent["parameter"].nbytes + sum(
+    cells = footprint(tiers, parameter=parameter, shard=shard, master=4, compute=2 if apart else 4, apart=apart)
+    assert sum(cell.nbytes for cell in cells) + 8 * shard == spent["parameter"].nbytes + sum(
         spent[what].nbytes for what in ("gradient", "optimizer")
     )
 

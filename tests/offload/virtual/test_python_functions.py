@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload.errors import SimulationError
 from tests.support.virtual import machine, on_virtual
@@ -26,8 +26,11 @@ def test_a_tensor_prints_its_shape_dtype_and_device_and_that_it_has_no_data() ->
 
 @on_virtual()
 def test_a_deep_copy_has_memory_of_its_own_and_the_same_grad_and_flags() -> None:
+    class Twice(nn.BatchNorm1d):
+        extra: Tensor | None
+
     with machine():
-        module = nn.BatchNorm1d(4, device="virtual")
+        module = Twice(4, device="virtual")
         module(torch.ones(2, 4, device="virtual")).sum().backward()
         module.extra = module.running_mean
         made = copy.deepcopy(module)

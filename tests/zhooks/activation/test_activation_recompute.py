@@ -219,6 +219,9 @@ def test_spectral_norm_moves_its_vectors_once(policy: dict[str, Any]) -> None:
 
 def test_a_large_constant_buffer_is_not_copied_after_the_first_forward() -> None:
     class Masked(Counting):
+        mask: Tensor
+        bank: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("mask", torch.ones(200, 200))

@@ -71,7 +71,7 @@ def test_two_ranks_that_move_there_and_back_train_as_if_they_had_stayed(ranks: R
     assert moved == stayed
 
 
-def net() -> nn.Module:
+def net() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
 
@@ -122,7 +122,7 @@ def test_parameters_groups_schedules_hooks_and_observers_are_the_same_after_a_mo
     reduced: list[str] = []
     attachment.register_reduce_hook(after=lambda unit, _: reduced.append(unit))
     hooked: list[float] = []
-    model[0].weight.register_hook(lambda grad: hooked.append(1.0))  # type: ignore[union-attr]
+    model[0].weight.register_hook(lambda grad: hooked.append(1.0))
     params, groups, lists = list(model.parameters()), optimizer.param_groups, [one["params"] for one in optimizer.param_groups]
 
     def step() -> None:
@@ -142,7 +142,7 @@ def test_parameters_groups_schedules_hooks_and_observers_are_the_same_after_a_mo
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
     attachment.unshard(model[0])
     attachment.reshard(model[0])
-    assert isinstance(attachment.detach()[0].weight, nn.Parameter)  # type: ignore[index, union-attr]
+    assert isinstance(attachment.detach()[0].weight, nn.Parameter)  # type: ignore[index]
 
 
 class Odd(nn.Module):
@@ -170,7 +170,7 @@ def test_odd_parameters_sums_that_are_held_and_freezes_go_on_bit_for_bit_over_ma
         attachment = zhooks.attach(model, policy=policy)
         params = [param for param in model.parameters() if param.requires_grad]
         optimizers = [torch.optim.AdamW(params[:2], lr=0.01), torch.optim.SGD(params[2:], lr=0.01, momentum=0.9)]
-        losses = []
+        losses: list[Any] = []
 
         def backward(step: int, model: nn.Module = model, losses: list[float] = losses) -> None:
             x = torch.randn(6, 40, generator=torch.Generator().manual_seed(step * 10 + place()[0]))
@@ -287,7 +287,7 @@ def no_space(nth: int) -> Iterator[None]:
 @on_ranks(2, nth=(4, 9))
 def test_a_tier_that_fails_half_way_leaves_mesh_policy_and_placement_as_they_were_on_every_rank(nth: int) -> None:
     with folder() as path:
-        losses = []
+        losses: list[Any] = []
         for fails in (True, False):
             run = Resharded(path, stage=3, tier="host")
             found = run.train(0, 2)
@@ -311,7 +311,7 @@ def test_a_tier_that_fails_half_way_leaves_mesh_policy_and_placement_as_they_wer
 @on_ranks(2)
 def test_what_a_smaller_budget_refuses_on_the_way_has_room_again_where_it_was() -> None:
     with folder() as path:
-        losses = []
+        losses: list[Any] = []
         for fails in (True, False):
             run = Resharded(path, stage=3, tier="host")
             found = run.train(0, 2)

@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import zhooks
 from tests.support.on_ranks import hooks_left, on_ranks, place
 from tests.support.ranks import Pool
+from tests.support.values import full, grad_of, same, sharded
 
 STAGES = (0, 1, 2, 3)
 
 
-def net(seed: int = 0) -> nn.Module:
+def net(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
@@ -77,7 +78,7 @@ def test_detach_restores_a_plain_model_that_trains_on_like_one_that_was_never_at
     for now, then, theirs in zip(model.parameters(), before, plain.parameters(), strict=True):
         assert now is then and type(now) is nn.Parameter
         assert torch.equal(now, theirs) and now.stride() == theirs.stride()
-        assert type(now.grad) is Tensor and torch.equal(now.grad, theirs.grad)
+        assert type(now.grad) is Tensor and torch.equal(now.grad, grad_of(theirs))
     assert all(type(value) is Tensor for value in states(optimizers[0]))
     assert all(torch.equal(a, b) for a, b in zip(states(optimizers[0]), states(optimizers[1]), strict=True))
     for either, optimizer in zip((model, plain), optimizers, strict=True):
@@ -174,6 +175,8 @@ def test_an_optimizer_that_holds_state_is_sharded_and_goes_on(stage: int) -> Non
 class Rotary(nn.Module):
     """A non-persistent buffer computed by ``reset_parameters``, as rotary embeddings have."""
 
+    angles: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("angles", torch.empty(8), persistent=False)
@@ -187,7 +190,7 @@ class Rotary(nn.Module):
         return x * self.angles.cos()
 
 
-def with_buffer() -> nn.Module:
+def with_buffer() -> Any:
     return nn.Sequential(nn.Linear(6, 8), Rotary(), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
@@ -203,7 +206,7 @@ def test_a_meta_model_is_filled_by_reset_parameters_its_lost_buffers_included(st
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"cpu"}
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert ours.full_tensor().std() > 0 or theirs.std() == 0
+        assert sharded(ours).full_tensor().std() > 0 or theirs.std() == 0
     x = batch(0)
     assert torch.equal(model(x), attachment.detach()(x))
 
@@ -219,7 +222,7 @@ def test_a_meta_model_is_filled_by_the_function_given() -> None:
     with torch.device("meta"):
         model = with_buffer()
     zhooks.attach(model, init=init)
-    assert all(torch.equal(param.full_tensor(), torch.full(param.shape, 0.5)) for param in model.parameters())
+    assert all(torch.equal(sharded(param).full_tensor(), torch.full(param.shape, 0.5)) for param in model.parameters())
     assert torch.equal(model[1].angles, torch.full((8,), 0.25))
 
 
@@ -281,9 +284,7 @@ def test_ranks_start_from_the_first_ranks_parameters_and_buffers(stage: int) -> 
     model, first = net(seed=place()[0]), net(seed=0)
     model[2].running_mean.fill_(float(place()[0]))
     zhooks.attach(model, policy={"stage": stage})
-    assert all(
-        torch.equal(ours.full_tensor(), theirs) for ours, theirs in zip(model.parameters(), first.parameters(), strict=True)
-    )
+    assert same(full(model), first.parameters())
     assert torch.equal(model[2].running_mean, torch.zeros(8))
 
 
@@ -335,9 +336,9 @@ def test_hybrid_sharding_trains_like_plain_replicas(case: tuple[int, int]) -> No
         optimizer.zero_grad()
         plain.step(number, world)
     for ours, theirs in zip(model.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(sharded(ours).full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-6)
     everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, [param.full_tensor() for param in model.parameters()])
+    dist.all_gather_object(everybody, full(model))
     assert all(torch.equal(a, b) for other in everybody for a, b in zip(other, everybody[0], strict=True))
 
 
@@ -350,7 +351,7 @@ def test_a_unit_of_several_dtypes_and_frozen_parameters_keeps_every_value(stage:
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}
     zhooks.attach(model, policy={"stage": stage})
     for name, param in model.named_parameters():
-        assert torch.equal(param.full_tensor(), expected[name]), name
+        assert torch.equal(sharded(param).full_tensor(), expected[name]), name
 
 
 class CountedWalks(nn.Sequential):

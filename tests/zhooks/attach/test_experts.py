@@ -39,7 +39,7 @@ class Moe(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         every = [nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)) for _ in range(EXPERTS)]
-        self.experts = nn.ModuleList(every if mine is None else [every[mine]])
+        self.experts: Any = nn.ModuleList(every if mine is None else [every[mine]])
         self.group, self.mine = group, mine
         #: Experts that are not run, on any rank that has them.
         self.idle: frozenset[int] = frozenset()

@@ -69,7 +69,7 @@ ALONE = (
 )
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
@@ -97,7 +97,8 @@ def broken(name: str, at: int, ranks: Callable[[int], bool]) -> Any:
     except ModuleNotFoundError:
         module, _, kind = owner.rpartition(".")
         holder = getattr(import_module(module), kind)
-    real, calls = getattr(holder, attribute), []
+    calls: list[object] = []
+    real = getattr(holder, attribute)
 
     def instead(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)

@@ -103,7 +103,7 @@ def go_on(memory: str, hosts: int) -> None:
     killed(run)
 
 
-def job(function: Callable[..., None]) -> str:
+def job(function: Callable[..., object]) -> str:
     return f"{function.__module__}:{function.__name__}"
 
 

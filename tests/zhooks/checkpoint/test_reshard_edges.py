@@ -23,7 +23,7 @@ from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.ranks import Pool
 from tests.support.resharding import Resharded, as_older, differences
 from tests.support.tp_gpt import divide, plain_gpt
-from tests.support.values import full, same
+from tests.support.values import full, same, sharded
 
 Ranks = Callable[[int], Pool]
 RESHARD = "tests.support.resharding"
@@ -177,6 +177,8 @@ def test_a_number_that_narrower_masters_cannot_hold_is_refused(tmp_path: Path, w
 class Drawing(nn.Module):
     """A linear layer whose buffer is each rank's own."""
 
+    rank: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -262,7 +264,7 @@ def counts_reads(path: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ShardReader, "read", into)
         run.attachment.load(Path(path) / "run", run.optimizer)
-    ranges = [param.to_local() for param in run.model.parameters()]
+    ranges = [sharded(param).to_local() for param in run.model.parameters()]
     states = [value.to_local() for states in run.optimizer.state.values() for value in states.values() if value.dim()]
     owned = sum(value.nbytes for value in (*ranges, *states))
     # Between ranges of parameters there is padding, of less than 16 bytes a parameter.
@@ -307,7 +309,7 @@ def saves_turned(path: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
     attachment = zhooks.attach(model, policy={"stage": 3}, mesh=mesh)
     attachment.save(Path(path) / "run", ())
-    value = model.weight.full_tensor()
+    value = sharded(model.weight).full_tensor()
     if place()[0] == 0:
         torch.save(value, Path(path) / "value.pt")
 
@@ -320,7 +322,7 @@ def loads_turned(path: str, old: bool) -> None:
             attachment.load(Path(path) / "run", ())
     else:
         attachment.load(Path(path) / "run", ())
-        assert torch.equal(model.weight.full_tensor(), torch.load(Path(path) / "value.pt"))
+        assert torch.equal(sharded(model.weight).full_tensor(), torch.load(Path(path) / "value.pt"))
 
 
 @ON_FOUR
@@ -338,7 +340,7 @@ def saves_tp_first(path: str) -> None:
         model.norm.weight.copy_(torch.arange(16.0))
     attachment = zhooks.attach(model, policy={"stage": 3, "units": {"min_numel": 0}}, mesh=mesh)
     attachment.save(Path(path) / "run", ())
-    values = {name: param.full_tensor() for name, param in model.named_parameters()}
+    values = {name: sharded(param).full_tensor() for name, param in model.named_parameters()}
     if place()[0] == 0:
         torch.save(values, Path(path) / "values.pt")
 
@@ -351,7 +353,7 @@ def loads_tp_first(path: str, match: str) -> None:
         return
     run.attachment.load(Path(path) / "run", ())
     values = torch.load(Path(path) / "values.pt")
-    assert all(torch.equal(param.full_tensor(), values[name]) for name, param in run.model.named_parameters())
+    assert all(torch.equal(sharded(param).full_tensor(), values[name]) for name, param in run.model.named_parameters())
 
 
 @ON_FOUR
@@ -389,7 +391,7 @@ def staged(stages: int, *, relative: bool = False, layers: int = 4, tp: int = 1)
     torch.manual_seed(10 + stage)
     model = Staged(range(stage * size, (stage + 1) * size), relative=relative)
     if tp > 1 and mesh is not None:
-        halves = {f"layers.{name}": ColwiseParallel(output_layouts=Replicate()) for name in model.layers}
+        halves: Any = {f"layers.{name}": ColwiseParallel(output_layouts=Replicate()) for name in model.layers}
         parallelize_module(model, mesh["tp"], halves)
     attachment = zhooks.attach(model, policy={"stage": 3}, mesh=mesh)
     return attachment, torch.optim.AdamW(model.parameters(), lr=0.1), model, stage

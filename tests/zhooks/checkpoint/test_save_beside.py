@@ -99,7 +99,7 @@ def check_equal(policy: dict[str, Any], kind: str = "adamw") -> tuple[int, int]:
             saving = beside(run, path / "beside", extra={"step": 2})
             run.optimizer.zero_grad()
             run.train(range(2, 5))
-            assert not saving.done and saving.progress.written == 0 and not (path / "beside").exists()
+            assert (saving.done, saving.progress.written, (path / "beside").exists()) == (False, 0, False)
             gate.set()
             saving.wait()
         assert saving.done and saving.progress.written == saving.progress.total == len(own_file(path / "beside"))
@@ -332,7 +332,7 @@ def dies_while_it_writes(path: str) -> None:
     run = Run(SMALL)
     run.save(Path(path), extra={"step": 1})
     if place()[0] == 1:
-        ShardWriter.finish = lambda writer: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+        ShardWriter.finish = lambda writer: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     saving = beside(run, Path(path), extra={"step": 2})
     assert ended(saving) and place()[0] == 0
     # The other rank is gone, so no collective can tell of it; what this rank knows comes first.

@@ -126,7 +126,7 @@ def saves_and_dies(path: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
             return real(writer)
 
-        ShardWriter.finish = finish  # type: ignore[method-assign]
+        ShardWriter.finish = finish  # type: ignore[method-assign, assignment]
     run.save(Path(path), extra={"step": 2})
 
 

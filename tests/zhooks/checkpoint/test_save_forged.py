@@ -21,11 +21,11 @@ from torch import Tensor
 
 import zhooks
 from offload.shards import Entry, ShardReader, ShardWriter, read_manifest, shard_name
-from offload.shards import commit as shard_set
 from tests.support.inside import checksum_of
 from tests.support.json_damage import mutate, places
 from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.resuming import Run, stir
+from tests.support.values import sharded
 
 POLICY = {"stage": 3, "units": {"min_numel": 0}, "precision": {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 8}}
 WRONG: tuple[Any, ...] = ("remove", None, "text", -1, 2.5, 10**6, [], {}, [[1]], {"tuple": ["a"]}, True)
@@ -50,17 +50,17 @@ def forge(good: Path, bad: Path, rank: int, change: Change) -> None:
         writer.write(name, [value])
     content["files"][rank] = writer.finish().model_dump()
     raw = json.dumps({"checksum": checksum_of(content), "manifest": content})
-    (bad / shard_set.MANIFEST).write_text(raw)
+    (bad / "manifest.json").write_text(raw)
 
 
 def everything(run: Run) -> list[Any]:
     """All that a load may change, on this rank, as plain data."""
     params = list(run.model.parameters())
-    grads = [None if param.grad is None else param.grad.to_local() for param in params]
+    grads = [None if param.grad is None else sharded(param.grad).to_local() for param in params]
     states = [sorted(run.optimizer.state.get(param, {}).items()) for param in params]
     groups = [{key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups]
     generators = [torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=False)]
-    held = [[param.to_local() for param in params], list(run.model.buffers()), grads, states, groups, generators]
+    held = [[sharded(param).to_local() for param in params], list(run.model.buffers()), grads, states, groups, generators]
     return copy.deepcopy(plain([*held, run.scheduler.state_dict(), run.attachment.loss_scale]))
 
 
@@ -112,7 +112,8 @@ def of_tensors(names: list[str], generator: str) -> Iterator[tuple[str, Change]]
 
 def of_manifest() -> Iterator[tuple[str, Change]]:
     for key in ("scale", "good_steps", "overflows_left"):
-        for new in ("2", None, float("nan"), [], -1.0, "remove"):
+        values: tuple[Any, ...] = ("2", None, float("nan"), [], -1.0, "remove")
+        for new in values:
             yield f"{key} as {new!r}", lambda d, t, about, key=key, new=new: mutate(about["loss_scale"], (key,), new)  # type: ignore[misc]
 
 

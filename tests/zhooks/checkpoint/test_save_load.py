@@ -163,6 +163,8 @@ def test_a_load_replaces_a_run_that_has_gone_elsewhere(stage: int) -> None:
 class Odd(nn.Module):
     """Tied, frozen, turned, empty and half-precision parameters; buffers that stay and buffers that do not."""
 
+    kept: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
@@ -188,13 +190,14 @@ class Odd(nn.Module):
 
 @on_ranks(1, 2, stage=(0, 1, 3))
 def test_odd_parameters_two_optimizers_and_buffers_come_back(stage: int) -> None:
-    def build(seed: int) -> tuple[nn.Module, Any, list[torch.optim.Optimizer]]:
+    def build(seed: int) -> tuple[Odd, Any, list[torch.optim.Optimizer]]:
         torch.manual_seed(seed)
         model = Odd()
         attachment = zhooks.attach(model, policy={"stage": stage, "units": {"max_numel": 32}})
         params = [param for param in model.parameters() if param.requires_grad]
         first = torch.optim.AdamW(params[:2], lr=0.01)
-        second = torch.optim.SGD([{"params": params[2:3]}, {"params": params[3:], "lr": 0.2}], lr=0.1, momentum=0.5)
+        groups: list[dict[str, Any]] = [{"params": params[2:3]}, {"params": params[3:], "lr": 0.2}]
+        second = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
         return model, attachment, [first, second]
 
     def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
@@ -271,7 +274,7 @@ def test_every_schedule_of_torch_and_the_scaler_come_back() -> None:
     }
     for name, make in made.items():
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        objects = {"schedule": make(run.optimizer), "scaler": scaler}
+        objects: dict[str, Any] = {"schedule": make(run.optimizer), "scaler": scaler}
         run.train(range(2))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -282,7 +285,7 @@ def test_every_schedule_of_torch_and_the_scaler_come_back() -> None:
         wanted = objects["schedule"].state_dict(), scaler.state_dict(), [group["lr"] for group in run.optimizer.param_groups]
         with folder() as path:
             run.attachment.save(path / "run", run.optimizer, objects=objects)
-            fresh = {"schedule": make(run.optimizer), "scaler": torch.amp.GradScaler("cpu")}
+            fresh: dict[str, Any] = {"schedule": make(run.optimizer), "scaler": torch.amp.GradScaler("cpu")}
             run.attachment.load(path / "run", run.optimizer, objects=fresh)
         found = fresh["schedule"].state_dict()
         assert found == wanted[0] and {key: type(value) for key, value in found.items()} == {

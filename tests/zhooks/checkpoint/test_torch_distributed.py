@@ -50,7 +50,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norm, self.out = nn.BatchNorm2d(5), nn.Linear(5, 7)
         self.scale, self.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
 
@@ -137,7 +137,8 @@ def check(ranks: Ranks, path: Path, first: tuple[int, Policy], others: Sequence[
 
 
 def test_what_two_ranks_save_at_stage_3_loads_at_any_stage_tier_and_world(ranks: Ranks, tmp_path: Path) -> None:
-    others = [(2, {"stage": 3}), (1, {"stage": 3}), (2, {"stage": 1} | OVERLAP), (1, {"stage": 0}), (2, {"stage": 3} | HOST)]
+    others: list[tuple[int, Policy]] = [(2, {"stage": 3}), (1, {"stage": 3}), (2, {"stage": 1} | OVERLAP), (1, {"stage": 0})]
+    others += [(2, {"stage": 3} | HOST)]
     check(ranks, tmp_path / "saved", (2, {"stage": 3}), others)
 
 
@@ -208,7 +209,7 @@ def test_what_a_dp_by_tp_mesh_saves_loads_over_other_meshes(ranks: Ranks, tmp_pa
 def test_states_that_one_rank_keeps_whole_go_through(ranks: Ranks, tmp_path: Path, cells: dict[str, Any]) -> None:
     policy = {"stage": 3} | cells
     for kind in ("adafactor", "muon_with_adam"):
-        how = {"path": str(tmp_path / kind), "policy": policy, "kind": kind}
+        how: dict[str, Any] = {"path": str(tmp_path / kind), "policy": policy, "kind": kind}
         losses = ranks(2).run(f"{HERE}:save_job", **how)[0][0]
         for world in (2, 1):
             for again, _ in ranks(world).run(f"{HERE}:load_job", **how):

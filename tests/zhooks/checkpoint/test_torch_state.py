@@ -39,7 +39,7 @@ class Job:
 
     def __init__(self, policy: dict[str, Any] | None, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.BatchNorm1d(7), nn.Linear(7, 3))
+        self.model: Any = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.BatchNorm1d(7), nn.Linear(7, 3))
         self.attachment = None if policy is None else zhooks.attach(self.model, policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
@@ -224,11 +224,12 @@ def test_copies_and_detached_models_keep_no_hook_of_an_attachment() -> None:
 def test_full_state_dicts_of_torchs_checkpoint_functions_are_whole(stage: int) -> None:
     job, plain = Job({"stage": stage} | SMALL), Job(None)
     job.train(range(2)), plain.train(range(2))
-    wanted = get_model_state_dict(plain.model), get_optimizer_state_dict(plain.model, plain.optimizer)["state"]
+    states_of_plain: Any = get_optimizer_state_dict(plain.model, plain.optimizer)["state"]
+    wanted: tuple[Any, Any] = get_model_state_dict(plain.model), states_of_plain
     first = place()[0] == 0
     for options, here in ((WHOLE, True), (ON_FIRST, first)):
         model = get_model_state_dict(job.model, options=options)
-        states = get_optimizer_state_dict(job.model, job.optimizer, options=options)
+        states: Any = get_optimizer_state_dict(job.model, job.optimizer, options=options)
         if not here:
             assert model == {} and states == {}
             continue
@@ -238,7 +239,7 @@ def test_full_state_dicts_of_torchs_checkpoint_functions_are_whole(stage: int) -
             assert states["state"][name].keys() == state.keys() and same(states["state"][name].values(), state.values())
     inner = get_model_state_dict(job.model[3], options=WHOLE)
     assert same(inner.values(), plain.model[3].state_dict().values())
-    wrapped = get_model_state_dict(nn.ModuleDict({"inner": job.model}), options=WHOLE)
+    wrapped: Any = get_model_state_dict(nn.ModuleDict({"inner": job.model}), options=WHOLE)
     assert torch.equal(wrapped["inner.0.weight"], wanted[0]["0.weight"])
     ranges = get_model_state_dict(job.model)
     assert isinstance(ranges["0.weight"], zhooks.ShardedTensor)

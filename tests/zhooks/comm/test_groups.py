@@ -37,7 +37,7 @@ class Counted:
         return group
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 

@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
+from tests.support.values import sharded
 from zhooks.comm import shared_memory
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -241,11 +242,11 @@ def test_optimizers_that_differ_by_rank_are_refused_at_their_first_step() -> Non
         model = net()
         attachment = zhooks.attach(model, policy={"comm": {"timeout_s": 300}})
         optimizer = make(list(model.parameters()), torch.optim.SGD if rank else torch.optim.AdamW, 0.2 if rank else 0.1)
-        before = [param.full_tensor().clone() for param in model.parameters()]
+        before = [sharded(param).full_tensor().clone() for param in model.parameters()]
         model(torch.ones(2, 6)).sum().backward()
         with pytest.raises(zhooks.DivergenceError, match=f"optimizer: expected the same on every rank, found {said}"):
             optimizer.step()
-        assert all(torch.equal(a.full_tensor(), b) for a, b in zip(model.parameters(), before, strict=True))
+        assert all(torch.equal(sharded(a).full_tensor(), b) for a, b in zip(model.parameters(), before, strict=True))
         attachment.detach()
 
 

@@ -41,7 +41,7 @@ class FusedHead(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = Projection.apply(self.body(self.embedding(tokens)), self.head.weight)  # type: ignore[no-untyped-call]
+        logits: Tensor = Projection.apply(self.body(self.embedding(tokens)), self.head.weight)
         return logits.square().mean()
 
 
@@ -90,7 +90,7 @@ def test_a_whole_accumulation_is_reduced_once_with_it_and_a_hook_sees_the_mean()
     attached, plain = model(tied=True), model(tied=True)
     attachment = zhooks.attach(attached, policy={"stage": 2})
     seen: list[Tensor] = []
-    attached.embedding.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))  # type: ignore[arg-type]
+    attached.embedding.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
     with attachment.accumulate():
         for batch in batches(3):
             attached(batch.chunk(world)[rank]).backward()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.averaging import average_gradients
 from tests.support.on_ranks import on_ranks, place
+from tests.support.values import grad_of
 
 WIDTH, WORDS = 24, 40
 
@@ -74,7 +75,7 @@ def test_uses_of_a_weight_add_up_before_ranks_do_whatever_the_forward_holds(used
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             found = param.grad
             assert isinstance(found, zhooks.ShardedTensor), name
-            assert torch.equal(found.full_tensor(), expected.grad), name
+            assert torch.equal(found.full_tensor(), grad_of(expected)), name
 
 
 @on_ranks(2)
@@ -82,7 +83,8 @@ def test_what_was_held_keeps_its_values_and_is_freed_with_its_holder() -> None:
     rank, _ = place()
     model = made()
     attachment = zhooks.attach(model, policy={"units": {"min_numel": 100}})
-    model.words.seen = kept = []
+    kept: list[Tensor] = []
+    model.words.seen = kept
     loss(model, rank).backward()
     model.words.seen = None
     with attachment.gathered(model.words.weight):
@@ -98,7 +100,8 @@ def test_a_graph_that_outlives_passes_without_gradients_still_gets_them_all() ->
     plain, model = made(), made()
     zhooks.attach(model, policy={"units": {"min_numel": 100}})
     for one in (plain, model):
-        one.words.seen = kept = []
+        kept: list[Tensor] = []
+        one.words.seen = kept
         value = loss(one, rank)
         one.words.seen = None
         with torch.inference_mode():

@@ -14,7 +14,7 @@ from tests.support.on_ranks import on_ranks, place
 from tests.support.values import copies
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 

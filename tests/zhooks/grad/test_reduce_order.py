@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zhooks
 from offload.events import Recorder
 from tests.support.on_ranks import on_ranks, place
+from tests.support.values import grad_of, sharded
 
 Chosen = tuple[int, ...]
 
@@ -95,7 +96,7 @@ def as_plain(kind: type[nn.Module], policy: dict[str, Any], *, mesh: Any = None,
         for (name, found), expected in zip(model.named_parameters(), plain.named_parameters(), strict=True):
             assert (found.grad is None) == (expected[1].grad is None), (number, name)
             if found.grad is not None:
-                assert torch.allclose(found.grad.full_tensor(), expected[1].grad, atol=1e-6), (number, name)  # type: ignore[union-attr]
+                assert torch.allclose(sharded(found.grad).full_tensor(), grad_of(expected[1]), atol=1e-6), (number, name)
             found.grad = expected[1].grad = None
     attachment.detach()
     return reduced
@@ -104,7 +105,7 @@ def as_plain(kind: type[nn.Module], policy: dict[str, Any], *, mesh: Any = None,
 def policies(transport: str) -> list[dict[str, Any]]:
     """Everything gathered at its use, with nothing ahead and with much; and nothing but parameters at rest on the host."""
     sharded = [{"stage": 3, "schedule": {"prefetch": prefetch, "max_reductions": most}} for prefetch, most in ((0, 2), (4, 1))]
-    placed = {"stage": 0, "parameter": {"tier": "host"}, "schedule": {"prefetch": 0}}
+    placed: dict[str, Any] = {"stage": 0, "parameter": {"tier": "host"}, "schedule": {"prefetch": 0}}
     return [policy | {"comm": {"transport": transport, "buffer": BUFFER}} for policy in [*sharded, placed, {"stage": 1}]]
 
 
@@ -171,7 +172,7 @@ def test_two_reductions_of_a_unit_in_one_backward_add_up_where_only_some_paramet
             (plain(rows(1, other), chosen).square().mean() / world).backward()
         model(rows(1, rank), chosen).square().mean().backward()
     for (name, found), expected in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert torch.allclose(found.grad.full_tensor(), expected[1].grad, atol=1e-2 if policy else 1e-6), name  # type: ignore[union-attr, arg-type]
+        assert torch.allclose(found.grad.full_tensor(), expected[1].grad, atol=1e-2 if policy else 1e-6), name  # type: ignore[arg-type]
     attachment.detach()
 
 

@@ -117,7 +117,7 @@ def test_stages_whose_scalers_unscale_another_number_of_times_agree_on_an_overfl
     rank, world = place()
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))
     # Two dtypes and two optimizers on the last stage, one of each on the first.
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double() if rank else nn.Linear(4, 4), nn.Linear(4, 4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double() if rank else nn.Linear(4, 4), nn.Linear(4, 4))
     attachment = zhooks.attach(model, mesh=mesh, policy={"units": {"min_numel": 0}, "comm": {"timeout_s": 60}})
     parts = [model[:2], model[2]] if rank else [model]
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.values import sharded
+
 WIDTH = 16
 
 
-def model(seed: int = 0) -> nn.Module:
+def model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
@@ -46,7 +48,7 @@ def plain(history: Sequence[Sequence[int]], ranks: int) -> tuple[nn.Module, list
     for step, groups in enumerate(history):
         optimizer.zero_grad()
         every = {(group, rank): loss_of(net, step, group, rank) for group in groups for rank in range(ranks)}
-        (sum(every.values()) / len(every)).backward()  # type: ignore[union-attr]
+        (sum(every.values()) / len(every)).backward()
         optimizer.step()
         losses.append({place: float(loss.detach()) for place, loss in every.items()})
     return net, losses
@@ -154,7 +156,7 @@ def train(job: dict[str, Any]) -> None:
             log.write(json.dumps({"step": step, "loss": float(loss.detach()), "count": count, "committed": committed}) + "\n")
             die("step")
         state = attachment.state_dict(bare)
-        own = [p.to_local().clone() for p in net.parameters()]
+        own = [sharded(p).to_local().clone() for p in net.parameters()]
         own += [value.to_local().clone() for p in net.parameters() for value in bare.state[p].values() if value.dim()]
         torch.save({"groups": history.groups, "own": own, "model": state.get("model")}, job["out"])
     replicas.shutdown(wait=False)

@@ -25,7 +25,7 @@ pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning")
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc]
+class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_whole_and_a_run_resumes_from_it_as_if_it_had_gone_on() 
     with quiet(), folder() as path, launched() as (_, world):
         saved: dict[int, Any] = {}
 
-        class Save(lightning.Callback):  # type: ignore[misc]
+        class Save(lightning.Callback):  # type: ignore[misc, name-defined]
             def on_train_epoch_end(self, run: Any, module: Any) -> None:
                 run.save_checkpoint(path / f"{run.current_epoch}.ckpt")
                 saved[run.current_epoch] = run.strategy.attachment.model
@@ -188,7 +188,7 @@ def test_a_run_resumes_with_the_loss_scale_it_had() -> None:
         policy = {"precision": {"param": "fp16", **SCALED, "initial_scale": 256.0, "growth_interval": 7}}
         scales: list[float | None] = []
 
-        class Save(lightning.Callback):  # type: ignore[misc]
+        class Save(lightning.Callback):  # type: ignore[misc, name-defined]
             def on_train_epoch_end(self, run: Any, module: Any) -> None:
                 run.save_checkpoint(path / f"{run.current_epoch}.ckpt")
                 scales.append(run.strategy.attachment.loss_scale)
@@ -208,7 +208,7 @@ def test_a_run_resumes_with_the_loss_scale_it_had() -> None:
         assert scales[0] != scales[1] == scales[2] == scales[3], scales
 
 
-class Adversaries(lightning.LightningModule):  # type: ignore[misc]
+class Adversaries(lightning.LightningModule):  # type: ignore[misc, name-defined]
     """Two networks against each other, in optimization by hand; the learned shift is used outside the forward."""
 
     def __init__(self) -> None:
@@ -258,7 +258,9 @@ def played_by_hand(world: int) -> list[Tensor]:
     return values(module)
 
 
-BY_HAND = ({}, {"stage": 1, "precision": {"loss_scale": 128.0}}, {"optimizer": {"tier": "host"}, "units": {"min_numel": 0}})
+BY_HAND: tuple[dict[str, Any], ...] = (
+    {}, {"stage": 1, "precision": {"loss_scale": 128.0}}, {"optimizer": {"tier": "host"}, "units": {"min_numel": 0}},
+)  # fmt: skip
 
 
 @on_ranks(1, 2, limit_s=180.0, policy=BY_HAND)
@@ -293,7 +295,7 @@ def test_what_contradicts_the_policy_is_refused_and_both_are_named(tmp_path: Pat
         fitted(tmp_path, ours({"precision": {"param": "bf16"}}), 1, 1, precision="bf16-mixed")
 
 
-class Signalled(lightning.Callback):  # type: ignore[misc]
+class Signalled(lightning.Callback):  # type: ignore[misc, name-defined]
     """The last rank alone is told to end during a step."""
 
     def __init__(self, step: int) -> None:
@@ -309,7 +311,7 @@ class Signalled(lightning.Callback):  # type: ignore[misc]
 def test_a_signal_on_one_rank_alone_ends_all_after_the_step_with_exit_code_0_in_a_checkpoint_that_goes_on() -> None:
     from zhooks.integrations.lightning import SaveOnPreemption
 
-    class Third(lightning.Callback):  # type: ignore[misc]
+    class Third(lightning.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, run: Any, *_: Any) -> None:
             if run.global_step == 3:
                 run.save_checkpoint(path / "third.ckpt")

@@ -38,7 +38,7 @@ def values(model: nn.Module) -> list[Tensor]:
 # Trainer.
 
 
-class States(transformers.TrainerCallback):  # type: ignore[misc]
+class States(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """This rank's random state as each step begins."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def trainer(path: str, examples: int, **chosen: Any) -> Any:
     )  # fmt: skip
     made = torch.Generator().manual_seed(1)
     tokens = [torch.randint(1, 64, (8,), generator=made) for _ in range(48)]
-    usual = {
+    usual: dict[str, Any] = {
         "output_dir": path, "use_cpu": True, "per_device_train_batch_size": 2, "max_steps": 4, "logging_steps": 1,
         "learning_rate": 0.01, "report_to": [], "disable_tqdm": True, "save_strategy": "steps", "save_steps": 2,
         "gradient_accumulation_steps": examples // 2 // place()[1],

@@ -6,6 +6,7 @@ pytest runs it, on one rank and on two. The oracle is the same model without zho
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def trained(model: nn.Module, rank: int = 0, world: int = 1) -> dict[str, Tensor
 
 def close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     for name, value in other.items():
-        torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5, msg=partial("{}: {}".format, name))
 
 
 @on_ranks(1, 2, limit_s=180.0, kind=KINDS)
@@ -155,7 +156,8 @@ def test_a_detached_model_is_merged_as_without_zhooks(kind: str) -> None:
     if kind == "dora":
         with pytest.raises(zhooks.ShardedOpError, match=r"base_layer\.weight"):
             model.merge_and_unload()
-    merged, other = attachment.detach().merge_and_unload(), plain.merge_and_unload()
+    whole: Any = attachment.detach()
+    merged, other = whole.merge_and_unload(), plain.merge_and_unload()
     assert isinstance(merged, transformers.LlamaForCausalLM)
     close(dict(merged.named_parameters()), dict(other.named_parameters()))
 

@@ -108,11 +108,12 @@ def is_the_same(case: str) -> None:
         step(plain)
         if place()[0] == 0:
             plain.save_pretrained(path / "plain", **{"max_shard_size": "5GB", **how})
-        attachment = zhooks.attach(made(kind, config), policy=POLICY)
-        before = copy.deepcopy(attachment.model.config.to_dict())
-        step(attachment.model)
+        ours = made(kind, config)
+        attachment = zhooks.attach(ours, policy=POLICY)
+        before = copy.deepcopy(ours.config.to_dict())
+        step(ours)
         attachment.save_pretrained(path / "ours", **how)
-        assert attachment.model.config.to_dict() == before
+        assert ours.config.to_dict() == before
         if place()[0] == 0:
             check_same(path / "ours", path / "plain")
             loaded = getattr(transformers, auto).from_pretrained(path / "ours")
@@ -296,7 +297,8 @@ def test_a_tokenizer_lies_beside_the_model_and_one_that_fails_leaves_nothing() -
 @on_ranks(2, limit_s=120.0)
 def test_what_cannot_be_written_right_is_refused_on_every_rank() -> None:
     with folder() as path:
-        attachment = zhooks.attach(made("LlamaForCausalLM", LLAMA), policy=POLICY)
+        model = made("LlamaForCausalLM", LLAMA)
+        attachment = zhooks.attach(model, policy=POLICY)
 
         def refused(match: str, **given: Any) -> None:
             with pytest.raises(zhooks.CheckpointError, match=match):
@@ -321,7 +323,7 @@ def test_what_cannot_be_written_right_is_refused_on_every_rank() -> None:
         with pytest.raises(zhooks.CheckpointError, match=r"of transformers or PEFT, found Linear\. Use .*save_full"):
             other.save_pretrained(path / "ours")
         with pytest.raises(zhooks.ShardedOpError, match=r"attachment\.save_pretrained\(folder\)"):
-            attachment.model.save_pretrained(path / "ours")
+            model.save_pretrained(path / "ours")
 
 
 @on_ranks(2, limit_s=120.0, adapter=("lora", "prompt", "embeddings"))

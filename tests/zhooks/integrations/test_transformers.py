@@ -26,7 +26,7 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 
-def language_model() -> nn.Module:
+def language_model() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -85,8 +85,8 @@ def values(model: nn.Module) -> list[Tensor]:
 
 @on_ranks(1, 2, limit_s=180.0, stage=(1, 3))
 def test_a_trainer_trains_evaluates_and_saves_what_it_does_by_itself(stage: int) -> None:
-    steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "max_grad_norm": 0.5}
+    steps: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "max_grad_norm": 0.5}
     with folder() as path:
         with launched() as (rank, world):
             trainer = ours(path / "ours", {"stage": stage}, **steps, **best)
@@ -133,7 +133,7 @@ def test_a_run_resumes_from_its_own_checkpoint_as_if_it_had_gone_on() -> None:
         assert all(torch.equal(value, other) for value, other in zip(values(again.model), expected, strict=True))
 
 
-class Signalled(transformers.TrainerCallback):  # type: ignore[misc]
+class Signalled(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """One rank is told to end during a step."""
 
     def __init__(self, step: int) -> None:
@@ -159,7 +159,7 @@ def test_a_signal_on_one_rank_ends_training_on_all_in_a_checkpoint_that_goes_on(
         again.train(resume_from_checkpoint=str(path / "told" / "checkpoint-2"))
         assert all(torch.equal(value, other) for value, other in zip(values(again.model), expected, strict=True))
         with pytest.raises(zhooks.PolicyError, match='found "best" beside enable_jit_checkpoint'):
-            best = {"metric_for_best_model": "loss", "eval_strategy": "steps"}
+            best: dict[str, Any] = {"metric_for_best_model": "loss", "eval_strategy": "steps"}
             ours(path, enable_jit_checkpoint=True, save_strategy="best", **best)
 
 
@@ -324,7 +324,7 @@ def test_ranks_that_generate_texts_of_other_lengths_wait_for_each_other() -> Non
         chosen = transformers.Seq2SeqTrainingArguments(
             **arguments(path, gradient_accumulation_steps=1), predict_with_generate=True, generation_max_length=9
         )
-        trainer = Seq2SeqTrainer(
+        trainer: Any = Seq2SeqTrainer(
             transformers.T5ForConditionalGeneration(config),
             chosen,
             train_dataset=[{"input_ids": each, "labels": each} for each in tokens],

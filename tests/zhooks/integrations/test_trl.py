@@ -59,7 +59,7 @@ def tokenizer() -> Any:
     )
 
 
-def model(seed: int = 0, **changes: Any) -> nn.Module:
+def model(seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -114,7 +114,8 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 def made(library: Any, what: str, where: Path, zhooks: dict[str, Any] | None, **chosen: Any) -> Any:
     """A trainer of ``library``, TRL's module or ours."""
-    adapter, keys = chosen.pop("adapter", False), {} if zhooks is None else {"zhooks": zhooks}
+    adapter = chosen.pop("adapter", False)
+    keys: dict[str, Any] = {} if zhooks is None else {"zhooks": zhooks}
     keys |= {"peft_config": lora()} if adapter else {}
     trainer, config = getattr(library, f"{what}Trainer"), getattr(library, f"{what}Config")
     if what == "GRPO":

@@ -20,7 +20,7 @@ from tests.support.pipelines import Run
 from tests.support.pipelines import mesh_of as staged
 from tests.support.tp_gpt import divide, plain_gpt
 from tests.support.tp_runs import FINE, attached, data_place, mean_over_data, mesh_of, train
-from tests.support.values import whole
+from tests.support.values import full, whole
 
 # Ranks that draw other numbers have other bits after one; more are for the loss to move.
 STEPS = 4
@@ -60,7 +60,7 @@ def test_rules_give_units_of_a_divided_model_their_own_dtype(stage: int) -> None
     for name, dtypes in seen.items():
         assert set(dtypes) == {torch.float32 if "norm" in name else torch.bfloat16}, (name, dtypes)
     assert mean_over_data(losses).tolist() == pytest.approx(expected, rel=2e-2)
-    assert same_on_all([param.full_tensor() for param in model.parameters()])  # type: ignore[operator]
+    assert same_on_all(full(model))
     for handle in handles:
         handle.remove()
     attachment.detach()

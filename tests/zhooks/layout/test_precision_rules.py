@@ -54,7 +54,7 @@ class ByHand(nn.Module):
             if any(name == one or name.endswith(f".{one}") for one in wide):
                 module.float()
                 plain = module.forward
-                module.forward = lambda x, plain=plain: plain(x.float()).bfloat16()  # type: ignore[method-assign]
+                module.forward = lambda x, plain=plain: plain(x.float()).bfloat16()
 
     def forward(self, tokens: Tensor) -> Any:
         with torch.no_grad():

@@ -67,20 +67,21 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.tall = nn.LayerNorm(32), nn.Linear(32, 96)
-        self.wide: nn.Module = nn.Linear(96, 32)
+        self.norm = nn.LayerNorm(32)
+        self.tall: Any = nn.Linear(32, 96)
+        self.wide: Any = nn.Linear(96, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.wide(self.tall(self.norm(x)).relu())
 
 
-def blocks(*, tiled: bool) -> nn.Module:
+def blocks(*, tiled: bool) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
-    for block in model if tiled else ():
+    both = Block(), Block()
+    for block in both if tiled else ():
         block.tall = zhooks.TiledLinear.of(block.tall, tiles=(4, 1))
         block.wide = zhooks.TiledLinear.of(block.wide, tiles=(2, 3))
-    return model
+    return nn.Sequential(*both)
 
 
 def losses(model: nn.Module, steps: int = 3) -> list[float]:

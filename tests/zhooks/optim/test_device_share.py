@@ -269,7 +269,7 @@ class Asked:
     def __init__(self, does: Callable[[], None]) -> None:
         self.does = does
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         self.does()
         return object
@@ -278,7 +278,8 @@ class Asked:
 def test_states_may_be_handed_over_by_a_thread_while_another_update_begins() -> None:
     # What stochastic rounding does beside backward: a stand-in's states for a parameter's.
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
-    optimizer.state[Asked(lambda: optimizer.state.update({nn.Parameter(torch.ones(1)): {}}))] = {}
+    states: Any = optimizer.state
+    states[Asked(lambda: optimizer.state.update({nn.Parameter(torch.ones(1)): {}}))] = {}
     with options_kept(optimizer):
         optimizer.param_groups[0]["count"] = 1
     assert "count" not in optimizer.param_groups[0]

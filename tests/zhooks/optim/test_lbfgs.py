@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import folder, on_ranks, place
-from tests.support.values import full
+from tests.support.values import full, sharded
 from zhooks.optim import tensors_in, vectors_in
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}}
 #: In fp64: dots are summed rank by rank.
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}
 
 
 class Net(nn.Module):
@@ -79,7 +79,7 @@ def plain(steps: range, search: str | None = "strong_wolfe") -> tuple[nn.Module,
 
 
 def check_close(model: nn.Module, expected: nn.Module) -> None:
-    exact = {"rtol": 0.0, "atol": 0.0} if place()[1] == 1 else CLOSE
+    exact: dict[str, Any] = {"rtol": 0.0, "atol": 0.0} if place()[1] == 1 else CLOSE
     for value, other in zip(full(model), expected.parameters(), strict=True):
         torch.testing.assert_close(value.detach(), other.detach(), **exact)
 
@@ -108,7 +108,7 @@ def test_each_rank_keeps_its_ranges_of_the_vectors_and_no_more() -> None:
     optimizer = lbfgs(model)
     train(model, optimizer, range(2), place())
     numel = sum(param.numel() for param in model.parameters())
-    own = sum(param.to_local().numel() for param in model.parameters())
+    own = sum(sharded(param).to_local().numel() for param in model.parameters())
     held = [one for one in tensors_in(dict(optimizer.state)) if one.dim()]
     assert len(held) == len(vectors_in(held)) == 2 + 2 * 3
     assert {one.to_local().numel() for one in vectors_in(held)} == {own} and own < numel
@@ -117,8 +117,8 @@ def test_each_rank_keeps_its_ranges_of_the_vectors_and_no_more() -> None:
     assert sum(row.nbytes for row in rows) == 8 * own * len(held)
 
 
-def check_states(found: dict[str, Any], expected: torch.optim.Optimizer) -> None:
-    wanted = expected.state_dict()["state"]
+def check_states(found: dict[int, Any], expected: torch.optim.Optimizer) -> None:
+    wanted: dict[int, Any] = expected.state_dict()["state"]
     assert found.keys() == wanted.keys() and found[0].keys() == wanted[0].keys()
     for one, other in zip(tensors_in(found), tensors_in(wanted), strict=True):
         assert type(one) is Tensor
@@ -195,7 +195,7 @@ def test_states_follow_a_change_of_layout_and_are_plain_after_detach(stage: int)
     train(model, optimizer, range(1), place())
     expected, wanted = plain(range(1))
     for one in (model, expected):
-        one.first.requires_grad_(False)  # type: ignore[union-attr]
+        one.first.requires_grad_(False)
     train(model, optimizer, range(1, 2), place())
     train(expected, wanted, range(1, 2))
     check_close(model, expected)
@@ -235,8 +235,8 @@ def test_a_vector_takes_elements_totals_and_borders_of_parameters_and_refuses_th
     model, _ = attached()
     (model(torch.ones(2, 6, dtype=torch.float64))).square().sum().backward()
     grads = [param.grad for param in model.parameters() if param.grad is not None]
-    vector = torch.cat([grad.view(-1) for grad in grads])
-    whole = torch.cat([grad.full_tensor().view(-1) for grad in grads])
+    vector: Any = torch.cat([grad.view(-1) for grad in grads])
+    whole = torch.cat([sharded(grad).full_tensor().view(-1) for grad in grads])
     assert torch.equal(vector.full_tensor(), whole)
     torch.testing.assert_close(vector.dot(vector.neg()), whole.dot(-whole))
     torch.testing.assert_close(vector.abs().sum(), whole.abs().sum())
@@ -244,7 +244,7 @@ def test_a_vector_takes_elements_totals_and_borders_of_parameters_and_refuses_th
     torch.testing.assert_close(vector.norm(), whole.norm())
     torch.testing.assert_close((vector * 2 - whole).full_tensor(), whole)
     first = grads[0].numel()
-    assert torch.equal(vector[:first].view_as(grads[0]).full_tensor(), grads[0].full_tensor())
+    assert torch.equal(vector[:first].view_as(grads[0]).full_tensor(), sharded(grads[0]).full_tensor())
     assert torch.equal(vector[first:].full_tensor(), whole[first:])
     vector.view(-1)[:first].mul_(3)
     assert torch.equal(vector.full_tensor()[:first], 3 * whole[:first])

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 import zhooks
 from offload.events import Recorder
 from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.values import grad_of
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60}}
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -57,7 +58,7 @@ def test_equal_optimizers_go_through_collectives_in_the_order_they_stepped_in_wh
     backward(model)
     first.step()
     for param in params:
-        param.grad = -3 * param.grad
+        param.grad = -3 * grad_of(param)
     second.step()
     wanted = [full(one, param) for one in (first, second) for param in params]
     assert not torch.equal(wanted[0], wanted[len(params)]), "the two could not be told apart"
@@ -145,22 +146,22 @@ def test_ranges_given_to_an_optimizer_that_has_not_stepped_are_never_left_behind
 @on_ranks(2)
 def test_without_a_name_all_optimizers_are_saved_those_that_have_not_stepped_among_them() -> None:
     with folder() as path:
-        def make() -> tuple[zhooks.Attachment, list[torch.optim.Optimizer]]:
+        def make() -> tuple[nn.Sequential, zhooks.Attachment, list[torch.optim.Optimizer]]:
             model = net()
             attachment = zhooks.attach(model, policy=POLICY)
             parts = (model[0].parameters(), model[2].parameters())
-            made = [torch.optim.Adam(part, lr=0.1) for part in (reversed(parts) if place()[0] else parts)]
-            return attachment, made[::-1] if place()[0] else made
+            made: list[torch.optim.Optimizer] = []
+            made += [torch.optim.Adam(part, lr=0.1) for part in (reversed(parts) if place()[0] else parts)]
+            return model, attachment, made[::-1] if place()[0] else made
 
-        attachment, (first, _) = make()
-        backward(attachment.model)
+        model, attachment, (first, _) = make()
+        backward(model)
         first.step()
         attachment.save(path / "run")
-        again, (resumed, unused) = make()
+        twin, again, (resumed, unused) = make()
         again.load(path / "run")
-        weights = attachment.model[0].weight, again.model[0].weight
-        assert torch.equal(full(resumed, weights[1]), full(first, weights[0])) and not unused.state
-        backward(again.model)
+        assert torch.equal(full(resumed, twin[0].weight), full(first, model[0].weight)) and not unused.state
+        backward(twin)
         resumed.step()
         attachment.detach()
         again.detach()

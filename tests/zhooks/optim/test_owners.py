@@ -156,7 +156,7 @@ def test_another_stage_and_frozen_parameters_keep_states_and_values() -> None:
         both()
     for trained in (False, True):
         for one in (model, expected):
-            one[2].weight.requires_grad_(trained)  # type: ignore[index, union-attr]
+            one[2].weight.requires_grad_(trained)  # type: ignore[index]
         both()
 
 
@@ -166,7 +166,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_step_side_by_side() -> None:
         rest = [param for param in model.parameters() if param.dim() != 2]
         return [MATRIX_OPTIMIZERS["muon"](model.parameters()), torch.optim.AdamW(rest, lr=0.01)]
 
-    results = []
+    results: list[nn.Module] = []
     for model in (net(), net()):
         if results:
             zhooks.attach(model, policy=POLICY)
@@ -175,8 +175,10 @@ def test_muon_for_matrices_and_adamw_for_the_rest_step_side_by_side() -> None:
         for step in range(5):
             model(batch(step)).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-            for one in (*optimizers, *schedules):
-                one.step()
+            for optimizer in optimizers:
+                optimizer.step()
+            for schedule in schedules:
+                schedule.step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
         results.append(model)
@@ -235,7 +237,7 @@ class KeepsGradients(torch.optim.Optimizer):
     """Steps along rows of this gradient and the last, which it keeps as it is."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 last = self.state[param].get("last", param.grad)
@@ -287,7 +289,7 @@ class Coupled(torch.optim.Optimizer):
     """Divides every update by the norm of all of them."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         updates = [param.grad @ param.grad.T @ param.grad if param.dim() == 2 else param.grad for param in params]
         total = torch.stack([update.norm() for update in updates]).sum()
@@ -299,7 +301,7 @@ class Communicates(torch.optim.Optimizer):
     """Divides matrices among ranks itself, as Muon's first versions did."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 update = param.grad @ param.grad.T @ param.grad
@@ -327,7 +329,7 @@ def test_a_gradient_that_some_ranks_alone_have_is_named() -> None:
     model, _, optimizer = attached("muon")
     model(batch(0)).square().mean().backward()
     if rank == 1:
-        model[2].weight.grad = None  # type: ignore[index, union-attr]
+        model[2].weight.grad = None  # type: ignore[index]
     with pytest.raises(zhooks.DivergenceError, match=r"gradient of 2.weight on every rank or on none"):
         optimizer.step()
     dist.barrier()

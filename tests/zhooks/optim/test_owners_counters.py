@@ -35,16 +35,18 @@ class Counts(torch.optim.Optimizer):
         self.param_groups[0]["list"] = [0, 0, 0]
 
     def counted(self) -> list[float]:
-        kept = [self.table["step"], self.counter.done[0], self.param_groups[0]["list"][1], self.state["all"]["step"]]
+        state: Any = self.state
+        kept = [self.table["step"], self.counter.done[0], self.param_groups[0]["list"][1], state["all"]["step"]]
         return [float(self.tensor), *map(float, kept)]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.tensor += 1
         self.table["step"] += 1
         self.counter.done[0] += 1
         self.param_groups[0]["list"][1] += 1
-        self.state["all"]["step"] = self.state["all"].get("step", 0) + 1
+        state: Any = self.state
+        state["all"]["step"] = state["all"].get("step", 0) + 1
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 left, _, right = torch.linalg.svd(param.grad, full_matrices=False)
@@ -76,7 +78,7 @@ class Averages(torch.optim.Optimizer):
         self.average = {"steps": 0, "norm": 0.0}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
         self.average["norm"] += float(sum(param.grad.norm() for param in params))
         self.average["steps"] += 1
@@ -89,7 +91,7 @@ class ByPlace(torch.optim.Optimizer):
     """The further down its list a matrix is, the smaller its updates."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for place, param in enumerate(self.param_groups[0]["params"]):
             if param.grad is not None:
                 left, _, right = torch.linalg.svd(param.grad, full_matrices=False)

@@ -28,7 +28,7 @@ class Notes(torch.optim.Optimizer):
     """Notes in a flag that a parameter has its states."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
             if param.grad is None:
                 continue
@@ -69,7 +69,7 @@ class Counted(torch.optim.Optimizer):
     """Has one number as the state of a parameter."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -97,7 +97,7 @@ class Marked(torch.optim.Optimizer):
     """Has the sign of the gradient, but for parameters that are marked, which are updated whole."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 update = orthogonal(param.grad) if getattr(param, "whole", False) else param.grad.sign()
@@ -120,7 +120,7 @@ class RaisesWithOthers(torch.optim.Optimizer):
     """Raises where the gradients of all parameters together are too large."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
         if len(params) > 1 and not float(sum(param.grad.abs().sum() for param in params)) < 1e5:
             raise ValueError("too large")

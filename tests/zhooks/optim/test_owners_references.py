@@ -36,7 +36,7 @@ class Known(torch.optim.Optimizer):
         return param in self.known or id(param) in self.known
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 param.add_(param.grad.sign() if self.is_adam(param) else orthogonal(param.grad), alpha=-0.02)
@@ -58,7 +58,7 @@ class Buffers(torch.optim.Optimizer):
         self.buffers: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 buffer = self.buffers.setdefault(param, torch.zeros_like(param)).lerp_(param.grad, 0.1)
@@ -73,7 +73,7 @@ class Lookahead(torch.optim.Optimizer):
         self.base, self.param_groups = base, base.param_groups
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.base.step()
         for param in self.param_groups[0]["params"]:
             slow = self.state[param].setdefault("slow", param.detach().clone())
@@ -82,7 +82,7 @@ class Lookahead(torch.optim.Optimizer):
 
 class Scaled(torch.optim.Optimizer):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for scale, param in zip(group["scales"], group["params"], strict=True):
                 param.add_(orthogonal(param.grad), alpha=-0.02 * scale)
@@ -121,7 +121,7 @@ class KeepsLate(torch.optim.Optimizer):
     """Puts parameters into an attribute when it is told to."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if group.get("late"):
@@ -146,7 +146,7 @@ def test_a_parameter_that_is_kept_after_the_first_steps_is_refused_on_every_rank
 
 class ByName(torch.optim.Optimizer):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for name, param in zip(group["param_names"], group["params"], strict=True):
                 scale = {"0.weight": 1.0, "2.weight": 0.5}.get(name, 0.1)

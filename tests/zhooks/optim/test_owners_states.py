@@ -40,7 +40,7 @@ class Odd(Optimizer):
         self.table = torch.linspace(0, 1, 7)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -146,7 +146,7 @@ def test_a_state_on_a_tier_refuses_to_name_memory_and_copies_are_plain() -> None
 # ---- states of libraries
 
 
-def large() -> nn.Module:
+def large() -> nn.Sequential:
     """Matrices that the libraries quantise the states of."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 3))
@@ -162,7 +162,7 @@ def check_as_plain(optimizer_of: Callable[[Any], Optimizer], tier: str) -> None:
             inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
             model(inputs).square().mean().backward()
             # What torchao compiles is the same uncompiled, and nobody waits for compilers.
-            with torch.compiler.set_stance("force_eager"):  # type: ignore[no-untyped-call]
+            with torch.compiler.set_stance("force_eager"):
                 optimizer.step()
             optimizer.zero_grad()
         results.append([param.detach().clone() for param in model.parameters()] if attachment is None else full(model))

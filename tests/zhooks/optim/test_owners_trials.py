@@ -42,7 +42,7 @@ class Switched(torch.optim.Optimizer):
     """Couples the updates of matrices while its option says so."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             total = sum(float(param.grad.norm()) for param in params) if group["coupled"] else 1.0

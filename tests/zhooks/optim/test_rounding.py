@@ -141,7 +141,7 @@ def test_it_has_the_bits_of_a_loop_by_hand_on_every_tier_and_over_any_ranks(cell
     attachment = zhooks.attach(model, policy=policy(kernel=kernel, tier=tier, stage=int(stage)))
     steps(model, adamw(model), range(4))
     attachment.detach()
-    close = {"rtol": 0.0, "atol": 0.0} if kernel == "torch" else {"rtol": 2**-7, "atol": 1e-6}
+    close: dict[str, Any] = {"rtol": 0.0, "atol": 0.0} if kernel == "torch" else {"rtol": 2**-7, "atol": 1e-6}
     wanted = by_hand(4)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, wanted[name], **close)

@@ -38,7 +38,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:

@@ -42,7 +42,7 @@ class Coupled(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.01, "seen": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             grads = [p.grad for p in group["params"] if p.grad is not None]
             group["seen"] = sum(float(g.norm()) for g in grads)
@@ -59,7 +59,7 @@ class Counting(torch.optim.Optimizer):
         self.steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.steps += 1
         for group in self.param_groups:
             group["turn"] += 1
@@ -104,9 +104,10 @@ def test_groups_schedulers_and_strangers_in_the_same_optimizer_keep_their_ways(t
         model, stranger, late = ZOO["mlp"].build(7), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
         attachment = zhooks.attach(model, policy=policy(chosen))
         params = list(model.parameters())
-        groups = [{"params": params[:3], "lr": 0.1}, {"params": [stranger]}, {"params": params[3:], "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": params[:3], "lr": 0.1}, {"params": [stranger]}]
+        groups += [{"params": params[3:], "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.01, 0.02], total_steps=6)
+        scheduler: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.01, 0.02], total_steps=6)
         identities = [id(group) for group in optimizer.param_groups], [[id(p) for p in g["params"]] for g in groups]
         for number in range(4):
             (loss_of(model, number) + (stranger * stranger).sum() + late.sum()).backward()
@@ -167,7 +168,7 @@ def test_what_cannot_be_stepped_unit_by_unit_is_refused_by_name(tier: str) -> No
 
 @on_ranks(1, 2, tier=AWAY)
 def test_step_hooks_run_once_in_order_and_see_the_whole_optimizer(tier: str) -> None:
-    model = ZOO["mlp"].build(7)
+    model: Any = ZOO["mlp"].build(7)
     attachment = zhooks.attach(model, policy=policy(tier))
     optimizer = adamw(model)
     said: list[tuple[str, int, float]] = []
@@ -312,7 +313,7 @@ def test_a_change_of_units_is_refused_and_changes_nothing() -> None:
 def test_parameters_unfrozen_by_the_user_train_after_apply(tier: str) -> None:
     values = []
     for chosen in ("device", tier):
-        model = ZOO["mlp"].build(7)
+        model: Any = ZOO["mlp"].build(7)
         for param in model[2].parameters():
             param.requires_grad_(False)
         attachment = zhooks.attach(model, policy=policy(chosen))
@@ -331,7 +332,7 @@ def test_parameters_unfrozen_by_the_user_train_after_apply(tier: str) -> None:
 @on_ranks(1, 2, then=("freeze", "apply", "detach"))
 def test_parameters_that_find_no_room_when_they_are_unfrozen_are_refused_until_there_is(then: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    model: Any = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     model[1].requires_grad_(False)
     tight = {**policy("device"), "precision": {"param": "bf16"}, "optimizer": {"tier": "host"}}
     # For the fp32 masters of two layers of three, and their momentum.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,7 +170,10 @@ def ready(make: Callable[[Any], torch.optim.Optimizer], tier: str | None, **opti
 
 @on_ranks(1, 2, tier=("host", "disk"))
 def test_arguments_of_a_step_reach_the_optimizer(tier: str) -> None:
-    for call in ({"args": (None, 5.0), "kwargs": {}}, {"args": (), "kwargs": {"closure": None, "scale": 5.0}}):
+    calls: tuple[dict[str, Any], ...] = (
+        {"args": (None, 5.0), "kwargs": {}}, {"args": (), "kwargs": {"closure": None, "scale": 5.0}},
+    )  # fmt: skip
+    for call in calls:
         found = []
         for where in (None, tier):
             model, attachment, made = ready(lambda params: Scaled(params, lr=1e-2), where)
@@ -207,7 +211,7 @@ def test_arguments_that_a_step_on_tiers_cannot_pass_are_refused_before_anything_
 class Derived(torch.optim.AdamW):
     """Its step calls its base class's, which torch announces once more."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         super().step()
 
 
@@ -220,7 +224,7 @@ class Wrapped(torch.optim.Optimizer):
         if shared:
             self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.inner.step()
 
 
@@ -229,7 +233,7 @@ class Wrapped(torch.optim.Optimizer):
 def test_a_step_that_calls_another_updates_once(make: Any, overlap: bool) -> None:
     found = []
     for kind, tier in ((torch.optim.AdamW, None), (make, "host")):
-        model, attachment, made = ready(lambda params, kind=kind: kind(params, lr=1e-2), tier, overlap=overlap)
+        model, attachment, made = ready(partial(kind, lr=1e-2), tier, overlap=overlap)
         seen: list[int] = []
         made.register_step_post_hook(lambda optimizer, *_, seen=seen: seen.append(len(optimizer.param_groups[0]["params"])))
         for _ in range(3):

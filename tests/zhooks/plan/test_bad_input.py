@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.support.ranks import End, Pool
 from tests.support.values import full, same
 
 
-def net() -> nn.Module:
+def net() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
@@ -268,7 +269,7 @@ def test_ranks_of_other_architectures_are_refused_without_a_hang() -> None:
 def run_alone(transport: str) -> str:
     """The first rank trains; the second never comes to the second forward."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
     zhooks.attach(model, policy={"units": {"min_numel": 0}, "comm": {"transport": transport, "timeout_s": 5}})
     model(torch.ones(2, 8)).sum().backward()
     assert model[0][0].weight.grad is not None
@@ -325,9 +326,10 @@ def test_attach_refuses_arguments_of_another_kind_by_name() -> None:
     }
     for name, values in wrong.items():
         for value in values:
-            refused(zhooks.AttachError, f"as {name}, found", lambda n=name, v=value: zhooks.attach(model, **{n: v}), model)
-    for policy in (3, b"x", [], "", "nowhere.toml", "/", "a\0b"):
-        refused(zhooks.PolicyError, "", lambda p=policy: zhooks.attach(model, policy=p), model)
+            refused(zhooks.AttachError, f"as {name}, found", partial(zhooks.attach, model, **{name: value}), model)
+    policies: tuple[Any, ...] = (3, b"x", [], "", "nowhere.toml", "/", "a\0b")
+    for policy in policies:
+        refused(zhooks.PolicyError, "", partial(zhooks.attach, model, policy=policy), model)
     zhooks.attach(model, optimizer).detach()
 
 
@@ -335,7 +337,7 @@ def handed(attachment: zhooks.Attachment, optimizer: Any, path: Path) -> list[tu
     """Every verb with something of another kind, and the words that say so."""
     foreign = torch.optim.SGD(net().parameters(), lr=0.1)
     verbs: list[tuple[str, Callable[[], Any]]] = [
-        ("apply: expected .* found None", lambda: attachment.apply(None)),  # type: ignore[arg-type]
+        ("apply: expected .* found None", lambda: attachment.apply(None)),
         ("policy: expected .* found int", lambda: attachment.apply(3)),  # type: ignore[arg-type]
         ("gathered: expected parameters", lambda: attachment.gathered("0.weight").__enter__()),  # type: ignore[arg-type]
         ("heads: expected", lambda: attachment.memory(heads="x")),  # type: ignore[arg-type]
@@ -344,16 +346,18 @@ def handed(attachment: zhooks.Attachment, optimizer: Any, path: Path) -> list[tu
         ("calibrate: expected prefer", lambda: attachment.calibrate(loss_scale="x").__enter__()),  # type: ignore[arg-type]
         ('state_dict: expected {"model"', lambda: attachment.load_state_dict(None)),  # type: ignore[arg-type]
     ]
-    for verb, call in (
+    takes: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("state_dict", attachment.state_dict),
         ("load_state_dict", lambda one: attachment.load_state_dict({}, one)),
         ("save", lambda one: attachment.save(path / "run", one)),
         ("load", lambda one: attachment.load(path / "run", one)),
-    ):
-        verbs.append((f"{verb}: expected a torch.optim.Optimizer", lambda call=call: call(3)))
-        verbs.append((f"{verb}: expected an optimizer of the model's parameters", lambda call=call: call(foreign)))
-    for more in ({"objects": 3}, {"objects": {1: optimizer}}, {"objects": {"a": 3}}, {"extra": [1]}):
-        verbs.append(("save: expected", lambda more=more: attachment.save(path / "run", **more)))
+    )
+    for verb, call in takes:
+        verbs.append((f"{verb}: expected a torch.optim.Optimizer", partial(call, 3)))
+        verbs.append((f"{verb}: expected an optimizer of the model's parameters", partial(call, foreign)))
+    wrong: tuple[dict[str, Any], ...] = ({"objects": 3}, {"objects": {1: optimizer}}, {"objects": {"a": 3}}, {"extra": [1]})
+    for more in wrong:
+        verbs.append(("save: expected", partial(attachment.save, path / "run", **more)))
     return verbs
 
 
@@ -380,6 +384,10 @@ def test_every_verb_refuses_arguments_of_another_kind_and_changes_nothing() -> N
         from_first(None)
 
 
+def entered(attachment: zhooks.Attachment, verb: str) -> Any:
+    return getattr(attachment, verb)().__enter__()
+
+
 @on_ranks(1, 2)
 def test_an_attachment_that_was_detached_refuses_every_verb_and_leaves_the_model_alone() -> None:
     model = net()
@@ -398,7 +406,7 @@ def test_an_attachment_that_was_detached_refuses_every_verb_and_leaves_the_model
         "detach": attachment.detach,
     }
     for verb in ("gathered", "resident", "no_sync", "accumulate", "calibrate"):
-        verbs[verb] = lambda verb=verb: getattr(attachment, verb)().__enter__()
+        verbs[verb] = partial(entered, attachment, verb)
     for verb, call in verbs.items():
         with pytest.raises(zhooks.AttachError, match=f"^{verb}: expected an attached model, found one that was detached"):
             call()

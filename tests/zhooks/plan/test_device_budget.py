@@ -78,7 +78,7 @@ class Fading(torch.optim.Optimizer):
 class Noisy(torch.optim.SGD):
     """Draws random numbers, and says so."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         warnings.warn("noisy", stacklevel=1)
         torch.randn(3)
         super().step(closure)
@@ -118,7 +118,7 @@ def test_groups_differ_and_rounded_parameters_have_wide_states() -> None:
     attachment = zhooks.attach(model, policy=policy_of(0))
     plans = plans_of(attachment)
     first, *others = model.parameters()
-    groups = [{"params": [first], "momentum": 0.9}, {"params": others}]
+    groups: list[dict[str, Any]] = [{"params": [first], "momentum": 0.9}, {"params": others}]
     assert state_nbytes(torch.optim.SGD(groups, lr=0.1), plans, 0) == (2 * first.numel(), True)
     assert state_nbytes(torch.optim.SGD(groups, lr=0.1), plans, 0, wide=True) == (4 * first.numel(), True)
     attachment.detach()

@@ -34,7 +34,7 @@ def layouts_of(policy: dict[str, Any]) -> Layouts:
 def groups_of(*widths: int) -> list[Group]:
     """A unit of 10 times so many elements each."""
     models = [nn.Linear(width, 10, bias=False) for width in widths]
-    return [Group(str(place), [model], {f"{place}.weight": model.weight}) for place, model in enumerate(models)]
+    return [Group(str(place), [model], dict(model.named_parameters(str(place)))) for place, model in enumerate(models)]
 
 
 def on_device(plans: tuple[UnitPlan, ...]) -> list[str]:

@@ -22,7 +22,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 6))
+        self.body: Any = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 6))
         self.scale = nn.Parameter(torch.ones(6))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -326,8 +326,9 @@ def test_one_clip_over_attached_and_ignored_gradients_is_right_where_ranks_agree
 
 def test_names_to_ignore_are_those_without_the_wrappers_of_compiled_modules(tmp_path: Path) -> None:
     model, plain = net(), net()
-    model.body[1] = torch.compile(model.body[1], backend="eager")  # type: ignore[assignment]
-    attachment = zhooks.attach(torch.compile(model, backend="eager"), policy=IGNORE)
+    model.body[1] = torch.compile(model.body[1], backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
+    attachment = zhooks.attach(compiled, policy=IGNORE)
     assert attachment.model is model
     assert all(type(param) is nn.Parameter for param in left(model))
     attachment.save(tmp_path / "saved", optimizer=())

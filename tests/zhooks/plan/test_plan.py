@@ -19,7 +19,7 @@ from zhooks.comm import open_comm
 from zhooks.plan import Plan, look, read
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
@@ -64,7 +64,7 @@ def test_a_plan_is_made_without_touching_the_model(stage: int) -> None:
     assert untouched(model, params, values) and [param.data_ptr() for param in params] == memory
     assert {id(tensor) for tensor in tensors(plan)} == {id(param) for param in params}
     assert [name for unit in plan.units for name in unit.group.params] == [name for name, _ in model.named_parameters()]
-    assert [island.module for island in plan.islands.islands] == [model[3]]  # type: ignore[index]
+    assert [island.module for island in plan.islands.islands] == [model[3]]
     assert plan.tiers is not None and plan.tiers.need.off_device[Tier.DISK] == 0
     with pytest.raises(AttributeError):
         plan.units = ()  # type: ignore[misc]

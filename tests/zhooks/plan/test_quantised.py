@@ -93,7 +93,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank
         optimizer.step()
 
 
-def trained(kind: str, policy: dict[str, Any] | None = None) -> tuple[nn.Sequential, zhooks.Attachment, torch.optim.Optimizer]:
+def trained(kind: str, policy: dict[str, Any] | None = None) -> tuple[Any, zhooks.Attachment, torch.optim.Optimizer]:
     model = net(kind)
     attachment = zhooks.attach(model, policy=policy or POLICY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -128,7 +128,7 @@ def test_reports_and_the_device_budget_count_what_a_quantised_parameter_is_made_
     assert "left as they are on every rank: 2 parameters" in attachment.describe()
     assert "0.base.weight, 2.base.weight" in attachment.describe() and "Ignored" not in attachment.describe()
     attachment.detach()
-    big = nn.ModuleList([nn.Linear(8, 8), nn.Linear(2048, 1024, bias=False)])
+    big: Any = nn.ModuleList([nn.Linear(8, 8), nn.Linear(2048, 1024, bias=False)])
     numbers, scale = quantised(big[1].weight)
     big[1].weight = nn.Parameter(Int8(numbers, scale), requires_grad=False)
     with pytest.raises(zhooks.BudgetError, match=r"2\.\d+ MiB|2 MiB|3 MiB"):
@@ -254,17 +254,17 @@ class Opaque(Tensor):
 
     @staticmethod
     def __new__(cls) -> Opaque:
-        made: Opaque = torch.Tensor._make_wrapper_subclass(cls, (8, 8))  # type: ignore[attr-defined]
+        made: Opaque = torch.Tensor._make_wrapper_subclass(cls, (8, 8))
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return cls()
 
 
 @pytest.mark.parametrize("kind", ["trainable", "opaque", "nothing else", "meta"])
 def test_tensor_subclasses_that_cannot_stay_are_refused_by_name(kind: str) -> None:
-    model: nn.Module = net("flattened")
+    model: Any = net("flattened")
     message = r"parameter 0\.base\.weight: expected torch\.nn\.Parameter, found .*(Int8|Opaque).*frozen \(requires_grad_"
     if kind == "trainable":
         model[0].base.weight.requires_grad_(True)

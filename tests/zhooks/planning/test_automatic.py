@@ -16,11 +16,12 @@ from offload.budget import Bound, Machine
 from offload.events import Recorder
 from offload.text import parse_size
 from tests.support.on_ranks import from_first, on_ranks, place
+from tests.support.values import sharded
 
 WIDTH = 256
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
 
@@ -34,7 +35,7 @@ def trained(policy: Any, steps: int = 3) -> tuple[list[Tensor], zhooks.Attachmen
         model(torch.full((4, WIDTH), 0.1 * (1 + rank + number))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [param.full_tensor().clone() for param in model.parameters()], attachment
+    return [sharded(param).full_tensor().clone() for param in model.parameters()], attachment
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:

@@ -20,7 +20,7 @@ WIDTH, LAYERS = 64, 3
 PSI = LAYERS * (WIDTH * WIDTH + WIDTH)
 
 
-def build() -> nn.Module:
+def build() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 

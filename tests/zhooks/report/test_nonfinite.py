@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
 from tests.support.resuming import Run, batch
+from tests.support.values import full, sharded
 
 #: Of a loss whose gradients overflow at the scales used here, the first times.
 LARGE = 256.0
@@ -99,7 +100,7 @@ def test_what_came_up_inside_the_model_is_named_by_unit_and_by_pass() -> None:
 
 @on_ranks(1, 2, tier=("device", "host", "disk"))
 def test_an_update_that_spoiled_a_parameter_is_named_at_the_next_step(tier: str) -> None:
-    cells = {cell: {"tier": tier} for cell in ("parameter", "gradient", "optimizer")}
+    cells: dict[str, Any] = {cell: {"tier": tier} for cell in ("parameter", "gradient", "optimizer")}
     run = Run(policy(3, **cells), kind="plain")
     run.train(range(1))
     run.optimizer.param_groups[0]["lr"] = float("inf")
@@ -182,7 +183,7 @@ def test_finite_values_whose_sum_overflows_are_stepped_with() -> None:
 @on_ranks(2)
 def test_another_optimizer_with_finite_gradients_does_not_excuse_one_without() -> None:
     model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
-    model.forward = lambda one, other: model[0](one).sum() + model[1](other).sum()  # type: ignore[method-assign]
+    model.forward = lambda one, other: model[0](one).sum() + model[1](other).sum()
     attachment = zhooks.attach(model, policy=policy(3))
     clean, dirty = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
     for _ in range(2):
@@ -210,10 +211,10 @@ def test_a_closure_is_judged_in_its_own_step(kind: Any) -> None:
         return loss
 
     optimizer.step(lambda: closure(batch(0)))
-    before = [value.full_tensor() for value in model.parameters()]  # type: ignore[operator]
+    before = full(model)
     with pytest.raises(zhooks.NonFiniteError, match=rf"on rank {world - 1}\..*{kind.__name__}.step has ended after its first"):
         optimizer.step(lambda: closure(spoiled(world - 1)))
-    assert all(torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True))  # type: ignore[operator]
+    assert all(torch.equal(a, sharded(b).full_tensor()) for a, b in zip(before, model.parameters(), strict=True))
     optimizer.step(lambda: closure(batch(1)))
     attachment.detach()
 

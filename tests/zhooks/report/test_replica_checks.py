@@ -94,7 +94,8 @@ def test_the_16_bit_copy_beside_masters_is_compared_too() -> None:
 def test_of_ignored_parameters_those_that_are_frozen_and_were_equal_must_stay_so(stage: int) -> None:
     rank, world = place()
     torch.manual_seed(0)
-    units, frozen, trained, own = model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    units, frozen, trained, own = layers = [nn.Linear(6, 6) for _ in range(4)]
+    model = nn.Sequential(*layers)
     frozen.requires_grad_(False), own.requires_grad_(False)
     if rank:
         # What is another on each rank from the start is the user's own.

@@ -38,7 +38,8 @@ def blocks_in_place(model: GPT, backend: str) -> nn.Module:
 
 def blocks_wrapped(model: GPT, backend: str) -> nn.Module:
     for number, block in enumerate(model.blocks):
-        model.blocks[number] = torch.compile(block, backend=backend, fullgraph=True)
+        compiled: Any = torch.compile(block, backend=backend, fullgraph=True)
+        model.blocks[number] = compiled
     return model
 
 
@@ -149,7 +150,7 @@ def holders_after_forward(compile_it: Callable[[GPT, str], nn.Module]) -> list[i
         entry.register_forward_pre_hook(lambda *_, flat=flat: gathered.update({flat.number: flat.full}))
     loss = loss_of(model, 1)
     assert all(flat.full is None for flat in flats_of(attachment))
-    counts = [torch._C._storage_Use_Count(full.untyped_storage()._cdata) for full in gathered.values()]  # type: ignore[attr-defined]
+    counts = [torch._C._storage_Use_Count(full.untyped_storage()._cdata) for full in gathered.values()]
     loss.backward()
     assert len(counts) == LAYERS
     return counts
@@ -187,9 +188,10 @@ def test_a_compiled_step_and_a_compiled_average_of_weights_are_those_of_python()
 def test_names_and_checkpoints_are_the_same_whether_the_model_is_compiled_or_not() -> None:
     policy = {"units": UNITS, "rule": [{"match": "blocks.1.attention.*", "optimizer": {"tier": "host"}}]}
     plain, wrapped = gpt(), blocks_wrapped(gpt(), "aot_eager")
+    compiled: Any = torch.compile(wrapped, backend="aot_eager")
     attachments = [
         zhooks.attach(plain, policy=policy),
-        zhooks.attach(torch.compile(wrapped, backend="aot_eager"), policy=policy),
+        zhooks.attach(compiled, policy=policy),
     ]
     described = [attachment.describe() for attachment in attachments]
     assert described[0] == described[1]

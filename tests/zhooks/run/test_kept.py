@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
+from tests.support.values import full, same, sharded
 
 
 @on_ranks(1)
@@ -22,7 +23,7 @@ def test_a_gradient_that_is_kept_is_not_overwritten_when_only_its_parameter_was_
     kept, model.bias.grad = model.bias.grad, None
     (5 * model(x)).sum().backward()
     assert kept.full_tensor().tolist() == [1.0, 1.0]
-    assert model.bias.grad.full_tensor().tolist() == [5.0, 5.0]
+    assert sharded(model.bias.grad).full_tensor().tolist() == [5.0, 5.0]
 
 
 @on_ranks(1)
@@ -57,10 +58,10 @@ def test_one_optimizer_may_hold_attached_and_other_parameters(foreach: bool) -> 
     model, other = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
     zhooks.attach(model)
     optimizer = torch.optim.AdamW([*model.parameters(), other], lr=0.1, foreach=foreach)
-    before = model.weight.full_tensor()
+    before = sharded(model.weight).full_tensor()
     (model(torch.ones(1, 4)) * other).sum().backward()
     optimizer.step()
-    assert not torch.equal(model.weight.full_tensor(), before)
+    assert not torch.equal(sharded(model.weight).full_tensor(), before)
     assert not torch.equal(other.detach(), torch.ones(4))
 
 
@@ -88,7 +89,7 @@ def test_ranks_may_take_other_branches_with_a_barrier_of_their_own_after_each_st
         for value in expected:
             # Two rows of ones on one rank of two.
             value.add_(torch.ones_like(value), alpha=-0.1)
-    assert all(torch.equal(param.full_tensor(), value) for param, value in zip(model.parameters(), expected, strict=True))  # type: ignore[operator]
+    assert same(full(model), expected)
 
 
 @on_ranks(2)

@@ -24,7 +24,7 @@ from zhooks.run import members
 from zhooks.unit.buffer import FullBuffer
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -84,11 +84,11 @@ def test_a_model_that_is_wrapped_is_refused_by_the_wrappers_name() -> None:
                 zhooks.attach(model)
 
 
-def adapter(model: nn.Module) -> None:
+def adapter(model: Any) -> None:
     model[0].register_module("lora", nn.Linear(6, 2))
 
 
-def replaced(model: nn.Module) -> None:
+def replaced(model: Any) -> None:
     model[2] = nn.Linear(8, 3)
 
 
@@ -96,7 +96,7 @@ def assigned(model: nn.Module) -> None:
     model.scale = nn.Parameter(torch.ones(3))
 
 
-def deep(model: nn.Module) -> None:
+def deep(model: Any) -> None:
     model.append(nn.Identity())
     model[3].inner = nn.Sequential(nn.Linear(3, 3))
 
@@ -153,7 +153,8 @@ def test_an_attached_parameter_in_a_second_place_is_the_same_parameter_there(sta
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.one, self.other = nn.Linear(4, 4), nn.Identity()
+            self.one: Any = nn.Linear(4, 4)
+            self.other: Any = nn.Identity()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.one(x)
@@ -207,7 +208,8 @@ def test_a_detach_that_fails_half_way_may_be_called_again_and_lets_nothing_train
     model = net()
     attachment = zhooks.attach(model, policy={"stage": stage, "units": {"min_numel": 0}, "optimizer": {"tier": "disk"}})
     step(model, sgd(model))
-    real, calls = torch.utils.swap_tensors, []
+    calls: list[object] = []
+    real = torch.utils.swap_tensors
 
     def instead(*args: Any) -> Any:
         calls.append(None)
@@ -233,7 +235,8 @@ def test_an_apply_that_finds_no_room_on_one_rank_leaves_everything_as_it_was_on_
     small = {"units": {"min_numel": 0}}
     attachment = zhooks.attach(model, policy={**small, "stage": 2})
     before, described = attachment.policy, attachment.describe()
-    real, calls = FullBuffer.reserve, []
+    calls: list[object] = []
+    real = FullBuffer.reserve
 
     def instead(buffer: FullBuffer) -> None:
         calls.append(None)

@@ -326,9 +326,11 @@ def test_a_sum_over_replicas_is_started_where_only_its_own_range_is_waited_for(m
         yield
         seen.append("the caller's stream")
 
-    def start(*_: Any) -> str:
+    the_sum: Any = object()
+
+    def start(*_: Any) -> Any:
         seen.append("sum started")
-        return "the sum"
+        return the_sum
 
     monkeypatch.setattr(reduction, "beside", beside)
     replicas: Any = SimpleNamespace(several=True, add_up=start)
@@ -337,7 +339,7 @@ def test_a_sum_over_replicas_is_started_where_only_its_own_range_is_waited_for(m
     chunk: Any = None
     sent = reduction.Sent(of, chunk, work, torch.zeros(8), torch.zeros(8), received=True)
     sent.begin_replicas(replicas)
-    assert sent.work == "the sum"
+    assert sent.work is the_sum
     assert seen == ["another stream", "range waited for", "sum started", "the caller's stream"]
 
 

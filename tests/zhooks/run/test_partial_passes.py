@@ -184,7 +184,7 @@ class Passing(nn.Module):
 
 @on_ranks(2, kind=tuple(WRAPPED), checkpoint=("none", "unit"))
 def test_activations_travel_between_units_in_containers(kind: str, checkpoint: str) -> None:
-    def made() -> nn.Module:
+    def made() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(*[Passing(kind) for _ in range(3)])
 

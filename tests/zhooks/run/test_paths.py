@@ -47,9 +47,9 @@ def test_what_is_no_path_is_refused_by_every_verb() -> None:
             for much in ("x" * 300, "x" * 100_000, "/".join(["x" * 200] * 30)):
                 with refused(run, f"{verb} .*: expected .*"):
                     call(path / much)
-        for wrong in ("/", "x" * 240):
+        for nowhere in (Path("/"), path / ("x" * 240)):
             with refused(run, "save .*: expected a folder whose name has 1 to 234 bytes, found"):
-                run.save(wrong if wrong == "/" else path / wrong)
+                run.save(nowhere)
         if place()[0] == 0:
             (path / "circle").symlink_to("circle")
         from_first(None)

@@ -17,6 +17,7 @@ import zhooks
 from offload.errors import AttachError, DivergenceError, PolicyError
 from tests.support.on_ranks import on_ranks
 from tests.support.pipelines import Pipeline, Run, batch_of, loss_of, mesh_of, mine_of, parts, pipeline, share
+from tests.support.values import sharded
 
 
 class Ill:
@@ -58,7 +59,7 @@ def test_after_a_step_abandoned_in_the_middle_a_new_one_is_the_plain_models(wher
         # The stage before has sent what the one after has received: nothing of the lost step is on its way to the next.
         number = {"forward": (3, 2), "backward": (1, 2)}[where][0 if run.pipe.first else 1]
         (part,) = run.mine.values()
-        ill = Ill(part.blocks[0], number, backward=where == "backward")  # type: ignore[index, union-attr, arg-type]
+        ill = Ill(part.blocks[0], number, backward=where == "backward")  # type: ignore[index, arg-type]
         with pytest.raises(RuntimeError) as caught:
             run.pipe.step(1)
         assert "ill" in str(caught.value.__cause__)
@@ -73,7 +74,7 @@ def test_after_a_step_abandoned_in_the_middle_a_new_one_is_the_plain_models(wher
 @on_ranks(4)
 def test_a_backward_out_of_order_is_torchs_own_error_and_the_next_step_is_right() -> None:
     run = Run(2, "gpipe", {"stage": 3})
-    stage = run.pipe.schedule._stage  # type: ignore[union-attr]
+    stage = run.pipe.schedule._stage
     held = stage.fwd_cache
     run.step(0)
     inputs, targets = (half.chunk(4)[0] for half in share(run.mesh, batch_of(1)))
@@ -98,11 +99,11 @@ def test_a_backward_out_of_order_is_torchs_own_error_and_the_next_step_is_right(
 def test_a_step_between_forward_and_backward_is_found_as_in_the_plain_model() -> None:
     run = Run(2, "gpipe", {"stage": 3})
     run.step(0)
-    stage = run.pipe.schedule._stage  # type: ignore[union-attr]
+    stage = run.pipe.schedule._stage
     inputs = share(run.mesh, batch_of(1))[0].chunk(4)[0]
     stage.clear_runtime_states()
     first, second = (stage.forward_one_chunk(chunk, (inputs,) if run.pipe.first else ()) for chunk in range(2))
-    before = [param.full_tensor() for param in run.mine[0 if run.pipe.first else 1].parameters()]  # type: ignore[operator]
+    before = [sharded(param).full_tensor() for param in run.mine[0 if run.pipe.first else 1].parameters()]
     first.sum().backward()
     run.optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -110,11 +110,11 @@ def test_ranks_that_divide_layers_or_stages_between_them_agree() -> None:
         run = Run(policy(3), mesh=mesh)
         run.attachment.catch_preemption()
         run.train(range(1))
-        assert not run.attachment.preempted
+        before = run.attachment.preempted
         if rank:
             signalled(signal.SIGTERM)
         run.train(range(1, 2))
-        assert run.attachment.preempted
+        assert (before, run.attachment.preempted) == (False, True)
         run.attachment.detach()
 
 

@@ -43,9 +43,9 @@ def test_transforms_are_refused_by_name_and_the_model_goes_on() -> None:
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, as it loads what jvp decomposes
             with pytest.raises(ShardedOpError, match=rf"inside torch\.func \({named}\)\. Use backward\(\)"):
                 call(model)
-    for call in (lambda: jacrev(model)(X[0]), lambda: vjp(model, X)):
+    for refused in (lambda: jacrev(model)(X[0]), lambda: vjp(model, X)):
         with pytest.raises(ShardedOpError, match=r"torch\.func \(grad\)"):
-            call()
+            refused()
     for run in (model, plain):
         run(X).sum().backward()
     attachment.detach()

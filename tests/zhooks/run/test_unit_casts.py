@@ -75,8 +75,9 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def narrow(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    x, *more = (one.bfloat16() if isinstance(one, Tensor) else one for one in args)
-    more = [replace(one, positions=one.positions.bfloat16()) for one in more]
+    given: list[Any] = [one.bfloat16() if isinstance(one, Tensor) else one for one in args]
+    x, *others = given
+    more = [replace(one, positions=one.positions.bfloat16()) for one in others]
     return (x, *more), {name: {"scales": [one.bfloat16() for one in given["scales"]]} for name, given in kwargs.items()}
 
 
@@ -185,7 +186,7 @@ def test_fp16_with_a_loss_scale_leaves_true_gradients_outside() -> None:
     scaled = {"param": "fp16", "cast_inputs": "unit", "loss_scale": 1024.0}
     attachment = zhooks.attach(model, policy=CAST | {"precision": scaled})
     loss_of(model, 0, 0).backward()
-    found = model.embed.weight.grad.full_tensor()  # type: ignore[union-attr, operator]
+    found = model.embed.weight.grad.full_tensor()
     plain = build()
     loss_of(plain, 0, 0).backward()
     torch.testing.assert_close(found, plain.embed.weight.grad, rtol=2e-2, atol=1e-4)
@@ -202,7 +203,7 @@ class Collecting(nn.Module):
 
     def forward(self, x: Tensor, into: dict[str, Any] | None = None) -> Tensor:
         losses: list[Tensor] = []
-        cache = {"held": Where(torch.ones(8), torch.zeros(2))}
+        cache: dict[str, Any] = {"held": Where(torch.ones(8), torch.zeros(2))}
         buffer = torch.zeros(8)
         for block in self.blocks:
             x = block(x, losses, cache, buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ class Convolutions(nn.Sequential):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
         self.embedding, self.cells, self.head = nn.Embedding(50, 32), kind(32, 32, 2, dropout=0.1), nn.Linear(32, 50)
 
@@ -124,13 +125,11 @@ def of_library(name: str) -> tuple[Callable[[], nn.Module], Callable[[Any], Tens
 
     down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
     given = (torch.empty(2, 4, 16, 16, device="virtual"), ids(2), torch.empty(2, 7, 32, device="virtual"))
-    return (
-        lambda: UNet2DConditionModel(
-            sample_size=16, block_out_channels=(32, 64), layers_per_block=1, down_block_types=down, up_block_types=up,
-            cross_attention_dim=32, attention_head_dim=8, norm_num_groups=8,
-        ),
-        lambda model: model(*given).sample.square().mean(),
+    unet: Any = partial(
+        UNet2DConditionModel, sample_size=16, block_out_channels=(32, 64), layers_per_block=1, down_block_types=down,
+        up_block_types=up, cross_attention_dim=32, attention_head_dim=8, norm_num_groups=8,
     )  # fmt: skip
+    return unet, lambda model: model(*given).sample.square().mean()
 
 
 @pytest.mark.slow

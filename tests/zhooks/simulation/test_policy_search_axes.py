@@ -68,7 +68,7 @@ def test_where_one_sample_does_not_fit_a_rank_its_layers_are_divided_over_severa
     # The ranks of an axis share the samples that they would have had.
     batch = best.candidate.batch
     assert batch is not None and batch.micro_batch * batch.accumulation == best.candidate.tp
-    chosen = {"micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
+    chosen: dict[str, Any] = {"micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
     again = simulate(build, lambda *given: step(*given, **chosen), world=4, mesh=best.mesh, policy=best.policy)
     assert again.step_s == best.simulation.step_s and best.busy["collectives"] > 0
     assert 'Divide the model over mesh["tp"]' in tight.policy_text()
@@ -89,7 +89,7 @@ def test_what_cannot_be_divided_is_named_and_the_rest_is_searched() -> None:
             raise RuntimeError("not so many")
         step(model, optimizer, micro_batch=micro_batch, accumulation=accumulation)
 
-    small = {"most": 12, "precision": ["bf16"]}
+    small: dict[str, Any] = {"most": 12, "precision": ["bf16"]}
     assert "tp 4: build raised ValueError: 4 ranks cannot share 6 heads" in found(odd, most=1).notes
     assert 'tp 2: build returned a model with no parameter divided over mesh["tp"]' in found(whatever, most=1).notes
     assert any(note.startswith("tp: ranks that share samples") for note in found(change=undivided, most=1).notes)

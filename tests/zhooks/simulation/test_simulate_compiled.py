@@ -18,7 +18,7 @@ WIDTH = 256
 
 def simulated(compiled: str, **given: Any) -> Simulation:
     def build() -> nn.Module:
-        def block() -> nn.Module:
+        def block() -> nn.Sequential:
             return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
 
         model: Any = nn.Sequential(block(), block())
@@ -30,7 +30,7 @@ def simulated(compiled: str, **given: Any) -> Simulation:
                 model[number] = torch.compile(each, **given)
         elif compiled == "whole":
             model = torch.compile(model, **given)
-        return model  # type: ignore[no-any-return]
+        return model
 
     def step(model: nn.Module) -> None:
         model(torch.empty(64, WIDTH, device="virtual")).square().mean().backward()

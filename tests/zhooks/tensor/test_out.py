@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import on_ranks
+from tests.support.values import full, same
 
 
 class Odd(nn.Module):
@@ -33,8 +34,8 @@ def pair(stage: int, **more: Any) -> tuple[Any, nn.Module, nn.Module]:
     return zhooks.attach(model, policy={"stage": stage, **more}), model, plain
 
 
-def same(model: nn.Module, plain: nn.Module) -> bool:
-    return all(torch.equal(a.full_tensor(), b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+def alike(model: nn.Module, plain: nn.Module) -> bool:
+    return same(full(model), plain.parameters())
 
 
 INTO: dict[str, Callable[[Any], Any]] = {
@@ -64,7 +65,7 @@ def test_what_is_written_into_a_parameter_by_name_is_there(stage: int, tier: str
     tiers = {} if tier == "device" or stage == 1 else {"parameter": {"tier": "host"}, "optimizer": {"tier": "host"}}
     attachment, model, plain = pair(stage, **tiers)
     for name, into in INTO.items():
-        ends = []
+        ends: list[bool | str] = []
         for net in (plain, model):
             torch.manual_seed(3)
             with torch.no_grad():
@@ -73,19 +74,19 @@ def test_what_is_written_into_a_parameter_by_name_is_there(stage: int, tier: str
                 except RuntimeError as error:
                     ends.append(str(error))
         assert ends[0] == ends[1], name
-        assert same(model, plain), name
+        assert alike(model, plain), name
     attachment.detach()
 
 
 @on_ranks(1, 2, stage=(0, 3))
 def test_out_into_a_leaf_that_requires_grad_is_the_same_error_as_in_plain_pytorch(stage: int) -> None:
     attachment, model, plain = pair(stage)
-    before = [param.full_tensor() for param in model.parameters()]
+    before = full(model)
     for net in (model, plain):
         for into in (lambda net: torch.zeros(5, 7, out=net.matrix), lambda net: torch.add(net.matrix, 1.0, out=net.other)):
             with pytest.raises(RuntimeError, match="out="):
                 into(net)
-    assert all(torch.equal(param.full_tensor(), value) for param, value in zip(model.parameters(), before, strict=True))
+    assert same(full(model), before)
     attachment.detach()
 
 
@@ -114,6 +115,6 @@ def test_every_initialiser_fills_like_plain_pytorch_or_is_refused_by_name(stage:
             refused.append(name)
             with torch.no_grad():
                 getattr(plain, target).copy_(kept)
-        assert same(model, plain), name
+        assert alike(model, plain), name
     attachment.detach()
     assert set(refused) <= {"orthogonal_"}, refused

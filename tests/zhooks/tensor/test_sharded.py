@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.inside import comm_of
 from tests.support.on_ranks import on_ranks, place
+from tests.support.values import grad_of, sharded
 
 STAGES = (0, 1, 2, 3)
 
@@ -82,11 +83,11 @@ def test_the_ranges_are_disjoint_at_the_stages_that_shard_and_join_to_the_full_t
     model, _, plain = attached(stage)
     _, world = place()
     for name, ours, theirs in pairs(model, plain):
-        assert ours.to_local().dim() == 1
-        assert torch.equal(ours.full_tensor(), theirs), name
-        assert type(ours.full_tensor()) is Tensor and not ours.full_tensor().requires_grad
+        assert sharded(ours).to_local().dim() == 1
+        assert torch.equal(sharded(ours).full_tensor(), theirs), name
+        assert type(sharded(ours).full_tensor()) is Tensor and not sharded(ours).full_tensor().requires_grad
     if stage > 0 and world > 1:
-        held = sum(param.to_local().numel() for param in model.parameters())
+        held = sum(sharded(param).to_local().numel() for param in model.parameters())
         assert held < sum(param.numel() for param in plain.parameters())
 
 
@@ -132,7 +133,7 @@ def test_sums_means_and_extremes_of_a_gradient_are_those_of_the_whole(stage: int
     for name, ours, theirs in pairs(model, plain):
         if theirs.numel() == 0:
             continue
-        got, wanted = ours.grad, theirs.grad
+        got, wanted = grad_of(ours), grad_of(theirs)
         for total in (torch.sum, torch.mean, torch.max, torch.min, torch.count_nonzero):
             torch.testing.assert_close(total(got), total(wanted), msg=f"{name} {total.__name__}")
         assert bool(torch.isfinite(got).all())
@@ -160,7 +161,7 @@ def test_clipping_makes_one_all_reduce(stage: int) -> None:
     transport = comm_of(attachment).shard
     calls = []
     reduce = transport.all_reduce
-    transport.all_reduce = lambda call, tensor, op: (calls.append(call.what), reduce(call, tensor, op))[1]
+    transport.all_reduce = lambda call, tensor, op: (calls.append(call.what), reduce(call, tensor, op))[1]  # type: ignore[method-assign]
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     assert calls == ["all-reduce sum"]
 
@@ -170,7 +171,7 @@ def test_clipping_by_value_is_element_wise() -> None:
     model, _, plain = attached()
     for either in (model, plain):
         nn.utils.clip_grad_value_(either.parameters(), 0.01)
-    assert all(torch.equal(ours.grad.full_tensor(), theirs.grad) for _, ours, theirs in pairs(model, plain))
+    assert all(torch.equal(ours.grad.full_tensor(), grad_of(theirs)) for _, ours, theirs in pairs(model, plain))
 
 
 @on_ranks(2)
@@ -184,12 +185,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     # Only the second rank's range overflows: the gradient itself is the same everywhere, its parts are not.
     if rank == 1:
         model.weight.grad.to_local()[-1] = math.inf
-    before = model.weight.full_tensor()
+    before = sharded(model.weight).full_tensor()
     scaler.unscale_(optimizer)
-    assert scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item() == 1.0
+    found: Any = scaler._found_inf_per_device(optimizer)
+    assert found[torch.device("cpu")].item() == 1.0
     scaler.step(optimizer)
     scaler.update()
-    assert torch.equal(model.weight.full_tensor(), before)
+    assert torch.equal(sharded(model.weight).full_tensor(), before)
     assert scaler.get_scale() == 2.0
 
 
@@ -215,12 +217,12 @@ def test_what_optimizers_do_in_place_changes_every_range_as_in_plain_torch_and_c
     with torch.no_grad():
         for name, ours, theirs in pairs(model, plain):
             for one in (ours, theirs):
-                version = one._version
-                assert one.add_(one.grad, alpha=-0.5) is one, name
+                version, grad = one._version, grad_of(one)
+                assert one.add_(grad, alpha=-0.5) is one, name
                 one.mul_(tenth).mul_(2)
-                one.lerp_(one.grad, 0.25).addcmul_(one.grad, one.grad, value=0.5).addcdiv_(one.grad, one.grad + 3, value=-1)
+                one.lerp_(grad, 0.25).addcmul_(grad, grad, value=0.5).addcdiv_(grad, grad + 3, value=-1)
                 assert one._version == version + 6
-            assert torch.equal(ours.full_tensor(), theirs), name
+            assert torch.equal(sharded(ours).full_tensor(), theirs), name
     assert torch.equal(model(data()), plain(data()))
 
 
@@ -230,13 +232,13 @@ def test_manual_updates_under_no_grad_reach_the_model(stage: int) -> None:
     with torch.no_grad():
         for either in (model, plain):
             for param in either.parameters():
-                param.add_(param.grad, alpha=-0.1)
-                param -= 0.01 * param.grad
+                param.add_(grad_of(param), alpha=-0.1)
+                param -= 0.01 * grad_of(param)  # type: ignore[misc]
                 param.mul_(0.99).clamp_(-2, 2)
             either.linear.bias.copy_(torch.arange(5.0))
             either.short.fill_(2.0)
         assert torch.equal(model(data()), plain(data()))
-    assert all(torch.equal(ours.full_tensor(), theirs) for _, ours, theirs in pairs(model, plain))
+    assert all(torch.equal(sharded(ours).full_tensor(), theirs) for _, ours, theirs in pairs(model, plain))
 
 
 @on_ranks(1, 2, stage=(0, 3))
@@ -252,7 +254,7 @@ def test_init_functions_give_the_plain_models_values_under_the_same_seed(stage: 
         nn.init.zeros_(either.linear.bias)
         nn.init.constant_(either.short, 4.0)
     for name, ours, theirs in pairs(model, plain):
-        assert torch.equal(ours.full_tensor(), theirs), name
+        assert torch.equal(sharded(ours).full_tensor(), theirs), name
 
 
 @on_ranks(1, 2)
@@ -261,13 +263,13 @@ def test_a_module_resets_itself_as_the_plain_one_does() -> None:
     for either in (model, plain):
         torch.manual_seed(5)
         either.linear.reset_parameters()
-    assert torch.equal(model.linear.weight.full_tensor(), plain.linear.weight)
+    assert torch.equal(sharded(model.linear.weight).full_tensor(), plain.linear.weight)
     assert torch.equal(F.linear(data(), model.linear.weight), F.linear(data(), plain.linear.weight))
 
 
 @on_ranks(1, 2)
 def test_user_attributes_and_hooks_are_carried_over() -> None:
-    model = Mixed()
+    model: Any = Mixed()
     model.linear.weight.no_decay = True
     seen: list[tuple[int, ...]] = []
     model.linear.weight.register_hook(lambda grad: seen.append(tuple(grad.shape)))
@@ -399,7 +401,7 @@ def test_a_step_over_lists_updates_ranges_beside_a_plain_parameter_and_what_is_g
     assert torch.equal(*beside)
     for name, ours, theirs in pairs(model, plain):
         # A fused kernel's vectors end elsewhere on a range.
-        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-6, atol=1e-7, msg=name)
+        torch.testing.assert_close(sharded(ours).full_tensor(), theirs.detach(), rtol=1e-6, atol=1e-7, msg=name)
 
 
 # ---- what it refuses, by name
@@ -408,7 +410,7 @@ def test_a_step_over_lists_updates_ranges_beside_a_plain_parameter_and_what_is_g
 @on_ranks(1, 2)
 def test_rows_and_matrices_of_a_gradient_are_refused_by_name() -> None:
     model, _, _ = attached()
-    grad = model.linear.weight.grad
+    grad = grad_of(model.linear.weight)
     for name, needs_rows in {
         "mean": lambda: grad.mean(dim=-1),
         "sum": lambda: grad.sum(0),

@@ -7,6 +7,7 @@ world size, the Attachment's: test_full_state.py.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 import zhooks
 from tests.support.on_ranks import on_ranks
-from tests.support.values import full, same
+from tests.support.values import full, same, sharded
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -22,7 +23,7 @@ OPTIMIZERS = {
 }
 
 
-def net(seed: int = 0) -> nn.Module:
+def net(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.BatchNorm1d(7), nn.Linear(7, 3))
 
@@ -90,7 +91,7 @@ def test_a_state_of_another_layout_loads_whole_while_its_ranks_still_meet_and_is
     attachment, wanted = zhooks.attach(model), list(net().parameters())
     saved = copy.deepcopy(model.state_dict())
     zhooks.attach(other, policy={"units": {"min_numel": 0}})
-    assert any(saved[name].to_local().numel() != param.to_local().numel() for name, param in other.named_parameters())
+    assert any(saved[name].to_local().numel() != sharded(param).to_local().numel() for name, param in other.named_parameters())
     other.load_state_dict(saved)
     assert same(full(other), wanted)
     with torch.no_grad():
@@ -143,7 +144,7 @@ def test_a_deep_copy_has_parameters_of_its_own() -> None:
     assert copied[0].weight.grad is None and copied[0].weight.requires_grad
     with torch.no_grad():
         copied[0].weight.zero_()
-    assert not torch.equal(copied[0].weight.full_tensor(), model[0].weight.full_tensor())
+    assert not torch.equal(sharded(copied[0].weight).full_tensor(), sharded(model[0].weight).full_tensor())
 
 
 @on_ranks(1, 2)
@@ -157,7 +158,7 @@ def test_torchs_averaged_model_follows_the_training() -> None:
             train(either, optimizer, range(step, step + 1))
             average.update_parameters(either)
     for ours, theirs in zip(averages[0].module.parameters(), averages[1].module.parameters(), strict=True):
-        assert torch.equal(ours.full_tensor(), theirs)
+        assert torch.equal(sharded(ours).full_tensor(), theirs)
 
 
 # ---- moved and written

@@ -18,7 +18,7 @@ import zhooks
 from tests.support.on_ranks import on_ranks
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
 from tests.support.tp_runs import FINE, attached, data_place, mesh_of, same_run, train
-from tests.support.values import whole
+from tests.support.values import grad_of, sharded, whole
 
 
 @on_ranks(2)
@@ -92,7 +92,7 @@ def test_totals_and_norms_count_every_element_once() -> None:
         loss_of(model, *batch(0, *data_place(mesh))).backward()
         for order in (2.0, 1.0, float("inf")):
             norms = [
-                torch.nn.utils.get_total_norm([p.grad for p in each.parameters()], order, foreach=foreach)
+                torch.nn.utils.get_total_norm([grad_of(p) for p in each.parameters()], order, foreach=foreach)
                 for each in (plain, model)
                 for foreach in (False, True)
             ]
@@ -100,7 +100,7 @@ def test_totals_and_norms_count_every_element_once() -> None:
                 torch.testing.assert_close(norm + 0, norms[0], rtol=1e-5, atol=1e-6)
         with torch.no_grad():
             for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-                for mine, its in ((param, other), (param.grad, other.grad)):
+                for mine, its in ((param, other), (grad_of(param), grad_of(other))):
                     for what in (torch.sum, torch.mean, torch.max, torch.min, torch.linalg.vector_norm, torch.count_nonzero):
                         torch.testing.assert_close(what(mine) + 0, what(its), rtol=1e-4, atol=1e-5)
                 assert torch.equal(param, other) and not torch.equal(param, other + 1)
@@ -112,14 +112,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     mesh = mesh_of(2)
     model, attachment = attached(mesh, 3)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
-    before = [param.to_local().clone() for param in model.parameters()]
+    before = [sharded(param).to_local().clone() for param in model.parameters()]
     scaler.scale(loss_of(model, *batch(0, *data_place(mesh)))).backward()
     if dist.get_rank() == 2:
         model.blocks[0].mlp.up.weight.grad.to_local()[0] = float("inf")
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 4.0
-    assert all(torch.equal(param.to_local(), old) for param, old in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(sharded(param).to_local(), old) for param, old in zip(model.parameters(), before, strict=True))
     attachment.detach()
 
 
@@ -172,7 +172,7 @@ def test_an_optimizer_with_state_goes_in_and_dtensors_come_out() -> None:
 def test_a_dtensor_over_anything_but_the_tp_axis_is_refused_and_left_alone() -> None:
     tp = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     dp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    given = nn.Linear(4, 6)
+    given: Any = nn.Linear(4, 6)
     cases: list[tuple[Any, Any, str]] = [
         (distribute_tensor(torch.zeros(6, 4), tp["tp"], [Shard(0)]), None, r"over the tp axis .* ranks \[0\]|found one over"),
         (distribute_tensor(torch.zeros(6, 4), dp["dp"], [Shard(0)]), dp, r"found one over ranks \[0, 1\] \(axes dp\)"),
@@ -208,7 +208,7 @@ def test_what_tp_ranks_hold_alike_is_made_or_found_equal() -> None:
     with pytest.raises(zhooks.AttachError, match=r"sync=False\): expected equal values .* norm.weight"):
         zhooks.attach(model, mesh=mesh, sync=False)
     attachment = zhooks.attach(model, mesh=mesh)
-    assert torch.equal(model.norm.weight.full_tensor(), torch.zeros(16))
+    assert torch.equal(sharded(model.norm.weight).full_tensor(), torch.zeros(16))
     attachment.detach()
     zhooks.attach(model, mesh=mesh, sync=False).detach()
 

@@ -22,7 +22,7 @@ from tests.support.inside import flats_of, pool_of
 from tests.support.on_ranks import on_ranks
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
 from tests.support.tp_runs import FINE, attached, data_place, mean_over_data, mesh_of, train
-from tests.support.values import whole
+from tests.support.values import full, sharded, whole
 
 
 def folder() -> Path:
@@ -44,7 +44,7 @@ def test_state_dicts_are_global_and_go_from_any_mesh_to_any_other() -> None:
     model, attachment = attached(mesh, 3, sequence=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, data_place(mesh), 2)
-    values = [param.full_tensor() for param in model.parameters()]
+    values = full(model)
     state = attachment.state_dict(optimizer)
     assert bool(state) == (dist.get_rank() == 0)
     plain = plain_gpt(seed=1)
@@ -80,10 +80,10 @@ def test_save_and_load_go_on_bit_for_bit_in_one_folder() -> None:
             attachment.save(at / "run", optimizer, extra={"step": 2})
             assert len(list((at / "run").glob("*.safetensors"))) == 4
         losses = train(model, optimizer, data_place(mesh), 2, first=2)
-        runs.append((losses, [param.to_local().clone() for param in model.parameters()]))
+        runs.append((losses, [sharded(param).to_local().clone() for param in model.parameters()]))
         attachment.save_full(at / "full.safetensors")
         full = load_file(at / "full.safetensors")
-        assert all(torch.equal(param.full_tensor(), full[name]) for name, param in model.named_parameters())
+        assert all(torch.equal(sharded(param).full_tensor(), full[name]) for name, param in model.named_parameters())
         attachment.detach()
     assert runs[0][0] == runs[1][0] and all(torch.equal(*pair) for pair in zip(runs[0][1], runs[1][1], strict=True))
     done_with(at)
@@ -102,7 +102,7 @@ def test_gathered_yields_and_takes_global_values() -> None:
             value.copy_(torch.arange(1024.0).view(64, 16))
             other.fill_(3.0)
     assert torch.equal(wide.full_tensor(), torch.arange(1024.0).view(64, 16))
-    assert torch.equal(norm.full_tensor(), torch.full((16,), 3.0))
+    assert torch.equal(sharded(norm).full_tensor(), torch.full((16,), 3.0))
     with torch.no_grad():
         wide.copy_(torch.ones(64, 16))
         wide[0] = 2.0
@@ -169,9 +169,10 @@ class Kept(nn.Module):
         self.writes = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = DTensor.from_local(x, self.weight.device_mesh, [Replicate()], run_check=False)
-        grown = (x @ self.weight.t()).exp()
-        out = grown.sin()
+        weight: Any = self.weight
+        x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
+        grown = (x @ weight.t()).exp()
+        out: Any = grown.sin()
         if self.writes:
             with torch.no_grad():
                 grown.mul_(2.0)
@@ -209,13 +210,14 @@ class Written(nn.Module):
         if self.writes:
             with torch.no_grad():
                 self.weight.mul_(2.0)
-        return x * self.weight.to_local().sum() * self.scale.to_local().sum()
+        scale: Any = self.scale
+        return x * self.weight.to_local().sum() * scale.to_local().sum()
 
 
 @on_ranks(2)
 def test_writes_in_a_forward_are_refused_and_divided_buffers_stay_divided() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(2, 2), Written(mesh["tp"]))
+    model: Any = nn.Sequential(nn.Linear(2, 2), Written(mesh["tp"]))
     attachment = zhooks.attach(model, policy=FINE | {"precision": {"param": "bf16"}}, mesh=mesh)
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     model(x).sum().backward()
@@ -281,6 +283,6 @@ def test_a_divided_model_on_meta_is_filled_unit_by_unit() -> None:
             (param.to_local() if isinstance(param, DTensor) else param).fill_(0.5)
 
     attachment = zhooks.attach(model, policy=FINE, mesh=mesh, init=init)
-    assert all(torch.equal(param.full_tensor(), torch.full(param.shape, 0.5)) for param in model.parameters())
+    assert all(torch.equal(sharded(param).full_tensor(), torch.full(param.shape, 0.5)) for param in model.parameters())
     loss_of(model, *batch(0, *data_place(mesh))).backward()
     attachment.detach()

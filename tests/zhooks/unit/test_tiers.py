@@ -16,7 +16,7 @@ import zhooks
 from tests.support.inside import flats_of, has_store, is_stepped_over_tiers, numel_of, range_of, store_of, tier_of
 from tests.support.on_ranks import on_ranks, place
 from tests.support.tiers import AWAY, TIERS, Loop, adamw, loss_of, policy, run, step, three_steps
-from tests.support.values import copies, same
+from tests.support.values import copies, grad_of, same, sharded
 from tests.support.zoo import ZOO
 
 
@@ -90,7 +90,7 @@ def test_parameters_keep_shape_dtype_and_compute_device_and_their_local_range_te
             assert local.dim() == 1 and local.dtype == theirs.dtype and local.device.type == "cpu"
             assert local.numel() == numel_of(tensor)
             assert torch.equal(local, range_of(tensor, tensor.full_tensor()))
-        assert tuple(tier_of(each) for each in (mine, mine.grad, states[0])) == TIERS[tier]
+        assert tuple(tier_of(each) for each in (mine, grad_of(mine), states[0])) == TIERS[tier]
     attachment.detach()
 
 
@@ -98,13 +98,13 @@ def test_parameters_keep_shape_dtype_and_compute_device_and_their_local_range_te
 def test_a_local_range_on_disk_is_a_copy_and_elsewhere_the_memory_itself(tier: str) -> None:
     model = ZOO["mlp"].build(7)
     attachment = zhooks.attach(model, policy=policy(tier))
-    param = next(p for p in model.parameters() if p.to_local().numel())
-    before = param.to_local().clone()
+    param = next(p for p in model.parameters() if sharded(p).to_local().numel())
+    before = sharded(param).to_local().clone()
     with torch.no_grad():
-        param.to_local().add_(1.0)
-    changed = torch.equal(param.to_local(), before + 1.0)
+        sharded(param).to_local().add_(1.0)
+    changed = torch.equal(sharded(param).to_local(), before + 1.0)
     assert changed is (TIERS[tier][0] != "disk")
-    assert changed or torch.equal(param.to_local(), before)
+    assert changed or torch.equal(sharded(param).to_local(), before)
     attachment.detach()
 
 
@@ -223,7 +223,7 @@ def written(model: nn.Module, optimizer: torch.optim.Optimizer, attachment: zhoo
         optimizer.zero_grad()
 
 
-def frozen(model: nn.Module, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment | None) -> Any:
+def frozen(model: Any, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment | None) -> Any:
     """Freeze between steps, and between backward and step; unfreeze."""
     middle = list(model[2].parameters())
     losses = [step(model, optimizer, 0)]
@@ -241,7 +241,7 @@ def frozen(model: nn.Module, optimizer: torch.optim.Optimizer, attachment: zhook
     return [*losses, step(model, optimizer, 4)]
 
 
-def hooked(model: nn.Module, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment | None) -> Any:
+def hooked(model: Any, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment | None) -> Any:
     seen = []
     model[0].weight.register_hook(lambda grad: grad * 2.0)
     model[1][0].weight.register_post_accumulate_grad_hook(lambda param: seen.append(float(param.grad.detach().abs().sum())))
@@ -250,7 +250,7 @@ def hooked(model: nn.Module, optimizer: torch.optim.Optimizer, attachment: zhook
     return len(seen)
 
 
-def interrupted(model: nn.Module, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment | None) -> Any:
+def interrupted(model: Any, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment | None) -> Any:
     """Exceptions in forward and in backward, and going on."""
 
     def fail(*_: Any) -> None:
@@ -361,14 +361,15 @@ def test_an_optimizer_with_states_is_passed_to_attach_and_its_states_rest_on_the
 
 @on_ranks(1, 2, tier=AWAY)
 def test_values_written_under_gathered_reach_every_tier(tier: str) -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment | None) -> list[float]:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, attachment: zhooks.Attachment | None) -> list[float]:
         losses = [step(model, optimizer, 0)]
         assert attachment is not None
         with attachment.gathered(model[0].weight, write=True) as (weight,), torch.no_grad():
             weight.mul_(0.5)
         return [*losses, step(model, optimizer, 1)]
 
-    for precision in ({}, {"precision": {"param": "bf16", "output": "fp32"}}):
+    rules: tuple[dict[str, Any], ...] = ({}, {"precision": {"param": "bf16", "output": "fp32"}})
+    for precision in rules:
         one, two = (run(loop, policy(each, **precision)) for each in ("device", tier))
         assert one[0] == two[0] and same(one[1], two[1])
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.disk import Bytes, SystemIo
 from offload.tier import Tier
-from tests.support.inside import break_disk, has_store, store_of
+from tests.support.inside import break_disk, disk_of, has_store, store_of
 from tests.support.on_ranks import hooks_left
 from tests.support.tiers import adamw, loss_of, policy, step
 from tests.support.values import copies, same
@@ -68,7 +68,7 @@ def on_disk(tmp_path: Path, tier: str = "disk", **more: Any) -> dict[str, Any]:
 
 def attached(
     tmp_path: Path, tier: str = "disk", **more: Any
-) -> tuple[nn.Module, zhooks.Attachment, torch.optim.Optimizer, Faulty]:
+) -> tuple[Any, zhooks.Attachment, torch.optim.Optimizer, Faulty]:
     """A model after its first step, everything at rest, and the disk below it."""
     model = ZOO["mlp"].build(7)
     attachment = zhooks.attach(model, policy=on_disk(tmp_path, tier, **more))
@@ -138,7 +138,7 @@ def test_a_budget_bounds_the_memory_and_the_file_behind_the_tiers_and_memory_say
     for _ in range(2):
         assert store.host.reserved <= 1 << 20
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= (2 << 20) + 4096
-        unused = {(row.what, row.tier): row.nbytes for row in attachment.memory().rest}
+        unused = {(row.what, row.tier): row.nbytes or 0 for row in attachment.memory().rest}
         ends = {tier: unused["ends of pages", tier.value] for tier in (Tier.HOST, Tier.DISK)}
         assert all(0 < nbytes < 4096 * len(list(model.parameters())) * 8 for nbytes in ends.values())
         free = unused["free in host slabs", "host"], unused["free in scratch file", "disk"]
@@ -488,7 +488,7 @@ def test_nothing_of_a_step_outlives_it(tmp_path: Path, name: str) -> None:
             held |= {f"bytes on {tier.value}": store.budget.used(tier) for tier in Tier}
             held |= {"host memory taken": store.host.used, "staging": store.staged}
             if list(tmp_path.iterdir()):
-                held["scratch file taken"] = store.disk.used
+                held["scratch file taken"] = disk_of(store).used
         return objects(), held
 
     steps(4)
