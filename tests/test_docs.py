@@ -235,6 +235,14 @@ def test_the_deepspeed_page_says_what_takes_the_place_of_every_key() -> None:
     assert OTHER and not missing
 
 
+def test_the_page_on_other_libraries_tests_names_tests_that_are_there() -> None:
+    page = (ROOT / "docs" / "explanation" / "peers-tests.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:\w+/)*test_\w+\*?|\w+/)`", page))
+    folders = {name: ROOT / "tests" / ("zhooks" if "/" in name else "parity") for name in named}
+    missing = [name for name, folder in folders.items() if not list(folder.glob(name if name.endswith("/") else f"{name}.py"))]
+    assert len(named) > 30 and not missing
+
+
 def test_the_errors_page_has_a_section_for_every_error() -> None:
     assert set(errors.__all__) <= set(sections(DOCS / "reference" / "errors.md"))
 

@@ -178,6 +178,24 @@ def train_by(side: Side, model: nn.Module, loss_of: Callable[[int], Tensor]) -> 
     side.note_state(attachment)
 
 
+def rows(side: Side, step: int) -> Tensor:
+    """Inputs [4, 8] of that step and rank."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + side.rank))
+
+
+def train_noting_gradients(side: Side, model: nn.Module, loss_of: Callable[[int], Tensor]) -> None:
+    """Train the attached ``model`` for two steps, note losses and gradients."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    for step in range(2):
+        loss = loss_of(step)
+        loss.backward()
+        side.settle(model)
+        side.note("loss", loss)
+        side.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def loss_at(model: nn.Module, step: int, side: Side) -> Tensor:
     x, y = batch(step, side.rank)
     return F.mse_loss(model(x), y)

@@ -1,6 +1,6 @@
 """Tiers that refuse, fail or lie under a living attachment: an error with the block's name, and a model that goes on.
 
-pytest runs it on one rank: a rank that raises alone is test_adversity_errors.py's subject.
+pytest runs it on one rank: a rank that raises alone is test_hooks_and_errors.py's subject.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Adversities of the loop: what users do with optimizers, checkpoints, copies of the model and its parameters between
-steps.
+"""What users do between steps: with optimizers, checkpoints, copies of the model and its parameters.
 
-pytest runs it, each story at worlds 1 and 2, against plain replicas (see adversity.py).
-It never tests unusual models or autograd calls: its two neighbours do.
+pytest runs it, each story on one rank and on two or on two alone, against plain replicas (see adversity.py).
+It never tests unusual models or autograd calls: test_unusual_models.py and test_autograd.py do.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.adversity import Net, Side, adam, adversity, batch, sgd
+from tests.parity.adversity import Block, Net, Side, adam, adversity, batch, loss_at, sgd
 from tests.support.averaging import average_gradients
 from tests.support.values import grad_of
 
@@ -347,3 +347,106 @@ def test_after_detach_the_model_is_plain_and_trains_on(side: Side) -> None:
         side.note("loss", loss)
     for name, p in model.named_parameters():
         side.note(name, p)
+
+
+# ---- all of them at once
+
+
+@adversity(worlds=(2,), exact=False)
+def test_groups_states_and_gradients_of_an_optimizer_may_be_exchanged(side: Side) -> None:
+    model = Net()
+    attachment = side.attach(model)
+    members: tuple[list[nn.Parameter], ...] = ([], [*model.enter.parameters()], [*model.blocks.parameters()])
+    groups: list[dict[str, Any]] = [{"params": each} for each in members]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.01), eps=1e-3, foreach=False)
+    side.step(model, optimizer, 0)
+    taken = optimizer.param_groups.pop()
+    side.step(model, optimizer, 1)
+    model.zero_grad()
+    optimizer.param_groups.append(taken)
+    optimizer.param_groups[1]["params"] = list(model.leave.parameters())
+    optimizer.param_groups[2]["lr"].fill_(0.1)
+    side.step(model, optimizer, 2)
+    optimizer.state.clear()
+    loss_at(model, 3, side).backward()
+    side.settle(model)
+    one, other = model.blocks[0].linear.weight, model.blocks[1].linear.weight
+    one.grad, other.grad = other.grad, one.grad
+    model.leave.weight.grad = torch.arange(24.0).view(3, 8)
+    model.leave.bias.grad.data = torch.ones_like(grad_of(model.leave.bias)) * 2
+    optimizer.step()
+    side.note_state(attachment)
+
+
+@adversity(worlds=(2,), exact=False)
+def test_sharpness_aware_steps_and_total_norms_are_those_of_plain_gradients(side: Side) -> None:
+    model = Net()
+    attachment = side.attach(model)
+    optimizer = sgd(model)
+    for step in range(2):
+        loss_at(model, step, side).backward()
+        side.settle(model)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        side.note("norm", norm)
+        with torch.no_grad():
+            moves = [p.grad * (0.05 / norm) for p in model.parameters() if p.grad is not None]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        model.zero_grad()
+        loss_at(model, step, side).backward()
+        side.settle(model)
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm, foreach=step == 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    (loss_at(model, 5, side) * (float("nan") if side.rank else 1.0)).backward()
+    side.settle(model)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    side.note_state(attachment)
+
+
+class Extra(Net):
+    """Extra state, and a buffer that is not saved."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 3
+        self.register_buffer("steps", torch.zeros(1), persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return super().forward(x) + self.steps
+
+
+@adversity(worlds=(2,), exact=False)
+def test_partial_states_extra_states_and_state_hooks_are_as_in_the_plain_model(side: Side) -> None:
+    model = Extra()
+    model._register_state_dict_hook(lambda module, state, prefix, local: state.update({prefix + "added": torch.ones(1)}))
+    model._register_load_state_dict_pre_hook(lambda state, prefix, *rest: state.pop(prefix + "added", None))
+    side.attach(model)
+    optimizer = sgd(model)
+    state = copy.deepcopy(model.state_dict())
+    side.note("keys", len(state))
+    side.step(model, optimizer, 0)
+    model.count = 0
+    model.load_state_dict(state)
+    side.note("extra", model.count)
+    part = {f"blocks.0.{name}": value for name, value in Block().state_dict().items()}
+    missed = model.load_state_dict({**part, "unknown": torch.zeros(1)}, strict=False)
+    side.note("missing", len(missed.missing_keys) + 100 * len(missed.unexpected_keys))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.blocks[1].load_state_dict({**Block().state_dict(), "linear.weight": torch.zeros(2, 2)})
+    model.blocks[1].load_state_dict(Block().state_dict())
+    side.step(model, optimizer, 1)
+    side.note("output", model(batch(7, side.rank)[0]))

@@ -1,16 +1,30 @@
-"""Adversities in mid-step: hooks on parameters, errors in forward and in backward, data changed between the two.
+"""What happens in mid-step: hooks of the user, errors in forward and in backward, data changed between the two.
 
-pytest runs it, each story at worlds 1 and 2, against plain replicas (see adversity.py). It never tests what autograd is
-asked to compute: test_adversity_autograd.py does.
+pytest runs it, each story on one rank and on two or on two alone, against plain replicas (see adversity.py). It never tests
+what autograd is asked to compute: test_autograd.py does.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.parity.adversity import Block, Net, RecomputedReentrant, Side, adam, adversity, loss_at, sgd, train_by
+from tests.parity.adversity import (
+    Block,
+    Net,
+    RecomputedReentrant,
+    Side,
+    adam,
+    adversity,
+    loss_at,
+    rows,
+    sgd,
+    train_by,
+    train_noting_gradients,
+)  # fmt: skip
 
 STEPS = 3
 
@@ -57,6 +71,53 @@ def test_a_post_accumulate_hook_runs_once_a_backward_and_may_change_grad(side: S
         assert sorted(calls) == sorted(tuple(p.shape) for p in model.parameters())
         calls.clear()
     side.note_state(attachment)
+
+
+# ---- hooks on modules
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        out: Tensor = self.second(self.first(x) * scale)
+        return out
+
+
+def halved(module: nn.Module, into: Any, grads: Any) -> tuple[Tensor, ...]:
+    return tuple(grad * 0.5 for grad in into)
+
+
+@adversity(worlds=(2,), exact=False)
+def test_hooks_of_the_user_run_in_their_order_and_find_weights_whole(side: Side) -> None:
+    model, calls = Scaled(), []
+
+    def watch(name: str, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda m, args, kwargs: calls.append(f"{name} before"), with_kwargs=True)
+        module.register_forward_hook(lambda m, args, kwargs, out: calls.append(f"{name} after"), with_kwargs=True)
+        module.register_full_backward_pre_hook(lambda m, grads: calls.append(f"{name} backward"))
+        module.register_full_backward_hook(lambda m, into, grads: calls.append(f"{name} backward done"))
+
+    watch("early", model.first)
+    side.attach(model)
+    watch("late", model.first)
+    watch("root", model)
+    seen: list[float] = []
+    model.first.register_forward_hook(lambda m, args, out: seen.append(m.linear.weight.sum().item()))
+    model.second.register_full_backward_hook(lambda m, into, grads: seen.append(model.second.linear.weight.norm().item()))
+    extra: list[Tensor] = []
+    model.second.register_forward_hook(lambda m, args, out: extra.append(m.linear.weight.square().sum()))
+    model.first.register_forward_hook(lambda m, args, out: out * 2)
+    model.second.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    model.second.register_full_backward_hook(halved)
+    train_noting_gradients(side, model, lambda step: model(rows(side, step).requires_grad_(), scale=2.0).sum() + extra.pop())
+    for value in seen:
+        side.note("seen", value)
+    kinds = ("before", "after", "backward", "backward done")
+    places = {f"{name} {kind}": n for n, (name, kind) in enumerate((a, b) for a in ("early", "late", "root") for b in kinds)}
+    side.note("calls", torch.tensor([places[call] for call in calls]))
 
 
 # ---- errors in mid-step

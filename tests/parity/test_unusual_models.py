@@ -1,11 +1,12 @@
-"""Adversities of the model: parameters that rest or are shared, modules used in unusual ways, outputs of unusual kinds.
+"""Unusual models: parameters that are frozen or shared, modules used in unusual ways, outputs of unusual kinds.
 
-pytest runs it, each story at worlds 1 and 2, against plain replicas (see adversity.py).
-It never tests the training loop's own tricks, nor autograd's: its two neighbours do.
+pytest runs it, each story on one rank and on two or on two alone, against plain replicas (see adversity.py).
+It never tests the training loop's own tricks, nor autograd's: test_training_loops.py and test_autograd.py do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.parity.adversity import Block, Net, Side, adam, adversity, batch, sgd
+from tests.parity.adversity import Block, Net, Side, adam, adversity, batch, rows, sgd, train_noting_gradients
 
 STEPS = 3
 
@@ -347,8 +348,8 @@ def test_the_last_batches_may_be_uneven(side: Side) -> None:
     model = Net()
     attachment = side.attach(model)
     optimizer = sgd(model)
-    for step, rows in enumerate([(4, 4), (4, 3), (1, 2)]):
-        x, y = batch(step, side.rank, rows=rows[side.rank])
+    for step, lengths in enumerate([(4, 4), (4, 3), (1, 2)]):
+        x, y = batch(step, side.rank, rows=lengths[side.rank])
         loss = F.mse_loss(model(x), y)
         loss.backward()
         side.settle(model)
@@ -381,3 +382,67 @@ def test_inputs_by_keyword_and_outputs_in_containers(side: Side) -> None:
         optimizer.zero_grad()
         side.note("loss", loss)
     side.note_state(attachment)
+
+
+# ---- what modules return and take
+
+
+class Bias(nn.Linear):
+    """Hands out its bias, which is used beside it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return F.linear(x, self.weight), self.bias
+
+
+class Outputs(nn.Module):
+    """A generator that runs after its module, an object, None, and a parameter used outside its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy, self.silent, self.bias = nn.Linear(8, 8), nn.Linear(8, 8), Bias(8, 8)
+        self.lazy.forward = self._lazy  # type: ignore[method-assign, assignment]
+        self.silent.forward = self._silent  # type: ignore[method-assign, assignment]
+        self.kept: Tensor | None = None
+
+    def _lazy(self, x: Tensor) -> Iterator[Tensor]:
+        return (F.linear(half, self.lazy.weight, self.lazy.bias) for half in x.chunk(2))
+
+    def _silent(self, x: Tensor) -> None:
+        self.kept = F.linear(x, self.silent.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat(list(self.lazy(x)))
+        assert self.silent(y) is None and self.kept is not None
+        out, bias = self.bias(torch.tanh(self.kept))
+        return out + bias
+
+
+@adversity(worlds=(2,), exact=False)
+def test_modules_may_return_generators_none_and_their_own_parameters(side: Side) -> None:
+    model = Outputs()
+    side.attach(model)
+    train_noting_gradients(side, model, lambda step: model(rows(side, step)).square().mean())
+
+
+class Chosen(nn.Module):
+    """Rows go to the expert that a gate chooses; ranks differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.gate(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = (logits.argmax(-1) == number).nonzero()[:, 0]
+            if len(mine):
+                out = out.index_add(0, mine, expert(x[mine]))
+        return out + logits.sum(-1, keepdim=True)
+
+
+@adversity(worlds=(2,), exact=False)
+def test_experts_that_rows_choose_train_whichever_ranks_use_them(side: Side) -> None:
+    model = Chosen()
+    side.attach(model)
+    train_noting_gradients(side, model, lambda step: model(rows(side, step)).square().mean())

@@ -1,16 +1,18 @@
-"""Adversities of autograd: recomputation, several graphs at once, gradients asked for directly, hooks, and errors in
-mid-step.
+"""What autograd may be asked for: recomputation, several graphs and models at once, gradients asked for directly.
 
-pytest runs it, each story at worlds 1 and 2, against plain replicas (see adversity.py).
-It never tests hooks and errors: test_adversity_errors.py does.
+pytest runs it, each story on one rank and on two or on two alone, against plain replicas (see adversity.py).
+It never tests hooks and errors: test_hooks_and_errors.py does.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.parity.adversity import (
     Block,
@@ -22,8 +24,10 @@ from tests.parity.adversity import (
     adversity,
     batch,
     loss_at,
+    rows,
     sgd,
     train_by,
+    train_noting_gradients,
 )
 from tests.support.averaging import average_gradients
 from tests.support.values import grad_of
@@ -264,3 +268,86 @@ def test_a_users_own_saved_tensor_hooks_work_beside_ours(side: Side) -> None:
             return loss_at(model, step, side)
 
     train_by(side, model, loss_of)
+
+
+# ---- recomputation of what is frozen, nested and fails
+
+
+class Again(nn.Module):
+    """Calls itself, under a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor, more: int) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return self(x, more - 1) if more else x
+
+
+class NestedRecomputation(nn.Module):
+    def __init__(self, *, early: bool) -> None:
+        super().__init__()
+        self.again, self.frozen, self.adapter = Again(), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+        self.early, self.fails = early, False
+
+    def _part(self, x: Tensor) -> Tensor:
+        x = self.frozen(x)
+        if self.fails and torch._C._current_graph_task_id() >= 0:
+            raise ValueError("in the second forward")
+        x = F.dropout(self.adapter(torch.sin(x)), 0.25)
+        torch.cos(self.adapter(x.detach()))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        with set_checkpoint_early_stop(self.early):
+            x = checkpoint(self.again, checkpoint(self._part, x, use_reentrant=False), 2, use_reentrant=False)
+        out: Tensor = self.adapter(x)
+        return out
+
+
+def spread(side: Side, model: nn.Module, step: int) -> Tensor:
+    out: Tensor = model(rows(side, step))
+    return out.square().mean()
+
+
+@adversity(worlds=(2,), exact=False)
+def test_recomputed_parts_may_be_frozen_call_themselves_stop_early_and_fail_once(side: Side) -> None:
+    for early in (True, False):
+        torch.manual_seed(2)
+        model = NestedRecomputation(early=early)
+        side.attach(model)
+        torch.manual_seed(3 + side.rank)
+        model.fails = True
+        with pytest.raises(ValueError, match="in the second forward"):
+            model(rows(side, 0)).sum().backward()
+        model.zero_grad()
+        model.fails = False
+        torch.manual_seed(5 + side.rank)
+        train_noting_gradients(side, model, partial(spread, side, model))
+        side.note("random", torch.rand(2))
+
+
+# ---- several models
+
+
+@adversity(worlds=(2,), exact=False)
+def test_several_attached_models_share_a_loss_and_judge_each_other(side: Side) -> None:
+    first, second, judge = (nn.Sequential(Block(), nn.Linear(8, 8)) for _ in range(3))
+    for model in (first, second, judge):
+        side.attach(model)
+    optimizers = [sgd(model) for model in (first, second, judge)]
+    for step in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (first(rows(side, step)).square().mean() + second(first(rows(side, step + 9))).square().mean() / 2).backward()
+        found = judge(first(rows(side, step))).sum() * 0.01
+        # The judge is frozen after its forward: it is to be left alone by the generator's backward.
+        judge.requires_grad_(False)
+        found.backward()
+        judge.requires_grad_(True)
+        for model in (first, second, judge):
+            side.settle(model)
+            side.note_gradients(model)
+        for optimizer in optimizers:
+            optimizer.step()
