@@ -477,12 +477,32 @@ def private_names_are_for_own_tests(sources: list[Source]) -> list[str]:
     return findings
 
 
+#: A module that holds tests or fixtures, also where a string names it: as the job of a rank, or in a program of its own.
+TEST_MODULE = re.compile(r"\btests(\.\w+)*\.(test_\w+|conftest)\b")
+
+
 def shared_things_are_no_tests(sources: list[Source]) -> list[str]:
     """What several tests use lies in tests/support, or beside them in a module that is no test."""
+    findings: list[str] = []
+    for here in of_packages(sources, "tests"):
+        own = here.path.removesuffix(".py").replace("/", ".")
+        for node in here.nodes:
+            named = import_targets(node, here)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = [node.value]
+            for module in {match[0] for name in named for match in TEST_MODULE.finditer(name)} - {own}:
+                findings.append(here.finding(node, f"{module} is a test's file: move what is shared to tests/support"))
+    return findings
+
+
+#: What a file's name says of who wrote it or how, and not of what the tests in it hold.
+EPISODES = {"review", "user", "users", "adversity", "adversities", "misc", "more", "regression", "regressions", "bug", "bugs"}
+
+
+def named_by_what_they_hold(sources: list[Source]) -> list[str]:
     return [
-        here.finding(node, f"{target} is in a test's file: move what is shared to tests/support")
+        f"{here.path}:1: a file of tests is named by what it holds, found {', '.join(sorted(words & EPISODES))}"
         for here in of_packages(sources, "tests")
-        for node in here.nodes
-        for target in import_targets(node, here)
-        if target.startswith("tests.") and re.search(r"\.(test_\w+|conftest)(\.|$)", target)
+        if here.path.rpartition("/")[2].startswith("test_")
+        and (words := set(here.path.rpartition("/")[2].removesuffix(".py").split("_"))) & EPISODES
     ]

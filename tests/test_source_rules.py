@@ -17,6 +17,7 @@ from tests.source_rules import (
     hooks_only_in_their_files,
     import_targets,
     imports_point_down,
+    named_by_what_they_hold,
     names_mean_something,
     no_environment_is_read,
     no_import_cycles,
@@ -87,7 +88,12 @@ def test_a_test_reaches_into_what_it_tests_alone() -> None:
 
 
 def test_no_test_imports_from_another() -> None:
-    findings = shared_things_are_no_tests(suite())
+    findings = shared_things_are_no_tests([here for here in suite() if here.path != "tests/test_source_rules.py"])
+    assert not findings, "\n" + "\n".join(findings)
+
+
+def test_tests_are_named_by_what_they_hold() -> None:
+    findings = named_by_what_they_hold(suite())
     assert not findings, "\n" + "\n".join(findings)
 
 
@@ -240,13 +246,21 @@ def test_a_test_may_use_what_is_private_to_what_it_tests_and_to_others_than_us(p
     [
         "from tests.zhooks.unit.test_tiers import run", "from tests.zhooks.unit import test_tiers",
         "def f():\n    import tests.zhooks.unit.test_tiers", "from .test_tiers import run", "from tests.conftest import ranks",
+        "pool.run('tests.zhooks.unit.test_tiers:run')", "import_module('tests.zhooks.unit.test_tiers')",
+        "PROGRAM = 'import torch; from tests.conftest import ranks'",
     ],
 )  # fmt: skip
 def test_the_rule_of_shared_things_notices_each_way_of_importing_a_test(text: str) -> None:
     (finding,) = shared_things_are_no_tests([source("tests/zhooks/unit/test_faults.py", text)])
-    assert "is in a test's file" in finding
-    sound = "from tests.support.ranks import Pool\nimport torch.testing"
+    assert "is a test's file" in finding
+    sound = "from tests.support.ranks import Pool\nimport torch.testing\npool.run('tests.zprof.test_a:job')"
     assert not shared_things_are_no_tests([source("tests/zprof/test_a.py", sound)])
+
+
+def test_the_rule_of_names_notices_an_episode() -> None:
+    (finding,) = named_by_what_they_hold([source("tests/zhooks/unit/test_tiers_review.py", "")])
+    assert finding.startswith("tests/zhooks/unit/test_tiers_review.py:1: ") and finding.endswith("found review")
+    assert not named_by_what_they_hold([source("tests/zhooks/unit/test_newest.py", ""), source("tests/support/user.py", "")])
 
 
 SOUND: list[tuple[Rule, str, str]] = [

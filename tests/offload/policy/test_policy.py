@@ -458,6 +458,7 @@ def test_rules_and_keys_that_place_nothing_leave_a_policy_untiered() -> None:
 def test_the_folder_of_the_disk_tier_is_the_systems_own_where_none_is_said() -> None:
     assert Disk().folder == Path(tempfile.gettempdir())
     assert Disk(path="/scratch").folder == Path("/scratch")
+    assert Policy.of({"disk": {"path": "~/scratch"}}).disk.folder == Path.home() / "scratch", "a tilde is the home folder"
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -226,6 +226,32 @@ def test_a_meta_model_is_filled_by_the_function_given() -> None:
     assert torch.equal(model[1].angles, torch.full((8,), 0.25))
 
 
+class Ruled(nn.Module):
+    """A model with a rule for its modules, as transformers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_the_rule_of_a_model_built_on_meta_wins_over_its_modules_own_reset() -> None:
+    with torch.device("meta"):
+        model = Ruled()
+    attachment = zhooks.attach(model)
+    state = attachment.state_dict()["model"]
+    assert state["inner.weight"].eq(0.25).all()
+    # What the rule does not mention keeps the module's own values.
+    assert 0 < state["inner.bias"].abs().max() <= 0.125
+
+
 @on_ranks(2)
 def test_tied_parameters_of_a_meta_model_stay_tied() -> None:
     with torch.device("meta"):

@@ -1,6 +1,6 @@
 """Full values and full states through the Attachment: gathered, resident, save_full, state dicts, and a library's loop.
 
-pytest runs it, on one, two and four ranks. The stock save and resume loop is test_sharded_state.py's.
+pytest runs it, on one, two and four ranks. The stock save and resume loop is test_torch_state.py's.
 """
 
 from __future__ import annotations
@@ -285,6 +285,17 @@ def test_save_full_into_a_folder_that_is_not_there_is_refused_on_every_rank() ->
 
 
 # ---- a library's model in a library's loop
+
+
+def test_a_plain_models_state_is_refused_with_the_way_to_pass_it() -> None:
+    model = net()
+    attachment = zhooks.attach(model)
+    plain = net(seed=1)
+    with pytest.raises(zhooks.CheckpointError, match=r'Pass a plain model\'s state as \{"model": state\}'):
+        attachment.load_state_dict(plain.state_dict())
+    assert same(full(model), net().parameters())
+    attachment.load_state_dict({"model": plain.state_dict()})
+    assert same(full(model), plain.parameters())
 
 
 def tiny_gpt2(device: str) -> Any:

@@ -18,7 +18,7 @@ from offload.events import Event
 from offload.policy import Policy
 from tests.support.inside import tiers_changed
 from tests.support.on_ranks import on_ranks, place
-from tests.support.values import sharded
+from tests.support.values import full, same, sharded
 
 
 def build() -> nn.Sequential:
@@ -86,15 +86,17 @@ def test_apply_asks_whether_the_kernel_can_run_where_the_new_policy_wants_it() -
     attached.detach()
 
 
-@on_ranks(1)
-def test_a_backward_that_apply_came_before_is_refused_by_name() -> None:
-    model = build()
-    attached = zhooks.attach(model, policy=tiered("host"))
+@on_ranks(1, tiers=(("host", "device"), ("disk", "disk")))
+def test_a_backward_that_apply_came_before_is_refused_by_name_and_training_goes_on(tiers: tuple[str, str]) -> None:
+    model, plain = build(), build()
+    attached = zhooks.attach(model, policy=tiered(tiers[0]))
     loss = model(torch.ones(4, 16)).sum()
-    attached.apply(tiered("device"))
+    attached.apply(tiered(tiers[1]))
     with pytest.raises(ShardedOpError, match=r"apply\(\) was called"):
         loss.backward()
-    step(model, torch.optim.AdamW(model.parameters()))
+    for one in (model, plain):
+        step(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    assert same(full(model), plain.parameters())
     attached.detach()
 
 
