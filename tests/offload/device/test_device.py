@@ -135,8 +135,12 @@ def test_copies_of_unequal_shape_are_refused_at_once(device: Device) -> None:
         device.copy(torch.empty(4), torch.empty(3), "block")
 
 
-def test_an_empty_copy_is_a_copy(device: Device) -> None:
-    device.copy(torch.empty(0), torch.empty(0)).wait()
+def test_an_empty_copy_is_a_copy_that_ends_and_holds_up_no_other(device: Device) -> None:
+    empty = device.copy(torch.empty(0), torch.empty(0), "nothing")
+    out = filled(LARGE, 0)
+    device.copy(out, filled(LARGE)).wait()
+    empty.wait()
+    assert empty.done() and bool((out == 7).all())
 
 
 def test_both_tensors_live_until_the_copy_is_over_and_no_longer(device: Device) -> None:

@@ -180,7 +180,7 @@ def test_an_error_keeps_no_memory_alive(disk: DiskFile, io: Faulty) -> None:
     source = pattern()
     memory = weakref.ref(source)
     pending = disk.write(extent, source)
-    with pytest.raises(TierError):
+    with pytest.raises(TierError, match=r"^disk tier cannot write b .*EIO"):
         pending.wait()
     del source
     gc.collect()
@@ -360,7 +360,7 @@ def test_the_last_space_of_a_disk_is_used_where_a_whole_step_does_not_fit(disk: 
     io.on_grow = nearly_full
     disk.allocate(NBYTES, "fits")
     assert disk.reserved == NBYTES
-    with pytest.raises(BudgetError):
+    with pytest.raises(BudgetError, match=r"^disk tier cannot admit does not \(4 MiB\): 4 MiB in use"):
         disk.allocate(NBYTES + 1, "does not")
 
 

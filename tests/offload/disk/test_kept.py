@@ -112,7 +112,7 @@ def test_others_wait_for_space_that_a_reader_will_give_back(tmp_path: Path) -> N
     kept.close()
     other.join(60)
     assert soon(lambda: len(given) == 1) and given[0].offset != second.offset
-    with pytest.raises(BudgetError):
+    with pytest.raises(BudgetError, match=r"^disk tier cannot admit d .*: 18\.0 of 18\.0 MiB in use"):
         disk.allocate(NBYTES, "d")
     disk.close()
 

@@ -83,8 +83,15 @@ def test_a_momentum_buffer_is_asked_for_exactly_where_there_is_momentum() -> Non
         kernels.sgd(Sgd(lr=0.1), one, two, torch.ones(4))
 
 
-def test_no_elements_are_no_work() -> None:
+def test_no_elements_are_no_work_and_are_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    monkeypatch.setattr(kernels.updates, "share", lambda loop, numel, **_: ran.append(numel))
     kernels.adam(HOW, **tensors(0))
+    assert ran == []
+    with pytest.raises(LayoutError, match="expected 0 elements, found 7"):
+        kernels.adam(HOW, **{**tensors(0), "grad": torch.ones(7)})
+    kernels.adam(HOW, **tensors(1))
+    assert ran == [1]
 
 
 def test_fake_tensors_are_checked_and_have_nothing_to_update() -> None:

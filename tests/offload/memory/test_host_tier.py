@@ -386,7 +386,8 @@ def test_a_dropped_pool_unlocks_its_memory() -> None:
 def test_locking_can_be_left_out() -> None:
     device = Locking(0)
     pool = HostPool(device, slab_nbytes=SLAB, pin=False)
-    pool.take(PAGE, "block")
+    block = pool.take(PAGE, "block").fill_(5)
+    assert device.locked == {} and bool((block == 5).all())
     pool.close()
     device.close()
 

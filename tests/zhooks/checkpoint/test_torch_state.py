@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import zhooks
-from tests.support.on_ranks import folder, from_first, on_ranks, place
-from tests.support.values import same
+from tests.support.on_ranks import folder, from_first, hooks_left, on_ranks, place
+from tests.support.values import same, whole
 
 SMALL = {"units": {"min_numel": 0}}
 TIERED = {"stage": 3, "optimizer": {"tier": "host", "overlap": True}}
@@ -209,12 +209,17 @@ def test_a_load_that_would_replace_parameters_is_refused() -> None:
 
 
 @on_ranks(1)
-def test_copies_and_detached_models_keep_no_hook_of_an_attachment() -> None:
-    job = Job({"stage": 3})
+def test_copies_and_detached_models_keep_no_hook_of_an_attachment_that_acts() -> None:
+    job, other = Job({"stage": 3}), Job(None, seed=5)
     copied = copy.deepcopy(job.model)
-    copied.load_state_dict(job.model.state_dict())
+    assert hooks_left(job.model)
+    copied.load_state_dict(other.model.state_dict())
+    assert same([whole(param) for param in copied.parameters()], other.model.parameters())
+    assert not same(job.values(), other.values()), "a copy has values of its own"
     job.attachment.detach()
-    job.model.load_state_dict(Job(None, seed=5).model.state_dict(), assign=True)
+    assert not hooks_left(job.model)
+    job.model.load_state_dict(other.model.state_dict(), assign=True)
+    assert same(job.values(), other.values()) and all(type(param) is nn.Parameter for param in job.model.parameters())
 
 
 # ---- torch.distributed.checkpoint.state_dict

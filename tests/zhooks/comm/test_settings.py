@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
-from tests.support.values import sharded
+from tests.support.values import full, same, sharded
 from zhooks.comm import shared_memory
 
 
@@ -55,7 +55,13 @@ def test_a_policy_that_differs_by_rank_is_refused_by_its_key_and_changes_nothing
 def test_what_a_machine_has_room_for_may_differ_by_rank() -> None:
     rank, _ = place()
     mine = {"budget": {"device": f"{64 + rank} MiB"}, "disk": {"threads": 4 + rank}, "host": {"slab": f"{1 + rank} MiB"}}
-    zhooks.attach(net(), policy=mine).detach()
+    model, plain = net(), net()
+    attachment = zhooks.attach(model, policy=mine)
+    assert attachment.policy.values() == zhooks.Policy.of(mine).values(), "each rank keeps its own"
+    for one in (model, plain):
+        steps(one)
+    assert same(full(model), plain.parameters())
+    attachment.detach()
 
 
 @on_ranks(2)
@@ -172,7 +178,7 @@ def stopped(place: str, nbytes: int) -> Any:
 # ---- memory that ranks share
 
 
-def full(*_: int) -> Any:
+def no_space(*_: int) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -189,9 +195,9 @@ def test_memory_that_one_rank_cannot_have_is_shared_by_none(where: str) -> None:
     rank, _ = place()
     with pytest.MonkeyPatch.context() as patched:
         if where == "_open_at" and rank == 1:
-            patched.setattr(shared_memory, where, full)
+            patched.setattr(shared_memory, where, no_space)
         if where == "posix_fallocate":
-            patched.setattr(os, where, full)
+            patched.setattr(os, where, no_space)
         model = net()
         attachment = zhooks.attach(model, policy={"comm": {"timeout_s": 300}})
         assert "transport p2p" in attachment.describe()

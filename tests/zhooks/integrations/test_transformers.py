@@ -178,7 +178,7 @@ def test_a_checkpoint_of_a_plain_run_is_resumed_and_a_plain_run_does_not_take_ou
         alone = transformers.Trainer(
             language_model(), transformers.TrainingArguments(**arguments(path / "other")), train_dataset=samples(48)
         )
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="param_groups"):
             alone.train(resume_from_checkpoint=str(path / "ours" / "checkpoint-4"))
 
 
@@ -356,9 +356,17 @@ def test_ranks_that_drop_other_layers_train_where_transformers_can_synchronise_t
         accelerator = Accelerator(cpu=True, zhooks={"stage": 3, "units": {"min_numel": 0}})
         model = transformers.Wav2Vec2ForCTC(config)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        kept: list[int] = []
+        for number, layer in enumerate(model.wav2vec2.encoder.layers):
+            layer.register_forward_hook(lambda *_, number=number: kept.append(number))
+        before = values(model)
         torch.manual_seed(rank)
         for _ in range(4):
             loss = model(torch.randn(2, 800), labels=torch.randint(1, 8, (2, 3))).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, (kept, values(model)))
+        assert found[0][0] == found[1][0] == [0, 1, 2] * 4, "every layer is computed, the dropped ones for nothing"
+        assert all(map(torch.equal, found[0][1], found[1][1])) and not all(map(torch.equal, before, found[0][1]))

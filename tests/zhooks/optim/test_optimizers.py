@@ -216,11 +216,15 @@ def test_an_optimizer_with_state_that_nobody_refers_to_forbids_no_attach() -> No
     backward(model)
     optimizer.step()
     optimizer.zero_grad()
-    optimizer.itself = optimizer
-    del optimizer
+    optimizer.itself, waits = optimizer, weakref.ref(optimizer)
     gc.disable()
     try:
+        with pytest.raises(zhooks.AttachError, match="expected an optimizer without state, found Adam"):
+            zhooks.attach(model, policy=POLICY)
+        del optimizer
+        assert waits() is not None, "it waits for the collector"
         zhooks.attach(model, policy=POLICY).detach()
+        assert waits() is None
     finally:
         gc.enable()
 

@@ -327,9 +327,13 @@ def test_attach_refuses_arguments_of_another_kind_by_name() -> None:
     for name, values in wrong.items():
         for value in values:
             refused(zhooks.AttachError, f"as {name}, found", partial(zhooks.attach, model, **{name: value}), model)
-    policies: tuple[Any, ...] = (3, b"x", [], "", "nowhere.toml", "/", "a\0b")
-    for policy in policies:
-        refused(zhooks.PolicyError, "", partial(zhooks.attach, model, policy=policy), model)
+    neither = "policy: expected a path, a mapping, a Policy or None, found"
+    policies: tuple[tuple[Any, str], ...] = (
+        (3, f"{neither} int"), (b"x", f"{neither} bytes"), ([], f"{neither} list"), ("", "found a folder, not a regular file"),
+        ("/", "found a folder, not a regular file"), ("nowhere.toml", "nowhere.toml: no such policy"), ("a\0b", "not a path"),
+    )  # fmt: skip
+    for policy, words in policies:
+        refused(zhooks.PolicyError, words, partial(zhooks.attach, model, policy=policy), model)
     zhooks.attach(model, optimizer).detach()
 
 

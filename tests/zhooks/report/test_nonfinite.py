@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zhooks
 from tests.support.on_ranks import on_ranks, place
 from tests.support.resuming import Run, batch
-from tests.support.values import full, sharded
+from tests.support.values import full, same, sharded
 
 #: Of a loss whose gradients overflow at the scales used here, the first times.
 LARGE = 256.0
@@ -52,7 +52,7 @@ def test_a_batch_with_a_nan_on_one_rank_is_named_on_all_and_the_step_can_be_left
     assert words.startswith("AdamW.step in step 2: expected finite gradients, found an inf or a nan")
     assert f"the first came up in forward, in what the model was given on rank {world - 1}" in words
     assert f"Not finite before the mean over the ranks: rank {world - 1} (the gradient of " in words
-    with pytest.raises(zhooks.NonFiniteError):
+    with pytest.raises(zhooks.NonFiniteError, match=r"^AdamW\.step in step 2: expected finite gradients"):
         run.optimizer.step()
     run.optimizer.zero_grad()
     with torch.no_grad():
@@ -246,10 +246,13 @@ def test_it_is_switched_on_and_off_by_another_policy() -> None:
     run.train(range(1))
     run.attachment.apply(policy(3))
     backward(run, spoiled(0))
-    with pytest.raises(zhooks.NonFiniteError):
+    before = full(run.model)
+    with pytest.raises(zhooks.NonFiniteError, match=r"^AdamW\.step in step 1: expected finite gradients.* rank 0"):
         run.optimizer.step()
+    assert same(full(run.model), before)
     run.attachment.apply(policy(3, "ignore"))
     run.optimizer.step()
+    assert any(value.isnan().any() for value in full(run.model))
     run.attachment.detach()
 
 

@@ -5,6 +5,7 @@ pytest runs it, on real ranks. A bit is flipped in the memory of one rank, as a 
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -18,6 +19,7 @@ import zhooks
 from tests.support.inside import flats_of
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.resuming import Run
+from tests.support.values import whole
 
 
 def policy(stage: int, every: int | None = 1, tier: str = "device", **more: Any) -> dict[str, Any]:
@@ -168,12 +170,15 @@ def test_ranks_that_divide_layers_are_compared_with_nobody_and_train() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    plain = copy.deepcopy(model)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     attachment = zhooks.attach(model, policy=policy(0), mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(torch.ones(4, 6)).square().mean().backward()
-        optimizer.step(), optimizer.zero_grad()
+    for one in (model, plain):
+        optimizer = torch.optim.AdamW(one.parameters())
+        for _ in range(3):
+            one(torch.ones(4, 6)).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad()
+    torch.testing.assert_close([whole(param) for param in model.parameters()], [whole(param) for param in plain.parameters()])
     attachment.detach()
 
 
