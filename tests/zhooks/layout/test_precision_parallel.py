@@ -24,6 +24,8 @@ from tests.support.values import full, whole
 
 # Ranks that draw other numbers have other bits after one; more are for the loss to move.
 STEPS = 4
+#: How far losses in bf16 are from those in fp32 at most. What is not trained at all is 1 % away in the fourth step.
+NEAR = 6e-3
 NORMS = [{"match": "*norm*", "precision.param": "fp32"}]
 
 
@@ -59,7 +61,7 @@ def test_rules_give_units_of_a_divided_model_their_own_dtype(stage: int) -> None
     losses = train(model, adamw(model), data_place(mesh), 4)
     for name, dtypes in seen.items():
         assert set(dtypes) == {torch.float32 if "norm" in name else torch.bfloat16}, (name, dtypes)
-    assert mean_over_data(losses).tolist() == pytest.approx(expected, rel=2e-2)
+    assert mean_over_data(losses).tolist() == pytest.approx(expected, rel=NEAR)
     assert same_on_all(full(model))
     for handle in handles:
         handle.remove()
@@ -75,7 +77,7 @@ def test_what_ranks_of_tp_hold_alike_is_rounded_alike(tier: str) -> None:
     rounding = {"parameter": cell, "gradient": cell, "optimizer": {**cell, "rounding": "stochastic", "seed": 3}}
     attachment = zhooks.attach(model, policy=FINE | rounding, mesh=mesh)
     losses = train(model, adamw(model, 1e-3), data_place(mesh), STEPS)
-    assert mean_over_data(losses)[-1].item() == pytest.approx(expected[-1], rel=2e-2)
+    assert mean_over_data(losses)[-1].item() == pytest.approx(expected[-1], rel=NEAR)
     attachment.detach()
     kept = [param for param in model.parameters() if not isinstance(param, DTensor)]
     assert kept and all(param.dtype is torch.bfloat16 for param in model.parameters())
@@ -102,7 +104,7 @@ def test_calibration_of_a_divided_model_proposes_the_same_on_every_rank() -> Non
     model, attachment = attached(mesh, 3, policy=proposal.values())
     losses = train(model, adamw(model), data_place(mesh), 4)
     expected = train(plain, adamw(plain), (0, 1), 4)
-    assert mean_over_data(losses).tolist() == pytest.approx(expected, rel=2e-2)
+    assert mean_over_data(losses).tolist() == pytest.approx(expected, rel=1e-3)
     attachment.detach()
 
 
@@ -160,6 +162,6 @@ def test_a_mesh_of_tp_alone_calibrates_and_rounds() -> None:
     attachment = zhooks.attach(model, policy=FINE | {"optimizer": {"rounding": "stochastic"}}, mesh=mesh)
     plain = plain_gpt()
     expected = train(plain, adamw(plain, 1e-3), (0, 1), 10)
-    assert train(model, adamw(model, 1e-3), data_place(mesh), 10) == pytest.approx(expected, rel=2e-2)
+    assert train(model, adamw(model, 1e-3), data_place(mesh), 10) == pytest.approx(expected, rel=NEAR)
     attachment.detach()
     assert same_on_all([whole(param.detach()) for param in model.parameters()])
