@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.live_storages import storages_in_python
 from tests.support.zprof_ledgers import Alive, Ledger, track, two_layers
-from zprof.recording.stacks import BEFORE_STACK
 from zprof.recording.tracker import Tracker
+from zprof.rows import BEFORE_STACK
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -256,7 +256,7 @@ def test_the_profiler_that_threads_have_already_stays_and_sees_their_first_event
         track(body)
         assert threading.getprofile() is profiler and "run" in seen
     finally:
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 def test_nothing_is_kept_alive() -> None:
@@ -328,7 +328,7 @@ def test_closing_under_somebody_elses_mode_leaves_theirs() -> None:
     ledger = Ledger()
     tracker = Tracker(ledger.storages)
     tracker.start()
-    with Theirs():  # type: ignore[no-untyped-call]
+    with Theirs():
         one = torch.ones(3)
         tracker.close()
         rows, calls = len(ledger.rows), Theirs.calls

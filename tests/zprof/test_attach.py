@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,9 +56,11 @@ def started(*words: str, at: Path | None = None) -> Iterator[subprocess.Popen[by
             one.kill()
 
 
-def by_command(*words: str, under: tuple[str, ...] = (), **more: str) -> subprocess.CompletedProcess[str]:
+def by_command(
+    *words: str, under: tuple[str, ...] = (), environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [*under, sys.executable, "-m", "zprof", "attach", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **more})
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **(environ or {})})
 
 
 @needs_py_spy
@@ -195,9 +197,9 @@ def test_gpu_memory_is_what_nvml_says_of_the_process(tmp_path: Path) -> None:
     with started(sys.executable, "train.py", at=tmp_path) as one:
         slots = Slots(tmp_path / "slots", {"count": 2, "process": one.pid, "process_memory": 300 * MIB})
         environ = environment(library, slots.path)
-        mine = by_command(str(one.pid), "--json", **environ)
+        mine = by_command(str(one.pid), "--json", environ=environ)
         slots.set({"process": 1})
-        other = by_command(str(one.pid), **environ)
+        other = by_command(str(one.pid), environ=environ)
     found = json.loads(mine.stdout)["memory"]["gpus"]
     assert [(gpu["key"], gpu["nbytes"]) for gpu in found] == [("gpu0", 300 * MIB), ("gpu1", 300 * MIB)]
     assert "GPU memory: not seen: NVML names 1 other process, and not this one (in a container it never does)" in other.stdout

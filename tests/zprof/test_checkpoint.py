@@ -36,7 +36,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.conv = nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norm, self.out, self.tied = nn.BatchNorm2d(5), nn.Linear(5, 7), nn.Linear(5, 7, bias=False)
         self.tied.weight, self.scale, self.left = self.out.weight, nn.Parameter(torch.tensor(0.5)), nn.Linear(3, 2)
 
@@ -184,7 +184,8 @@ def test_a_folder_for_torch_distributed_is_loaded_by_it(folder: Path, tmp_path: 
     model = Net()
     optimizer = torch.optim.AdamW([param for name, param in model.named_parameters() if not name.startswith("left")], lr=1.0)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    values, states = get_state_dict(model, optimizer, options=flat)
+    read, states = get_state_dict(model, optimizer, options=flat)
+    values: dict[str, Any] = dict(read)
     values.pop("tied.weight")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -86,12 +86,12 @@ def test_flops_are_those_of_torchs_own_counter(level: str) -> None:
             self.out = nn.Linear(8, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.image(x).mean((2, 3)))  # type: ignore[no-any-return]
+            return self.out(self.image(x).mean((2, 3)))
 
     model = Net()
 
     def step() -> Tensor:
-        return model(torch.ones(BATCH, 3, 12, 12)).square().mean()  # type: ignore[no-any-return]
+        return model(torch.ones(BATCH, 3, 12, 12)).square().mean()
 
     run = recorded(model, step, level=level)
     found = found_in(run)
@@ -121,7 +121,7 @@ def test_recomputed_flops_are_done_and_not_the_models(reentrant: bool) -> None:
 
     def step() -> Tensor:
         x = torch.ones(BATCH, WIDTH, requires_grad=True)
-        return checkpoint(model, x, use_reentrant=reentrant).square().mean()  # type: ignore[no-any-return]
+        return checkpoint(model, x, use_reentrant=reentrant).square().mean()
 
     found = found_in(recorded(model, step))
     assert by_pass(found)["forward"] == 2 * PRODUCT
@@ -134,7 +134,7 @@ def test_units_under_zhooks_compute_what_the_plain_model_does() -> None:
     plain, model = mlp(), mlp()
 
     def step_of(model: nn.Module) -> Step:
-        return lambda: model(torch.ones(BATCH, WIDTH)).square().mean()  # type: ignore[no-any-return]
+        return lambda: model(torch.ones(BATCH, WIDTH)).square().mean()
 
     expected = found_in(recorded(plain, step_of(plain)))
     zhooks.attach(model, policy={"stage": 3})
@@ -149,7 +149,7 @@ def test_a_step_of_several_batches_has_the_flops_and_samples_of_all() -> None:
 
     def step() -> Tensor:
         model(torch.ones(BATCH, WIDTH)).square().mean().backward()
-        return model(torch.ones(2 * BATCH, WIDTH)).square().mean()  # type: ignore[no-any-return]
+        return model(torch.ones(2 * BATCH, WIDTH)).square().mean()
 
     found = found_in(recorded(model, step))
     assert (found.samples, by_pass(found)["forward"]) == (3 * BATCH, 3 * 2 * PRODUCT)
@@ -192,7 +192,7 @@ def test_an_evaluation_now_and_then_is_not_part_of_a_step_and_a_teacher_is() -> 
         if next(number) % every == every - 1:
             with torch.no_grad():
                 other(torch.ones(BATCH, WIDTH))
-        return model(torch.ones(BATCH, WIDTH)).square().mean()  # type: ignore[no-any-return]
+        return model(torch.ones(BATCH, WIDTH)).square().mean()
 
     assert "evaluation" not in by_pass(found_in(recorded(model, lambda: step(2))))
     assert by_pass(found_in(recorded(model, lambda: step(1))))["evaluation"] == 2 * PRODUCT

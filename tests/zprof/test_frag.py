@@ -217,7 +217,7 @@ def test_a_storage_that_changes_its_category_is_one_allocation(tmp_path: Path) -
     assert events.action.tolist() == [ALLOC, RELEASE, ALLOC]
     assert events.slot.tolist() == [0, 0, 1]
     assert events.nbytes.tolist() == [4 * MIB, 0, 2 * MIB]
-    assert [events.labels[label] for label in events.label.tolist()] == ["unit.1"] * 3  # type: ignore[union-attr]
+    assert [events.labels[label] for label in events.label.tolist()] == ["unit.1"] * 3
 
 
 def test_rows_out_of_order_are_replayed_in_the_order_of_time(tmp_path: Path) -> None:

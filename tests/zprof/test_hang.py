@@ -18,7 +18,8 @@ from click.testing import Result
 from tests.support.jobs import forks, interpreters, may_trace
 from tests.support.waiting import soon
 from tests.support.zprof_command import Zprof
-from tests.support.zprof_traces import Row, RowKind, write_trace
+from tests.support.zprof_traces import write_trace
+from zprof.rows import Row, RowKind
 
 #: Rank 1 does not come to the third step; what it is in is the word that follows.
 UNDER_ZHOOKS = """

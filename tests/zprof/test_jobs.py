@@ -84,7 +84,7 @@ def test_an_error_of_the_job_is_one_line_that_names_its_line(folder: Path) -> No
         load_job("my_job.py:job").step(None)
     assert caught.value.exit_code == 1
     with pytest.raises(Problem, match=r"my_job\.py:2: build of my_job\.py:job raised TypeError: build\(\) takes 0 positional"):
-        load_job("my_job.py:job").build("more")
+        load_job("my_job.py:job").build("more")  # type: ignore[call-arg]
 
 
 def test_an_error_while_a_job_is_loaded_names_its_line_too(folder: Path) -> None:

@@ -35,7 +35,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.chdir(tmp_path)
     gc.collect()  # What other tests left is alive to a recording, too.
-    shell: Any = InteractiveShell()  # type: ignore[no-untyped-call]
+    shell: Any = InteractiveShell()
     # In memory: a test leaves no history anywhere.
     shell.history_manager.enabled = False
     shell.run_line_magic("load_ext", "zprof")

@@ -272,7 +272,8 @@ def test_a_trace_that_was_thinned_out_keeps_the_devices_steps_and_passes(tmp_pat
 
 
 def test_rows_of_lanes_with_impossible_times_are_refused_in_a_line(tmp_path: Path, zprof: Zprof) -> None:
-    for number, change in enumerate(({"ident": (1 << 62) - 1}, {"nbytes": 1 << 48}, {"nbytes": -1})):
+    changes: list[dict[str, Any]] = [{"ident": (1 << 62) - 1}, {"nbytes": 1 << 48}, {"nbytes": -1}]
+    for number, change in enumerate(changes):
         row = Row(RowKind.SPAN, "wait gather", "u", 0, 2_000_000_000, 1 << 20, 5)._replace(**change)
         path = write_trace(tmp_path / f"{number}.zprof", [row], notes={"lanes": {"lanes": [3, None] * 4000, "untimed": []}})
         result = zprof("report", path)
@@ -327,8 +328,8 @@ class Heard:
     def happened(self, happening: Any) -> None:
         if self._zero_s is not None:
             zero_ns = round(self._zero_s * 1e9)
-            times = (round(at * 1e9) - zero_ns for at in (happening.begin, happening.end))
-            self.all.append((happening.what, happening.stream.name, *times))  # type: ignore[arg-type]
+            begin_ns, end_ns = (round(at * 1e9) - zero_ns for at in (happening.begin, happening.end))
+            self.all.append((happening.what, happening.stream.name, begin_ns, end_ns))
 
     def recorded(self, moment: Any, stream: Any) -> None: ...
     def awaited(self, moment: Any, stream: Any) -> None: ...
@@ -339,7 +340,7 @@ class Heard:
     def on_streams(self, what: str) -> list[tuple[str, int, int]]:
         """(key, begin, end) of what the machine's streams were given under that name."""
         begins = f"{what} "
-        return sorted((name.removeprefix(begins), *times) for name, _, *times in self.all if name.startswith(begins))
+        return sorted((name.removeprefix(begins), begin, end) for name, _, begin, end in self.all if name.startswith(begins))
 
     def spans(self, what: str) -> list[tuple[str, int, int]]:
         """The same of the trace."""

@@ -6,7 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def row(kind: int, what: str, key: str, nbytes: int, at_ns: int, ident: int = 0)
     return Row(kind, what, key, nbytes, BEGIN_NS + at_ns, 0, ident)
 
 
-def ledger_of(path: Path, rows: Iterable[Row], **header: object) -> Ledger:
+def ledger_of(path: Path, rows: Iterable[Row], **header: Any) -> Ledger:
     return Ledger.of(Trace.open(write_trace(path, rows, **header)))
 
 

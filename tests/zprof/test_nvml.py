@@ -407,6 +407,7 @@ def test_page_cache_of_a_container_is_not_counted(tmp_path: Path, version: int) 
 
 def test_torch_is_sampled_once_its_cuda_runs_and_never_before(monkeypatch: pytest.MonkeyPatch) -> None:
     # Stands for a CUDA build, which the tests' machine need not have; the shapes are those of torch 2.13.
+    running = False
     levels = {"allocated_bytes": {"all": {"current": 5}}, "reserved_bytes": {"all": {"current": 8}}}
     cuda = SimpleNamespace(
         is_initialized=lambda: running,
@@ -416,7 +417,6 @@ def test_torch_is_sampled_once_its_cuda_runs_and_never_before(monkeypatch: pytes
         get_device_properties=lambda index: SimpleNamespace(uuid=f"00000000-{index}"),
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    running = False
     assert TorchSampler().sample() == () and torch_uuids() is None
     running = True
     assert torch_uuids() == ["00000000-0", "00000000-1"]

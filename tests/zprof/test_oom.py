@@ -120,7 +120,8 @@ def test_what_attach_refuses_is_read_too() -> None:
     whole = failure_of(caught.value)
     # Parameters, gradients and as much twice of states.
     assert whole is not None and whole.nbytes == pytest.approx(65 * KIB, rel=0.01) and whole.limit == 40 * KIB
-    assert whole.short == whole.nbytes - 40 * KIB and whole.states == pytest.approx(32.5 * KIB, rel=0.01)
+    assert whole.nbytes is not None and whole.short == whole.nbytes - 40 * KIB
+    assert whole.states == pytest.approx(32.5 * KIB, rel=0.01)
     host = refused(parameter={"tier": "host"}, budget={"host": "1 KiB"})
     assert (host.tier, host.bound, host.limit) == ("host", "[budget] host", KIB)
     with pytest.raises(BudgetError) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,8 @@ def rank_rows(late_ns: dict[str, int], work_ns: int = 20 * MS, steps: int = 6, s
 
 
 def test_ranks_of_one_boot_share_a_clock_and_others_meet_by_the_wall(tmp_path: Path) -> None:
-    sent = {0: {}, 1: {"host": "container"}, 2: {"boot": "other", "mono_ns": 5, "wall_ns": HEADER.wall_ns + 7}, 3: {"boot": ""}}
+    third = {"boot": "other", "mono_ns": 5, "wall_ns": HEADER.wall_ns + 7}
+    sent: dict[int, dict[str, Any]] = {0: {}, 1: {"host": "container"}, 2: third, 3: {"boot": ""}}
     lanes = [
         lane(write_trace(tmp_path / f"{rank}.zprof", rank_rows({}), rank=rank, world=4, **changes))
         for rank, changes in sent.items()
@@ -68,7 +70,7 @@ def test_the_late_rank_of_each_unit_is_named_with_what_it_costs(tmp_path: Path) 
 
 def test_clocks_that_are_apart_make_no_skew(tmp_path: Path) -> None:
     away = 77 * 3600 * 10**9
-    header = {"boot": "other", "host": "far", "mono_ns": BEGIN_NS + away}
+    header: dict[str, Any] = {"boot": "other", "host": "far", "mono_ns": BEGIN_NS + away}
     lanes = [
         lane(write_trace(tmp_path / "0.zprof", rank_rows({}), rank=0, world=2)),
         lane(write_trace(tmp_path / "1.zprof", rank_rows({}, shift_ns=away), rank=1, world=2, **header)),

@@ -268,7 +268,8 @@ def test_a_forked_child_records_nothing_and_ends(path: Path) -> None:
 def test_workers_of_a_loader_record_nothing(path: Path, method: str) -> None:
     with zprof.record(path, nvml="off") as recorder:
         # A range: what is spawned imports nothing of ours to have it.
-        loader = torch.utils.data.DataLoader(range(8), num_workers=1, multiprocessing_context=method)  # type: ignore[arg-type]
+        numbers: Any = range(8)
+        loader = torch.utils.data.DataLoader(numbers, num_workers=1, multiprocessing_context=method)
         assert sorted(int(one) for one in loader) == list(range(8))
         recorder.row(INSTANT, "last", "a", 1)
     assert rows_of(path, "last") == [("a", 1, 0)] and ending(path)["dropped_rows"] == 0

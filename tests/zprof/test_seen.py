@@ -293,7 +293,7 @@ def train(folder: str, wrapper: str) -> None:
     hush_earlier()
     rank, world = dist.get_rank(), dist.get_world_size()
     recorders = [
-        Recorder(f"{folder}/{wrapper}.{level}.{rank}.zprof", level=level, nvml="off").listen()  # type: ignore[arg-type]
+        Recorder(f"{folder}/{wrapper}.{level}.{rank}.zprof", level=level, nvml="off").listen()
         for level in ("events", "alloc")
     ]
     model: Any = torch.nn.Sequential(torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64, bias=False))

@@ -359,7 +359,7 @@ def test_bandwidth_is_bytes_over_the_time_in_which_anything_moved(tmp_path: Path
 
 
 def test_inputs_that_are_gathered_again_are_counted_like_units(tmp_path: Path) -> None:
-    told = [
+    told: list[Any] = [
         ("step", "SGD", 0, 5),
         ("gather activation", "blocks.0", 10, 20, 1000),
         ("wait gather activation", "blocks.0", 16, 20),
@@ -512,7 +512,7 @@ def test_a_policy_that_cannot_be_read_leaves_the_number_open(tmp_path: Path) -> 
 def test_measures_are_all_documented_and_match_the_rows(tmp_path: Path) -> None:
     trace = traced(tmp_path, list(sample_rows(level="alloc")))
     found = Analysis.of(trace)
-    values = measures(found)
+    values: dict[str, Any] = dict(measures(found))
     assert values.keys() <= MEASURES.keys()
     assert values["step.count"] == 5
     assert values["device.peak"] == found.ledger.peak("device").nbytes > 0
@@ -572,7 +572,7 @@ def test_a_run_of_the_runtime_is_read_as_it_was_scheduled(tmp_path: Path) -> Non
     attachment.detach()
     trace = Trace.open(tmp_path / "run.zprof")
     found = Analysis.of(trace)
-    values = measures(found)
+    values: dict[str, Any] = dict(measures(found))
     assert (values["step.count"], found.steps.source) == (3, "step")
     # What attach writes to the disk, four flat buffers, may end only when somebody listens.
     assert found.table.lost_ends <= len(model)

@@ -22,10 +22,12 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.fake_nvml import MIB, Slots, build, environment
-from tests.support.zprof_traces import HEADER, SHARD, Row, RowKind, Writer, placed, sample_rows, write_trace
+from tests.support.zprof_traces import HEADER, SHARD, sample_rows, write_trace
 from zprof.analysis.following import RunFollower
 from zprof.cli import main
 from zprof.clock import now_ns, wall_ns
+from zprof.rows import Row, RowKind, placed
+from zprof.trace.writer import Writer
 
 SECOND = 1_000_000_000
 

@@ -284,7 +284,7 @@ def test_a_note_is_read_once_and_a_large_one_only_for_who_asks_for_it(tmp_path: 
     trace = Trace.open(write_trace(tmp_path / "run.zprof", [], zhooks=False, notes=notes))
     read: list[int] = []
     before = FrameFile.read
-    monkeypatch.setattr(FrameFile, "read", lambda file, at, nbytes=None: read.append(at) or before(file, at, nbytes))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(FrameFile, "read", lambda file, at, nbytes=None: read.append(at) or before(file, at, nbytes))
     assert trace.notes("absent") == [] and len(read) == 4
     assert trace.notes("policy")[0].body == {"text": "{}"} and trace.dropped == 0 and trace.device == "cpu" and len(read) == 4
     assert trace.notes("snapshot")[0].body == large == trace.notes("snapshot")[0].body and len(read) == 6
