@@ -19,7 +19,7 @@ from offload.errors import AttachError, CheckpointError
 from offload.policy import Policy
 from offload.text import shown
 from zhooks.comm import CONTROL, Call, Comm, Transport, text_digest
-from zhooks.layout import Axis, Division, Group, Ignored, is_divided, part_of
+from zhooks.layout import Axis, Division, Group, Ignored, Mesh, is_divided, part_of
 from zhooks.optim import holders, partitions
 from zhooks.plan.initialisers import is_meta
 from zhooks.run import Before, wrapper
@@ -245,22 +245,33 @@ def _shard() -> type:
     return Shard
 
 
-def check_sparse(model: nn.Module, ignored: Ignored) -> None:
-    """Embeddings with ``sparse=True`` would hand us sparse gradients."""
-    left = ignored.identities()
+def check_embeddings(model: nn.Module, ignored: Ignored, axes: Mesh) -> None:
+    """Embeddings that hand us dense gradients, and do not write to rows that other ranks did not look up.
+
+    Raises:
+        AttachError: one has ``sparse=True``, or ``max_norm`` on several ranks.
+    """
+    left, ranks = ignored.identities(), axes.data.world
     for name, module in ignored.named_modules(model):
         # By its table: a parametrized weight that is read is computed, which may change buffers.
         held = module._parameters.get("weight")
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(held) not in left:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or id(held) in left:
+            continue
+        if module.sparse:
             raise AttachError(
                 f"module {name}: expected dense gradients, found sparse=True. Build it with sparse=False: its gradient is "
                 "reduced as part of a flat buffer."
+            )
+        if module.max_norm is not None and ranks > 1:
+            raise AttachError(
+                f"module {name}: expected no max_norm on {ranks} ranks, found {module.max_norm}: its forward writes to the "
+                "rows of this rank's batch alone. Set max_norm = None; after each step, under no_grad, `with "
+                "attachment.gathered(weight, write=True) as (rows,): rows.renorm_(2, 0, most)`."
             )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, ignored: Ignored) -> None:
     """The optimizer passed must be the model's; others that already hold state must be passed."""
-    check_sparse(model, ignored)
     params = ignored.parameters(model)
     wanted = {id(param) for param in params}
     if optimizer is not None and not any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):

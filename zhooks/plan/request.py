@@ -23,6 +23,7 @@ from zhooks.optim import optimizer_facts
 from zhooks.plan.checks import (
     check_arguments,
     check_division,
+    check_embeddings,
     check_ignored,
     check_model,
     check_module,
@@ -96,6 +97,7 @@ def read(
     check_optimizer(model, optimizer, ignored)
     check_scaled(model, chosen, ignored)
     axes = resolve(mesh)
+    check_embeddings(model, ignored, axes)
     check_division(model, axes.tp, ignored)
     check_axis(chosen, axes.names)
     check_resilience(chosen, axes.names)

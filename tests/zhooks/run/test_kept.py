@@ -37,21 +37,6 @@ def test_a_view_of_a_gradient_survives_zero_grad_and_the_next_backward() -> None
     assert view.tolist() == [1.0, 1.0]
 
 
-class Clamping(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
-@on_ranks(2)
-def test_a_write_inside_a_forward_that_would_be_lost_is_refused_by_name() -> None:
-    model = Clamping(4, 4)
-    zhooks.attach(model)
-    with pytest.raises(zhooks.ShardedOpError, match="parameter weight: expected its forward to read it"):
-        model(torch.ones(1, 4))
-
-
 @on_ranks(2, foreach=(True, False))
 def test_one_optimizer_may_hold_attached_and_other_parameters(foreach: bool) -> None:
     torch.manual_seed(0)
