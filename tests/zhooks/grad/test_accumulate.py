@@ -173,3 +173,18 @@ def test_a_checkpointed_model_may_have_several_forwards_in_flight() -> None:
                 F.mse_loss(out, torch.ones_like(out)).backward()
         same_grads(model, plain)
         attachment.detach()
+
+
+@on_ranks(2, stage=(0, 1, 2, 3))
+def test_zero_grad_discards_what_no_sync_reduced_and_keeps_what_it_held_back(stage: int) -> None:
+    plain, model = made(), made()
+    attachment = zhooks.attach(model, policy=POLICY | {"stage": stage})
+    with attachment.no_sync():
+        backward(model, 0, mine=True)
+    model.zero_grad()
+    if stage < 2:
+        backward(plain, 0, mine=False)
+    backward(model, 1, mine=True)
+    backward(plain, 1, mine=False)
+    same_grads(model, plain)
+    attachment.detach()

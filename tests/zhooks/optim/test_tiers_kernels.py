@@ -110,9 +110,10 @@ def test_an_optimizer_without_a_kernel_is_refused_by_name() -> None:
     refusal(lambda params: torch.optim.Adagrad(params, lr=0.1))
 
 
-@on_ranks(1)
-def test_an_option_the_kernels_lack_is_refused_by_name() -> None:
-    refusal(lambda params: torch.optim.AdamW(params, amsgrad=True))
+@on_ranks(1, option=("amsgrad", "capturable", "differentiable"))
+def test_an_option_the_kernels_lack_is_refused_by_name(option: str) -> None:
+    chosen: dict[str, Any] = {option: True}
+    refusal(lambda params: torch.optim.AdamW(params, **chosen))
 
 
 @on_ranks(1, 2, tier=("device", "disk"))

@@ -31,6 +31,10 @@ KINDS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01, eps=1e-3),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.02, eps=1e-2),
     "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.01, eps=1e-3),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5, eps=1e-2),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=0.01, eps=1e-3),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.003, eps=1e-2, centered=True, momentum=0.5),
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
 import zhooks
 from tests.support.compiling import breaks, compiling, graphs, restart
@@ -181,6 +182,19 @@ def test_a_compiled_step_and_a_compiled_average_of_weights_are_those_of_python()
     follow()
     for mean, param in zip(average, model.parameters(), strict=True):
         assert torch.equal(mean.full_tensor(), 0.5 * param.full_tensor())  # type: ignore[attr-defined]
+
+
+@on_ranks(1, 2)
+@compiling()
+def test_compiled_autograd_is_torchs_own_error_and_the_model_trains_on() -> None:
+    expected = uncompiled({"units": UNITS})
+    model = gpt()
+    zhooks.attach(model, policy={"units": UNITS})
+    refused = pytest.raises(NotImplementedError, match=r"ShardedTensor.* not supported by FakeTensorMode")
+    with refused, compiled_autograd._enable(torch.compile(backend="eager")):
+        loss_of(model, 0).backward()
+    model.zero_grad()
+    assert train(model) == pytest.approx(expected, abs=1e-6)
 
 
 @on_ranks(2)

@@ -428,6 +428,7 @@ def test_rows_and_matrices_of_a_gradient_are_refused_by_name() -> None:
 def test_a_single_element_and_numpy_of_a_range_are_refused() -> None:
     model, _, _ = attached()
     with torch.no_grad():
-        for read in (model.linear.weight.grad.tolist, model.linear.weight.grad.numpy):
+        weight = model.linear.weight
+        for read in (weight.grad.tolist, weight.grad.numpy, weight.tolist, weight.detach().numpy):
             with pytest.raises(zhooks.ShardedOpError, match=r"linear\.weight"):
                 read()
