@@ -39,7 +39,7 @@ train: setup
 
 lint: setup
 	$(BIN)/python -m ruff check .
-	$(BIN)/python -m mypy --strict zhooks offload tools/zprof
+	$(BIN)/python -m mypy --strict zhooks offload tools/zprof tests benchmarks
 
 # Two processes: most tests wait for other ranks, for disks or for children, so one alone leaves the cores idle.
 test: lint
