@@ -9,13 +9,14 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: help setup train test lint docs docs-serve clean
+.PHONY: help setup train test coverage lint docs docs-serve clean
 
 help:
 	@echo 'make setup   create $(VENV) and install the project into it'
 	@echo 'make train   train a small GPT under torchrun (NPROC=ranks, ARGS="options of examples/train_gpt.py")'
 	@echo 'make test    lint, types and tests'
 	@echo 'make lint    ruff and mypy --strict'
+	@echo 'make coverage  the tests, slowly, and the share of the packages that they ran'
 	@echo 'make docs    build the documentation into site/; a warning is an error'
 	@echo 'make docs-serve  show it at http://127.0.0.1:8000, built anew when a page changes'
 	@echo 'make clean   remove $(VENV) and all caches'
@@ -43,7 +44,15 @@ lint: setup
 
 # Two processes: most tests wait for other ranks, for disks or for children, so one alone leaves the cores idle.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
+
+# Every process writes a file, wherever it runs; they are added up at the end, also where a test has failed. What is measured
+# writes, too, where no file may grow.
+coverage: setup
+	rm -rf build/coverage && mkdir -p build/coverage
+	set -e; export COVERAGE_FILE="$(CURDIR)/build/coverage/data"; \
+	ended=0; $(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile -k 'not a_full_disk' $(ARGS) || ended=$$?; \
+	$(BIN)/python -m coverage combine --quiet build/coverage; $(BIN)/python -m coverage report; exit $$ended
 
 # The theme's notice on MkDocs 2 has nothing to do with this site: setup.cfg keeps to MkDocs 1.
 docs: setup
