@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import zprof
+from tests.support import forked
 from tests.support.zprof_traces import HEADER, sample_rows
-from zprof.living.processes import found
-from zprof.living.recorded import Doing, Following, recording_of
+from zprof.living.recorded import Doing, Following
 from zprof.rows import Row, RowKind, placed
 from zprof.trace.header import here
 from zprof.trace.tail import Tail
@@ -119,30 +119,45 @@ def test_collectives_are_counted_by_name(recording: Recording) -> None:
     recording.close()
 
 
+FOUND = """
+import os
+from pathlib import Path
+import zprof
+from zprof.living.processes import found
+from zprof.living.recorded import recording_of
+
+mine = found(os.getpid())
+assert mine is not None and recording_of(mine) == (None, "")
+with zprof.record("any.name") as recorder, open("other.zprof", "ab"):
+    path = Path.cwd() / "any.name"
+    assert recording_of(mine) == (path, ""), recording_of(mine)
+    with zprof.open(recorder.path):
+        assert recording_of(mine) == (path, "")
+    child, answered = os.pipe()
+    forked = os.fork()
+    if forked == 0:
+        # It has the file open, and does not record into it.
+        os.read(child, 1)
+        os._exit(0)
+    try:
+        of_child = found(forked)
+        assert of_child is not None
+        path, why = recording_of(of_child)
+        assert path is None and why.startswith(f"it is a child of pid {os.getpid()}, which records into any.name"), why
+    finally:
+        os.close(answered)
+        os.close(child)
+        os.kill(forked, 9)
+        os.waitpid(forked, 0)
+assert recording_of(mine) == (None, "")
+print("found")
+"""
+
+
 def test_a_process_is_found_with_the_trace_that_it_records_into(tmp_path: Path) -> None:
-    mine = found(os.getpid())
-    assert mine is not None and recording_of(mine) == (None, "")
-    with zprof.record(tmp_path / "any.name") as recorder, (tmp_path / "other.zprof").open("ab"):
-        assert recording_of(mine) == (recorder.path, "")
-        with zprof.open(recorder.path):
-            assert recording_of(mine) == (recorder.path, "")
-        child, answered = os.pipe()
-        forked = os.fork()
-        if forked == 0:
-            # It has the file open, and does not record into it.
-            os.read(child, 1)
-            os._exit(0)
-        try:
-            of_child = found(forked)
-            assert of_child is not None
-            path, why = recording_of(of_child)
-            assert path is None and why.startswith(f"it is a child of pid {os.getpid()}, which records into any.name")
-        finally:
-            os.close(answered)
-            os.close(child)
-            os.kill(forked, 9)
-            os.waitpid(forked, 0)
-    assert recording_of(mine) == (None, "")
+    # In a process of its own: this one may have traces open that other tests have left as a kill leaves them.
+    done = forked.python("-c", FOUND, at=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
 
 
 def test_a_live_recording_is_followed_to_its_last_row(tmp_path: Path) -> None:
