@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from zprof.analysis.run import Run
-    from zprof.recording.recorder import Level, Recorder
+    from zprof.recording.recorder import Children, Level, Recorder
 
 __all__ = ["Recorder", "Run", "load_ipython_extension", "open", "record"]
 
@@ -26,6 +26,7 @@ def record(
     interval_s: float = 0.1,
     nvml: str = "auto",
     force: bool = False,
+    children: Children = "memory",
 ) -> Iterator[Recorder]:
     """Record what runs inside the block: every attachment of this process, every optimizer step, memory and GPUs.
 
@@ -33,7 +34,7 @@ def record(
     """
     from zprof.recording.recorder import Recorder
 
-    with Recorder(path, level=level, interval_s=interval_s, nvml=nvml, force=force).listen() as recorder:
+    with Recorder(path, level=level, interval_s=interval_s, nvml=nvml, force=force, children=children).listen() as recorder:
         yield recorder
 
 

@@ -22,7 +22,7 @@ from offload.text import parse_duration
 from zprof.commands.naming import RUN, next_name
 from zprof.problem import Misuse, Problem
 from zprof.recording.chosen import AUTO
-from zprof.recording.recorder import LEVELS, Level, ranks
+from zprof.recording.recorder import LEVELS, Children, Level, ranks
 from zprof.running.child import Child, Ending, Kills, end_as
 from zprof.running.launch import Order
 
@@ -105,6 +105,13 @@ def _patience(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 @click.option(
     "--interval", callback=_interval, default="100ms", show_default=True, metavar="TIME", help="Time between memory samples."
 )
+@click.option(
+    "--children",
+    type=click.Choice(["off", "memory"]),
+    default="memory",
+    show_default=True,
+    help="Processes that the script starts. memory: sample from outside what loader workers and others hold.",
+)
 @click.option("--live", is_flag=True, help="Show tiers, steps and bandwidths on the terminal while it runs.")
 @click.option(
     "--hang-after",
@@ -125,6 +132,7 @@ def run(
     level: Level | Literal["auto"],
     nvml: str,
     interval: float,
+    children: Children,
     live: bool,
     hang_after: float,
     stacks_on: str | None,
@@ -146,7 +154,19 @@ def run(
     rank, world = ranks()
     path = _output(output or (RUN if force else next_name(world)), rank, world, force)
     number = f"SIG{stacks_on}" if stacks_on else ""
-    order = Order(str(path), command[0], module, force, level, nvml, interval, os.getpid(), hang_after, number)
+    order = Order(
+        str(path),
+        command[0],
+        module,
+        force,
+        level,
+        nvml,
+        interval,
+        children=children,
+        watcher=os.getpid(),
+        hang_after_s=hang_after,
+        stacks_on=number,
+    )
     before, kills = _seen(path), Kills.read()
     show = live and rank == 0
     ending = _watch(order, command[1:], path) if show else _wait(Child(order.arguments(command[1:])))

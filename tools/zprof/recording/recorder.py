@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from zprof.recording.sampler import Sampler
     from zprof.trace.writer import Writer
 
-__all__ = ["LEVELS", "Level", "Recorder", "ranks"]
+__all__ = ["LEVELS", "Children", "Level", "Recorder", "ranks"]
 
 Level = Literal["events", "alloc", "stack"]
+#: What is recorded of the processes that the recorded one starts.
+Children = Literal["off", "memory"]
 #: From the cheapest: the runtime's own events; every storage; every storage with the stack that made it.
 LEVELS: tuple[Level, ...] = ("events", "alloc", "stack")
 
@@ -77,6 +79,7 @@ class Recorder:
         interval_s: seconds between samples of memory, allocator and NVML.
         nvml: "auto" samples GPUs where NVML answers, "on" insists, "off" does not ask.
         force: write over an existing file.
+        children: "memory" samples the processes that this one starts, from outside; "off" does not look.
     Raises:
         TraceError: the file exists already or cannot be made.  CapabilityError: ``nvml="on"`` and NVML does not answer.
     """
@@ -89,11 +92,14 @@ class Recorder:
         interval_s: float = 0.1,
         nvml: str = "auto",
         force: bool = False,
+        children: Children = "memory",
     ) -> None:
         if level not in (AUTO, *LEVELS):
             raise ValueError(f"level: expected {AUTO} or one of {', '.join(LEVELS)}, found {level!r}")
         if not 0.001 <= interval_s <= 3600:
             raise ValueError(f"interval_s: expected 0.001 to 3600 seconds, found {interval_s!r}")
+        if children not in ("off", "memory"):
+            raise ValueError(f"children: expected off or memory, found {children!r}")
         self.rank, self.world = ranks()
         self.path = Path(str(path).replace("{rank}", str(self.rank)))
         self.level: Level = "alloc" if level == AUTO else level
@@ -102,6 +108,7 @@ class Recorder:
         self._sources = Sources(self._counted)
         self._lanes = Lanes(self._queued, self._done, lambda body: self.note(LANES, body))
         self._interval_ns, self._nvml, self._force = int(interval_s * 1e9), nvml, force
+        self._children = children
         self._queue = Queue()
         self._append = self._queue.put
         self._sampling = Sampling(self._warn)
@@ -214,7 +221,8 @@ class Recorder:
 
         self._pid = os.getpid()
         self._stopped.clear()
-        self._sampling.open(resident=self.level != "events", nvml=self._nvml)
+        children = dict if self._children == "memory" else None
+        self._sampling.open(resident=self.level != "events", nvml=self._nvml, children=children)
         about = header(self.rank, self.world, self.level)
         self._queue.writer = Writer(self.path, about, force=self._force)
         with suppress(OSError, ValueError):  # Without it a kill loses what was not written yet.
@@ -415,6 +423,9 @@ class Recorder:
             self._device = found
             self.note("device", {"device": found})
             self._note_samplers()
+        with suppress(MemoryError):  # the rows that are written before a note wait
+            for name, body in self._sampling.news():
+                self.note(name, body)
         self._sampled_ns = now_ns()
         self._sources.bury(self._sampled_ns)
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ Reading = tuple[str, str, int]
 
 _FILE_CACHE = {"memory.current": (b"inactive_file", b"active_file")}
 _FILE_CACHE_V1 = (b"total_inactive_file", b"total_active_file")
+_SHARED, _SHARED_V1 = b"shmem", b"total_shmem"
 
 
 class Sampler(Protocol):
@@ -42,7 +44,8 @@ class Sampler(Protocol):
 
 
 class ProcessSampler:
-    """Resident bytes of this process ("rss") and what is charged to its container ("cgroup memory").
+    """Resident bytes of this process ("rss"), what is charged to its container ("cgroup memory"), and of that what is shared
+    memory ("cgroup shared memory"), and what the files in /dev/shm take ("/dev/shm used").
 
     Page cache is charged to a container too and given up before anybody is killed: it is not counted.
 
@@ -60,6 +63,8 @@ class ProcessSampler:
             name = "memory.current" if (folder / "memory.current").exists() else "memory.usage_in_bytes"
             self._usage, self._stat = folder / name, folder / "memory.stat"
             self._cache = _FILE_CACHE.get(name, _FILE_CACHE_V1)
+            self._shared = _SHARED if name in _FILE_CACHE else _SHARED_V1
+        self._shm = root / "dev/shm"
 
     def sample(self) -> Sequence[Reading]:
         readings: list[Reading] = []
@@ -69,12 +74,15 @@ class ProcessSampler:
         if self._usage is not None and self._stat is not None:
             usage = _read(self._usage).strip()
             if usage.isdigit():
-                readings.append(("cgroup memory", "", max(0, int(usage) - self._cached(_read(self._stat)))))
+                stat = _figures(_read(self._stat))
+                cached = sum(stat.get(name, 0) for name in self._cache)
+                readings.append(("cgroup memory", "", max(0, int(usage) - cached)))
+                if self._shared in stat:
+                    readings.append(("cgroup shared memory", "", stat[self._shared]))
+        with suppress(OSError):
+            shm = os.statvfs(self._shm)
+            readings.append(("/dev/shm used", "", (shm.f_blocks - shm.f_bfree) * shm.f_frsize))
         return readings
-
-    def _cached(self, stat: bytes) -> int:
-        lines = (line.split() for line in stat.splitlines())
-        return sum(int(fields[1]) for fields in lines if len(fields) == 2 and fields[0] in self._cache and fields[1].isdigit())
 
     def close(self) -> None:
         pass
@@ -179,6 +187,11 @@ def _running_cuda() -> Any:
         return cuda if cuda is not None and cuda.is_initialized() else None
     except AttributeError:
         return None
+
+
+def _figures(stat: bytes) -> dict[bytes, int]:
+    lines = (line.split() for line in stat.splitlines())
+    return {fields[0]: int(fields[1]) for fields in lines if len(fields) == 2 and fields[1].isdigit()}
 
 
 def _read(path: Path) -> bytes:

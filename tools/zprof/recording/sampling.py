@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zprof.recording.sampler import Sampler
@@ -28,14 +28,17 @@ class Sampling:
         self._given: list[Sampler] = []
         self._own: list[Sampler] = []
         self._handing = threading.Lock()
+        self._noted: dict[str, Mapping[str, object]] = {}
 
     def add(self, sampler: Sampler) -> None:
         """One of the user's: kept when the recording's own are closed because it could not begin."""
         self._given.append(sampler)
 
-    def open(self, *, resident: bool, nvml: str) -> None:
+    def open(self, *, resident: bool, nvml: str, children: Callable[[], Mapping[int, str]] | None = None) -> None:
         """The recording's own.
 
+        Args:
+            children: as of `ChildrenSampler`; None samples no children.
         Raises:
             CapabilityError: ``nvml`` is "on" and NVML does not answer.
         """
@@ -47,6 +50,10 @@ class Sampling:
             from zprof.recording.resident import ResidentSampler
 
             self._own.append(ResidentSampler())
+        if children is not None:
+            from zprof.recording.children import ChildrenSampler
+
+            self._own.append(ChildrenSampler(children))
         if nvml != "off":
             sampler = open_nvml(required=nvml == "on")
             if sampler is not None:
@@ -67,14 +74,25 @@ class Sampling:
                         into(*reading)
 
     def notes(self) -> Iterator[tuple[str, Mapping[str, object]]]:
-        """What those that keep a note would have written."""
+        """What those that keep a note would have written, where that is not what they said last."""
+        return self._notes_of(lambda sampler: True)
+
+    def news(self) -> Iterator[tuple[str, Mapping[str, object]]]:
+        """The notes of those that have something to say before the end."""
+        return self._notes_of(lambda sampler: getattr(sampler, "news", False))
+
+    def _notes_of(self, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Mapping[str, object]]]:
         for sampler in (*self._own, *self._given):
             said = getattr(sampler, "note", None)
-            if said is not None:
+            if said is not None and wanted(sampler):
                 try:
-                    yield said()
+                    name, body = said()
                 except Exception as error:
                     self._drop(sampler, error)
+                    continue
+                if self._noted.get(name) != body:
+                    self._noted[name] = body
+                    yield name, body
 
     def _drop(self, sampler: Sampler, error: Exception) -> None:
         for samplers in (self._own, self._given):

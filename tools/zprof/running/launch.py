@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from offload.errors import ZhooksError
-from zprof.recording.recorder import Level, Recorder
+from zprof.recording.recorder import Children, Level, Recorder
 from zprof.recording.stacks import hide
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class Order:
     level: Level | Literal["auto"] = "auto"
     nvml: str = "auto"
     interval_s: float = 0.1
+    children: Children = "memory"
     watcher: int = 0
     hang_after_s: float = 0.0
     stacks_on: str = ""
@@ -131,7 +132,12 @@ def main() -> None:
     _die_with(order.watcher)
     try:
         recorder = TorchRecorder(
-            order.output, level=order.level, interval_s=order.interval_s, nvml=order.nvml, force=order.force
+            order.output,
+            level=order.level,
+            interval_s=order.interval_s,
+            nvml=order.nvml,
+            force=order.force,
+            children=order.children,
         ).listen()
     except ZhooksError as error:
         _refuse(error)
