@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.support import forked
+from tests.support.cgroups import cgroup_of
+from tests.support.zprof_command import Zprof
+from tests.support.zprof_traces import HEADER, write_trace
 from zprof.analysis.ledger import Ledger
 from zprof.recording.children import ChildrenSampler
 from zprof.recording.sampler import Reading
+from zprof.rows import Row, RowKind
+from zprof.show.top.follow import Followed
 from zprof.trace.reader import Trace
 
 MIB = 1 << 20
@@ -232,3 +237,166 @@ def test_a_run_without_children_has_no_rows_of_them_and_says_whether_it_looked(h
     assert samples(tmp_path / "run.0.zprof") == {}
     notes = [each.body for each in Trace.open(tmp_path / "run.0.zprof").notes("children")]
     assert notes == ([] if how else [{"seen": 0, "most": {}}])
+
+
+# --- what is said of them ---------------------------------------------------------------------------------------------
+
+
+def sampled_rows(*looks: tuple[int, dict[str, tuple[int, int, int]]]) -> list[Row]:
+    """Rows of looks at seconds since the recording began: kind -> how many, and their PSS and processor seconds."""
+    rows = []
+    for second, kinds in looks:
+        total = [sum(values) for values in zip(*kinds.values(), strict=True)] or [0, 0, 0]
+        for key, (count, pss, cpu_s) in [*kinds.items(), ("", total)]:
+            values = {"count": count, "rss": 3 * pss, "pss": pss, "cpu": cpu_s * 1_000_000_000}
+            at = HEADER.mono_ns + second * 1_000_000_000
+            rows += [Row(RowKind.COUNTER, f"children {name}", key, value, at) for name, value in values.items()]
+        rows.append(Row(RowKind.COUNTER, "tree pss", "", total[1] + 100 * MIB, at))
+        rows.append(Row(RowKind.COUNTER, "rss", "", HEADER.rss_nbytes, at))
+    return rows
+
+
+def with_children(folder: Path) -> Path:
+    """Two workers, then a command beside them, then nobody. A worker's name is what another program made of it."""
+    none = {"loader workers": (0, 0, 4), "others": (0, 0, 0)}
+    both = {"loader workers": (2, 300 * MIB, 4), "others": (1, 50 * MIB, 0)}
+    rows = sampled_rows((1, {"loader workers": (2, 200 * MIB, 1), "others": (0, 0, 0)}), (3, both), (5, none))
+    who = [[12, "loader workers", "evil \x1b[2J", 160 * MIB, 400 * MIB], [14, "others", "ffmpeg", 50 * MIB, 60 * MIB], ["bad"]]
+    peak = {"time_ns": HEADER.mono_ns + 3_000_000_000, "who": who, "unread": 1}
+    note = {"seen": 5, "most": {"loader workers": 2}, "peak": peak}
+    return write_trace(folder / "run.0.zprof", rows, notes={"children": note}, zhooks=False)
+
+
+def test_a_report_says_what_processes_under_it_held_and_who(zprof: Zprof, tmp_path: Path) -> None:
+    with_children(tmp_path)
+    report = json.loads(zprof("report", "--json").stdout)["runs"][0]
+    under = report["children"]
+    assert (under["seen"], under["most"], under["bytes"], under["at_s"]) == (5, 3, 350 * MIB, 3.0)
+    assert (under["rss_bytes"], under["tree_bytes"], under["shared_bytes"]) == (1050 * MIB, 450 * MIB, None)
+    # Three seconds of work in the four seconds in which two of them were there.
+    assert under["kinds"][0] == {
+        "name": "loader workers", "most": 2, "bytes": 300 * MIB, "rss_bytes": 900 * MIB, "cpu_s": 4.0, "busy": 0.375
+    }  # fmt: skip
+    assert [child["name"] for child in under["who"]] == ["evil \x1b[2J", "ffmpeg"], "what is no child is left out"
+    measures = report["measures"]
+    assert (measures["children.peak"], measures["children.count"], measures["tree.peak"]) == (350 * MIB, 3, 450 * MIB)
+    text = zprof("report").stdout
+    assert "processes under it" in text and "38% of a core" in text and "\x1b" not in text
+    assert "350 MiB at most, at 3.000 s, what they share counted once; 450 MiB at most with this process" in text
+
+
+def test_a_limit_on_children_is_kept_without_any_and_not_where_nobody_looked(zprof: Zprof, tmp_path: Path) -> None:
+    write_trace(tmp_path / "alone.zprof", [], notes={"children": {"seen": 0, "most": {}}})
+    write_trace(tmp_path / "older.zprof", [])
+    with_children(tmp_path)
+    limit = ("--max", "children.peak=1MiB")
+    assert zprof("check", "alone.zprof", *limit).exit_code == 0
+    older, broken = zprof("check", "older.zprof", *limit), zprof("check", "run.0.zprof", *limit)
+    assert older.exit_code == broken.exit_code == 3
+    assert "not sampled: the recording did not look for child processes" in older.stdout
+    assert "no process was seen under this one" in zprof("check", "alone.zprof", "--max", "tree.peak=1GiB").stdout
+
+
+def test_top_shows_how_many_are_under_a_run_and_what_they_hold(tmp_path: Path) -> None:
+    looks = sampled_rows((1, {"loader workers": (2, 200 * MIB, 1), "others": (1, MIB, 0)}))
+    seen = Followed(write_trace(tmp_path / "run.0.zprof", looks)).look()
+    assert (seen.samples["children count"], seen.samples["children pss"]) == (3, 201 * MIB)
+
+
+# --- out of memory ----------------------------------------------------------------------------------------------------
+
+LOADING = """
+import sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    held = []
+    def __len__(self): return 1 << 20
+    def __getitem__(self, index):
+        if sys.argv[1] == "keep":
+            self.held.append(torch.ones(2 << 20, dtype=torch.uint8))
+            time.sleep(0.005)
+            return torch.ones(1)
+        return torch.ones(4 << 20, dtype=torch.uint8)
+if __name__ == "__main__":
+    for _ in DataLoader(Rows(), batch_size=4, num_workers=2):
+        time.sleep(0.05)
+"""
+RUNNING = """
+import os, sys
+{prepare}
+from zprof.cli import main
+main(["run", "load.py", "{mode}"], prog_name="zprof")
+"""
+
+
+def test_a_loader_worker_that_the_kernel_ends_for_want_of_memory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "load.py").write_text(LOADING)
+    with cgroup_of(700 * MIB) as folder:
+        prepare = f"with open('{folder}/cgroup.procs', 'w') as file: file.write(str(os.getpid()))"
+        died = forked.python("-c", RUNNING.format(prepare=prepare, mode="keep"), at=tmp_path)
+    said = died.stderr
+    assert died.returncode in (1, -9), said
+    headline = next(line for line in said.splitlines() if line.startswith("zprof: out of memory: "))
+    assert headline.startswith(f"zprof: out of memory: cgroup {folder} (limit 700 MiB): the kernel ended ")
+    # Whom it chooses is the kernel's affair; mostly it is a worker.
+    assert "(pid " in headline or "the process for want of memory" in headline
+    under = next(line for line in said.splitlines() if line.startswith("zprof: under it at most "))
+    assert "(2 loader workers" in under and "; with the process at most " in under
+    assert under.endswith("; the limit counts them, too")
+    assert "zprof: of 2 loader workers each one fewer (num_workers) saves about " in said
+
+
+def test_a_full_dev_shm_is_told_from_other_failures_of_loader_workers(tmp_path: Path) -> None:
+    (tmp_path / "load.py").write_text(LOADING)
+    prepare = """
+import ctypes, subprocess
+if ctypes.CDLL(None).unshare(0x20000):
+    raise SystemExit(77)
+for words in (["mount", "--make-rprivate", "/"], ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", "/dev/shm"]):
+    if subprocess.run(words).returncode:
+        raise SystemExit(77)
+"""
+    died = forked.python("-c", RUNNING.format(prepare=prepare, mode="hand over"), at=tmp_path)
+    if died.returncode == 77:
+        pytest.skip("no file system can be mounted here")
+    assert died.returncode == 1, died.stderr
+    said = [line.removeprefix("zprof: ") for line in died.stderr.splitlines() if line.startswith("zprof: ")]
+    assert said[0].startswith("out of memory: /dev/shm refused memory for ") and said[0].endswith(": limit 24 MiB")
+    assert any(line.startswith("give it more: docker run --shm-size=8g") for line in said)
+
+
+SEES = """
+import multiprocessing, os, signal
+from zprof.oom.deaths import death_of
+def ends(): os.kill(os.getpid(), signal.SIGKILL)
+process = multiprocessing.get_context("fork").Process(target=ends, name="reader")
+process.start(), process.join()
+import subprocess, torch.multiprocessing
+how = dict(error_index=0, error_pid=5, exit_code=-9, signal_name="SIGKILL")
+exited = torch.multiprocessing.ProcessExitedException("terminated", **how)
+for error in (
+    RuntimeError(f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly"),
+    RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that ..."),
+    exited,
+    subprocess.CalledProcessError(-9, "make"),
+    ConnectionResetError("reset"),
+    RuntimeError("DataLoader worker (pid(s) 1) exited unexpectedly"),
+    ValueError("no"), subprocess.CalledProcessError(1, "make"),
+):
+    death = death_of(error)
+    print(None if death is None else (death.name, death.pid == process.pid, death.signal))
+"""
+
+
+def test_errors_say_whose_death_they_are_about(tmp_path: Path) -> None:
+    done = forked.python("-c", SEES, at=tmp_path)
+    assert done.stdout.splitlines() == [
+        "('loader worker', True, 9)",
+        "('loader worker', False, 7)",
+        "('a process of torch.multiprocessing.spawn', False, 9)",
+        "('a command', False, 9)",
+        "('reader', True, 9)",
+        "('loader worker', False, 0)",
+        "None",
+        "None",
+    ], done.stderr

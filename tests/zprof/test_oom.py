@@ -18,6 +18,7 @@ from offload.budget import Budget, cannot_admit, preflight
 from offload.errors import BudgetError
 from offload.policy import Policy
 from offload.tier import Tier
+from tests.support.cgroups import cgroup_of
 from tests.support.forked import python
 from tests.support.zprof_traces import HEADER, KIB, MIB, write_trace
 from zprof.analysis.analysis import Analysis
@@ -26,7 +27,6 @@ from zprof.oom.explanation import explain
 from zprof.oom.facts import failure_of
 from zprof.oom.fit import Remedy, Verdict, remedies
 from zprof.rows import CATEGORIES, TIERS, Row, RowKind, placed
-from zprof.running.child import Kills
 from zprof.trace.reader import Trace
 
 # What an error says.
@@ -599,20 +599,8 @@ for _ in range(200):
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
     """A cgroup of 100 MiB below our own."""
-    own = next(iter(Kills.read().cgroup), None)
-    folder = Path(own or "/nowhere") / f"zprof-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error.strerror}")
-    try:
-        limit = next((folder / name for name in ("memory.max", "memory.limit_in_bytes") if (folder / name).exists()), None)
-        if limit is None:
-            pytest.skip("the cgroup made here has no memory controller")
-        limit.write_text(str(100 * MIB))
+    with cgroup_of(100 * MIB) as folder:
         yield folder
-    finally:
-        folder.rmdir()
 
 
 def test_a_process_the_kernel_kills_for_want_of_memory_is_told_from_other_kills(small_cgroup: Path, tmp_path: Path) -> None:

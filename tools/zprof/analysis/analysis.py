@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from zprof.analysis import bandwidth, compute, growth, prefetch, stalls, steps
+from zprof.analysis import bandwidth, children, compute, growth, prefetch, stalls, steps
 from zprof.analysis.coverage import Coverage, coverage
 from zprof.analysis.ledger import Ledger
 from zprof.analysis.ranks import COLLECTIVES
@@ -21,6 +21,7 @@ from zprof.rows import TIERS, TraceError
 
 if TYPE_CHECKING:
     from zprof.analysis.bandwidth import Rate
+    from zprof.analysis.children import Children
     from zprof.analysis.compute import Computed
     from zprof.analysis.coverage import Unseen
     from zprof.analysis.growth import Grown
@@ -119,6 +120,11 @@ class Analysis:
     def grown(self) -> tuple[Grown, ...] | Unseen:
         """What held more after each step than after the one before."""
         return growth.growth(self.ledger, self.steps, self.covered)
+
+    @cached_property
+    def children(self) -> Children | Unseen:
+        """What the processes under the recorded one held."""
+        return children.children_of(self.ledger)
 
     # Time.
 

@@ -37,6 +37,10 @@ _STILL_NS = 15_000_000_000
 _MOST_STEPS = 21
 #: Of one wait, so that sums of them fit; a year.
 _MOST_NS = 1 << 55
+#: Quantities of which the last value is shown.
+_SAMPLES = (
+    "rss", "cgroup memory", "cuda allocated", "cuda reserved", "pinned", "children count", "children rss", "children pss"
+)  # fmt: skip
 _TOP = 5
 
 
@@ -59,7 +63,7 @@ class Seen:
             stopped writing and whose process lives, or cannot be seen from this host, "predicted" for a simulation.
         tiers: tier -> bytes held, of what is recorded; None where nothing on it is. peaks: tier in use -> the most it held.
         categories: tier in use -> category -> bytes held.
-        samples: "rss", "cgroup memory" and the like -> the last value.
+        samples: "rss", "cgroup memory", "children pss" and the like -> the last value.
         step_ms: median over the last steps; None before the second one ended. steps: ended so far.
         bandwidth: name of a transfer -> bytes a second over the window.
         exposed_ms: waiting a step, over the window; None where no step ended in it, or waits are not seen.
@@ -173,7 +177,10 @@ class RunFollower:
         self._take_steps(rows.key[at].astype(np.int64), time_ns[at])
         sampled = np.flatnonzero(self._is["sample"][rows.what] & (rows.kind == RowKind.COUNTER))
         for at in sampled[-64:].tolist():
-            self._samples[self._trace.strings[int(rows.what[at])]] = int(rows.nbytes[at])
+            name, of = self._trace.strings[int(rows.what[at])], self._trace.strings[int(rows.key[at])]
+            # Of children the sum, which has no key.
+            if not (of and name.startswith("children")):
+                self._samples[name] = int(rows.nbytes[at])
         for window in (self._moved, self._waited, self._stepped):
             window.since(since)
 
@@ -187,7 +194,7 @@ class RunFollower:
             ("transfer", lambda name: name in MOVES),
             ("wait", lambda name: name.startswith("wait ")),
             ("step", lambda name: name == "step"),
-            ("sample", lambda name: name in ("rss", "cgroup memory", "cuda allocated", "cuda reserved", "pinned")),
+            ("sample", lambda name: name in _SAMPLES),
         ):
             known = self._is.get(kind, np.zeros(0, np.bool_))
             self._is[kind] = np.append(known, np.array([test(name) for name in fresh], np.bool_))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from offload.hardware import Hardware
     from zprof.analysis.analysis import Analysis
+    from zprof.analysis.children import Children
     from zprof.analysis.compute import Computed
 
 __all__ = ["MEASURES", "Measure", "Unit", "Value", "measures", "numbers"]
@@ -46,6 +47,12 @@ _TABLE: tuple[Measure, ...] = (
     Measure("rss.peak", "bytes", "more", "Most resident memory of the process that was sampled."),
     Measure("rss.growth", "bytes", "more", "The same, less what was resident when the recording began."),
     Measure("cgroup.peak", "bytes", "more", "Most memory of the process's cgroup that was sampled."),
+    Measure("children.peak", "bytes", "more", "Most memory of processes under this one; what they share counts once (PSS)."),
+    Measure("children.rss.peak", "bytes", "more", "The same in resident bytes: what they share counts for each."),
+    Measure("children.count", "count", "more", "Most processes under this one at once."),
+    Measure("tree.peak", "bytes", "more", "Most memory of the process and those under it; what they share counts once (PSS)."),
+    Measure("tree.shared.peak", "bytes", "more", "Most shared memory among it, such as batches that loader workers hand over."),
+    Measure("shm.peak", "bytes", "more", "Most bytes of all files in /dev/shm, whosever they are."),
     Measure("pinned.peak", "bytes", "more", "Most page-locked host memory that was sampled."),
     Measure("cuda.allocated.peak", "bytes", "more", "Most bytes the CUDA allocator had given out, at a sample."),
     Measure("cuda.reserved.peak", "bytes", "more", "Most bytes the CUDA allocator held, at a sample."),
@@ -158,7 +165,7 @@ def _held(analysis: Analysis, within: tuple[int, int] | None) -> dict[str, Value
 
 def _sampled(analysis: Analysis) -> dict[str, Value]:
     found: dict[str, Value] = {}
-    sampled = {"rss": "rss", "cgroup memory": "cgroup", "pinned": "pinned"}
+    sampled = {"rss": "rss", "cgroup memory": "cgroup", "/dev/shm used": "shm", "pinned": "pinned"}
     sampled |= {"cuda allocated": "cuda.allocated", "cuda reserved": "cuda.reserved"}
     for what, name in sampled.items():
         highest = [int(value.max()) for _, value in analysis.ledger.samples(what).values() if len(value)]
@@ -166,7 +173,22 @@ def _sampled(analysis: Analysis) -> dict[str, Value]:
     most, start = found["rss.peak"], analysis.header.rss_nbytes
     unseen = most if isinstance(most, Unseen) else Unseen("the header does not say what was resident at the start")
     found["rss.growth"] = most - start if not isinstance(most, Unseen) and start else unseen
-    return found
+    return found | _under(analysis.children)
+
+
+def _under(found: Children | Unseen) -> dict[str, Value]:
+    """Of the processes under the recorded one: 0 where somebody looked and there were none."""
+    names = ("children.peak", "children.rss.peak", "children.count", "tree.peak", "tree.shared.peak")
+    if isinstance(found, Unseen):
+        return dict.fromkeys(names, found)
+    alone = Unseen("no process was seen under this one, whose own is rss.peak")
+    unread = Unseen("not sampled: the kernel did not say what they share, or they were there for too short")
+
+    def said(value: int | None, without: Value) -> Value:
+        return without if not found.most else unread if value is None else float(value)
+
+    held = (said(found.pss_nbytes, 0.0), said(found.rss_nbytes, 0.0), float(found.most))
+    return dict(zip(names, (*held, said(found.tree_nbytes, alone), said(found.shared_nbytes, alone)), strict=True))
 
 
 def _stepped(analysis: Analysis) -> dict[str, Value]:

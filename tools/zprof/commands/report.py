@@ -108,6 +108,10 @@ def report(
                   reached{hardware mfu hfu floor_s compute_s memory_s price
                   joules}, or null, and reached_why
         rss       start_bytes peak_bytes at_s
+        children  of processes under it, null if not sampled: seen (in all) most (at
+                  once) bytes (what they share once) at_s rss_bytes tree_bytes (with
+                  the process) shared_bytes unread zombies kinds[]{name most bytes
+                  rss_bytes cpu_s busy} who[]{pid kind name bytes rss_bytes} who_at_s
         measures{}  the names of `zprof check --max`; unseen{} has why one is null
         not_recorded[]  lines: what no figure here includes
         waits[]   null if not seen; what unit ms_per_step waits longest_ms

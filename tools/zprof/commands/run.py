@@ -172,7 +172,7 @@ def run(
     ending = _watch(order, command[1:], path) if show else _wait(Child(order.arguments(command[1:])))
     try:
         if _seen(path) not in (None, before) and (rank == 0 or ending.failed):
-            _print_last_lines(path, ending, Kills.read().since(kills) if ending.signal else None, world)
+            _print_last_lines(path, ending, Kills.read().since(kills) if ending.failed else None, world)
     except KeyboardInterrupt:
         pass  # Whoever does not want to hear more still gets the script's own ending.
     raise click.exceptions.Exit(end_as(ending))

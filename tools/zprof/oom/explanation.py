@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.text import as_size
+from zprof.analysis.coverage import Unseen
+from zprof.analysis.remainder import peak_sample
 from zprof.oom.case import Case, case_of, recorded
 from zprof.oom.fit import Remedy, remedies
+from zprof.recording.children import LOADERS
 from zprof.rows import CATEGORIES, TIERS
 
 if TYPE_CHECKING:
@@ -22,6 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["Explained", "explain", "explained"]
 
 _MOST_KEYS, _MOST_REMEDIES = 5, 6
+#: Failures for want of memory that processes under this one draw on, too.
+_OF_THE_HOST = ("kill", "cpu", "memory", "shm")
+#: Of what all hold, the loader workers' share from which on a line speaks of them.
+_GOOD_PART = 0.1
+_MORE_SHM = (
+    "give it more: docker run --shm-size=8g or --ipc=host, or mount -o remount,size=8G /dev/shm",
+    "or have less on its way: fewer loader workers (num_workers), a smaller prefetch_factor, smaller batches",
+)
 _NOT_TRIED = "not tried: zprof oom RUN --job module:function --hardware FILE simulates each, and looks for others"
 
 
@@ -34,8 +45,10 @@ def explain(analysis: Analysis, failure: Failure | None = None) -> list[str]:
     failure = failure or recorded(analysis.trace)
     if failure is None:
         return []
+    if failure.kind == "shm":
+        return _shm_lines(analysis, failure)
     case = case_of(analysis, failure)
-    return _facts(analysis, case) + _proposals(case)
+    return _facts(analysis, case) + _fewer_workers(analysis, failure) + _proposals(case)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,8 @@ def explained(analysis: Analysis) -> Explained | None:
     failure = recorded(analysis.trace)
     if failure is None:
         return None
+    if failure.kind == "shm":
+        return Explained(failure, tuple(_shm_lines(analysis, failure)), (), None, analysis.header.world)
     case = case_of(analysis, failure)
     found = tuple(remedies(case.plight)[:_MOST_REMEDIES])
     return Explained(failure, tuple(_facts(analysis, case)), found, case.plight.policy, analysis.header.world)
@@ -68,11 +83,11 @@ def explained(analysis: Analysis) -> Explained | None:
 
 def _facts(analysis: Analysis, case: Case) -> list[str]:
     whole = not any(analysis.covered.tier(tier) for tier in analysis.ledger.tiers)
-    return [_headline(case), *_table(case.held, whole=whole), *_top(case.held, case.plight.pool)]
+    held = (*_table(case.held, whole=whole), *_top(case.held, case.plight.pool))
+    return [_headline(case.failure, case.phase, case.plight.idle), *held, *_under(analysis, case.failure)]
 
 
-def _headline(case: Case) -> str:
-    failure = case.failure
+def _headline(failure: Failure, phase: str, idle: int) -> str:
     about = "" if failure.exact else "about "
     asked = f"{about}{as_size(failure.nbytes)}" if failure.nbytes else "memory"
     where = failure.bound or f"{failure.tier} memory"
@@ -84,12 +99,12 @@ def _headline(case: Case) -> str:
         facts.append(f"{as_size(failure.free)} free")
     if failure.short is not None:
         facts.append(f"{as_size(failure.short)} short")
-    if case.plight.idle:
+    if idle:
         whose = "reserved by the allocator" if failure.kind == "cuda" else "kept by malloc"
-        facts.append(f"{as_size(case.plight.idle)} {whose} and not in use")
-    during = f", in {case.phase}" if case.phase else ""
+        facts.append(f"{as_size(idle)} {whose} and not in use")
+    during = f", in {phase}" if phase else ""
     if failure.kind == "kill":
-        return f"out of memory: {where}: {failure.message}{during}"
+        return f"out of memory: {where}: {_plain(failure.message)}{during}"
     return f"out of memory: {where} refused {asked}{key}{during}{': ' if facts else ''}{', '.join(facts)}"
 
 
@@ -116,6 +131,43 @@ def _top(held: Mapping[tuple[str, str, str], int], pool: tuple[str, ...]) -> lis
     places = sorted(((nbytes, place) for place, nbytes in held.items() if place[1] in pool), reverse=True)[:_MOST_KEYS]
     most = [f"{what} of {_plain(key) or '(unnamed)'} {as_size(nbytes)}" for nbytes, (what, _, key) in places]
     return [f"most of it: {', '.join(most)}"] if most else []
+
+
+def _under(analysis: Analysis, failure: Failure) -> list[str]:
+    """What the processes under this one held, where they draw on the memory that ran out."""
+    found = analysis.children
+    if failure.kind not in _OF_THE_HOST or isinstance(found, Unseen) or not found.pss_nbytes:
+        return []
+    kinds = ", ".join(f"{kind.most} {kind.name}" for kind in found.kinds)
+    line = f"under it at most {as_size(found.pss_nbytes)}, what they share counted once ({kinds} at most)"
+    if found.tree_nbytes is not None:
+        line += f"; with the process at most {as_size(found.tree_nbytes)}"
+    if found.shared_nbytes:
+        line += f", {as_size(found.shared_nbytes)} of it in shared memory"
+    lines = [f"{line}; the limit counts them, too" if failure.kind == "kill" else line]
+    most = [f"{_plain(child.name)} (pid {child.pid}) {as_size(child.pss_nbytes)}" for child in found.who[:_MOST_KEYS]]
+    return [*lines, f"most of that: {', '.join(most)}"] if most else lines
+
+
+def _fewer_workers(analysis: Analysis, failure: Failure) -> list[str]:
+    """What a loader's worker costs, where that is a good part of what ran out."""
+    found = analysis.children
+    workers = None if isinstance(found, Unseen) else found.kind(LOADERS)
+    if failure.kind not in _OF_THE_HOST or workers is None or not workers.pss_nbytes or isinstance(found, Unseen):
+        return []
+    if workers.pss_nbytes < _GOOD_PART * (found.tree_nbytes or 0):
+        return []
+    each = as_size(workers.pss_nbytes // workers.most)
+    return [f"of {workers.most} loader workers each one fewer (num_workers) saves about {each}"]
+
+
+def _shm_lines(analysis: Analysis, failure: Failure) -> list[str]:
+    """/dev/shm was full: the ledger and the policy have nothing to do with it."""
+    lines = [_headline(failure, "", 0)]
+    most = peak_sample(analysis.ledger, "/dev/shm used")
+    if most is not None:
+        lines.append(f"all files in /dev/shm took at most {as_size(most[1])} when it was sampled")
+    return [*lines, *_under(analysis, failure), *_MORE_SHM]
 
 
 def _proposals(case: Case) -> list[str]:

@@ -6,15 +6,19 @@ torch, and takes every figure from the error's own words or from the system: wha
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.budget import Machine
 from offload.errors import BudgetError, PolicyError
 from offload.text import parse_size
+from zprof.oom.deaths import death_of
 from zprof.oom.to_come import to_come
 from zprof.rows import RowKind
 
@@ -27,6 +31,8 @@ __all__ = ["LEAST_KEPT", "Failure", "failure_of", "write"]
 LEAST_KEPT = 8 << 20
 _MOST_TEXT = 2000
 _MOST_CHAIN = 16
+#: Of torch, and of shm_open(3) and ftruncate(2) through it.
+_SHM_FULL = re.compile(r"unable to allocate shared memory ?\(shm\)[^\n]{0,200}No space left on device[^\n]{0,20}")
 _SIZE = r"(\d[\d.]* (?:[KMGT]iB|B|bytes))"
 
 
@@ -35,7 +41,8 @@ class Failure:
     """A request that was refused; bytes, None where nobody says.
 
     Attributes:
-        kind: "cuda", "cpu" (torch's allocator), "memory" (Python's), "budget", or "kill" (the kernel ended the process).
+        kind: "cuda", "cpu" (torch's allocator), "memory" (Python's), "budget", "kill" (the kernel ended the process, or one
+            under it), or "shm" (/dev/shm was full, which ends who writes there by SIGBUS).
         tier: where memory was asked for.
         nbytes: how much was asked for. key: what for, where the error says.
         limit: what bounds the tier. free: what was left of it. short: how much more the request needed.
@@ -81,6 +88,14 @@ def failure_of(error: BaseException | None, kept_back: int = 0) -> Failure | Non
             return _process("memory", text, None, kept_back)
         if isinstance(each, MemoryError):
             return _process("memory", text or "MemoryError", _array_nbytes(each), kept_back)
+        # A loader's worker hands its whole traceback over in the message.
+        full = _SHM_FULL.search(str(each)) if isinstance(each, RuntimeError) else None
+        if full is not None:
+            worker = re.search(r"in DataLoader worker process (\d+)", text)
+            return _shm(full[0], f"loader worker {worker[1]}" if worker else "a shared tensor")
+        death = death_of(each)
+        if death is not None and death.signal == signal.SIGBUS:
+            return _shm(death.message, death.who)
     return None
 
 
@@ -136,6 +151,15 @@ def _kept_by_malloc() -> int | None:
     from zprof.recording.resident import malloc_account
 
     return next((nbytes for what, _, nbytes in malloc_account()() if what == "malloc kept"), None)
+
+
+def _shm(text: str, key: str) -> Failure:
+    """What the process had there was given back when it ended: what is free now says nothing of then."""
+    limit = None
+    with suppress(OSError):
+        stat = os.statvfs("/dev/shm")
+        limit = stat.f_blocks * stat.f_frsize
+    return Failure("shm", _tier(), text, key=key, limit=limit, bound="/dev/shm", exact=False)
 
 
 def _tier() -> str:

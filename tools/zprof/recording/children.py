@@ -75,8 +75,8 @@ class _Child:
 
 
 class ChildrenSampler:
-    """Of each kind in `KINDS`, "children count", "children rss" (bytes) and "children cpu" (nanoseconds so far); now and then
-    "children pss", and with the process itself "tree pss" and "tree shared memory" (bytes).
+    """Of each kind in `KINDS` and, with the empty key, of all, "children count", "children rss" (bytes) and "children cpu"
+    (nanoseconds so far); now and then "children pss", and with the process itself "tree pss" and "tree shared memory" (bytes).
 
     Args:
         workers: gives the pids of loader workers that are known by other means than their name, and what to call them.
@@ -158,6 +158,7 @@ class ChildrenSampler:
             self._cpu_ns[child.kind] += max(0, stat.cpu_ns - child.cpu_ns)
             child.rss, child.cpu_ns = stat.rss, stat.cpu_ns
         readings: list[Reading] = []
+        before = bool(self._said)
         for kind in KINDS:
             mine = [child for child in self._children.values() if child.kind == kind]
             self._most[kind] = max(self._most[kind], len(mine))
@@ -171,6 +172,13 @@ class ChildrenSampler:
                 self._said.add(kind)
             else:
                 self._said.discard(kind)
+        if before or self._said:
+            # In one row, for a process that is of another kind from now on would count twice, or not at all, in between.
+            readings.append(("children count", "", len(self._children)))
+            readings.append(("children rss", "", self._rss()))
+            readings.append(("children cpu", "", sum(self._cpu_ns.values())))
+            if not self._children:
+                readings.append(("children pss", "", 0))
         return readings
 
     def _describe(self, child: _Child, stat: Stat, workers: Mapping[int, str]) -> None:
@@ -228,6 +236,7 @@ class ChildrenSampler:
         held = {kind: sum(pss for child, pss in read if child.kind == kind) for kind in KINDS}
         readings: list[Reading] = [("children pss", kind, held[kind]) for kind in KINDS if kind in self._said]
         pss = sum(held.values())
+        readings.append(("children pss", "", pss))
         if self._own is not None:
             readings.append(("tree pss", "", pss + self._own.pss))
             shmem = [each.shmem for each in (self._own, *(child.shares for child, _ in read)) if each is not None]

@@ -13,10 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.text import as_size
+from offload.text import as_size, one_line
 from zprof.analysis.analysis import Analysis
 from zprof.analysis.remainder import peak_sample
 from zprof.oom.case import computes_on_gpu
+from zprof.oom.deaths import recorded_death
 from zprof.oom.explanation import explain
 from zprof.oom.facts import Failure
 from zprof.rows import TIERS
@@ -24,6 +25,7 @@ from zprof.trace.frames import FrameKind, packed, sealed
 from zprof.trace.reader import Trace
 
 if TYPE_CHECKING:
+    from zprof.oom.deaths import Death
     from zprof.running.child import Ending
 
 __all__ = ["last_lines"]
@@ -45,14 +47,18 @@ def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, 
     if not ending.failed and trace.count > _MOST_ROWS:
         return [f"trace {path} ({as_size(path.stat().st_size)})", *_next(trace, path, world)]
     analysis = Analysis.of(trace)
-    killed = _kill(ending, kill, analysis) if ending.signal == 9 else None
+    died = recorded_death(trace) if ending.failed else None
+    killed = _kill(ending, kill, analysis, died)
     if killed is not None:
         _write_down(path, "oom", asdict(killed))
     elif ending.signal and not trace.notes("end"):
         _write_down(path, "killed", {"signal": ending.signal})
     lines = explain(analysis, killed) if ending.failed else []
+    if died is not None and killed is None and died.signal == 9:
+        lines.append(f"{one_line(died.who)} was ended by SIGKILL; no process was ended for want of memory meanwhile")
     if ending.signal == 9 and killed is None:
-        lines.append(f"killed by SIGKILL; no process was ended for want of memory meanwhile; {_rss(ending)}")
+        had = f"it had {_rss(ending, analysis)}"
+        lines.append(f"killed by SIGKILL; no process was ended for want of memory meanwhile; {had}")
     elif ending.signal and killed is None:
         lines.append(f"ended by signal {ending.signal}")
     ledger, covered = analysis.ledger, analysis.covered
@@ -78,15 +84,22 @@ def _write_down(path: Path, name: str, body: Mapping[str, object]) -> None:
         file.write(sealed(FrameKind.NOTE, packed([name, dict(body)])))
 
 
-def _kill(ending: Ending, kill: tuple[str, int | None] | None, analysis: Analysis) -> Failure | None:
-    """The kernel ended the process for want of memory; it does not say what was asked for."""
-    if kill is None:
+def _kill(ending: Ending, kill: tuple[str, int | None] | None, analysis: Analysis, died: Death | None) -> Failure | None:
+    """The kernel ended the process, or one under it, for want of memory; it does not say what was asked for."""
+    if kill is None or not (ending.signal == 9 or (died is not None and died.signal == 9)):
         return None
     whose, limit = kill
     bound = f"{whose} (limit {as_size(limit)})" if limit is not None else whose
     tier = "host" if computes_on_gpu(analysis) else "device"
-    return Failure("kill", tier, f"the kernel ended the process for want of memory: {_rss(ending)}", limit=limit, bound=bound)
+    who = "the process" if ending.signal == 9 or died is None else died.who
+    itself = "it" if ending.signal == 9 else "the process itself"
+    had = f"{itself} had {_rss(ending, analysis)}"
+    return Failure("kill", tier, f"the kernel ended {who} for want of memory: {had}", limit=limit, bound=bound)
 
 
-def _rss(ending: Ending) -> str:
-    return f"it had at most {as_size(ending.most_nbytes)} resident"
+def _rss(ending: Ending, analysis: Analysis) -> str:
+    """The kernel's figure is the most of it and of those under it, each alone: where there were any, what was sampled of it."""
+    sampled, count = peak_sample(analysis.ledger, "rss"), peak_sample(analysis.ledger, "children count")
+    if sampled is not None and count is not None and count[1]:
+        return f"at most {as_size(sampled[1])} resident when it was sampled"
+    return f"at most {as_size(ending.most_nbytes)} resident"

@@ -101,6 +101,7 @@ class _Recording:
         kept_back = 0 if self._kept_back is None else len(self._kept_back)
         if self._kept_back is not None:
             self._kept_back.close()
+        from zprof.oom.deaths import death_of, write_death
         from zprof.oom.facts import failure_of, write
 
         self.reason, self.exit = type(error).__name__, 1
@@ -108,8 +109,11 @@ class _Recording:
             self.exit = error.code if isinstance(error.code, int) else int(error.code is not None)
             self.reason = "SystemExit" if self.exit else ""
         failure = failure_of(error, kept_back) if self.exit else None
+        death = death_of(error) if self.exit else None
         # The first write imports what encodes it; at exit that would make python forget an interrupt it is dying of.
         self.recorder.flush()
+        if death is not None:
+            write_death(self.recorder, death)
         if failure is not None:
             write(self.recorder, failure)
 

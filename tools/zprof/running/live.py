@@ -83,6 +83,9 @@ def _drawn(seen: Seen | None, unfinished: str) -> Any:
         text += f", {seen.steps} steps" + (f" of {as_duration(seen.step_ms * 1e6)}" if seen.step_ms is not None else "")
     if "rss" in seen.samples:
         text += f", rss {as_size(seen.samples['rss'])}"
+    if seen.samples.get("children count"):
+        nbytes = seen.samples.get("children pss") or seen.samples.get("children rss", 0)
+        text += f", {seen.samples['children count']} processes under it {as_size(nbytes)}"
     if seen.unmeasured is not None:
         text += f", waits {NOT_MEASURED}"
     elif seen.waited is not None and seen.waited >= 0.005:

@@ -25,6 +25,7 @@ from zprof.analysis.prefetch import setting
 from zprof.analysis.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
 from zprof.analysis.remainder import Remainder, fullest_sample, peak_sample
 from zprof.rows import TIERS, TraceError
+from zprof.show.report.children import children_body
 from zprof.show.report.compute import compute_body
 from zprof.show.report.large_batch import large_batch
 from zprof.show.report.next_commands import following
@@ -90,6 +91,7 @@ def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hard
 
     trace, header, ledger = analysis.trace, analysis.header, analysis.ledger
     steps, covered, grown, did = analysis.steps, analysis.covered, analysis.grown, analysis.computed
+    under = analysis.children
     measured = measures(analysis, hardware=hardware)
     moments = analysis.moments(step)
 
@@ -129,6 +131,7 @@ def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hard
         "growth": None if isinstance(grown, Unseen) else [asdict(each) | {"per_step": each.per_step} for each in grown[:most]],
         "compute": None if isinstance(did, Unseen) else compute_body(did, hardware, most),
         "rss": _rss(ledger),
+        "children": None if isinstance(under, Unseen) else children_body(under, ledger.begin_ns),
         "measures": {name: None if isinstance(value, Unseen) else value for name, value in measured.items()},
         "unseen": {name: value.why for name, value in measured.items() if isinstance(value, Unseen)},
         "not_recorded": [*covered.lines(), *([f"step 0: {steps.unseen}"] if steps.unseen is not None else [])],

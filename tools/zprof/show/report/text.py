@@ -16,6 +16,7 @@ from rich.text import Text
 
 from offload.text import as_duration, as_moment, as_size
 from zprof.analysis.coverage import NOT_MEASURED
+from zprof.show.report.children import children_lines, children_rows
 from zprof.show.report.compute import compute_lines
 from zprof.show.report.large_batch import advised
 from zprof.show.report.ranks import ranks_lines, ranks_table
@@ -50,6 +51,7 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
     if not run["simulated"]:
         # There is no process that could say more than the ledger.
         _section(console, "reconciliation", _reconciled(run))
+        _section(console, "processes under it", _children(run))
     predicted = " (predicted)" if run["simulated"] else ""
     _section(console, f"time{predicted}", _times(run, top or _MOST_WAITS))
     _section(console, f"bandwidth{predicted}", _rates(run))
@@ -257,6 +259,19 @@ def _reconciled(run: Run) -> list[Any]:
         most = f"{sized(rss['peak_bytes'])} at most ({as_moment(rss['at_s'] * 1e9)})"
         lines.append(Text(f"rss {sized(rss['start_bytes'])} at the start, {most}"))
     return lines
+
+
+def _children(run: Run) -> list[Any]:
+    """Host memory that is no part of the ledger, nor of the process."""
+    found = run["children"]
+    if not found or not found["most"]:
+        return []
+    drawing = _table(
+        ("", "left"), ("at once", "right"), ("held at most", "right"), ("resident", "right"), ("each busy", "right")
+    )
+    for row in children_rows(found):
+        drawing.add_row(*row)
+    return [drawing, *(Text(plain(line)) for line in children_lines(found, run["measures"]["shm.peak"]))]
 
 
 # Time.

@@ -91,7 +91,9 @@ def _host(look: Look) -> Sheet:
 
 def _runs(runs: Sequence[Seen]) -> Sheet:
     moves = sorted({name for run in runs for name in run.bandwidth})
-    columns = ("run", "rank", "state", "device", "host", "disk", "rss", "steps", "step", "exposed")
+    under = any(run.samples.get("children count") for run in runs)
+    held_by = ("rss", "children") if under else ("rss",)
+    columns = ("run", "rank", "state", "device", "host", "disk", *held_by, "steps", "step", "exposed")
     rows = []
     for run in runs:
         held = (run.tiers.get(tier) for tier in ("device", "host", "disk"))
@@ -102,8 +104,15 @@ def _runs(runs: Sequence[Seen]) -> Sheet:
         rates = (as_size(round(run.bandwidth[name])) if name in run.bandwidth else _DASH for name in moves)
         state = f"{run.state} ({one_line(run.damage)})" if run.damage else run.state
         first = (one_line(run.path, 60), f"{run.rank}/{run.world}", state)
-        rows.append((*first, *tiers, rss, str(run.steps), *times, *rates))
+        rows.append((*first, *tiers, rss, *([_children(run)] if under else []), str(run.steps), *times, *rates))
     return Sheet("runs", (*columns, *(f"{name}/s" for name in moves)), tuple(rows))
+
+
+def _children(run: Seen) -> str:
+    """How many processes are under it, and what they hold: what they share once, where that was read already."""
+    count = run.samples.get("children count", 0)
+    nbytes = run.samples.get("children pss") or run.samples.get("children rss", 0)
+    return f"{count}: {as_size(nbytes)}" if count else _DASH
 
 
 def _units(runs: Sequence[Seen]) -> Sheet:

@@ -1,0 +1,87 @@
+"""Owns what a report says of the processes under the recorded one: plain values for programs, and the lines drawn from them.
+
+`findings` and `text` call it. It finds out nothing; `zprof.analysis.children` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from offload.text import as_moment, as_size
+from zprof.analysis.children import Children
+
+__all__ = ["Body", "children_body", "children_lines", "children_rows"]
+
+Body = dict[str, Any]
+
+_MOST_NAMED = 4
+#: A few have ended just now; so many are piling up.
+_MANY_ZOMBIES = 16
+
+
+def children_body(found: Children, begin_ns: int) -> Body:
+    """The values; ``begin_ns`` is when the recording began."""
+
+    def at_s(time_ns: int | None) -> float | None:
+        return None if time_ns is None else (time_ns - begin_ns) / 1e9
+
+    return {
+        "seen": found.seen,
+        "most": found.most,
+        "bytes": found.pss_nbytes,
+        "at_s": at_s(found.pss_ns),
+        "rss_bytes": found.rss_nbytes,
+        "tree_bytes": found.tree_nbytes,
+        "shared_bytes": found.shared_nbytes,
+        "unread": found.unread,
+        "zombies": found.zombies,
+        "kinds": [
+            {
+                "name": kind.name,
+                "most": kind.most,
+                "bytes": kind.pss_nbytes,
+                "rss_bytes": kind.rss_nbytes,
+                "cpu_s": kind.cpu_ns / 1e9,
+                "busy": kind.busy,
+            }
+            for kind in found.kinds
+        ],
+        "who": [
+            {name: value for name, value in asdict(child).items() if not name.endswith("nbytes")}
+            | {"bytes": child.pss_nbytes, "rss_bytes": child.rss_nbytes}
+            for child in found.who
+        ],
+        "who_at_s": at_s(found.who_ns),
+    }
+
+
+def children_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row for each kind: name, how many at once, the most they held, resident, and how busy each was."""
+    for kind in found["kinds"]:
+        busy = "-" if kind["busy"] is None else f"{kind['busy']:.0%} of a core"
+        yield kind["name"], str(kind["most"]), _sized(kind["bytes"]), _sized(kind["rss_bytes"]), busy
+
+
+def children_lines(found: Mapping[str, Any], shm_bytes: float | None) -> Iterator[str]:
+    """What they held together; ``shm_bytes`` is the most of all files in /dev/shm."""
+    if found["bytes"] is not None:
+        line = f"{as_size(found['bytes'])} at most, at {as_moment(found['at_s'] * 1e9)}, what they share counted once"
+        if found["tree_bytes"] is not None:
+            line += f"; {as_size(found['tree_bytes'])} at most with this process"
+        if found["shared_bytes"]:
+            line += f"; {as_size(found['shared_bytes'])} of it in shared memory"
+        yield line if not shm_bytes else f"{line}; all files in /dev/shm {as_size(int(shm_bytes))} at most"
+    if found["who"]:
+        named = [f"{child['name']} (pid {child['pid']}) {as_size(child['bytes'])}" for child in found["who"][:_MOST_NAMED]]
+        more = len(found["who"]) - _MOST_NAMED
+        yield f"held most: {', '.join(named)}{f', and {more} more' if more > 0 else ''}"
+    if found["unread"]:
+        yield f"{found['unread']} of them may not be read: counted with all that they share"
+    if found["zombies"] >= _MANY_ZOMBIES:
+        yield f"{found['zombies']} of them had ended and were not waited for"
+
+
+def _sized(nbytes: int | None) -> str:
+    return "-" if nbytes is None else as_size(nbytes)
