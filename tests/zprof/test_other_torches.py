@@ -22,14 +22,16 @@ NAMES = """
 import json, sys, warnings
 import torch
 from torch import nn
+from torch.utils.data import dataloader
 
-PARTS = ("mode", "marks", "modules", "tracker", "hooks", "stacks", "cuda_history", "collectives", "optimizer_steps")
+PARTS = ("mode", "marks", "modules", "tracker", "hooks", "stacks", "cuda_history", "collectives", "optimizer_steps",
+         "loaders")
 NAMES = {
     "_storage_address": torch._C, "_current_graph_task_id": torch._C, "_current_autograd_node": torch._C,
     "_get_sequence_nr": torch._C._autograd, "_disabled_torch_dispatch_impl": torch._C,
     "_push_on_torch_dispatch_stack": torch._C, "eval_frame": torch._C._dynamo,
     "is_functorch_wrapped_tensor": torch._C._functorch, "_cuda_isHistoryEnabled": torch._C,
-    "_distributed_c10d": torch._C, "_after_ADInplaceOrView_keyset": torch._C,
+    "_BaseDataLoaderIter": dataloader, "_distributed_c10d": torch._C, "_after_ADInplaceOrView_keyset": torch._C,
 }
 import zprof
 
@@ -88,8 +90,9 @@ def test_a_name_that_torch_lacks_costs_what_needs_it_and_is_said_once(tmp_path: 
         whole = trace.notes("lacking") == trace.notes("storages") == []
         if name in goes_on:
             assert whole and heard == [], (name, heard)
-        elif name in ("_distributed_c10d", "_after_ADInplaceOrView_keyset"):
-            assert whole and len(heard) == 1 and "collectives are not recorded" in heard[0], (name, heard)
+        elif name in ("_distributed_c10d", "_after_ADInplaceOrView_keyset", "_BaseDataLoaderIter"):
+            what = "waits for data loaders" if name == "_BaseDataLoaderIter" else "collectives"
+            assert whole and len(heard) == 1 and f"{what} are not recorded" in heard[0], (name, heard)
         else:
             # Once each: of storages, and of what is computed.
             lost = {each.partition(" not recorded")[0] for each in heard}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import stat
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from offload.policy import Policy
 from tests.support.zprof_traces import HEADER, MIB, sample_rows, spans_of, write_trace
@@ -24,7 +26,7 @@ from zprof.analysis.analysis import Analysis
 from zprof.analysis.bandwidth import Rate, rates
 from zprof.analysis.coverage import Unseen
 from zprof.analysis.intervals import next_of_key, overlaps, portions, union_ns
-from zprof.analysis.measures import MEASURES, measures
+from zprof.analysis.measures import MEASURES, measures, numbers
 from zprof.analysis.prefetch import Advice
 from zprof.analysis.spans import Pairing, SpanTable
 from zprof.analysis.stalls import SETTINGS, stalls
@@ -335,11 +337,13 @@ def test_a_wait_inside_another_is_the_outer_ones_and_named_as_its_cause(tmp_path
     assert found.share == 0.5
 
 
-def test_the_keys_a_stall_names_are_keys_of_a_policy() -> None:
-    policy = Policy()
-    for named in (name for names in SETTINGS.values() for name in names):
-        table, key = named.removeprefix("[").split("] ")
-        assert key in type(getattr(policy, table)).model_fields, named
+def test_the_keys_a_stall_names_are_keys_of_a_policy_or_arguments_of_a_loader() -> None:
+    policy, loader = Policy(), inspect.signature(DataLoader).parameters
+    for what, names in SETTINGS.items():
+        for named in names:
+            table, _, key = named.removeprefix("[").rpartition("] ")
+            known = loader if what == "data" else type(getattr(policy, table)).model_fields
+            assert key in known, named
 
 
 # Bandwidth.
@@ -519,7 +523,7 @@ def test_measures_are_all_documented_and_match_the_rows(tmp_path: Path) -> None:
     assert values["rss.growth"] == values["rss.peak"] - HEADER.rss_nbytes
     inside = values["forward.ms_per_step"] + values["backward.ms_per_step"] + values["update.ms_per_step"]
     assert inside + values["outside.ms_per_step"] == pytest.approx(float(found.steps.warm.duration_ns.mean()) / 1e6)
-    parts = sum(value for name, value in values.items() if name.startswith("exposed.") and name.count(".") == 2)
+    parts = sum(value for name, value in numbers(values).items() if name.startswith("exposed.") and name.count(".") == 2)
     assert parts == pytest.approx(values["exposed.ms_per_step"])
 
 

@@ -34,8 +34,8 @@ def functions() -> dict[str, object]:
 @pytest.mark.parametrize(
     ("level", "replaced"),
     [
-        ("events", {"wait", "_broadcast_coalesced", "trigger_wait"}),
-        ("alloc", {"wait", "_broadcast_coalesced", "trigger_wait", "resize_"}),
+        ("events", {"wait", "_broadcast_coalesced", "trigger_wait", "__next__", "__iter__"}),
+        ("alloc", {"wait", "_broadcast_coalesced", "trigger_wait", "__next__", "__iter__", "resize_"}),
     ],
 )
 def test_a_recording_replaces_what_the_page_says_and_puts_it_back(level: Any, replaced: set[str], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from zprof.analysis import bandwidth, children, compute, growth, prefetch, stalls, steps
+from zprof.analysis import bandwidth, children, compute, growth, loading, prefetch, stalls, steps
 from zprof.analysis.coverage import Coverage, coverage
 from zprof.analysis.ledger import Ledger
 from zprof.analysis.ranks import COLLECTIVES
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zprof.analysis.coverage import Unseen
     from zprof.analysis.growth import Grown
     from zprof.analysis.ledger import Moment
+    from zprof.analysis.loading import Loading
     from zprof.analysis.prefetch import Advice
     from zprof.analysis.spans import Instants, SpanTable
     from zprof.analysis.stalls import Stalls
@@ -137,6 +138,11 @@ class Analysis:
     def stalls(self) -> Stalls:
         """What the training threads stood still for."""
         return stalls.stalls(self.table, self.steps.warm)
+
+    @cached_property
+    def loading(self) -> Loading | Unseen:
+        """What was waited for data loaders, and what would shorten it."""
+        return loading.loading(self.trace, self.stalls, self.covered, self.children)
 
     @cached_property
     def rates(self) -> tuple[Rate, ...]:

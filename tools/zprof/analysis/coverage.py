@@ -57,6 +57,7 @@ class Coverage:
         lacking: what else could not be recorded, a line each.
         lanes: streams of the device were marked. untimed: spans that have no time of the device's nevertheless, and why.
         collectives: None where none of torch.distributed's were recorded, else why not all of them, "" where they were.
+        loaders: of torch's data loaders, in the same way.
     """
 
     level: str
@@ -71,6 +72,7 @@ class Coverage:
     lacking: tuple[str, ...] = ()
     lanes: bool = False
     untimed: tuple[tuple[str, str], ...] = ()
+    loaders: str | None = None
 
     @property
     def every_storage(self) -> bool:
@@ -128,7 +130,8 @@ class Coverage:
                 found.append(f"{tier}: {missing}: {unseen}")
         waits = self.waits()
         if waits is None and not self.zhooks:
-            waits = Unseen("those for torch.distributed's collectives are all that is seen, and not those inside compiled code")
+            seen = ["data loaders"] * (self.loaders == "") + ["torch.distributed's collectives"] * (self.collectives == "")
+            waits = Unseen(f"those for {' and '.join(seen)} are all that is seen, and not those inside compiled code")
         return [*found, *([f"waits: {waits}"] if waits is not None else []), *self.lacking]
 
     def _by_zhooks_alone(self, tier: str) -> bool:
@@ -175,8 +178,18 @@ class Coverage:
         return self.zhooks or self.collectives == ""
 
     def waits(self) -> Unseen | None:
-        """Why exposed time is not known."""
+        """Why exposed time is not known; it is also where data loaders are all that was waited for."""
+        if not self.zhooks and self.collectives is None and self.data() is None:
+            return self.queued("wait")
         return self.spans("wait")
+
+    def data(self) -> Unseen | None:
+        """Why it is not known how long the training thread waited for data loaders, which keep the host itself waiting."""
+        if self.loaders is None:
+            return Unseen("not seen: no data loader of torch's was iterated")
+        if self.loaders:
+            return Unseen(f"not seen: torch's data loaders could not be followed: {self.loaders}")
+        return self._thinned("wait data")
 
     def _thinned(self, what: str) -> Unseen | None:
         if not self.dropped or (what in self.spans_kept and not self.lost):
@@ -213,4 +226,12 @@ def coverage(trace: Trace, used: tuple[str, ...] = TIERS) -> Coverage:
         tuple(f"{str(note.body.get('what'))[:80]}: {str(note.body.get('why'))[:200]}" for note in trace.notes("lacking")[:8]),
         bool(marked),
         tuple((str(what)[:80], str(why)[:200]) for what, why in untimed.items()) if isinstance(untimed, dict) else (),
+        _followed(trace),
     )
+
+
+def _followed(trace: Trace) -> str | None:
+    """Whether data loaders were: None where none was iterated, else why not all of them."""
+    notes = [note.body for note in trace.notes("loaders")]
+    whys = [str(body["why"])[:200] for body in notes if "why" in body]
+    return whys[-1] if whys else "" if notes and notes[-1].get("loaders") else None

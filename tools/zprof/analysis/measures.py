@@ -64,9 +64,10 @@ _TABLE: tuple[Measure, ...] = (
     Measure("forward.ms_per_step", "ms", "more", "Time in forward, a step."),
     Measure("backward.ms_per_step", "ms", "more", "Time in backward, a step."),
     Measure("update.ms_per_step", "ms", "more", "Time in the optimizer, a step."),
-    Measure("outside.ms_per_step", "ms", "more", "Time in neither forward, backward nor the optimizer, a step: loading data."),
+    Measure("outside.ms_per_step", "ms", "more", "Time in neither forward, backward nor the optimizer, a step."),
     Measure("exposed.ms_per_step", "ms", "more", "Time the training threads stood waiting, a step, counted once."),
     Measure("exposed.percent", "%", "more", "The same as a share of the steps."),
+    Measure("exposed.data.percent", "%", "more", "Time the training thread waited for data loaders, as a share of the steps."),
     Measure("energy.joules_per_step", "J", "more", "Energy of all sampled GPUs, a step."),
     Measure("flops.per_step", "count", "more", "FLOPs done, a step: those of counted steps, recomputed ones included."),
     Measure("flops.model_per_step", "count", "more", "The same of the model's forwards and backwards, each counted once."),
@@ -82,7 +83,9 @@ _TABLE: tuple[Measure, ...] = (
 _NO_STEP = Unseen("no optimizer step was recorded")
 _TOO_SHORT = Unseen("sampled over less than half of the steps")
 #: Waits that zhooks names, and those for torch.distributed; a measure each.
-_WAITS = ("gather", "gather activation", "fetch", "reduce", "stash", "unstash", "update", "collective", "point to point")
+_WAITS = (
+    "data", "gather", "gather activation", "fetch", "reduce", "stash", "unstash", "update", "collective", "point to point"
+)  # fmt: skip
 #: Spans that move bytes -> the first word of their measures.
 _MOVES = {
     "gather": "gather",
@@ -240,8 +243,13 @@ def _waited(analysis: Analysis, unseen: Unseen | None) -> dict[str, Value]:
     why = unseen or steps.warm.unseen or covered.waits()
     found["exposed.ms_per_step"] = why or stalls.ns_per_step / 1e6
     by_what = stalls.by_what()
+    others = unseen or steps.warm.unseen or covered.spans("wait")
+    data = unseen or steps.warm.unseen or covered.data()
     for wait in _WAITS:
+        why = data if wait == "data" else others
         found[_exposed(wait)] = why or by_what.get(wait, 0) / 1e6 / steps.warm.count
+    whole = steps.warm.whole_ns
+    found["exposed.data.percent"] = data or (100 * by_what.get("data", 0) / whole if whole else _NO_STEP)
     return found
 
 

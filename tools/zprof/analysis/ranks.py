@@ -186,13 +186,14 @@ def lane_of(analysis: Analysis) -> Lane:
         for key, times in zip(keys[starts].tolist(), np.split(mine.begin_ns[order], starts[1:]), strict=False):
             begins[what, mine.strings[key]] = np.sort(times)
     stalls, covered = analysis.stalls, analysis.covered
-    work = stalls.steps.duration_ns - stalls.per_step_ns
+    # A rank that waits for its loader is late for the others, as one that computes for longer.
+    work = stalls.steps.duration_ns - stalls.per_step_ns + stalls.data_ns
     counted = bool(stalls.steps.count) and covered.steps() is None and stalls.steps.unseen is None
     return Lane(
         header=analysis.header,
         end_clock=analysis.end_clock,
         begins=begins,
-        work_ns=int(np.median(work)) if counted and covered.waits() is None else None,
+        work_ns=int(np.median(work)) if counted and covered.spans("wait") is None else None,
         step_ns=int(np.median(stalls.steps.duration_ns)) if counted else None,
         peaks=analysis.peaks,
         collectives=covered.sees_collectives(),

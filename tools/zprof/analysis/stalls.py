@@ -15,12 +15,14 @@ from zprof.analysis.intervals import Ints, Pieces, overlaps, portions
 from zprof.analysis.spans import SpanTable
 from zprof.analysis.steps import Steps
 
-__all__ = ["SETTINGS", "WHATS", "Stall", "Stalls", "stalls"]
+__all__ = ["DATA", "SETTINGS", "WHATS", "Stall", "Stalls", "stalls"]
 
 #: The spans that are waits.
 WHATS = ("wait *",)
+#: That for a data loader, whose time is the rank's own: it keeps the other ranks waiting.
+DATA = "wait data"
 
-#: What a wait is for -> the keys of a policy that bear on it, the likeliest first.
+#: What a wait is for -> the keys of a policy that bear on it, or the arguments of the loader, the likeliest first.
 SETTINGS = {
     "gather": ("[schedule] prefetch", "[schedule] reshard_after_forward", "[precision] param"),
     "gather activation": ("[schedule] prefetch", "[activation] partition", "[activation] min_bytes"),
@@ -29,6 +31,7 @@ SETTINGS = {
     "stash": ("[activation] min_bytes", "[activation] keep"),
     "unstash": ("[activation] keep", "[activation] checkpoint"),
     "update": ("[optimizer] overlap", "[optimizer] kernel", "[optimizer] compute"),
+    "data": ("num_workers", "persistent_workers", "prefetch_factor"),
 }
 
 
@@ -66,11 +69,16 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """Exposed time by step and by unit; ``steps`` are those counted, ``per_step_ns`` belongs to them."""
+    """Exposed time by step and by unit; ``steps`` are those counted, ``per_step_ns`` belongs to them.
+
+    Attributes:
+        data_ns: of each step, what was waited for data loaders alone.
+    """
 
     steps: Steps
     per_step_ns: Ints
     units: tuple[Stall, ...]
+    data_ns: Ints
 
     @property
     def exposed_ns(self) -> int:
@@ -101,8 +109,11 @@ def stalls(table: SpanTable, steps: Steps) -> Stalls:
     which, step, shared = _met(begin, end, steps)
     per_step = np.zeros(len(steps.bounds), np.int64)
     np.add.at(per_step, step, shared)
+    data = np.zeros(len(steps.bounds), np.int64)
     if not len(which):
-        return Stalls(steps, per_step, ())
+        return Stalls(steps, per_step, (), data)
+    of_data = waits.what[which] == (waits.strings.index(DATA) if DATA in waits.strings else -1)
+    np.add.at(data, step[of_data], shared[of_data])
     # One number for what and key together: sorting pairs of numbers is many times as slow.
     codes = waits.what.astype(np.int64) * len(waits.strings) + waits.key
     units, member = _grouped(codes[which])
@@ -123,7 +134,8 @@ def stalls(table: SpanTable, steps: Steps) -> Stalls:
         in_step = int(cells[worst[number]] % len(steps.bounds))
         most = min(name_ns, facts[0])
         found.append(Stall(_named(waits.strings[what]), waits.strings[key], *facts, in_step, name, most))
-    return Stalls(steps, per_step, tuple(sorted(found, key=lambda stall: (-stall.exposed_ns, stall.what, stall.key))))
+    longest = tuple(sorted(found, key=lambda stall: (-stall.exposed_ns, stall.what, stall.key)))
+    return Stalls(steps, per_step, longest, data)
 
 
 def _named(what: str) -> str:

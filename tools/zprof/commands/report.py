@@ -117,6 +117,10 @@ def report(
         waits[]   null if not seen; what unit ms_per_step waits longest_ms
                   settings[]
         mends[]   lines
+        data      waits for data loaders, null if not seen: ms_per_step percent cores busy
+                  (of a core, each worker) loaders[]{name workers batch prefetch
+                  persistent pinned ms_per_step first_ms_per_step starting_ms_per_step
+                  epochs} advice[]
         rates[]   null if not seen; verb count bytes busy_s bytes_per_s reached_bytes_per_s
                   bench_bytes_per_s share_of_bench why; times are null
                   where why says so: not measured on CUDA

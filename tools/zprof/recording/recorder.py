@@ -221,7 +221,7 @@ class Recorder:
 
         self._pid = os.getpid()
         self._stopped.clear()
-        children = dict if self._children == "memory" else None
+        children = _loader_workers if self._children == "memory" else None
         self._sampling.open(resident=self.level != "events", nvml=self._nvml, children=children)
         about = header(self.rank, self.world, self.level)
         self._queue.writer = Writer(self.path, about, force=self._force)
@@ -384,6 +384,7 @@ class Recorder:
             except Exception as error:
                 self._lacks("optimizer_steps", f"{type(error).__name__}: {error}")
             self._watch_collectives()
+            self._watch_loaders()
             try:
                 from zprof.recording.computing import Computing
 
@@ -411,6 +412,20 @@ class Recorder:
 
             wanted, seen = (lambda: self.open and not self._zhooks), (lambda: self.note("collectives", {"why": ""}))
             self._undo.append(watch_collectives(Listener(self.span, wanted, seen, failed, self._lanes.untimed)))
+        except Exception as error:
+            failed(f"{type(error).__name__}: {error}")
+
+    def _watch_loaders(self) -> None:
+        """Waits for torch's DataLoader."""
+        def failed(why: str) -> None:
+            self.note("loaders", {"why": why})
+            self._warn(f"waits for data loaders are not recorded: {why}")
+
+        try:
+            from zprof.recording.loaders import LOADERS, LoaderListener, watch_loaders
+
+            listener = LoaderListener(self.row, lambda: self.open, lambda body: self.note(LOADERS, body), failed)
+            self._undo.append(watch_loaders(listener))
         except Exception as error:
             failed(f"{type(error).__name__}: {error}")
 
@@ -478,6 +493,12 @@ class Recorder:
     def _write(self, writer: Writer) -> None:
         self._queue.write(writer)
         self._written_ns = now_ns()
+
+
+def _loader_workers() -> Mapping[int, str]:
+    """Those that are known: pid -> name."""
+    module = sys.modules.get("zprof.recording.loaders")
+    return {} if module is None else module.worker_names()
 
 
 _recording: weakref.WeakSet[Recorder] = weakref.WeakSet()

@@ -89,7 +89,7 @@ def _drawn(seen: Seen | None, unfinished: str) -> Any:
     if seen.unmeasured is not None:
         text += f", waits {NOT_MEASURED}"
     elif seen.waited is not None and seen.waited >= 0.005:
-        text += f", {seen.waited:.0%} of the time waited for transfers"
+        text += f", {seen.waited:.0%} of the time waited"
     parts.append(line(text, "bold"))
     for tier, most in seen.peaks.items():
         held = seen.categories[tier]

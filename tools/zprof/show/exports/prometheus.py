@@ -31,7 +31,7 @@ _UNITS = {
     "count": ("", 1.0),
 }
 #: A gauge's name must not end in _count, which is a histogram's.
-_COUNTS = {"step.count": "steps", "oom.count": "failed_requests", "rows.dropped": "dropped_rows"}
+_COUNTS = {"children.count": "children", "step.count": "steps", "oom.count": "failed_requests", "rows.dropped": "dropped_rows"}
 #: What names of measures say of their units.
 _UNIT_WORDS = re.compile(r"[._](ms|percent|bytes_per_s)$|(?<=\.)(ms|bytes|joules)_(?=per_step$)")
 

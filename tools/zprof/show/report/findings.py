@@ -28,6 +28,7 @@ from zprof.rows import TIERS, TraceError
 from zprof.show.report.children import children_body
 from zprof.show.report.compute import compute_body
 from zprof.show.report.large_batch import large_batch
+from zprof.show.report.loading import loading_body
 from zprof.show.report.next_commands import following
 from zprof.show.report.residual import residual
 
@@ -91,7 +92,7 @@ def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hard
 
     trace, header, ledger = analysis.trace, analysis.header, analysis.ledger
     steps, covered, grown, did = analysis.steps, analysis.covered, analysis.grown, analysis.computed
-    under = analysis.children
+    under, data = analysis.children, analysis.loading
     measured = measures(analysis, hardware=hardware)
     moments = analysis.moments(step)
 
@@ -136,6 +137,7 @@ def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hard
         "unseen": {name: value.why for name, value in measured.items() if isinstance(value, Unseen)},
         "not_recorded": [*covered.lines(), *([f"step 0: {steps.unseen}"] if steps.unseen is not None else [])],
         "waits": None if covered.waits() else list(_waits(analysis, most)),
+        "data": None if isinstance(data, Unseen) else loading_body(data),
         "mends": [] if covered.waits() else list(analysis.advice.lines),
         "rates": _rates(analysis),
         "bench_problem": analysis.bench_problem,

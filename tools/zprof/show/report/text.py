@@ -19,6 +19,7 @@ from zprof.analysis.coverage import NOT_MEASURED
 from zprof.show.report.children import children_lines, children_rows
 from zprof.show.report.compute import compute_lines
 from zprof.show.report.large_batch import advised
+from zprof.show.report.loading import loading_line, loading_rows
 from zprof.show.report.ranks import ranks_lines, ranks_table
 
 __all__ = ["plain", "show", "sized"]
@@ -54,6 +55,7 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
         _section(console, "processes under it", _children(run))
     predicted = " (predicted)" if run["simulated"] else ""
     _section(console, f"time{predicted}", _times(run, top or _MOST_WAITS))
+    _section(console, "data loading", _loading(run, top or _MOST_WAITS))
     _section(console, f"bandwidth{predicted}", _rates(run))
     _section(console, "compute", compute_lines(run, top or _MOST_GROWN))
     _section(console, "large batch", list(_growing(run)))
@@ -303,6 +305,18 @@ def _times(run: Run, most: int) -> list[Any]:
         drawing.add_row(f"and {len(run['waits']) - most} more", "", "", "", "")
         lines += _waits_in_all(figures)
     return [*lines, drawing, *(Text(f"remedy: {plain(line)}") for line in run["mends"])]
+
+
+def _loading(run: Run, most: int) -> list[Any]:
+    found = run["data"]
+    if not found or not found["loaders"]:
+        return []
+    headings = (("loader", "left"), ("workers", "right"), ("a step", "right"), ("of it first batches", "right"))
+    drawing = _table(*headings, ("starting workers", "right"))
+    for row in list(loading_rows(found))[:most]:
+        drawing.add_row(*(Text(plain(cell)) for cell in row))
+    advice = (Text(f"remedy: {plain(line)}") for line in found["advice"])
+    return [Text(loading_line(found)), drawing, *advice]
 
 
 def _waits_in_all(figures: dict[str, float]) -> list[Any]:

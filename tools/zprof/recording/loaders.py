@@ -1,0 +1,276 @@
+"""Owns the spans of a training loop that waits for torch's DataLoader, and the notes of which loaders there are.
+
+The recorder opens it once torch is loaded, and closes it at its end. It changes neither batches nor their order, puts nothing
+into workers, and a mistake of its own ends its recording with a note, never the script.
+
+Note: [Where loaders are heard]
+    torch puts a `record_function` around each ``next`` of a loader, which only a running profiler hears. So two functions are
+    replaced while a recording runs: ``_BaseDataLoaderIter.__next__``, in which the loop waits for a batch, or makes it where
+    there are no workers, and ``DataLoader.__iter__``, which starts the workers.
+
+Note: [Whose wait it is]
+    Some programs call ``next`` on a thread of their own, beside training. Once another thread steps an optimizer, that is
+    loading, and nobody's wait.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from zprof.rows import RowKind
+
+__all__ = ["FIRST", "LOADERS", "LOADING", "STARTING", "WAIT", "LoaderListener", "watch_loaders", "worker_names"]
+
+#: The note of the loaders; the span of a wait, and of the same on a thread beside training.
+LOADERS, WAIT, LOADING = "loaders", "wait data", "load data"
+#: Behind a loader's name: its first batch, for which no worker has worked ahead; its workers are started.
+FIRST, STARTING = " (first batch)", " (starting workers)"
+
+_BEGIN, _END = int(RowKind.BEGIN), int(RowKind.END)
+_MOST_LOADERS = 64
+_MOST_NAME = 100
+_OTHERS = "other loaders"
+
+Row = Callable[[int, str, str, int], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoaderListener:
+    """A recording.
+
+    Attributes:
+        row: takes (kind, what, key, nbytes). wanted: whether it wants any now.
+        seen: called with the body of the note, at the begin and for every new loader.
+        failed: called with why nothing more is seen.
+    """
+
+    row: Row
+    wanted: Callable[[], bool]
+    seen: Callable[[Mapping[str, object]], None]
+    failed: Callable[[str], None]
+
+
+def watch_loaders(listener: LoaderListener) -> Callable[[], None]:
+    """Report to ``listener`` until what is returned has been called.
+
+    Raises:
+        Exception: this torch lacks what it takes; nothing of it is left then.
+    """
+    global _watch
+    with _changing:
+        if _watch is None:
+            watch = _Watch()
+            watch.install()
+            _watch = watch
+        _watch.listeners = (*_watch.listeners, listener)
+        listener.seen(_watch.body())
+
+    def leave() -> None:
+        global _watch
+        with _changing:
+            if _watch is None:
+                return
+            _watch.listeners = tuple(each for each in _watch.listeners if each is not listener)
+            if not _watch.listeners:
+                watch, _watch = _watch, None
+                watch.remove()
+
+    return leave
+
+
+def worker_names() -> dict[int, str]:
+    """The workers of the loaders that are iterated now: pid -> "Rows, worker 0"."""
+    watch = _watch
+    return {} if watch is None else watch.workers()
+
+
+class _Watch:
+    """What hangs in torch, once a process, however many recordings there are."""
+
+    def __init__(self) -> None:
+        self.listeners: tuple[LoaderListener, ...] = ()
+        self._undo: list[Callable[[], object]] = []
+        #: What tells a loader from others -> its name. A loader that is made anew each epoch is the same one.
+        self._names: dict[tuple[object, ...], str] = {}
+        self._known: list[dict[str, object]] = []
+        self._iterators: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        #: The thread that steps optimizers; None before the first step.
+        self._training: int | None = None
+        self._failed = False
+
+    # Its life.
+
+    def install(self) -> None:
+        """Replace the two functions."""
+        try:
+            self._undo.append(register_optimizer_step_pre_hook(self._stepping).remove)
+            self._replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
+            self._replace(dataloader.DataLoader, "__iter__", self._iter)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        original = vars(owner)[name]
+        ours = around(original)
+        setattr(owner, name, ours)
+
+        def undo() -> None:
+            # Somebody else's, put over ours meanwhile, stays.
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, original)
+
+        self._undo.append(undo)
+
+    # What torch calls.
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._training = threading.get_ident()
+
+    def _next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __next__(iterator: Any) -> Any:
+            begun = self._begin(iterator)
+            if begun is None:
+                return original(iterator)
+            try:
+                return original(iterator)
+            finally:
+                self._say(_END, *begun)
+
+        return __next__
+
+    def _iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __iter__(loader: Any) -> Any:
+            begun = self._begin_workers(loader)
+            try:
+                iterator = original(loader)
+            finally:
+                if begun is not None:
+                    self._say(_END, *begun)
+            self._took(loader, iterator)
+            return iterator
+
+        return __iter__
+
+    # What is made of it.
+
+    def _begin(self, iterator: Any) -> tuple[str, str] | None:
+        """(what, key) of a wait that has begun, where anybody wants to know."""
+        try:
+            if not self._wanted():
+                return None
+            key = self._iterators.get(iterator)
+            if key is None:
+                # Made before the recording began.
+                key = self._iterators[iterator] = _dataset(getattr(iterator, "_dataset", None))
+            begun = self._what(), key if getattr(iterator, "_num_yielded", 1) else key + FIRST
+            self._say(_BEGIN, *begun)
+        except Exception as error:
+            self._fail(error)
+            return None
+        return begun
+
+    def _begin_workers(self, loader: Any) -> tuple[str, str] | None:
+        """Workers that persist are started once."""
+        try:
+            starts = loader.num_workers > 0 and getattr(loader, "_iterator", None) is None
+            if not starts or not self._wanted():
+                return None
+            begun = self._what(), self._name(loader) + STARTING
+            self._say(_BEGIN, *begun)
+        except Exception as error:
+            self._fail(error)
+            return None
+        return begun
+
+    def _took(self, loader: Any, iterator: Any) -> None:
+        try:
+            if self._wanted():
+                self._iterators[iterator] = self._name(loader)
+        except Exception as error:
+            self._fail(error)
+
+    def _what(self) -> str:
+        return WAIT if self._training in (None, threading.get_ident()) else LOADING
+
+    def _name(self, loader: Any) -> str:
+        """The loader's name; a new one is noted."""
+        facts = {
+            "dataset": _dataset(loader.dataset),
+            "sampler": type(loader.sampler).__name__[:_MOST_NAME],
+            "workers": loader.num_workers,
+            "batch": loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None),
+            "prefetch": loader.prefetch_factor,
+            "persistent": loader.persistent_workers,
+            "pinned": loader.pin_memory,
+        }
+        # A dataset may have numbers and texts of types of its own; a note holds plain ones.
+        plain = {name: value for name, value in facts.items() if value is None or type(value) in (bool, int, str)}
+        same = tuple(plain.items())
+        if same not in self._names:
+            if len(self._names) >= _MOST_LOADERS:
+                return _OTHERS
+            alike = sum(1 for known in self._known if known["dataset"] == facts["dataset"])
+            name = f"{facts['dataset']} ({alike + 1})" if alike else str(facts["dataset"])
+            self._names[same] = name
+            self._known.append({"name": name, **plain})
+            for each in self.listeners:
+                if each.wanted():
+                    each.seen(self.body())
+        return self._names[same]
+
+    def body(self) -> dict[str, object]:
+        """The note: what there is so far."""
+        return {"loaders": list(self._known), "cores": len(os.sched_getaffinity(0))}
+
+    def workers(self) -> dict[int, str]:
+        found: dict[int, str] = {}
+        # Other threads begin and end iterators meanwhile.
+        with suppress(RuntimeError):
+            for iterator, name in tuple(self._iterators.items()):
+                for number, process in enumerate(getattr(iterator, "_workers", ())):
+                    with suppress(ValueError, AttributeError):
+                        if process.pid:
+                            found[process.pid] = f"{name}, worker {number}"
+        return found
+
+    def _wanted(self) -> bool:
+        return not self._failed and any(each.wanted() for each in self.listeners)
+
+    def _say(self, kind: int, what: str, key: str) -> None:
+        for each in self.listeners:
+            if each.wanted():
+                each.row(kind, what, key, 0)
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing more is said: some of the waits would be too little, and nobody would know."""
+        if not self._failed:
+            self._failed = True
+            for each in self.listeners:
+                each.failed(f"{type(error).__name__}: {error}")
+
+
+def _dataset(dataset: Any) -> str:
+    """A dataset by its class; of a part of one both."""
+    name = type(dataset).__name__
+    if name == "Subset" and hasattr(dataset, "dataset"):
+        name = f"{name} of {type(dataset.dataset).__name__}"
+    return name[:_MOST_NAME]
+
+
+_watch: _Watch | None = None
+_changing = threading.RLock()
