@@ -275,7 +275,8 @@ def test_a_report_says_what_processes_under_it_held_and_who(zprof: Zprof, tmp_pa
     assert (under["rss_bytes"], under["tree_bytes"], under["shared_bytes"]) == (1050 * MIB, 450 * MIB, None)
     # Three seconds of work in the four seconds in which two of them were there.
     assert under["kinds"][0] == {
-        "name": "loader workers", "most": 2, "bytes": 300 * MIB, "rss_bytes": 900 * MIB, "cpu_s": 4.0, "busy": 0.375
+        "name": "loader workers", "most": 2, "bytes": 300 * MIB, "rss_bytes": 900 * MIB, "cpu_s": 4.0, "busy": 0.375,
+        "queued": None,
     }  # fmt: skip
     assert [child["name"] for child in under["who"]] == ["evil \x1b[2J", "ffmpeg"], "what is no child is left out"
     measures = report["measures"]

@@ -208,11 +208,17 @@ def rows_of(wait_ms: float, *, first_ms: float = 0, starting_ms: float = 0, step
 
 
 def found_in(
-    path: Path, rows: list[Row], busy: float | None = None, cores: int = 16, device: str = "cpu", **loader: Any
+    path: Path,
+    rows: list[Row],
+    busy: float | None = None,
+    queued: float | None = None,
+    cores: int = 16,
+    device: str = "cpu",
+    **loader: Any,
 ) -> Loading | Unseen:
     note = {"loaders": [LOADER | loader], "cores": cores}
     trace = Trace.open(write_trace(path, rows, notes={"loaders": note}, zhooks=False, device=device))
-    workers = Kind("loader workers", 4, 1, 1, 1, busy)
+    workers = Kind("loader workers", 4, 1, 1, 1, busy, queued)
     under = Children(4, 4, (workers,), 1, 1, 1, 1, None, (), None)
     analysis = Analysis.of(trace)
     return loading(trace, analysis.stalls, analysis.covered, under)
@@ -240,8 +246,12 @@ NO_CORES = (
     "beforehand)"
 )
 THEY_WAIT = (
-    "its 4 workers wait themselves, each busy for 5% of a core: for storage, the network, a lock, or on a busy machine a core; "
-    "more of them and a larger prefetch_factor help where that can serve more"
+    "its 4 workers wait themselves, each busy for 5% of a core: for storage, the network or a lock; more of them and a larger "
+    "prefetch_factor help where that can serve more"
+)
+STARVED = (
+    "its 4 workers have no core for 62% of the time, each busy for 30% of a core: there are too few for them and what else "
+    "runs; fewer workers or threads, or more cores (a container's limit counts)"
 )
 PERSIST = (
     "persistent_workers=True keeps its workers: to start them anew and wait for the first batch took 60 ms in each of 3 epochs"
@@ -258,7 +268,8 @@ NEW_WORKERS = rows_of(1, first_ms=40, starting_ms=20)
         (rows_of(50), {"busy": 0.93}, [TWICE]),
         (rows_of(50), {"busy": 0.93, "cores": 6}, [FEW_CORES]),
         (rows_of(50), {"cores": 4}, [NO_CORES]),
-        (rows_of(50), {"busy": 0.05}, [THEY_WAIT]),
+        (rows_of(50), {"busy": 0.05, "queued": 0.1}, [THEY_WAIT]),
+        (rows_of(50), {"busy": 0.3, "queued": 0.62}, [STARVED]),
         (NEW_WORKERS, {}, [PERSIST]),
         (NEW_WORKERS, {"persistent": True}, []),
         (rows_of(60), {"workers": None}, []),

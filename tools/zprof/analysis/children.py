@@ -23,6 +23,8 @@ __all__ = ["NOT_SAMPLED", "Child", "Children", "Kind", "children_of", "peak_note
 
 NOT_SAMPLED = Unseen("not sampled: the recording did not look for child processes; --children memory does")
 _MOST_NAMED = 64
+#: What was there for less is not said to have been busy or idle.
+_SHORT_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Kind:
         pss_nbytes, rss_nbytes: the most they held at once; None where it was not sampled.
         cpu_ns: the processor time of all of them.
         busy: of one core, each of them while it was there; None where that was too short to say.
+        queued: for how much of that time each was ready to run and had no core; None where that was not sampled.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Kind:
     rss_nbytes: int | None
     cpu_ns: int
     busy: float | None
+    queued: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +150,20 @@ def _kind(ledger: Ledger, name: str) -> Kind | None:
         return None
     time_ns, count = counts
     cpu = ledger.samples("children cpu", points=1 << 17).get(name)
-    cpu_ns = 0 if cpu is None or not len(cpu[1]) else int(cpu[1][-1])
     # From one look to the next there were as many as at the first of both.
     there_ns = int((np.diff(time_ns) * count[:-1]).sum())
-    # What those that were there at the first look had spent before it counts for no time that is known.
-    grown = 0 if cpu is None or len(cpu[1]) < 2 else int(cpu[1][-1] - cpu[1][0])
-    busy = grown / there_ns if there_ns >= 1_000_000_000 else None
-    return Kind(name, int(count.max()), _most(ledger, "children pss", name), _most(ledger, "children rss", name), cpu_ns, busy)
+    shares = (_rise(ledger, what, name, there_ns) for what in ("children cpu", "children queued"))
+    cpu_ns = 0 if cpu is None or not len(cpu[1]) else int(cpu[1][-1])
+    held = (_most(ledger, "children pss", name), _most(ledger, "children rss", name))
+    return Kind(name, int(count.max()), *held, cpu_ns, *shares)
+
+
+def _rise(ledger: Ledger, what: str, name: str, there_ns: int) -> float | None:
+    """Of the time that they were there; what they had spent before the first look counts for none that is known."""
+    found = ledger.samples(what, points=1 << 17).get(name)
+    if found is None or len(found[1]) < 2 or there_ns < _SHORT_NS:
+        return None
+    return int(found[1][-1] - found[1][0]) / there_ns
 
 
 def _most(ledger: Ledger, what: str, key: str) -> int | None:

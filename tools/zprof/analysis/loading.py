@@ -29,6 +29,8 @@ _FIRST, _STARTING = " (first batch)", " (starting workers)"
 _LITTLE = 0.05
 #: A worker that is busy for less than so much of the time waits for something itself.
 _WAITS = 0.4
+#: One that has no core for so much of the time would not be quicker for more workers.
+_STARVED = 0.3
 #: More workers than so many times what there are, nobody would start.
 _MOST_TIMES = 64
 _MOST_TEXT = 120
@@ -69,7 +71,8 @@ class Loading:
     Attributes:
         step_ns: a step, on average. wait_ns: of that, for loaders.
         loaders: the one that was waited for longest first.
-        busy: of one core, each loader worker; None where that was not sampled. cores: that this process may use.
+        busy: of one core, each loader worker; None where that was not sampled. queued: for how much of the time it was ready to
+            run and had no core. cores: that this process may use.
         advice: a line each, the likeliest to help first.
     """
 
@@ -77,6 +80,7 @@ class Loading:
     wait_ns: float
     loaders: tuple[Loader, ...]
     busy: float | None
+    queued: float | None
     cores: int | None
     advice: tuple[str, ...]
 
@@ -107,10 +111,11 @@ def loading(trace: Trace, stalls: Stalls, covered: Coverage, under: Children | U
     workers = None if isinstance(under, Unseen) else under.kind(LOADERS)
     cores = trace.notes("loaders")[-1].body.get("cores")
     cores = cores if type(cores) is int and cores > 0 else None
-    busy = None if workers is None else workers.busy
+    busy, queued = (None, None) if workers is None else (workers.busy, workers.queued)
     step_ns, wait_ns = stalls.steps.whole_ns / count, float(stalls.data_ns.sum()) / count
-    advice = tuple(_advice(found[0], count, step_ns, busy, cores, cuda=covered.cuda)) if found else ()
-    return Loading(step_ns, wait_ns, tuple(found), busy, cores, advice)
+    how = _How(step_ns, busy, queued, cores)
+    advice = tuple(_advice(found[0], count, how, cuda=covered.cuda)) if found else ()
+    return Loading(step_ns, wait_ns, tuple(found), busy, queued, cores, advice)
 
 
 def _noted(trace: Trace) -> dict[str, Mapping[str, Any]]:
@@ -127,10 +132,18 @@ def _arguments(said: Mapping[str, Any]) -> dict[str, Any]:
     return whole | {name: value for name, value in flags.items() if type(value) is bool}
 
 
-def _advice(
-    loader: Loader, count: int, step_ns: float, busy: float | None, cores: int | None, *, cuda: bool
-) -> Iterator[str]:
-    if loader.wait_ns < _LITTLE * step_ns or loader.workers is None:
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How the steps and the workers went; as in `Loading`."""
+
+    step_ns: float
+    busy: float | None
+    queued: float | None
+    cores: int | None
+
+
+def _advice(loader: Loader, count: int, how: _How, *, cuda: bool) -> Iterator[str]:
+    if loader.wait_ns < _LITTLE * how.step_ns or loader.workers is None:
         return
     if not loader.workers:
         yield f"{loader.name}: num_workers=2 or more makes batches beside training, whose own thread makes them now"
@@ -143,18 +156,24 @@ def _advice(
             f"{each} in each of {loader.epochs} epochs"
         )
     elif loader.steady_ns >= again_ns:
-        yield f"{loader.name}: {_bottleneck(loader, loader.workers, step_ns, busy, cores)}"
+        yield f"{loader.name}: {_bottleneck(loader, loader.workers, how)}"
     if cuda and loader.pinned is False:
         yield f"{loader.name}: pin_memory=True, so that copies to the GPU (non_blocking=True) run beside what it computes"
 
 
-def _bottleneck(loader: Loader, workers: int, step_ns: float, busy: float | None, cores: int | None) -> str:
+def _bottleneck(loader: Loader, workers: int, how: _How) -> str:
     """Its workers make batches more slowly than training takes them."""
-    each = "" if busy is None else f", each busy for {busy:.0%} of a core"
-    if busy is not None and busy < _WAITS:
+    step_ns, cores = how.step_ns, how.cores
+    each = "" if how.busy is None else f", each busy for {how.busy:.0%} of a core"
+    if how.queued is not None and how.queued >= _STARVED:
         return (
-            f"its {workers} workers wait themselves{each}: for storage, the network, a lock, or on a busy machine a core; more "
-            "of them and a larger prefetch_factor help where that can serve more"
+            f"its {workers} workers have no core for {how.queued:.0%} of the time{each}: there are too few for them and what "
+            "else runs; fewer workers or threads, or more cores (a container's limit counts)"
+        )
+    if how.busy is not None and how.busy < _WAITS:
+        return (
+            f"its {workers} workers wait themselves{each}: for storage, the network or a lock; more of them and a larger "
+            "prefetch_factor help where that can serve more"
         )
     keep_up = math.ceil(workers * step_ns / max(step_ns - loader.wait_ns, step_ns / _MOST_TIMES))
     if cores is not None and keep_up > cores:

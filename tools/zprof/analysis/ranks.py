@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from zprof.rows import TraceError
+from zprof.trace.children import without_children
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,7 +166,7 @@ def _files(run: Path) -> list[Path]:
     # A name that is too long for the system raises from Path.is_dir.
     if not os.path.isdir(run):
         return [run]
-    files = sorted(run.glob("*.zprof"))
+    files = sorted(without_children(run.glob("*.zprof")))
     if not files:
         raise TraceError(f"{run}: no *.zprof in this folder, expected the traces of a run; record with `zprof run -o`")
     return files

@@ -24,6 +24,7 @@ from zprof.analysis.measures import Value, measures
 from zprof.analysis.ranks import path_of, traces_of
 from zprof.analysis.spans import FIRST_LANE
 from zprof.rows import CATEGORIES, TIERS, TraceError
+from zprof.trace.children import recorded_children
 from zprof.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -168,6 +169,11 @@ class Run:
     def not_recorded(self) -> list[str]:
         """What no figure includes, a line each."""
         return list(self._analysis.covered.lines())
+
+    @property
+    def children(self) -> list[Path]:
+        """The traces of processes under this one, in the order they began; under ``zprof run --children record``."""
+        return [child.path for child in recorded_children(self._trace)]
 
     # Memory.
 

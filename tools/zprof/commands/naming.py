@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import click
 
 from zprof.problem import Misuse
+from zprof.trace.children import without_children
 
 __all__ = ["RUN", "named_or_latest", "next_name"]
 
@@ -69,7 +70,7 @@ def latest(folder: Path = Path()) -> list[Path]:
         Misuse: there is none.
     """
     times: dict[Path, int] = {}
-    for path in folder.glob("*.zprof"):
+    for path in without_children(folder.glob("*.zprof")):
         with suppress(OSError):
             times[path] = path.stat().st_mtime_ns
     if not times:

@@ -111,14 +111,16 @@ def report(
         children  of processes under it, null if not sampled: seen (in all) most (at
                   once) bytes (what they share once) at_s rss_bytes tree_bytes (with
                   the process) shared_bytes unread zombies kinds[]{name most bytes
-                  rss_bytes cpu_s busy} who[]{pid kind name bytes rss_bytes} who_at_s
+                  rss_bytes cpu_s busy queued} who[]{pid kind name bytes rss_bytes} who_at_s
+        recorded_children[]  with --children record: file pid rank world began_s since
+                  how end{exit reason}, null for one that was killed or goes on
         measures{}  the names of `zprof check --max`; unseen{} has why one is null
         not_recorded[]  lines: what no figure here includes
         waits[]   null if not seen; what unit ms_per_step waits longest_ms
                   settings[]
         mends[]   lines
         data      waits for data loaders, null if not seen: ms_per_step percent cores busy
-                  (of a core, each worker) loaders[]{name workers batch prefetch
+                  (of a core, each worker) queued (of the time, without one) loaders[]{name workers batch prefetch
                   persistent pinned ms_per_step first_ms_per_step starting_ms_per_step
                   epochs} advice[]
         rates[]   null if not seen; verb count bytes busy_s bytes_per_s reached_bytes_per_s

@@ -107,10 +107,11 @@ def _patience(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 )
 @click.option(
     "--children",
-    type=click.Choice(["off", "memory"]),
+    type=click.Choice(["off", "memory", "record"]),
     default="memory",
     show_default=True,
-    help="Processes that the script starts. memory: sample from outside what loader workers and others hold.",
+    help="Processes that the script starts. memory: sample from outside what loader workers and others hold. record: those of "
+    "multiprocessing and forks that train, such as ranks of mp.spawn, also get a trace each: run.0.child-1.zprof and so on.",
 )
 @click.option("--live", is_flag=True, help="Show tiers, steps and bandwidths on the terminal while it runs.")
 @click.option(
@@ -132,7 +133,7 @@ def run(
     level: Level | Literal["auto"],
     nvml: str,
     interval: float,
-    children: Children,
+    children: Children | Literal["record"],
     live: bool,
     hang_after: float,
     stacks_on: str | None,
@@ -167,6 +168,8 @@ def run(
         hang_after_s=hang_after,
         stacks_on=number,
     )
+    if force and children == "record":
+        _remove_children(path)
     before, kills = _seen(path), Kills.read()
     show = live and rank == 0
     ending = _watch(order, command[1:], path) if show else _wait(Child(order.arguments(command[1:])))
@@ -272,6 +275,24 @@ def _output(output: str, rank: int, world: int, force: bool) -> Path:
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise Problem(f"{path}: expected to write there, found no permission; name another file with -o")
     return path
+
+
+def _remove_children(path: Path) -> None:
+    """Those that were recorded beside the trace that is about to be written over; others' files stay."""
+    from zprof.rows import TraceError
+    from zprof.trace.children import recorded_children
+    from zprof.trace.reader import Trace
+
+    if not path.exists():
+        return
+    try:
+        old = Trace.open(path)
+    except TraceError:
+        return
+    for child in recorded_children(old):
+        with suppress(OSError):
+            child.path.unlink()
+    old.close()
 
 
 def _seen(path: Path) -> _Seen | None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from zprof.clock import now_ns
-from zprof.recording.processes import Shares, Stat, command, descendants, executable, shares
+from zprof.recording.processes import Shares, Stat, command, descendants, executable, queued_ns, shares
 from zprof.recording.sampler import Reading
 
 __all__ = ["CHILDREN", "KINDS", "LOADERS", "OTHERS", "PYTHON", "ChildrenSampler"]
@@ -63,12 +63,12 @@ _Key = tuple[int, int]
 class _Child:
     """One process, as it was last seen."""
 
-    __slots__ = ("asked", "cpu_ns", "kind", "label", "name", "rss", "seen", "shares")
+    __slots__ = ("asked", "cpu_ns", "kind", "label", "name", "queued_ns", "rss", "seen", "shares")
 
     def __init__(self, stat: Stat) -> None:
         self.name, self.kind, self.label = "", OTHERS, ""
         self.seen = 0
-        self.rss, self.cpu_ns = stat.rss, 0
+        self.rss, self.cpu_ns, self.queued_ns = stat.rss, 0, 0
         #: None before its first round, and where it may not be read.
         self.shares: Shares | None = None
         self.asked = False
@@ -76,7 +76,8 @@ class _Child:
 
 class ChildrenSampler:
     """Of each kind in `KINDS` and, with the empty key, of all, "children count", "children rss" (bytes) and "children cpu"
-    (nanoseconds so far); now and then "children pss", and with the process itself "tree pss" and "tree shared memory" (bytes).
+    (nanoseconds so far), of loader workers also "children queued" (nanoseconds so far, ready and without a core); now and then
+    "children pss", and with the process itself "tree pss" and "tree shared memory" (bytes).
 
     Args:
         workers: gives the pids of loader workers that are known by other means than their name, and what to call them.
@@ -91,6 +92,8 @@ class ChildrenSampler:
         self._children: dict[_Key, _Child] = {}
         self._said: set[str] = set()
         self._cpu_ns = dict.fromkeys(KINDS, 0)
+        #: Of loader workers; None where the kernel does not say.
+        self._queued_ns: int | None = 0
         self._most = dict.fromkeys(KINDS, 0)
         self._ever = self._zombies = 0
         self._due_ns = self._round_due_ns = self._round_spent_ns = self._round_ended_ns = 0
@@ -157,6 +160,8 @@ class ChildrenSampler:
             # One that was seen at work for the first time has spent all of it by now.
             self._cpu_ns[child.kind] += max(0, stat.cpu_ns - child.cpu_ns)
             child.rss, child.cpu_ns = stat.rss, stat.cpu_ns
+            if child.kind == LOADERS and self._queued_ns is not None:
+                self._queue(child, stat.pid)
         readings: list[Reading] = []
         before = bool(self._said)
         for kind in KINDS:
@@ -166,6 +171,8 @@ class ChildrenSampler:
                 readings.append(("children count", kind, len(mine)))
                 readings.append(("children rss", kind, sum(child.rss for child in mine)))
                 readings.append(("children cpu", kind, self._cpu_ns[kind]))
+                if kind == LOADERS and self._queued_ns is not None:
+                    readings.append(("children queued", kind, self._queued_ns))
                 if not mine:
                     readings.append(("children pss", kind, 0))
             if mine:
@@ -180,6 +187,15 @@ class ChildrenSampler:
             if not self._children:
                 readings.append(("children pss", "", 0))
         return readings
+
+    def _queue(self, child: _Child, pid: int) -> None:
+        assert self._queued_ns is not None
+        queued = queued_ns(pid, self._root)
+        if queued is not None:
+            self._queued_ns += max(0, queued - child.queued_ns)
+            child.queued_ns = queued
+        elif os.path.exists(self._root / "proc" / str(pid)):
+            self._queued_ns = None
 
     def _describe(self, child: _Child, stat: Stat, workers: Mapping[int, str]) -> None:
         """What it is: again where it runs something else by now, and at the second look, for it may have just been forked."""

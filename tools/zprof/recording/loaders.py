@@ -16,9 +16,10 @@ Note: [Whose wait it is]
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,8 @@ class _Watch:
         self._names: dict[tuple[object, ...], str] = {}
         self._known: list[dict[str, object]] = []
         self._iterators: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        #: A loader whose workers are being started, and the processes that were there before.
+        self._starting: tuple[str, set[int]] | None = None
         #: The thread that steps optimizers; None before the first step.
         self._training: int | None = None
         self._failed = False
@@ -161,6 +164,7 @@ class _Watch:
             finally:
                 if begun is not None:
                     self._say(_END, *begun)
+                    self._starting = None
             self._took(loader, iterator)
             return iterator
 
@@ -190,7 +194,9 @@ class _Watch:
             starts = loader.num_workers > 0 and getattr(loader, "_iterator", None) is None
             if not starts or not self._wanted():
                 return None
-            begun = self._what(), self._name(loader) + STARTING
+            name = self._name(loader)
+            begun = self._what(), name + STARTING
+            self._starting = name, set(_processes())
             self._say(_BEGIN, *begun)
         except Exception as error:
             self._fail(error)
@@ -239,6 +245,10 @@ class _Watch:
 
     def workers(self) -> dict[int, str]:
         found: dict[int, str] = {}
+        starting = self._starting
+        if starting is not None:
+            name, before = starting
+            found = dict.fromkeys((pid for pid in _processes() if pid not in before), f"{name}, a worker")
         # Other threads begin and end iterators meanwhile.
         with suppress(RuntimeError):
             for iterator, name in tuple(self._iterators.items()):
@@ -262,6 +272,16 @@ class _Watch:
             self._failed = True
             for each in self.listeners:
                 each.failed(f"{type(error).__name__}: {error}")
+
+
+def _processes() -> Iterator[int]:
+    """The pids of what multiprocessing has started here."""
+    known: Any = getattr(sys.modules.get("multiprocessing.process"), "_children", ())
+    with suppress(RuntimeError):
+        for process in tuple(known):
+            with suppress(ValueError, AttributeError):
+                if process.pid:
+                    yield process.pid
 
 
 def _dataset(dataset: Any) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Shares", "Stat", "command", "descendants", "executable", "shares"]
+__all__ = ["Shares", "Stat", "command", "descendants", "executable", "queued_ns", "shares"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -113,6 +113,12 @@ def shares(pid: int, root: Path = Path("/")) -> Shares | None:
         elif line.startswith(b"Pss_Shmem:"):
             shmem = int(line.split()[1]) << 10
     return None if pss is None else Shares(pss, shmem)
+
+
+def queued_ns(pid: int, root: Path = Path("/")) -> int | None:
+    """Nanoseconds that its first thread was ready to run and had no core so far; None where the kernel does not say."""
+    fields = _read(root, f"proc/{pid}/schedstat").split()
+    return int(fields[1]) if len(fields) == 3 else None
 
 
 def command(pid: int, root: Path = Path("/")) -> list[str]:

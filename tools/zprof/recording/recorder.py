@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zprof.recording.sampler import Sampler
     from zprof.trace.writer import Writer
 
-__all__ = ["LEVELS", "Children", "Level", "Recorder", "ranks"]
+__all__ = ["LEVELS", "Children", "Level", "Recorder", "leave_inherited", "ranks"]
 
 Level = Literal["events", "alloc", "stack"]
 #: What is recorded of the processes that the recorded one starts.
@@ -122,6 +122,8 @@ class Recorder:
         self._device: str | None = None
         self._zhooks = False
         self._ended = False
+        #: The trace's header says so, which with the process tells this recording from all others; 0 before.
+        self.began_ns = 0
         #: Rows are taken: between ``start`` and ``close``, in this process only.
         self.open = False
         #: Events carry the device's marks.
@@ -225,6 +227,7 @@ class Recorder:
         self._sampling.open(resident=self.level != "events", nvml=self._nvml, children=children)
         about = header(self.rank, self.world, self.level)
         self._queue.writer = Writer(self.path, about, force=self._force)
+        self.began_ns = about.mono_ns
         with suppress(OSError, ValueError):  # Without it a kill loses what was not written yet.
             self._queue.tail = Tail(self.path, about)
         self._written_ns = now_ns()
@@ -502,6 +505,8 @@ def _loader_workers() -> Mapping[int, str]:
 
 
 _recording: weakref.WeakSet[Recorder] = weakref.WeakSet()
+#: In a fork: its parent's.
+_inherited: list[Recorder] = []
 
 
 def _forget_in_child() -> None:
@@ -510,7 +515,19 @@ def _forget_in_child() -> None:
         recorder.open = False
         recorder._queue.forget()
         recorder.storages.forget()
+        _inherited.append(recorder)
     _recording.clear()
+
+
+def leave_inherited() -> None:
+    """In a fork that gets a recording of its own: take out what its parent's has hung into torch.
+
+    Not when it forks: locks may be held then by threads that are not in the fork.
+    """
+    while _inherited:
+        recorder = _inherited.pop()
+        while recorder._undo:
+            recorder._quietly(recorder._undo.pop())
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

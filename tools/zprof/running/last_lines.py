@@ -21,6 +21,7 @@ from zprof.oom.deaths import recorded_death
 from zprof.oom.explanation import explain
 from zprof.oom.facts import Failure
 from zprof.rows import TIERS
+from zprof.trace.children import recorded_children, reported_together
 from zprof.trace.frames import FrameKind, packed, sealed
 from zprof.trace.reader import Trace
 
@@ -73,9 +74,11 @@ def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, 
 def _next(trace: Trace, path: Path, world: int) -> list[str]:
     """The command to go on with; of several ranks for all of their files, which the shell finds where nothing is quoted."""
     rank = f".{trace.header.rank}."
+    children = [(str(child.path), child.header.rank, child.header.world) for child in recorded_children(trace)]
+    lines = [f"children recorded: {len(children)}", f"next: zprof report {reported_together(children)}"] if children else []
     if world > 1 and rank in path.name:
-        return [f"next: zprof report {path.with_name(path.name.replace(rank, '.*.', 1))}"]
-    return [f"next: zprof report {shlex.quote(str(path))}"]
+        return [*lines, f"next: zprof report {path.with_name(path.name.replace(rank, '.*.', 1))}"]
+    return [*lines, f"next: zprof report {shlex.quote(str(path))}"]
 
 
 def _write_down(path: Path, name: str, body: Mapping[str, object]) -> None:

@@ -32,14 +32,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from offload.errors import ZhooksError
-from zprof.recording.recorder import Children, Level, Recorder
+from zprof.recording.recorder import Children, Level, Recorder, leave_inherited
 from zprof.recording.stacks import hide
+from zprof.rows import TraceError
 from zprof.running.arrival import when_imported
+from zprof.running.follow import MOST, Family, follow
+from zprof.trace.children import CHILD, child_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Order", "TorchRecorder", "main"]
+__all__ = ["Order", "TorchRecorder", "main", "record_child"]
 
 #: Seconds ``os._exit`` waits for the trace to be ended; it may be called while a lock of ours is held.
 _LAST_WORDS_S = 2.0
@@ -65,7 +68,7 @@ class Order:
     level: Level | Literal["auto"] = "auto"
     nvml: str = "auto"
     interval_s: float = 0.1
-    children: Children = "memory"
+    children: Children | Literal["record"] = "memory"
     watcher: int = 0
     hang_after_s: float = 0.0
     stacks_on: str = ""
@@ -91,9 +94,12 @@ class _Recording:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.reason, self.exit = "", 0
+        self.undo: list[Callable[[], None]] = []
         self._kept_back = _kept_back()
 
     def close(self) -> None:
+        while self.undo:
+            self.undo.pop()()
         self.recorder.close(self.reason, self.exit)
 
     def ends_by(self, error: BaseException) -> None:
@@ -125,8 +131,13 @@ def _kept_back() -> mmap.mmap | None:
         return None
 
 
+#: Of this process; in a fork that has none of its own, its parent's, which is closed there.
+_current: _Recording | None = None
+
+
 def main() -> None:
     """Record ``sys.argv[2:]``'s script as ``sys.argv[1]``, an `Order`, says."""
+    global _current
     # What called this is a program of one line, whose name is as that of any other.
     hide(sys._getframe(1).f_code)
     order = Order(**json.loads(sys.argv[1]))
@@ -141,25 +152,24 @@ def main() -> None:
             interval_s=order.interval_s,
             nvml=order.nvml,
             force=order.force,
-            children=order.children,
+            children="off" if order.children == "off" else "memory",
         ).listen()
     except ZhooksError as error:
         _refuse(error)
     sys.argv = [order.target, *command]
-    recording = _Recording(recorder)
+    _current = recording = _Recording(recorder)
     # Registered first, so called last: what the script does at its own exit is recorded too.
     atexit.register(recording.close)
+    if order.children == "record":
+        recording.undo.append(follow(Family(asdict(order), os.path.abspath(order.output), os.getpid(), recorder.began_ns)))
     _watch_for_hangs(order, recorder)
-    os._exit = _closing(recording, os._exit)  # type: ignore[assignment]
+    _close_before_exit()
     script = _module(order.target) if order.module else _script(order.target)
     try:
         script()
     except BaseException as error:
-        try:
-            recording.ends_by(error)
-        except Exception as ours:
-            with suppress(Warning):
-                warnings.warn(f"zprof: the trace lacks why the script ended: {type(ours).__name__}: {ours}", stacklevel=1)
+        # In a fork that came back here, its own.
+        _ends_by(_current, error)
         _cut_frames()
         raise
 
@@ -181,6 +191,60 @@ def _say(text: str) -> None:
     # Not through sys.stderr, which the script may have replaced, and whose lock the thread that hangs may hold.
     with suppress(OSError):
         os.write(2, f"{text}\n".encode("utf-8", "backslashreplace"))
+
+
+def _ends_by(recording: _Recording, error: BaseException) -> None:
+    try:
+        recording.ends_by(error)
+    except Exception as ours:
+        with suppress(Warning):
+            warnings.warn(f"zprof: the trace lacks why the script ended: {type(ours).__name__}: {ours}", stacklevel=1)
+
+
+def record_child(family: Family, how: str, why: str) -> None:
+    """Begin the recording of this process, which a recorded script has started, and which trains from now on.
+
+    Raises:
+        ZhooksError: no trace can be made, or there are as many as there may be.
+    """
+    global _current
+    leave_inherited()
+    order = Order(**family.order)
+    recorder, number = _child_recorder(order, family.output)
+    _current = recording = _Recording(recorder)
+    about = {"root_pid": family.pid, "root_ns": family.mono_ns, "parent_pid": os.getppid()}
+    recorder.note(CHILD, about | {"number": number, "how": how, "why": why})
+
+    def end() -> None:
+        # multiprocessing calls it while what ends the process is on its way.
+        error = sys.exc_info()[1]
+        if error is not None and recorder.open and not recording.reason:
+            _ends_by(recording, error)
+        recording.close()
+
+    atexit.register(recording.close)
+    if "multiprocessing.util" in sys.modules:
+        from multiprocessing import util
+
+        # The last of all; its forks end without what is registered to be called at exit.
+        util.Finalize(None, end, exitpriority=-100)
+    _close_before_exit()
+
+
+def _child_recorder(order: Order, output: str) -> tuple[Recorder, int]:
+    for number in range(1, MOST + 1):
+        path = child_path(output, number)
+        if os.path.lexists(path):
+            continue
+        nvml = "off" if order.nvml == "off" else "auto"
+        try:
+            return TorchRecorder(path, level=order.level, interval_s=order.interval_s, nvml=nvml).listen(), number
+        except TraceError:
+            # Another child may have been quicker.
+            if not os.path.lexists(path):
+                raise
+    found = f"expected fewer than {MOST} traces of children, found as many; delete old ones"
+    raise TraceError(f"{child_path(output, MOST)}: {found}")
 
 
 def _die_with(watcher: int) -> None:
@@ -210,19 +274,28 @@ def _refuse(error: ZhooksError) -> NoReturn:
     raise SystemExit(problem.exit_code)
 
 
-def _closing(recording: _Recording, really: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
-    """``os._exit`` that ends the trace first; in a forked child the recorder has nothing to end."""
+def _close_before_exit() -> None:
+    """``os._exit`` ends the trace first; in a forked child without one there is nothing to end."""
+    global _exit_replaced
+    if _exit_replaced:
+        return
+    _exit_replaced = True
+    really = os._exit
 
     def leave(status: int) -> NoReturn:
-        if recording.recorder.open:
-            recording.reason, recording.exit = "os._exit", status
+        recording = _current
+        if recording is not None and recording.recorder.open:
+            recording.reason, recording.exit = recording.reason or "os._exit", status
             ending = threading.Thread(target=recording.close, daemon=True)
             with suppress(RuntimeError):  # no memory for a thread; the script's own ending matters more
                 ending.start()
                 ending.join(_LAST_WORDS_S)
         really(status)
 
-    return leave
+    os._exit = leave
+
+
+_exit_replaced = False
 
 
 # What plain python does.

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from offload.text import as_moment, as_size
 from zprof.analysis.children import Children
+from zprof.trace.children import Recorded
+from zprof.trace.header import Header
 
-__all__ = ["Body", "children_body", "children_lines", "children_rows"]
+__all__ = ["Body", "children_body", "children_lines", "children_rows", "recorded_body", "recorded_rows"]
 
 Body = dict[str, Any]
 
@@ -45,6 +47,7 @@ def children_body(found: Children, begin_ns: int) -> Body:
                 "rss_bytes": kind.rss_nbytes,
                 "cpu_s": kind.cpu_ns / 1e9,
                 "busy": kind.busy,
+                "queued": kind.queued,
             }
             for kind in found.kinds
         ],
@@ -81,6 +84,35 @@ def children_lines(found: Mapping[str, Any], shm_bytes: float | None) -> Iterato
         yield f"{found['unread']} of them may not be read: counted with all that they share"
     if found["zombies"] >= _MANY_ZOMBIES:
         yield f"{found['zombies']} of them had ended and were not waited for"
+
+
+def recorded_body(found: Sequence[Recorded], root: Header) -> list[Body]:
+    """Those that have a trace of their own; ``root`` is the header of their script's."""
+    return [
+        {
+            "file": str(child.path),
+            "pid": child.header.pid,
+            "rank": child.header.rank,
+            "world": child.header.world,
+            "began_s": (child.header.mono_ns - root.mono_ns) / 1e9,
+            "since": child.why,
+            "how": child.how,
+            "end": None if child.exit is None else {"exit": child.exit, "reason": child.reason},
+        }
+        for child in found
+    ]
+
+
+def recorded_rows(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A row for each: file, which it is, when its recording began and with what, and how it ended."""
+    for child in found:
+        which = f"rank {child['rank']} of {child['world']}" if child["world"] > 1 else "a process"
+        end = child["end"]
+        ended = "killed, or goes on" if end is None else "well"
+        if end is not None and end["exit"]:
+            ended = f"exit code {end['exit']} {end['reason']}"
+        began = f"{as_moment(child['began_s'] * 1e9)}: {child['since']}"
+        yield child["file"], f"{which} (pid {child['pid']})", began, ended
 
 
 def _sized(nbytes: int | None) -> str:

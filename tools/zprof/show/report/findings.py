@@ -25,12 +25,13 @@ from zprof.analysis.prefetch import setting
 from zprof.analysis.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
 from zprof.analysis.remainder import Remainder, fullest_sample, peak_sample
 from zprof.rows import TIERS, TraceError
-from zprof.show.report.children import children_body
+from zprof.show.report.children import children_body, recorded_body
 from zprof.show.report.compute import compute_body
 from zprof.show.report.large_batch import large_batch
 from zprof.show.report.loading import loading_body
 from zprof.show.report.next_commands import following
 from zprof.show.report.residual import residual
+from zprof.trace.children import recorded_children
 
 if TYPE_CHECKING:
     from offload.hardware import Hardware
@@ -133,6 +134,7 @@ def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hard
         "compute": None if isinstance(did, Unseen) else compute_body(did, hardware, most),
         "rss": _rss(ledger),
         "children": None if isinstance(under, Unseen) else children_body(under, ledger.begin_ns),
+        "recorded_children": recorded_body(recorded_children(trace), header),
         "measures": {name: None if isinstance(value, Unseen) else value for name, value in measured.items()},
         "unseen": {name: value.why for name, value in measured.items() if isinstance(value, Unseen)},
         "not_recorded": [*covered.lines(), *([f"step 0: {steps.unseen}"] if steps.unseen is not None else [])],

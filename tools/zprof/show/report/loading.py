@@ -23,6 +23,7 @@ def loading_body(found: Loading) -> Body:
         "percent": 100 * found.share,
         "cores": found.cores,
         "busy": found.busy,
+        "queued": found.queued,
         "loaders": [
             {
                 "name": loader.name,

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from zprof.recording.children import PYTHON
+from zprof.trace.children import reported_together
+
 __all__ = ["following"]
 
 MOST = 4
@@ -28,6 +31,14 @@ def _all(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     folder = Path(run["file"]).parent
     if ranks and ranks["missing"] and len(list(folder.glob("*.zprof"))) > len(report["runs"]):
         yield f"zprof report {shlex.quote(str(folder))}", "more ranks are in this folder; together they show who is late"
+    if run["recorded_children"]:
+        children = [(child["file"], child["rank"], child["world"]) for child in run["recorded_children"]]
+        why = f"what trained under it, recorded too: {len(children)} process{'es' * (len(children) > 1)}"
+        yield f"zprof report {reported_together(children)}", why
+    elif not run["steps"]["count"] and any(kind["name"] == PYTHON for kind in (run["children"] or {"kinds": ()})["kinds"]):
+        script = " ".join(map(shlex.quote, run["argv"])) or "SCRIPT"
+        why = "it took no optimizer step itself; Python processes under it that train get traces of their own so"
+        yield f"zprof run --children record {script}", why
     large = [line for line in run["reconciliation"] if line["said_bytes"] > 0 and line["bytes"] > LARGE * line["said_bytes"]]
     if run["simulated"]:
         why = "predicted beside measured, of a run by zprof run --level alloc"

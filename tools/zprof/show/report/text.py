@@ -16,7 +16,7 @@ from rich.text import Text
 
 from offload.text import as_duration, as_moment, as_size
 from zprof.analysis.coverage import NOT_MEASURED
-from zprof.show.report.children import children_lines, children_rows
+from zprof.show.report.children import children_lines, children_rows, recorded_rows
 from zprof.show.report.compute import compute_lines
 from zprof.show.report.large_batch import advised
 from zprof.show.report.loading import loading_line, loading_rows
@@ -32,6 +32,7 @@ _MOST_HOLDERS = 8
 _MOST_WAITS = 8
 _MOST_GROWN = 8
 _MOST_CALLERS = 3
+_MOST_RECORDED = 16
 
 
 def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
@@ -53,6 +54,7 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
         # There is no process that could say more than the ledger.
         _section(console, "reconciliation", _reconciled(run))
         _section(console, "processes under it", _children(run))
+        _section(console, "children that were recorded", _recorded(run, top or _MOST_RECORDED))
     predicted = " (predicted)" if run["simulated"] else ""
     _section(console, f"time{predicted}", _times(run, top or _MOST_WAITS))
     _section(console, "data loading", _loading(run, top or _MOST_WAITS))
@@ -274,6 +276,16 @@ def _children(run: Run) -> list[Any]:
     for row in children_rows(found):
         drawing.add_row(*row)
     return [drawing, *(Text(plain(line)) for line in children_lines(found, run["measures"]["shm.peak"]))]
+
+
+def _recorded(run: Run, most: int) -> list[Any]:
+    rows = list(recorded_rows(run["recorded_children"]))
+    if not rows:
+        return []
+    drawing = _table(("", "left"), ("", "left"), ("recorded from", "left"), ("ended", "left"))
+    for row in rows[:most]:
+        drawing.add_row(*(Text(plain(cell)) for cell in row))
+    return [drawing, *([Text(f"and {len(rows) - most} more")] if len(rows) > most else [])]
 
 
 # Time.
