@@ -13,11 +13,11 @@ from tests.support import forked
 from tests.support.cgroups import cgroup_of
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import HEADER, write_trace
+from zprof.analysis.following import RunFollower
 from zprof.analysis.ledger import Ledger
 from zprof.recording.children import ChildrenSampler
 from zprof.recording.sampler import Reading
 from zprof.rows import Row, RowKind
-from zprof.show.top.follow import Followed
 from zprof.trace.reader import Trace
 
 MIB = 1 << 20
@@ -300,7 +300,7 @@ def test_a_limit_on_children_is_kept_without_any_and_not_where_nobody_looked(zpr
 
 def test_top_shows_how_many_are_under_a_run_and_what_they_hold(tmp_path: Path) -> None:
     looks = sampled_rows((1, {"loader workers": (2, 200 * MIB, 1), "others": (1, MIB, 0)}))
-    seen = Followed(write_trace(tmp_path / "run.0.zprof", looks)).look()
+    seen = RunFollower(write_trace(tmp_path / "run.0.zprof", looks)).look()
     assert (seen.samples["children count"], seen.samples["children pss"]) == (3, 201 * MIB)
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import forked
+from tests.support.waiting import soon
 from tests.support.zprof_command import Zprof
-from tests.support.zprof_traces import sample_rows, write_trace
+from tests.support.zprof_traces import HEADER, MIB, sample_rows, write_trace
+from zprof.living.jobs import of_processes
+from zprof.rows import Row, RowKind, placed
+from zprof.running.child import Ending
+from zprof.running.last_lines import last_lines
 from zprof.trace.children import Recorded, child_path, recorded_children, reported_together, without_children
 from zprof.trace.reader import Trace
+from zprof.trace.writer import Writer
 
 #: A child trains for two steps, and then does as it is told.
 TRAINING = """
@@ -135,6 +143,109 @@ print(started(fails), started(exits), started(train))
     assert done.stdout == "1 5 0\n", done.stderr
     assert [(child.exit, child.reason) for child in children(tmp_path)] == [(1, "MemoryError"), (5, "SystemExit"), (0, "")]
     assert Trace.open(tmp_path / "run.0.child-1.zprof").notes("oom")[0].body["kind"] == "memory"
+
+
+OUT_OF_MEMORY = """
+import torch.multiprocessing as mp
+
+def rank(number):
+    train()
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+if __name__ == "__main__":
+    mp.start_processes(rank, nprocs=2, start_method="fork")
+"""
+
+
+def test_a_rank_that_runs_out_of_memory_is_explained_by_its_own_trace(tmp_path: Path, zprof: Zprof) -> None:
+    done = record(OUT_OF_MEMORY, tmp_path)
+    assert done.returncode == 1, done.stderr
+    said = [line.removeprefix("zprof: ") for line in done.stderr.splitlines() if line.startswith("zprof: ")]
+    first = next(child for child in children(tmp_path) if child.ran_out)
+    assert said[0] == f"{first.path.name}, a process (pid {first.pid}):"
+    assert said[1].startswith("out of memory: ") and " refused 1024 TiB" in said[1]
+    assert said[1] in zprof("report", str(first.path)).stdout
+
+
+def killed(header: dict[str, Any], folder: Path, *, notes: dict[str, Any], rows: list[Row]) -> Path:
+    """A script whose child the kernel has ended, and the child's trace, as it was written until then."""
+    died = {"pid": 4711, "name": "a process of torch.multiprocessing.spawn", "signal": 9, "message": "terminated"}
+    script = write_trace(folder / "run.0.zprof", [Row(RowKind.COUNTER, "rss", "", 7 * MIB, HEADER.mono_ns + 1)],
+                         notes={"child died": died}, zhooks=False)  # fmt: skip
+    about = {"root_pid": HEADER.pid, "root_ns": HEADER.mono_ns, "parent_pid": HEADER.pid, "number": 1, "how": "spawn"}
+    writer = Writer(child_path(script, 1), dataclasses.replace(HEADER, **header))
+    writer.rows(rows)
+    for name, body in {"child": about | {"why": "optimizer"}, **notes}.items():
+        writer.note(name, body)
+    writer.flush()
+    return script
+
+
+def test_a_rank_that_the_kernel_ends_for_want_of_memory_is_explained_by_what_it_held(tmp_path: Path, zprof: Zprof) -> None:
+    rows = [Row(RowKind.ALLOC, placed("activation", "device"), "layers.0", 96 * MIB, HEADER.mono_ns + 5, 0, 7),
+            Row(RowKind.COUNTER, "rss", "", 300 * MIB, HEADER.mono_ns + 9)]  # fmt: skip
+    script = killed({"pid": 4711, "rank": 1, "world": 2, "level": "alloc"}, tmp_path, notes={}, rows=rows)
+    lines = last_lines(script, Ending(1, 0, 7 * MIB), ("cgroup /box", 400 * MIB), 1)
+    assert lines[:2] == [
+        "run.0.child-1.zprof, rank 1 of 2 (pid 4711):",
+        "out of memory: cgroup /box (limit 400 MiB): the kernel ended rank 1 of 2 (pid 4711) for want of memory: it had "
+        "at most 300 MiB resident when it was sampled",
+    ]
+    assert "most of it: activation of layers.0 96 MiB" in lines
+    # Its own trace says so from now on, too.
+    assert "the kernel ended rank 1 of 2 (pid 4711)" in zprof("report", str(child_path(script, 1))).stdout
+
+
+def test_a_child_that_hangs_leaves_its_own_stacks_and_the_script_that_waits_for_it_none(tmp_path: Path) -> None:
+    script = """
+def hangs():
+    train()
+    time.sleep(3600)
+started(hangs)
+"""
+    (tmp_path / "script.py").write_text(TRAINING + script)
+    words = ("zprof", "run", "--nvml", "off", "--children", "record", "--hang-after", "300ms", "script.py")
+    running = forked.start("-m", *words, at=tmp_path)
+    own = tmp_path / "run.0.child-1.zprof"
+
+    def noted(path: Path) -> list[dict[str, Any]]:
+        return [note.body for note in Trace.growing(path).notes("hang")] if path.exists() else []
+
+    try:
+        assert soon(lambda: any("hangs" in str(note["threads"]) for note in noted(own)), 300)
+        of_child = noted(own)[0]["time_ns"]
+        # Time for three more looks.
+        since = time.monotonic()
+        assert soon(lambda: time.monotonic() > since + 1)
+        # It may have been silent before its child trained, and not since.
+        assert all(note["time_ns"] < of_child for note in noted(tmp_path / "run.0.zprof"))
+    finally:
+        os.kill(Trace.growing(own).header.pid, signal.SIGKILL)
+        assert running.wait().returncode == 0
+
+
+def test_ranks_that_a_script_forks_are_known_to_hang_by_their_recordings(tmp_path: Path) -> None:
+    script = RANKS.replace("    dist.destroy_process_group()", "    time.sleep(3600)")
+    (tmp_path / "script.py").write_text(TRAINING + script)
+    words = ("zprof", "run", "--nvml", "off", "--children", "record", "script.py", "fork")
+    running = forked.start("-m", *words, at=tmp_path)
+    own = tmp_path / "run.0.zprof"
+    pids: list[int] = []
+
+    def labels() -> list[str]:
+        if not own.exists():
+            return []
+        job = of_processes([Trace.growing(own).header.pid])
+        pids[:] = [member.process.pid for member in job.members if member.process is not None]
+        return [member.label for member in job.members]
+
+    try:
+        assert soon(lambda: sorted(labels()) == ["rank 0", "rank 1"], 300)
+        assert soon(lambda: sorted(child.pid for child in children(tmp_path)) == sorted(pids), 300)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        running.wait()
 
 
 def test_what_waits_in_a_child_is_gone_once_it_trains(tmp_path: Path) -> None:

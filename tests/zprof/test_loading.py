@@ -104,7 +104,7 @@ def test_loaders_that_differ_have_names_of_their_own_and_one_made_anew_keeps_its
     part = torch.utils.data.Subset(Numbers(), [0, 1])
     with zprof.record(tmp_path / "run.zprof", nvml="off"):
         for dataset, more in ((Numbers(), {}), (Numbers(), {"shuffle": True}), (Numbers(), {}), (part, {"batch_size": 2})):
-            list(DataLoader(dataset, **more))  # type: ignore[arg-type]
+            list(DataLoader(dataset, **more))
     found = Counter(key.removesuffix(" (first batch)") for key in waits(tmp_path / "run.zprof"))
     assert found == {"Numbers": 18, "Numbers (2)": 9, "Subset of Numbers": 2}
 
@@ -169,7 +169,7 @@ def test_recordings_at_once_each_see_all_and_torch_is_as_it_was_after_the_last(t
 
 def test_a_mistake_of_ours_ends_the_spans_and_not_the_loop(tmp_path: Path) -> None:
     class Odd(DataLoader[torch.Tensor]):
-        sampler = property(lambda self: 1 / 0, lambda self, value: None)  # type: ignore[assignment]
+        sampler = property(lambda self: 1 / 0, lambda self, value: None)
 
     said: list[str] = []
 

@@ -14,6 +14,8 @@ from tests.support import forked
 from tests.support.waiting import soon
 from tests.support.zprof_command import Zprof
 from zprof.living import stacks
+from zprof.recording.recorder import Recorder
+from zprof.running.silence import Silence
 from zprof.trace.reader import Trace
 
 HANGS = """
@@ -94,6 +96,26 @@ def test_a_script_without_silences_leaves_nothing(tmp_path: Path) -> None:
     ended = run(tmp_path, "--hang-after", "10min", "train.py", "0").wait()
     assert ended.returncode == 0 and "nothing has been recorded" not in ended.stderr
     assert not hangs_noted(tmp_path / "run.0.zprof")
+
+
+def test_while_others_do_its_work_a_script_is_not_silent(tmp_path: Path) -> None:
+    asked: list[bool] = []
+    elsewhere = [True]
+    said: list[str] = []
+
+    def works_elsewhere() -> bool:
+        asked.append(elsewhere[0])
+        return elsewhere[0]
+
+    with Recorder(tmp_path / "run.zprof", nvml="off", children="off") as recorder:
+        silence = Silence(recorder, 0.1, said.append, works_elsewhere)
+        silence.start()
+        assert soon(lambda: len(asked) >= 3)
+        assert not said and not hangs_noted(tmp_path / "run.zprof")
+        elsewhere[0] = False
+        assert soon(lambda: bool(said))
+        silence.close()
+    assert len(hangs_noted(tmp_path / "run.zprof")) == 1
 
 
 @pytest.mark.slow

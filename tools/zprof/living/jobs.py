@@ -35,6 +35,8 @@ _LAUNCHER_MODULES = (
     "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.launch",
 )  # fmt: skip
 _MOST_WORLD = 1 << 20
+#: In the command line of a process that multiprocessing spawned.
+_SPAWNED = "multiprocessing.spawn import spawn_main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +294,11 @@ def _has(job: Job, pids: set[int]) -> bool:
 
 
 def _spawned(parent: Process) -> list[Process]:
-    """The processes that torch.multiprocessing, or multiprocessing's spawn, started as ranks."""
-    begun = children_of(parent.pid)
-    return [child for child in begun if any("multiprocessing.spawn import spawn_main" in word for word in child.words)]
+    """The processes that torch.multiprocessing, or multiprocessing's spawn, started as ranks, and those that are recorded.
+
+    Forks, and what a forkserver starts, are told from loader workers by that: they record into traces of their own.
+    """
+    begun = [child for child in children_of(parent.pid) if any(_SPAWNED in word for word in child.words)]
+    known = {parent.pid, *(child.pid for child in begun)}
+    others = (found(pid) for pid in sorted(_below(parent.pid) - known))
+    return [*begun, *(each for each in others if each is not None and each.alive and recording_of(each)[0] is not None)]

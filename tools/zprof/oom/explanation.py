@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zprof.analysis.analysis import Analysis
     from zprof.oom.facts import Failure
 
-__all__ = ["Explained", "explain", "explained"]
+__all__ = ["Explained", "explain", "explained", "under_it"]
 
 _MOST_KEYS, _MOST_REMEDIES = 5, 6
 #: Failures for want of memory that processes under this one draw on, too.
@@ -84,7 +84,7 @@ def explained(analysis: Analysis) -> Explained | None:
 def _facts(analysis: Analysis, case: Case) -> list[str]:
     whole = not any(analysis.covered.tier(tier) for tier in analysis.ledger.tiers)
     held = (*_table(case.held, whole=whole), *_top(case.held, case.plight.pool))
-    return [_headline(case.failure, case.phase, case.plight.idle), *held, *_under(analysis, case.failure)]
+    return [_headline(case.failure, case.phase, case.plight.idle), *held, *under_it(analysis, case.failure)]
 
 
 def _headline(failure: Failure, phase: str, idle: int) -> str:
@@ -133,7 +133,7 @@ def _top(held: Mapping[tuple[str, str, str], int], pool: tuple[str, ...]) -> lis
     return [f"most of it: {', '.join(most)}"] if most else []
 
 
-def _under(analysis: Analysis, failure: Failure) -> list[str]:
+def under_it(analysis: Analysis, failure: Failure) -> list[str]:
     """What the processes under this one held, where they draw on the memory that ran out."""
     found = analysis.children
     if failure.kind not in _OF_THE_HOST or isinstance(found, Unseen) or not found.pss_nbytes:
@@ -167,7 +167,7 @@ def _shm_lines(analysis: Analysis, failure: Failure) -> list[str]:
     most = peak_sample(analysis.ledger, "/dev/shm used")
     if most is not None:
         lines.append(f"all files in /dev/shm took at most {as_size(most[1])} when it was sampled")
-    return [*lines, *_under(analysis, failure), *_MORE_SHM]
+    return [*lines, *under_it(analysis, failure), *_MORE_SHM]
 
 
 def _proposals(case: Case) -> list[str]:

@@ -119,10 +119,10 @@ class ChildrenSampler:
             readings += self._continue_round()
         return readings
 
-    def note(self) -> tuple[str, dict[str, object]]:
+    def note(self) -> tuple[str, dict[str, Any]]:
         """Who held what when they held most, and how many there were."""
         self.news = False
-        body: dict[str, object] = {"seen": self._ever, "most": {kind: most for kind, most in self._most.items() if most}}
+        body: dict[str, Any] = {"seen": self._ever, "most": {kind: most for kind, most in self._most.items() if most}}
         if self._zombies:
             body["zombies"] = self._zombies
         return CHILDREN, body if self._peak is None else body | {"peak": self._peak}

@@ -7,9 +7,9 @@ the script could not say any more.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from zprof.analysis.analysis import Analysis
 from zprof.analysis.remainder import peak_sample
 from zprof.oom.case import computes_on_gpu
 from zprof.oom.deaths import recorded_death
-from zprof.oom.explanation import explain
+from zprof.oom.explanation import explain, under_it
 from zprof.oom.facts import Failure
 from zprof.rows import TIERS
 from zprof.trace.children import recorded_children, reported_together
@@ -28,11 +28,14 @@ from zprof.trace.reader import Trace
 if TYPE_CHECKING:
     from zprof.oom.deaths import Death
     from zprof.running.child import Ending
+    from zprof.trace.children import Recorded
 
 __all__ = ["last_lines"]
 
 #: To read more rows than this takes seconds, which a run that ended well need not wait for.
 _MOST_ROWS = 2_000_000
+#: Of children that ran out of memory, beside the first.
+_MOST_NAMED = 8
 
 
 def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> list[str]:
@@ -46,7 +49,7 @@ def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, 
     """
     trace = Trace.open(path, ended=True)
     if not ending.failed and trace.count > _MOST_ROWS:
-        return [f"trace {path} ({as_size(path.stat().st_size)})", *_next(trace, path, world)]
+        return [f"trace {path} ({as_size(path.stat().st_size)})", *_next(trace, path, world, recorded_children(trace))]
     analysis = Analysis.of(trace)
     died = recorded_death(trace) if ending.failed else None
     killed = _kill(ending, kill, analysis, died)
@@ -54,7 +57,8 @@ def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, 
         _write_down(path, "oom", asdict(killed))
     elif ending.signal and not trace.notes("end"):
         _write_down(path, "killed", {"signal": ending.signal})
-    lines = explain(analysis, killed) if ending.failed else []
+    children = recorded_children(trace)
+    lines = _explained(analysis, killed, children, died) if ending.failed else []
     if died is not None and killed is None and died.signal == 9:
         lines.append(f"{one_line(died.who)} was ended by SIGKILL; no process was ended for want of memory meanwhile")
     if ending.signal == 9 and killed is None:
@@ -68,14 +72,39 @@ def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, 
     resident = peak_sample(ledger, "rss")
     peaks += [f"rss {as_size(resident[1])}"] if resident is not None and resident[1] else []
     lines.append(f"trace {path} ({as_size(path.stat().st_size)}); peak {', '.join(peaks) or 'unknown'}")
-    return lines + _next(trace, path, world)
+    return lines + _next(trace, path, world, children)
 
 
-def _next(trace: Trace, path: Path, world: int) -> list[str]:
+def _explained(analysis: Analysis, killed: Failure | None, children: Sequence[Recorded], died: Death | None) -> list[str]:
+    """Why memory ran out: of a recorded process under this one where it was that, for the script itself held little then."""
+    victim = next((child for child in children if killed is not None and died is not None and child.pid == died.pid), None)
+    if victim is not None and killed is not None:
+        theirs = Analysis.of(Trace.open(victim.path, ended=True))
+        failure = replace(killed, tier=_host_tier(theirs), message=_ended_for_memory(victim.who, _sampled(theirs)))
+        _write_down(victim.path, "oom", asdict(failure))
+        around = under_it(analysis, failure)
+        script = [f"{one_line(analysis.trace.path.name)}, which started it:", *around] if around else []
+        return [_named(victim), *explain(theirs, failure), *script]
+    lines = explain(analysis, killed)
+    ran_out = [child for child in children if child.ran_out]
+    for child in ran_out[:1]:
+        lines += [_named(child), *explain(Analysis.of(Trace.open(child.path, ended=True)))]
+    if len(ran_out) > 1:
+        others = ", ".join(one_line(child.path.name) for child in ran_out[1:_MOST_NAMED])
+        more = f" and {len(ran_out) - _MOST_NAMED} more" if len(ran_out) > _MOST_NAMED else ""
+        lines.append(f"out of memory, too: {others}{more}")
+    return lines
+
+
+def _named(child: Recorded) -> str:
+    return f"{one_line(child.path.name)}, {child.who}:"
+
+
+def _next(trace: Trace, path: Path, world: int, children: Sequence[Recorded]) -> list[str]:
     """The command to go on with; of several ranks for all of their files, which the shell finds where nothing is quoted."""
     rank = f".{trace.header.rank}."
-    children = [(str(child.path), child.header.rank, child.header.world) for child in recorded_children(trace)]
-    lines = [f"children recorded: {len(children)}", f"next: zprof report {reported_together(children)}"] if children else []
+    theirs = [(str(child.path), child.header.rank, child.header.world) for child in children]
+    lines = [f"children recorded: {len(theirs)}", f"next: zprof report {reported_together(theirs)}"] if theirs else []
     if world > 1 and rank in path.name:
         return [*lines, f"next: zprof report {path.with_name(path.name.replace(rank, '.*.', 1))}"]
     return [*lines, f"next: zprof report {shlex.quote(str(path))}"]
@@ -93,16 +122,28 @@ def _kill(ending: Ending, kill: tuple[str, int | None] | None, analysis: Analysi
         return None
     whose, limit = kill
     bound = f"{whose} (limit {as_size(limit)})" if limit is not None else whose
-    tier = "host" if computes_on_gpu(analysis) else "device"
     who = "the process" if ending.signal == 9 or died is None else died.who
     itself = "it" if ending.signal == 9 else "the process itself"
-    had = f"{itself} had {_rss(ending, analysis)}"
-    return Failure("kill", tier, f"the kernel ended {who} for want of memory: {had}", limit=limit, bound=bound)
+    message = _ended_for_memory(who, _rss(ending, analysis), itself)
+    return Failure("kill", _host_tier(analysis), message, limit=limit, bound=bound)
+
+
+def _ended_for_memory(who: str, had: str, itself: str = "it") -> str:
+    return f"the kernel ended {who} for want of memory{f': {itself} had {had}' if had else ''}"
+
+
+def _host_tier(analysis: Analysis) -> str:
+    """The tier that host memory is: of a process that computes on it, the device."""
+    return "host" if computes_on_gpu(analysis) else "device"
 
 
 def _rss(ending: Ending, analysis: Analysis) -> str:
     """The kernel's figure is the most of it and of those under it, each alone: where there were any, what was sampled of it."""
-    sampled, count = peak_sample(analysis.ledger, "rss"), peak_sample(analysis.ledger, "children count")
-    if sampled is not None and count is not None and count[1]:
-        return f"at most {as_size(sampled[1])} resident when it was sampled"
-    return f"at most {as_size(ending.most_nbytes)} resident"
+    count = peak_sample(analysis.ledger, "children count")
+    sampled = _sampled(analysis) if count is not None and count[1] else ""
+    return sampled or f"at most {as_size(ending.most_nbytes)} resident"
+
+
+def _sampled(analysis: Analysis) -> str:
+    found = peak_sample(analysis.ledger, "rss")
+    return "" if found is None else f"at most {as_size(found[1])} resident when it was sampled"

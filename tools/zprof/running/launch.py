@@ -37,7 +37,7 @@ from zprof.recording.stacks import hide
 from zprof.rows import TraceError
 from zprof.running.arrival import when_imported
 from zprof.running.follow import MOST, Family, follow
-from zprof.trace.children import CHILD, child_path
+from zprof.trace.children import CHILD, child_path, recorded_children
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -174,17 +174,35 @@ def main() -> None:
         raise
 
 
-def _watch_for_hangs(order: Order, recorder: Recorder) -> None:
-    """What was asked for, before the script can set a handler of its own, which then takes the place of this one."""
+def _watch_for_hangs(order: Order, recorder: Recorder, *, begun: bool = False) -> None:
+    """What was asked for, before the script can set a handler of its own, which then takes the place of this one.
+
+    Args:
+        begun: the program runs already, and keeps a handler that it has set.
+    """
     if order.hang_after_s:
         from zprof.running.silence import Silence
 
-        Silence(recorder, order.hang_after_s, _say).start()
-    if order.stacks_on:
+        family = order.children == "record"
+        Silence(recorder, order.hang_after_s, _say, lambda: family and _works_elsewhere(recorder)).start()
+    if order.stacks_on and not (begun and signal.getsignal(signal.Signals[order.stacks_on]) is not signal.SIG_DFL):
         import faulthandler
 
         # From C, in the signal's handler itself: also where the main thread hangs in C, or keeps the interpreter's lock.
         faulthandler.register(signal.Signals[order.stacks_on], all_threads=True)
+
+
+def _works_elsewhere(recorder: Recorder) -> bool:
+    """A process under this one is recorded, and lives: its own recording says what it does, and where it hangs."""
+    from zprof.recording.processes import descendants
+    from zprof.trace.reader import Trace
+
+    living = {each.pid for each in descendants(os.getpid()) if not each.zombie}
+    trace = Trace.growing(recorder.path)
+    try:
+        return any(child.pid in living for child in recorded_children(trace))
+    finally:
+        trace.close()
 
 
 def _say(text: str) -> None:
@@ -228,6 +246,7 @@ def record_child(family: Family, how: str, why: str) -> None:
 
         # The last of all; its forks end without what is registered to be called at exit.
         util.Finalize(None, end, exitpriority=-100)
+    _watch_for_hangs(order, recorder, begun=True)
     _close_before_exit()
 
 

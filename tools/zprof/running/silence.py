@@ -42,10 +42,17 @@ class Silence:
 
     Args:
         say: takes the lines for whoever reads the script's log.
+        elsewhere: whether processes under this one do its work now, which are watched themselves: then it is no silence.
     """
 
-    def __init__(self, recorder: Recorder, seconds: float, say: Callable[[str], None]) -> None:
-        self._recorder, self._seconds, self._say = recorder, seconds, say
+    def __init__(
+        self,
+        recorder: Recorder,
+        seconds: float,
+        say: Callable[[str], None],
+        elsewhere: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._recorder, self._seconds, self._say, self._elsewhere = recorder, seconds, say, elsewhere
         self._ended = threading.Event()
         self._notes = 0
         self._thread = threading.Thread(target=self._run, name="zprof-silence", daemon=True)
@@ -68,8 +75,12 @@ class Silence:
             if rows != seen:
                 seen, since_ns, noted = rows, now_ns(), False
             elif not noted and now_ns() - since_ns >= self._seconds * 1e9:
-                noted = True
                 # Whatever it was: a report that fails must not end the script.
+                with suppress(Exception):
+                    if self._elsewhere():
+                        since_ns = now_ns()
+                        continue
+                noted = True
                 with suppress(Exception):
                     self._report(now_ns() - since_ns)
                 if self._notes >= _MOST_NOTES:

@@ -38,6 +38,7 @@ class Recorded:
         why: what it was recorded from on: "process group", "optimizer" or "forward". how: "fork" or "spawn".
         parent_pid: of the process that started it.
         exit, reason: how it ended; None where that is not in the trace: it was killed, or goes on.
+        ran_out: it ran out of memory, as far as its trace says.
     """
 
     path: Path
@@ -48,6 +49,17 @@ class Recorded:
     parent_pid: int
     exit: int | None
     reason: str
+    ran_out: bool = False
+
+    @property
+    def pid(self) -> int:
+        return self.header.pid
+
+    @property
+    def who(self) -> str:
+        """It, in a few words."""
+        rank = f"rank {self.header.rank} of {self.header.world}" if self.header.world > 1 else "a process"
+        return f"{rank} (pid {self.pid})"
 
 
 def child_path(output: str | Path, number: int) -> Path:
@@ -124,6 +136,7 @@ def _recorded(child: Trace, root: Header) -> Recorded | None:
         parent if type(parent) is int else 0,
         code if type(code) is int else None,
         str(ends[-1].body.get("reason", ""))[:_MOST_TEXT] if ends else "",
+        bool(child.notes("oom")),
     )
 
 
