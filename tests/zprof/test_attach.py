@@ -67,6 +67,8 @@ def by_command(
 def test_the_stacks_and_the_memory_of_a_plain_process_are_shown(tmp_path: Path, zprof: Zprof) -> None:
     (tmp_path / "train.py").write_text(SLEEPS)
     with started(sys.executable, "train.py", at=tmp_path) as one:
+        # It says that it is there just before it sleeps.
+        assert soon(lambda: ", sleeping, " in zprof("attach", one.pid).stdout, 300)
         said = zprof("attach", one.pid)
         whole = json.loads(zprof("attach", one.pid, "--json").stdout)
         native = zprof("attach", one.pid, "--native").stdout
