@@ -50,9 +50,10 @@ def test_the_text_says_what_ran_who_held_what_what_is_left_and_what_was_waited_f
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[0] == "train.py --steps 5"
     assert lines[1] == "rank 0 of 1, node, cpu; level alloc; 400 ms, 5 steps; 1,496 rows; run.zprof"
-    headings = ["held at the peak, by category", "most held by", "reconciliation", "time", "bandwidth", "next"]
+    headings = ["in short", "held at the peak, by category", "most held by", "reconciliation", "time", "bandwidth", "next"]
     assert [line for line in lines if line in headings] == headings
-    assert lines[6].split() == ["activation", "116", "MiB", "-", "71%", "█" * 17]
+    held = lines[lines.index(headings[1]) + 3]
+    assert held.split() == ["activation", "116", "MiB", "-", "71%", "█" * 17]
     assert [line for line in lines if line.startswith("in all")] == ["in all       164 MiB   72 MiB"]
     assert "device: 164 MiB at 0.021 s, in step 0" in lines
     assert "host: 72 MiB at 0.000 s; budget 1 GiB" in lines
@@ -85,14 +86,14 @@ def test_the_keys_of_version_1_stay(report: Report) -> None:
         write_trace(Path(f"run.{rank}.zprof"), rows, rank=rank, world=2)
     told = values(report("run.0.zprof", "run.1.zprof", "--json"))
     assert told["version"] == 1
-    assert set(told) == {"version", "by", "at", "runs", "ranks", "next"}
+    assert set(told) == {"version", "by", "at", "runs", "ranks", "summary", "next"}
     assert set(told["runs"][0]) == words(
         "file rank world simulated host device level level_chosen argv versions duration_s rows dropped_rows damage below_zero "
         "bench_problem end steps tiers residual reconciliation growth compute rss children recorded_children measures "
         "unseen not_recorded waits mends data rates large_batch oom"
     )
     assert set(told["runs"][0]["tiers"]["device"]) == words(
-        "bytes at_s step peak_bytes budget_bytes groups categories not_recorded holders"
+        "bytes at_s step peak_bytes budget_bytes memory_bytes groups categories not_recorded holders"
     )
     assert set(told["runs"][0]["reconciliation"][0]) == words("name bytes said said_bytes against against_bytes likely at_s")
     assert set(told["runs"][0]["waits"][0]) == words("what unit ms_per_step waits longest_ms settings")

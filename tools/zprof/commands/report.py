@@ -91,7 +91,7 @@ def report(
                   steps{count marked_by first_unseen (why the first is only its
                   update, null where it is whole)}
         tiers{}   of device, host, disk, if used: bytes at_s step peak_bytes
-                  budget_bytes groups{} categories{} not_recorded[] (the
+                  budget_bytes memory_bytes (of a GPU, by its profile) groups{} categories{} not_recorded[] (the
                   categories that are in none of these, though they may be held)
                   holders[]{name bytes categories{}}
         residual  formula{}, or null; rows[]{name tier bytes peak_bytes
@@ -134,6 +134,7 @@ def report(
         skew[]    what key rank late_ns times count total_ns
         stragglers[]  rank host work_ns median_ns
       against     with --against, what zprof diff PLAN RUN --json prints
+      summary[]   what to read first: about figure what remedy act (whether to act)
       next[]      do why
     """
     from zprof.show.report.findings import MOST

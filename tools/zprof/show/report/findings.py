@@ -3,9 +3,9 @@
 `zprof.commands.report` calls `report`, which reads each rank's trace once. It never prints, and it rounds nothing.
 
 Note: [What a report is]
-    ``{"version": 1, "by", "at", "runs": [one a rank, by rank], "ranks": what only several ranks show, or null, "next": [what to
-    do next]}``. Bytes are integers in keys that say "bytes"; "at_s" is seconds since the rank's recording began. New keys may
-    be added; a key that is there keeps its meaning as long as the version is 1.
+    ``{"version": 1, "by", "at", "runs": [one a rank, by rank], "ranks": what only several ranks show, or null, "summary": [what
+    to read first], "next": [what to do next]}``. Bytes are integers in keys that say "bytes"; "at_s" is seconds since the
+    rank's recording began. New keys may be added; a key that is there keeps its meaning as long as the version is 1.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zprof.analysis.analysis import Analysis
+from zprof.analysis.compute import hardware_of
 from zprof.analysis.coverage import Unseen
 from zprof.analysis.curves import By, group_of, lines_recorded
 from zprof.analysis.ledger import Ledger, Moment
@@ -31,13 +32,14 @@ from zprof.show.report.large_batch import large_batch
 from zprof.show.report.loading import loading_body
 from zprof.show.report.next_commands import following
 from zprof.show.report.residual import residual
+from zprof.show.report.summary import summary
 from zprof.trace.children import recorded_children
 
 if TYPE_CHECKING:
     from offload.hardware import Hardware
     from zprof.trace.reader import Trace
 
-__all__ = ["Body", "report"]
+__all__ = ["Body", "report", "report_of"]
 
 Body = dict[str, Any]
 
@@ -82,8 +84,19 @@ def report(
         trace.close()
         # Before the next rank is read: one at a time is what fits.
         del analysis
+    return _whole(bodies, lanes, by, step, most)
+
+
+def report_of(analyses: Sequence[Analysis]) -> Body:
+    """The report of ranks that are read already, by category, at the peak."""
+    bodies = [_run(analysis, "category", None, MOST, None) for analysis in analyses]
+    return _whole(bodies, [lane_of(analysis) for analysis in analyses], "category", None, MOST)
+
+
+def _whole(bodies: list[Body], lanes: list[Lane], by: By, step: int | None, most: int) -> Body:
     report: Body = {"version": VERSION, "by": by, "at": "peak" if step is None else f"step:{step}", "runs": bodies}
     report["ranks"] = _ranks(lanes, most) if lanes[0].header.world > 1 or len(lanes) > 1 else None
+    report["summary"] = summary(report)
     report["next"] = following(report)
     return report
 
@@ -101,7 +114,8 @@ def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hard
     ooms = [note.body for note in trace.notes("oom")]
     begin_ns, end_ns = (ledger.begin_ns, ledger.end_ns) if step is None else steps.issued[step].tolist()
     tiers = {
-        tier: _tier(analysis, tier, moment, by, most) | {"step": steps.at(moment.time_ns) if step is None else step}
+        tier: _tier(analysis, tier, moment, by, most)
+        | {"step": steps.at(moment.time_ns) if step is None else step, "memory_bytes": _memory(analysis, tier, hardware)}
         for tier, moment in moments.items()
     }
     reconciled = [_line(line, ledger) for line in ledger.remainder(fullest_sample(ledger, begin_ns, end_ns))]
@@ -186,6 +200,30 @@ def _budget(analysis: Analysis, tier: str) -> int | None:
     """What the policy of the run bounds the tier to, in bytes; None without a bound, or for a share of the machine."""
     found = setting(analysis.policy, "budget", tier)
     return found if type(found) is int else None
+
+
+def _memory(analysis: Analysis, tier: str, hardware: Hardware | None) -> int | None:
+    """Bytes that a GPU has by its hardware profile: the one named, else the shipped one of just that device or of the
+    simulation; None where that is not known, and for other tiers."""
+    if tier != "device" or analysis.trace.device == "cpu":
+        return None
+    known = hardware or _simulated(analysis.header.simulated)
+    if known is None:
+        did = analysis.computed
+        found = did if isinstance(did, Unseen) else hardware_of(did)
+        if isinstance(found, Unseen):
+            return None
+        known = found
+    return known.device.memory if known.kind != "cpu" else None
+
+
+def _simulated(name: str) -> Hardware | None:
+    """The shipped profile of that name; what a trace says names no file."""
+    if not name:
+        return None
+    from offload.hardware import Hardware, names
+
+    return Hardware.of(name) if name in names() else None
 
 
 def _sorted(sums: dict[str, int]) -> dict[str, int]:

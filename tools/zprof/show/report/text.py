@@ -21,8 +21,9 @@ from zprof.show.report.compute import compute_lines
 from zprof.show.report.large_batch import advised
 from zprof.show.report.loading import loading_line, loading_rows
 from zprof.show.report.ranks import ranks_lines, ranks_table
+from zprof.show.report.summary import foremost
 
-__all__ = ["plain", "show", "sized"]
+__all__ = ["doubts", "not_recorded", "plain", "show", "sized"]
 
 Run = Mapping[str, Any]
 
@@ -40,11 +41,12 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console = Console(highlight=False, soft_wrap=True, width=120)
-    run = _foremost(report["runs"])
+    run = foremost(report["runs"])
     for line in _heading(report, run):
         console.print(line)
     mark = "\N{FULL BLOCK}" if console.encoding.startswith("utf") else "#"
     held = _held(report, run, mark, top or _MOST_GROUPS)
+    _section(console, f"in short{' (predicted)' if run['simulated'] else ''}", list(_short(report["summary"])))
     _section(console, f"{_when(report)}{' (predicted)' if run['simulated'] else ''}", held)
     if report["by"] not in ("module", "unit"):
         _section(console, "most held by", _holders(run, top or _MOST_HOLDERS))
@@ -66,8 +68,8 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
         _section(console, "ranks", [ranks_table(report, top), *lines])
     if run["oom"]:
         _section(console, "out of memory", [Text(plain(line)) for line in run["oom"]["lines"]])
-    _section(console, "not recorded", [Text(plain(line)) for line in _not_recorded(report["runs"])])
-    _section(console, "the recording", [Text(line) for each in report["runs"] for line in _doubts(each)])
+    _section(console, "not recorded", [Text(plain(line)) for line in not_recorded(report["runs"])])
+    _section(console, "the recording", [Text(line) for each in report["runs"] for line in doubts(each)])
     _section(console, "next", [Text(f"{plain(each['do'])}\n    {plain(each['why'])}") for each in report["next"]])
 
 
@@ -89,13 +91,7 @@ def _section(console: Console, heading: str, parts: Sequence[Any]) -> None:
             console.print(part)
 
 
-def _foremost(runs: Sequence[Run]) -> Run:
-    """The rank shown in full: the one that failed, else the one whose device holds most."""
-    held = {run["rank"]: run["tiers"].get("device", {}).get("peak_bytes", 0) for run in runs}
-    return max(runs, key=lambda run: (run["oom"] is not None, held[run["rank"]], -run["rank"]))
-
-
-def _not_recorded(runs: Sequence[Run]) -> list[str]:
+def not_recorded(runs: Sequence[Run]) -> list[str]:
     """What no figure above includes; of several ranks each line once."""
     lines: dict[str, list[int]] = {}
     for run in runs:
@@ -105,6 +101,14 @@ def _not_recorded(runs: Sequence[Run]) -> list[str]:
         line if len(ranks) == len(runs) else f"rank(s) {', '.join(map(str, ranks[:8]))}: {line}"
         for line, ranks in lines.items()
     ]
+
+
+def _short(findings: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    width = max(len(each["about"]) for each in findings)
+    for each in findings:
+        yield Text(plain(f"{each['about']:<{width}}  {each['figure']}: {each['what']}"))
+        if each["remedy"]:
+            yield Text(plain(f"{'':<{width}}  remedy: {each['remedy']}"))
 
 
 def _heading(report: Mapping[str, Any], run: Run) -> Iterator[Text]:
@@ -380,7 +384,7 @@ def _growing(run: Run) -> Iterator[Any]:
             yield drawing
 
 
-def _doubts(run: Run) -> Iterator[str]:
+def doubts(run: Run) -> Iterator[str]:
     """What keeps a recording from being whole."""
     name = plain(run["file"])
     if run["damage"]:
