@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import gzip
 import hashlib
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +21,13 @@ from numpy.typing import NDArray
 
 from tests.support.browser import Browser, opened, why_none
 from tests.support.zprof_command import Zprof
+from tests.support.zprof_pages import data_of, unpacked
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
 from zprof.rows import Row, RowKind
 from zprof.show.pages import timeline as page_timeline
 from zprof.show.pages.lanes import Kept, Lane, Spans, keep
-from zprof.show.pages.page import embedded, page_path
+from zprof.show.pages.page import page as page_of
+from zprof.show.pages.page import page_path
 from zprof.show.pages.tree import Node, tree
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'zhooks[pages]'")
@@ -46,21 +47,36 @@ def renamed(rows: Iterator[Row]) -> Iterator[Row]:
         yield row if found is None else row._replace(key=row.key.replace(found, HOSTILE[found]))
 
 
-def data_of(page: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
-    assert found
-    loaded: dict[str, Any] = json.loads(found[1])
-    return loaded
+class Tags(HTMLParser):
+    """The names of elements, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.found.append(tag)
+
+
+def tags(text: str) -> list[str]:
+    parser = Tags()
+    parser.feed(text)
+    return parser.found
 
 
 # --- what goes into a page --------------------------------------------------------------------------------------------
 
 
-@given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-def test_no_name_breaks_out_of_the_data_and_all_of_it_comes_back(data: object) -> None:
-    text = embedded({"data": data})
-    assert not set(text) & set("<>&\u2028\u2029")
-    assert json.loads(text) == {"data": data}
+@settings(max_examples=30)
+@given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)), st.text())
+def test_no_name_breaks_out_of_a_page_and_all_of_it_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, data: object, title: str
+) -> None:
+    text = page_of(title, {"data": data}, scripts=())
+    assert tags(text) == tags(page_of("title", {}, scripts=())) and tags(text).count("script") == 4
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(text, encoding="utf-8")
+    assert json.loads(unpacked(path, "data")) == {"data": data}
 
 
 def test_a_page_asks_no_network_and_runs_only_its_own_scripts(zprof: Zprof) -> None:
@@ -71,8 +87,8 @@ def test_a_page_asks_no_network_and_runs_only_its_own_scripts(zprof: Zprof) -> N
         policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
         assert policy and "default-src 'none'; script-src 'sha256-" in policy[1]
         scripts = re.findall(r"<script\b[^>]*>", text)
-        data, plotly = ('<script type="application/json" id="data">', '<script type="application/gzip" id="plotly">')
-        assert scripts == [data, plotly, "<script>"]
+        packed = [f'<script type="application/gzip" id="{element}">' for element in ("data", "plotly", "drawing")]
+        assert scripts == [*packed, "<script>"]
         head = text[: text.index("<script")]
         assert "http://" not in head and "https://" not in head and " src=" not in head
         assert "alert(1)</script>" not in text and "onerror=alert(1)>" not in text
@@ -170,11 +186,10 @@ def test_plotly_is_packed_into_a_page_and_its_hash_is_of_what_is_unpacked(zprof:
     write_trace(Path("run.zprof"), sample_rows(steps=1, units=2))
     assert zprof("timeline", "run.zprof").exit_code == 0
     text = Path("run.timeline.html").read_text(encoding="utf-8")
-    found = re.search(r'<script type="application/gzip" id="plotly">([^<]*)</script>', text)
-    assert found
-    source = gzip.decompress(base64.b64decode(found[1]))
+    source = unpacked(Path("run.timeline.html"), "plotly")
     assert source.decode() == plotly_source()
-    assert base64.b64encode(hashlib.sha256(source).digest()).decode() in text
+    for each in (source, unpacked(Path("run.timeline.html"), "drawing")):
+        assert base64.b64encode(hashlib.sha256(each).digest()).decode() in text
     assert len(text) < len(source) / 2
 
 

@@ -1,8 +1,7 @@
-// What every page shares: reading its data, making elements, writing bytes and times, theme, side panel, tooltip.
+// What every page shares: reading its columns, making elements, writing bytes and times, theme, side panel, tooltip.
 // Names from a trace only ever become text: textContent here, `plain` where plotly takes a string.
 "use strict";
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
 const KINDS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array, f8: Float64Array };
 
 function column(packed) {
@@ -187,23 +186,11 @@ function holderTable(peak) {
   return el("table", { class: "holders" }, el("tbody", {}, rows));
 }
 
-async function unpackPlotly() {
-  if (typeof DecompressionStream === "undefined") throw new Error("this browser cannot unpack the scripts in it; Chrome or Edge 80, Firefox 113 and Safari 16.4 and newer can");
-  const packed = document.getElementById("plotly");
-  const bytes = Uint8Array.from(atob(packed.textContent), (letter) => letter.charCodeAt(0));
-  const script = document.createElement("script");
-  script.textContent = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-  packed.remove();
-  document.body.append(script);
-  if (typeof Plotly === "undefined") throw new Error("the browser did not run plotly.js, which is in the page");
-}
-
-async function start(draw) {
+function start(draw) {
   try {
-    await unpackPlotly();
     draw();
   } catch (error) {
-    document.getElementById("page").prepend(el("p", { class: "warn", role: "alert" }, `This page could not be drawn: ${error.message}`));
+    failed(error);
     throw error;
   }
 }

@@ -1,7 +1,7 @@
-"""Owns the shell of a page: one HTML file with plotly.js (packed), its data and its script in it, that asks no network.
+"""Owns the shell of a page: one HTML file with its data, plotly.js and its scripts in it, packed, that asks no network.
 
-``zprof timeline`` and ``zprof flamegraph`` build their data and call `page`. It never puts a name from a trace
-into markup or into a script: names travel as escaped JSON, and the scripts set them as text.
+``zprof timeline`` and ``zprof flamegraph`` build their data and call `page`. It never puts a name from a trace into markup or
+into a script: names travel as packed JSON, whose letters mean nothing to HTML, and the scripts set them as text.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import html
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from itertools import takewhile
 from pathlib import Path
@@ -23,11 +24,10 @@ from offload.errors import CapabilityError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["embedded", "packed", "page", "page_path", "plotly_source"]
+__all__ = ["packed", "page", "page_path", "plotly_source"]
 
 #: How an array travels: the letter of its JavaScript view. All little-endian.
 _VIEWS = {"uint8": "u1", "uint16": "u2", "uint32": "u4", "float32": "f4", "float64": "f8"}
-_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 #: Past the title, nothing here is filled in with what a trace says.
 _SHELL = """\
 <!DOCTYPE html>
@@ -47,8 +47,9 @@ _SHELL = """\
 <body>
 <noscript><p>This page draws itself with the scripts inside it, which are switched off here.</p></noscript>
 <div id="page"></div>
-<script type="application/json" id="data">{data}</script>
+<script type="application/gzip" id="data">{data}</script>
 <script type="application/gzip" id="plotly">{plotly}</script>
+<script type="application/gzip" id="drawing">{drawing}</script>
 <script>{script}</script>
 </body>
 </html>
@@ -61,11 +62,6 @@ def packed(values: NDArray[Any]) -> dict[str, str]:
         "t": _VIEWS[values.dtype.name],
         "b": base64.b64encode(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()).decode("ascii"),
     }
-
-
-def embedded(data: Mapping[str, Any]) -> str:
-    """``data`` as JSON that no name in it can break out of: not out of the element, and not out of a string."""
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).translate(_ESCAPES)
 
 
 def plotly_source() -> str:
@@ -88,19 +84,27 @@ def page(title: str, data: Mapping[str, Any], *, scripts: Sequence[str]) -> str:
     Args:
         title: any text.
         data: what the scripts read; arrays through `packed`.
-        scripts: names of package files, run in this order after ``page.js``, which unpacks plotly.js and runs it before
-            anything is drawn.
+        scripts: names of package files, run in this order after ``page.js``, and after plotly.js.
     """
-    plotly = plotly_source()
-    script = _inline("".join(f"{_file(name)}\n" for name in ("page.js", *scripts)))
-    # Only these two scripts run, known by their hashes, so that a mistake in escaping would still run nothing. That of
-    # plotly.js is of what was unpacked: page.js puts it into the page as a script of its own.
+    plotly, plotly_digest = _plotly()
+    drawing = "".join(f"{_file(name)}\n" for name in ("page.js", *scripts))
+    script = _inline(_file("unpack.js"))
+    # Only these scripts run, known by their hashes, so that a mistake in escaping would still run nothing. Those of the first
+    # two are of what was unpacked: unpack.js puts it into the page as a script of its own.
+    hashes = " ".join((plotly_digest, _digest(drawing), _digest(script)))
     policy = (
-        f"default-src 'none'; script-src {_digest(plotly)} {_digest(script)}; style-src 'unsafe-inline'; "
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
         "img-src data: blob:; connect-src 'none'; base-uri 'none'; form-action 'none'"
     )
-    text = {"policy": policy, "title": html.escape(_scalar(title)), "style": _file("page.css"), "data": _scalar(embedded(data))}
-    return _SHELL.format(**text, plotly=_gzipped(plotly), script=script)
+    return _SHELL.format(
+        policy=policy,
+        title=html.escape(_scalar(title)),
+        style=_file("page.css"),
+        data=_gzipped(json.dumps(data, separators=(",", ":"), allow_nan=False)),
+        plotly=plotly,
+        drawing=_gzipped(drawing),
+        script=script,
+    )
 
 
 def page_path(runs: Sequence[Path], kind: str) -> Path:
@@ -124,8 +128,15 @@ def _inline(script: str) -> str:
     return re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
 
 
+@cache
+def _plotly() -> tuple[str, str]:
+    """plotly.js packed, 2.0 MB, and its hash."""
+    source = plotly_source()
+    return _gzipped(source), _digest(source)
+
+
 def _gzipped(text: str) -> str:
-    """``text`` packed, in base64: of plotly.js 1.9 MB. The same text gives the same bytes."""
+    """``text`` packed, in base64. The same text gives the same bytes."""
     return base64.b64encode(gzip.compress(text.encode("utf-8"), mtime=0)).decode("ascii")
 
 

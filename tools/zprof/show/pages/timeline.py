@@ -34,7 +34,7 @@ _LEAD = 0.03
 #: Points of a level curve in the page, over all ranks: some 200 KiB a tier.
 _MOST_POINTS = 8000
 _LEAST_POINTS = 400
-#: Characters of all names in the page together, as they stand in it.
+#: Characters of all names in the page together, as they stand in its data.
 _MOST_NAME_CHARS = 1_500_000
 _NAME_CHARS = 200
 _MOST_ADVICE = 12
@@ -264,9 +264,7 @@ def _cut(names: list[str]) -> list[str]:
     most = _NAME_CHARS
     while True:
         cut = [name if len(name) <= most else f"{name[: most - 1]}…" for name in names]
-        text = json.dumps(cut, ensure_ascii=False)
-        # As the page holds them: an escaped "<" is six characters.
-        if most <= 8 or len(text) + 5 * sum(map(text.count, "<>&")) <= _MOST_NAME_CHARS:
+        if most <= 8 or len(json.dumps(cut)) <= _MOST_NAME_CHARS:
             return cut
         most = most * 2 // 3
 
