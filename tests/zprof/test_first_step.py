@@ -117,7 +117,7 @@ def test_pages_and_exports_draw_no_first_step_that_was_not_seen(tmp_path: Path) 
 
     trace = Trace.open(plain(tmp_path / "run.zprof"))
     page = timeline([trace])
-    assert f"rank 0: step 0: {ONLY_UPDATE}." in page["notes"] and page["steps"]["median_ms"] == 50
+    assert f"step 0: {ONLY_UPDATE}" in page["report"]["not_recorded"] and page["report"]["step_ms"] == 50
     assert "step 0, its update" in page["names"] and "step 0" not in page["names"] and "step 1" in page["names"]
     assert f"step 0: {ONLY_UPDATE}" in flamegraph(Trace.open(trace.path), 0)["missing"]
     assert not any("step" in line for line in flamegraph(Trace.open(trace.path), 1)["missing"])
@@ -125,6 +125,6 @@ def test_pages_and_exports_draw_no_first_step_that_was_not_seen(tmp_path: Path) 
     written = b"".join(path.read_bytes() for path in (tmp_path / "events").rglob("*") if path.is_file())
     assert written.count(b"time/step ms") == 2
     one = timeline([Trace.open(plain(tmp_path / "one.zprof", UPDATES[:1]))])
-    assert one["steps"] == {"count": 1} and one["units"]["unseen"] == ONLY_UPDATE.why
+    assert (one["report"]["steps"], one["report"]["step_ms"]) == (1, None) and one["units"]["unseen"] == ONLY_UPDATE.why
 
 

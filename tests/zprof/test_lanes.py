@@ -238,7 +238,7 @@ def test_a_timeline_has_lanes_of_what_the_device_did_and_of_what_the_host_queued
     lanes = {lane["name"]: lane for lane in data["runs"][0]["lanes"]}
     assert {"passes", "exposed waits", "gathers", "reductions", "updates", "queued by the host"} <= lanes.keys()
     assert set(lanes["queued by the host"]["whats"]) >= {"queued forward", "queued wait gather"}
-    assert data["units"]["ms_per_step"] > 0 and not any("not measured" in note for note in data["notes"])
+    assert data["units"]["waited"] > 0 and not any("not measured" in note for note in data["notes"])
 
 
 def test_a_run_that_is_followed_has_the_devices_waits_and_rates(twins: tuple[Path, Path]) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.support.browser import Browser, opened, why_none
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_pages import data_of, unpacked
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
+from zprof.analysis.curves import module_of
 from zprof.rows import Row, RowKind
 from zprof.show.pages import timeline as page_timeline
 from zprof.show.pages.lanes import Kept, Lane, Spans, keep
@@ -37,6 +39,7 @@ HOSTILE = {
     "model.layers.1": "</script><img src=x onerror=alert(1)>",
     "model.layers.2": "a&amp;b\u2028<b>bold</b>",
     "model.layers.3": "</title>'\"$x$ %{label} \x1b[31m",
+    "model.layers.4": "<img src=y onerror=alert(2)>",
 }
 
 
@@ -91,7 +94,7 @@ def test_a_page_asks_no_network_and_runs_only_its_own_scripts(zprof: Zprof) -> N
         assert scripts == [*packed, "<script>"]
         head = text[: text.index("<script")]
         assert "http://" not in head and "https://" not in head and " src=" not in head
-        assert "alert(1)</script>" not in text and "onerror=alert(1)>" not in text
+        assert not any(name in text for name in HOSTILE.values()) and "onerror" not in text
 
 
 def test_a_page_is_named_after_its_run_and_never_written_over_unasked(zprof: Zprof, tmp_path: Path) -> None:
@@ -219,6 +222,37 @@ def test_a_peak_before_the_first_step_is_in_what_a_timeline_shows_first(zprof: Z
     assert data["focus"]["begin"] * data["tick_ns"] < 10_000_000_000 <= data["focus"]["before_ns"]
 
 
+def test_a_page_says_first_what_the_report_says_first(zprof: Zprof) -> None:
+    write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc")
+    told = json.loads(zprof("timeline", "run.zprof", "--json").stdout)
+    report = json.loads(zprof("report", "run.zprof", "--json").stdout)
+    shown = data_of(Path("run.timeline.html"))["report"]
+    assert shown["summary"] == told["summary"] == report["summary"] and len(report["summary"]) >= 4
+    assert shown["not_recorded"] == report["runs"][0]["not_recorded"] and shown["remedies"] == report["runs"][0]["mends"]
+    assert shown["step_ms"] == report["runs"][0]["measures"]["step.median_ms"]
+
+
+def test_the_table_of_units_has_the_figures_of_the_report(zprof: Zprof) -> None:
+    write_trace(Path("run.zprof"), sample_rows(units=6, level="alloc"), level="alloc")
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    units = data_of(Path("run.timeline.html"))["units"]
+    run = json.loads(zprof("report", "run.zprof", "--json", "--by", "module").stdout)["runs"][0]
+    for tier, column in zip(units["tiers"], units["held"], strict=True):
+        held = {name: nbytes for name, nbytes in zip(units["name"], column, strict=True) if nbytes}
+        assert held == run["tiers"][tier]["groups"]
+    waited: Counter[tuple[str, str]] = Counter()
+    for wait in run["waits"]:
+        waited[module_of(wait["unit"]), wait["what"]] += wait["ms_per_step"]
+    shown = {
+        (name, kind): ms
+        for kind, column in zip(units["kinds"], units["ms"], strict=True)
+        for name, ms in zip(units["name"], column, strict=True)
+        if ms
+    }
+    assert shown == pytest.approx(waited, abs=1e-6)
+    assert run["waits"] and units["unseen"] is None
+
+
 # --- what is merged ---------------------------------------------------------------------------------------------------
 
 LANE = Lane("lane", ("a", "b"), rows=2)
@@ -335,7 +369,9 @@ def test_a_timeline_is_drawn_and_answers_clicks_without_a_complaint_or_a_request
     browser.press("#search", "<script>")
     # The unit, and the block on disk or the path that is named after it.
     assert browser.text("#found").endswith(("name found", "names found")) and not browser.text("#found").startswith("0 ")
-    assert HOSTILE["model.layers.0"] in browser.text("#units-body") and "model.layers.5" not in browser.text("#units-body")
+    browser.run("document.getElementById('search').value = ''")
+    browser.press("#search", "<img src=y")
+    assert HOSTILE["model.layers.4"] in browser.text("#units-body") and "model.layers.5" not in browser.text("#units-body")
     browser.run("document.getElementById('search').value = ''; search('')")
 
     x, y = browser.run(PLACE, "gathers")

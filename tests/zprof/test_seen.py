@@ -229,12 +229,12 @@ def test_exports_have_no_sample_of_what_was_not_seen(plain: Zprof) -> None:
 
 def test_pages_say_what_is_missing(plain: Zprof) -> None:
     data = timeline([Trace.open("events.zprof")])
-    assert data["units"]["ms_per_step"] is None and "under zhooks only" in data["units"]["unseen"]
-    assert any("device: nothing: not recorded at level events" in note for note in data["notes"])
+    assert data["units"]["waited"] == 0 and "under zhooks only" in data["units"]["unseen"]
+    assert any("device: nothing: not recorded at level events" in line for line in data["report"]["not_recorded"])
     assert peak_line(data) == "no memory recorded"
     write_trace(Path("placed.zprof"), sample_rows(steps=2, units=2), level="events")
     data = timeline([Trace.open("placed.zprof")])
-    assert data["units"]["ms_per_step"] > 0 and data["units"]["unseen"] is None
+    assert data["units"]["waited"] > 0 and data["units"]["unseen"] is None
     assert " of what was recorded (" in peak_line(data)
     told = json.loads(plain("flamegraph", "placed.zprof", "--json").stdout)
     assert told["not_recorded"] == [

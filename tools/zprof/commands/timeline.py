@@ -51,7 +51,8 @@ def timeline(runs: tuple[Path, ...], output: Path | None, force: bool, as_json: 
     write_output(path, body)
     merged = data["merged"]
     if as_json:
-        click.echo(json.dumps({"page": str(path), "bytes": len(body), "merged": merged, "steps": data["steps"]}, indent=2))
+        said = {"page": str(path), "bytes": len(body), "merged": merged, "summary": data["report"]["summary"]}
+        click.echo(json.dumps(said, indent=2))
         return
     click.echo(f"{path}: {len(body) / 2**20:.1f} MiB, {peak_line(data)}")
     if merged["below_ns"]:

@@ -37,7 +37,15 @@ function digits(value) {
 
 function bytes(count) {
   const [unit, name] = SIZES.find(([size]) => Math.abs(count) >= size) || [1, "B"];
-  return unit === 1 ? `${Math.round(count)} B` : `${count < 0 ? "−" : ""}${digits(Math.abs(count) / unit)} ${name}`;
+  return unit === 1 ? `${Math.round(count)} B` : `${count < 0 ? "−" : ""}${Number(digits(Math.abs(count) / unit))} ${name}`;
+}
+
+const COUNTS = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [0, ""]];
+
+// Floating-point operations: "2.62 GFLOP".
+function operations(count) {
+  const [unit, prefix] = COUNTS.find(([size]) => count >= size);
+  return `${Number((count / (unit || 1)).toPrecision(3))} ${prefix}FLOP`;
 }
 
 const TIMES = [[1000, "s"], [1, "ms"], [1e-3, "us"], [1e-6, "ns"]];

@@ -14,8 +14,11 @@ from offload.text import as_size
 from zprof.analysis.coverage import NOT_MEASURED
 from zprof.show.pages.lanes import LANES, MOST_SPANS, Kept, Spans, keep
 from zprof.show.pages.memory import Clock, device_samples, views
-from zprof.show.pages.units import exposed_units
+from zprof.show.pages.units import units_table
 from zprof.show.pages.windows import marked, windows_of
+from zprof.show.report.findings import report_of
+from zprof.show.report.summary import foremost
+from zprof.show.report.text import doubts, not_recorded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Names", "peak_line", "timeline"]
 
 #: A beginning shorter than this share of the run is shown with the rest; this much of the rest is shown before it.
-_LEAST_BEGINNING = 0.1
+_LEAST_BEGINNING = 0.05
 _LEAD = 0.03
 #: Points of a level curve in the page, over all ranks: some 200 KiB a tier.
 _MOST_POINTS = 8000
@@ -37,7 +40,7 @@ _LEAST_POINTS = 400
 #: Characters of all names in the page together, as they stand in its data.
 _MOST_NAME_CHARS = 1_500_000
 _NAME_CHARS = 200
-_MOST_ADVICE = 12
+_MOST_LINES = 60
 
 
 class Names:
@@ -97,6 +100,7 @@ def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
     ]
     return {
         "page": "timeline",
+        "predicted": next((read.header.simulated for read in reads if read.header.simulated), ""),
         "tick_ns": clocks[0].tick_ns,
         "duration": duration_ns // clocks[0].tick_ns,
         "focus": _focus(reads, clocks, duration_ns),
@@ -104,28 +108,28 @@ def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
         "runs": runs,
         "merged": {"spans": sum(map(len, flat)), "kept": sum(len(part.count) for part in kept), "below_ns": merge_ns},
         "whole": marked(windows[:whole] if merge_ns else [], clocks[0].tick_ns),
-        "steps": _step_figures(reads),
-        "units": _units(reads, lanes, names, clocks[0].tick_ns),
-        "advice": [f"{_rank(read, reads)}{line}" for read in reads for line in _advice(read)][:_MOST_ADVICE],
+        "report": _report(reads),
+        "units": units_table(reads, lanes, names, clocks[0].tick_ns),
         "notes": _notes(reads, [clock.by for clock in offsets]),
     }
 
 
-def _advice(read: Analysis) -> tuple[str, ...]:
-    return () if read.covered.waits() else read.advice.lines
-
-
-def _units(reads: Sequence[Analysis], lanes: Sequence[Sequence[Spans]], names: Names, tick_ns: int) -> dict[str, Any]:
-    """The table of exposed waits; without a sum, and with the reason, where some rank's were not seen."""
-    found = exposed_units([read.stalls for read in reads], lanes, names, tick_ns)
-    if any(read.covered.queued("wait") for read in reads):
-        found |= {"rows": [], "all": 0}
-    unseen = next((why for read in reads if (why := read.covered.waits() or read.steps.warm.unseen) is not None), None)
-    return found | ({"ms_per_step": None, "unseen": unseen.why} if unseen is not None else {"unseen": None})
-
-
-def _rank(read: Analysis, reads: Sequence[Analysis]) -> str:
-    return f"rank {read.trace.header.rank}: " if len(reads) > 1 else ""
+def _report(reads: Sequence[Analysis]) -> dict[str, Any]:
+    """What the page takes from `zprof report` as it is, so that both say the same."""
+    report = report_of(reads)
+    runs = report["runs"]
+    first = foremost(runs)
+    named = {run["rank"]: f"rank {run['rank']}: " if len(runs) > 1 else "" for run in runs}
+    remedies = [f"{named[run['rank']]}{line}" for run in runs for line in run["mends"]]
+    return {
+        "summary": report["summary"],
+        "next": [each for each in report["next"] if not each["do"].startswith("zprof timeline")],
+        "not_recorded": not_recorded(runs)[:_MOST_LINES],
+        "doubts": [line for run in runs for line in doubts(run)][:_MOST_LINES],
+        "remedies": remedies[:_MOST_LINES],
+        "steps": first["steps"]["count"],
+        "step_ms": first["measures"]["step.median_ms"],
+    }
 
 
 def _edges(read: Analysis) -> tuple[int, int]:
@@ -183,14 +187,11 @@ def _notes(reads: Sequence[Analysis], by: Sequence[str]) -> list[str]:
         if header.simulated:
             notes.append(f"Predicted, on no hardware: {header.simulated}; this rank stands for all {header.world}.")
         if read.table.open is not None:
-            notes.append(f"{rank}: {len(read.table.open):,} spans had not ended when the recording did; drawn to its end.")
-        notes += [f"{rank}: {line}" for line in read.covered.lines()]
-        if read.steps.unseen is not None:
-            notes.append(f"{rank}: step 0: {read.steps.unseen}.")
+            count = len(read.table.open)
+            ended = f"{count:,} spans had" if count > 1 else "1 span had"
+            notes.append(f"{rank}: {ended} not ended when the recording did; drawn to its end.")
         if read.covered.queued("gather") is not None:
             notes.append(f"{rank}: passes, gathers and reductions are drawn where the host queued them: {NOT_MEASURED}.")
-        if read.trace.dropped:
-            notes.append(f"{rank}: {read.trace.dropped:,} rows were thinned out away from peaks, to bound the file.")
     return notes
 
 
@@ -245,19 +246,6 @@ def _about(read: Analysis) -> dict[str, Any]:
         "events": read.trace.count,
         "whole": not any(read.covered.tier(tier) for tier in read.ledger.tiers or ("device",)),
     }
-
-
-def _step_figures(reads: Sequence[Analysis]) -> dict[str, Any]:
-    """Over all ranks, without each one's first step, as `zprof report` counts."""
-    import numpy as np
-
-    steps = max(read.steps.count for read in reads)
-    counted = [read.steps.warm for read in reads if read.steps.count and read.steps.warm.unseen is None]
-    if not counted:
-        return {"count": steps}
-    lengths = np.concatenate([steps.duration_ns for steps in counted]) / 1e6
-    figures = {"median_ms": float(np.median(lengths)), "p95_ms": float(np.quantile(lengths, 0.95))}
-    return {"count": steps, "counted": max(len(each.bounds) for each in counted)} | figures
 
 
 def _cut(names: list[str]) -> list[str]:

@@ -192,7 +192,7 @@ function showPeak(move = true) {
   if (!runs.length) return;
   const top = runs.reduce((best, run) => (viewOf(run).peak.total > viewOf(best).peak.total ? run : best));
   const view = viewOf(top), ms = view.peak.at * TICK_MS;
-  const around = Math.min(END_MS, Math.max(2 * (DATA.steps.median_ms || 0), END_MS / 200));
+  const around = Math.min(END_MS, Math.max(2 * (DATA.report.step_ms || 0), END_MS / 200));
   if (move) zoom(ms - around / 2, ms + around / 2);
   openPanel(`Peak: ${view.peak.shown}`,
     facts([["rank", top.label], ["memory", VIEW_NAMES[view.name]], ["at", stamp(ms)], ["bytes", view.peak.total.toLocaleString("en")]]),

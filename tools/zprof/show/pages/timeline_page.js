@@ -1,4 +1,4 @@
-// The page itself: legends, choices, cards, the table of units, and the first drawing.
+// The page itself: the summary, legends, choices, the table of units, and the first drawing.
 "use strict";
 
 function legendButton(name, label, shade, stroke) {
@@ -49,23 +49,82 @@ function fillViews() {
   fillMemoryLegend();
 }
 
+// --- units ---------------------------------------------------------------------------------------------------------
+
+const UNITS = DATA.units, FEW_UNITS = 50;
+
+function unitColumns() {
+  const waited = UNITS.name.map((_, row) => sum(UNITS.ms.map((each) => each[row])));
+  const found = [{ id: "waited", label: "waited a step", values: waited, write: duration }];
+  if (UNITS.kinds.length > 1) UNITS.kinds.forEach((kind, i) => found.push({ id: `for-${i}`, label: `for ${kind}`, values: UNITS.ms[i], write: duration }));
+  found.push({ id: "count", label: "waits", values: UNITS.count, write: (count) => count.toLocaleString("en") });
+  found.push({ id: "longest", label: "longest", values: UNITS.longest_ms, write: duration });
+  UNITS.tiers.forEach((tier, i) => found.push({ id: tier, label: `${tier}, at its peak`, values: UNITS.held[i], write: bytes }));
+  found.push({ id: "flops", label: "FLOPs a step", values: UNITS.flops, write: operations });
+  return found.filter((each) => each.values.some((value) => value > 0)).map((each) => ({ ...each, most: most(each.values) }));
+}
+
+const COLUMNS = unitColumns();
+const table = { sorted: COLUMNS.length ? COLUMNS[0].id : "name", down: true, whole: false };
+
+function sortedUnits() {
+  const by = COLUMNS.find((each) => each.id === table.sorted);
+  const found = UNITS.name.map((_, row) => row).filter((row) => matches(UNITS.name[row]));
+  const first = table.down ? -1 : 1;
+  const byName = new Intl.Collator("en", { numeric: true });
+  return found.sort((a, b) => first * (by ? by.values[a] - by.values[b] : byName.compare(UNITS.name[a], UNITS.name[b])) || a - b);
+}
+
+function sortUnits(id) {
+  table.down = table.sorted === id ? !table.down : id !== "name";
+  table.sorted = id;
+  fillUnits();
+}
+
+function unitRow(row) {
+  const show = () => {
+    const run = UNITS.run[row], longest = UNITS.longest_ms[row];
+    if (state.run >= 0 && state.run !== run) chooseRun(run);
+    zoom(UNITS.at[row] * TICK_MS - longest * 2, UNITS.at[row] * TICK_MS + longest * 3);
+    document.getElementById(`lanes-${run}`).scrollIntoView({ block: "nearest" });
+  };
+  const meter = (each) => each.id === table.sorted && el("i", { class: "meter", style: { width: `${(60 * each.values[row]) / each.most}px`, background: each.write === duration ? "var(--wait)" : "var(--parameter)" } });
+  return el("tr", {}, el("td", { class: "name" }, UNITS.name[row] || "(no unit)"),
+    COLUMNS.map((each) => el("td", { class: "num" }, each.values[row] ? each.write(each.values[row]) : "", meter(each))),
+    UNITS.waited > 0 && el("td", { class: "mono" }, UNITS.settings[UNITS.remedy[row]]),
+    UNITS.waited > 0 && el("td", {}, UNITS.longest_ms[row] > 0 && UNITS.count[row] > 0 && el("button", { type: "button", "aria-label": `Show the longest wait for ${UNITS.name[row]}`, onclick: show }, "Show")));
+}
+
 function fillUnits() {
   const body = document.getElementById("units-body");
   if (!body) return;
-  const kinds = DATA.units.kinds, most = DATA.units.rows.length ? sum(DATA.units.rows[0].ms) : 1;
-  body.replaceChildren(...DATA.units.rows.filter((row) => matches(row.unit)).map((row) => {
-    const all = sum(row.ms);
-    const show = () => {
-      if (state.run >= 0 && state.run !== row.run) chooseRun(row.run);
-      zoom(row.at * TICK_MS - row.longest_ms * 2, row.at * TICK_MS + row.longest_ms * 3);
-      document.getElementById(`lanes-${row.run}`).scrollIntoView({ block: "nearest" });
-    };
-    return el("tr", {}, el("td", { class: "name" }, row.unit || "(no unit)"),
-      el("td", { class: "num" }, duration(all), el("i", { class: "meter", style: { width: `${Math.max(2, (90 * all) / most)}px` } })),
-      kinds.map((_, i) => el("td", { class: "num" }, row.ms[i] ? duration(row.ms[i]) : "")),
-      el("td", { class: "num" }, row.count.toLocaleString("en")), el("td", { class: "num" }, duration(row.longest_ms)), el("td", { class: "mono" }, row.remedy),
-      el("td", {}, el("button", { type: "button", "aria-label": `Show the longest wait for ${row.unit}`, onclick: show }, "Show")));
-  }));
+  for (const head of document.querySelectorAll("#units th[data-column]")) {
+    if (head.dataset.column === table.sorted) head.setAttribute("aria-sort", table.down ? "descending" : "ascending"); else head.removeAttribute("aria-sort");
+  }
+  const rows = sortedUnits();
+  const drawn = table.whole ? rows : rows.slice(0, FEW_UNITS);
+  body.replaceChildren(...drawn.map(unitRow));
+  const more = document.getElementById("units-more");
+  more.hidden = drawn.length === rows.length;
+  more.textContent = `Show all ${rows.length.toLocaleString("en")}`;
+}
+
+function unitTable() {
+  const all = UNITS.all > UNITS.name.length ? `the ${UNITS.name.length.toLocaleString("en")} weightiest of ${plural(UNITS.all, "unit")}` : plural(UNITS.all, "unit");
+  const made = section("units", "Units and modules", el("span", { class: "say" }, `${all}; a click on a heading sorts, Find filters`));
+  if (UNITS.unseen) made.append(el("p", { class: "note" }, `Waits: ${UNITS.unseen}.`));
+  if (!COLUMNS.length) {
+    made.append(el("p", { class: "note" }, "Nothing was recorded of any unit."));
+    return made;
+  }
+  if (DATA.report.remedies.length) made.append(el("ul", { class: "note", id: "advice" }, DATA.report.remedies.map((line) => el("li", {}, line))));
+  const heading = (id, label, number) => el("th", { scope: "col", class: number ? "num" : "", "data-column": id }, el("button", { type: "button", onclick: () => sortUnits(id) }, label));
+  made.append(el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Units and modules" }, el("table", {},
+    el("thead", {}, el("tr", {}, heading("name", "unit"), COLUMNS.map((each) => heading(each.id, each.label, true)),
+      UNITS.waited > 0 && el("th", { scope: "col" }, "look at"), UNITS.waited > 0 && el("th", { scope: "col" }, el("span", { class: "sr" }, "show")))),
+    el("tbody", { id: "units-body" }))),
+  el("p", { class: "note" }, el("button", { id: "units-more", type: "button", onclick: () => { table.whole = true; fillUnits(); } })));
+  return made;
 }
 
 function sum(values) {
@@ -79,41 +138,21 @@ function chooseRun(index) {
   drawAll();
 }
 
-function cards() {
-  const found = [];
-  const top = DATA.runs.reduce((best, run) => (peakOf(run) > peakOf(best) ? run : best));
-  for (const view of top.views) {
-    const [first] = view.peak.holders;
-    found.push(card(`Peak${top.whole ? "" : " of what was recorded"}, ${VIEW_NAMES[view.name]}`, view.peak.total || top.whole ? view.peak.shown : "not seen", `${DATA.runs.length > 1 ? `${top.label}; ` : ""}${first ? `most: ${first[1]} ${first[3]}` : ""}`));
-  }
-  const steps = DATA.steps;
-  found.push(card("Step, median", steps.median_ms === undefined ? "–" : duration(steps.median_ms), steps.median_ms === undefined ? (steps.count ? "no step was seen as a whole" : "no step recorded") : `of ${plural(steps.counted, "step")} after the first; 95th percentile ${duration(steps.p95_ms)}`));
-  const perStep = DATA.units.ms_per_step;
-  if (perStep === null) {
-    found.push(card("Exposed waits", "not seen", DATA.units.unseen));
-    return found;
-  }
-  const share = steps.median_ms ? ` ${((100 * perStep) / steps.median_ms).toFixed(1)} % of a step;` : "";
-  found.push(card(steps.count ? "Exposed waits per step" : "Exposed waits", duration(perStep), `${share} ${plural(DATA.units.all, "unit")} waited for`, perStep > 0));
-  return found;
+// What `zprof report` says first, in its words; what is to be done stands out.
+function summarySection() {
+  const { summary, next, not_recorded: missing, doubts } = DATA.report;
+  const made = section("summary", DATA.predicted ? `In short (predicted for ${DATA.predicted})` : "In short");
+  made.append(el("table", { class: "findings" }, el("tbody", {}, summary.map((each) => el("tr", { class: each.act ? "act" : "" },
+    el("th", { scope: "row" }, each.about), el("td", { class: "figure" }, each.figure),
+    el("td", { class: "what" }, each.what, each.remedy && el("div", { class: "remedy" }, `remedy: ${each.remedy}`)))))));
+  for (const line of doubts) made.append(el("p", { class: "warn" }, line));
+  if (next.length) made.append(el("details", { id: "next" }, el("summary", {}, "What to run next"), el("ul", {}, next.map((each) => el("li", {}, el("span", { class: "mono" }, each.do), ` ${each.why}`)))));
+  if (missing.length) made.append(el("details", { id: "missing" }, el("summary", {}, `What was not recorded (${missing.length})`), el("ul", {}, missing.map((line) => el("li", {}, line)))));
+  return made;
 }
 
 function section(id, title, ...head) {
   return el("section", { id, "aria-labelledby": `${id}-title` }, el("div", { class: "head" }, el("h2", { id: `${id}-title` }, title), head));
-}
-
-function unitTable() {
-  const kinds = DATA.units.kinds;
-  const made = section("units", "Units compute waited for", el("span", { class: "say" }, DATA.units.all > DATA.units.rows.length ? `the ${DATA.units.rows.length} worst of ${DATA.units.all.toLocaleString("en")}` : "worst first"));
-  if (!DATA.units.rows.length) {
-    made.append(el("p", { class: "note" }, DATA.units.unseen || "No wait was recorded: nothing stood still for a unit."));
-    return made;
-  }
-  if (DATA.advice.length) made.append(el("ul", { class: "note", id: "advice" }, DATA.advice.map((line) => el("li", {}, line))));
-  made.append(el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Units compute waited for" }, el("table", {},
-    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "unit"), el("th", { scope: "col", class: "num" }, "exposed per step"), kinds.map((kind) => el("th", { scope: "col", class: "num" }, kind)), el("th", { scope: "col", class: "num" }, "waits"), el("th", { scope: "col", class: "num" }, "longest"), el("th", { scope: "col" }, "look at"), el("th", { scope: "col" }, el("span", { class: "sr" }, "show")))),
-    el("tbody", { id: "units-body" }))));
-  return made;
 }
 
 function mergedNote() {
@@ -142,8 +181,8 @@ function toolbar() {
     el("span", { id: "found", class: "about", role: "status" }), el("span", { class: "gap" }), el("span", { id: "range", class: "about", role: "status" }),
     button("left", "◀", "Earlier", () => move(-0.4)), button("in", "+", "Zoom in", () => zoomBy(0.5)), button("out", "−", "Zoom out", () => zoomBy(2)),
     button("right", "▶", "Later", () => move(0.4)), button("whole", "Whole run", "Show the whole run", () => zoom(0, END_MS)),
-    DATA.focus && button("focus", "Without the beginning", `Show the run from its ${DATA.focus.what} on`, () => zoom(FOCUS_MS, END_MS)),
-    el("button", { id: "peak", class: "primary", type: "button", onclick: () => showPeak() }, "Go to peak"), themeButton());
+    DATA.focus && button("focus", `From the ${DATA.focus.what}`, `Show the run from its ${DATA.focus.what} on`, () => zoom(FOCUS_MS, END_MS)),
+    el("button", { id: "peak", class: "primary", type: "button", onclick: () => showPeak() }, "Go to peak"));
 }
 
 start(() => {
@@ -152,11 +191,11 @@ start(() => {
   const about = [plural(DATA.runs.length, "rank"), `${first.device} on ${first.host}`, `level ${first.level}`, plural(events, "event"), first.argv].filter(Boolean).join(" · ");
   const main = el("main", {});
   const page = document.getElementById("page");
-  page.append(el("header", {}, el("h1", {}, DATA.title), el("div", { class: "about" }, about)), toolbar());
-  for (const run of DATA.runs) if (run.damage) page.append(el("p", { class: "warn" }, `${run.file}: ${run.damage}`));
+  page.append(el("header", {}, el("h1", {}, DATA.title), el("div", { class: "about" }, about), themeButton()));
+  page.append(el("div", { class: "first" }, summarySection()), toolbar());
   for (const note of DATA.notes) page.append(el("p", { class: "warn" }, note));
   if (DATA.focus) page.append(el("p", { class: "note", id: "before" }, `The recording began ${duration(DATA.focus.before_ns / 1e6)} before the ${DATA.focus.what}. "Whole run" shows that, too.`));
-  page.append(el("div", { class: "cards" }, cards()), el("div", { class: "split" }, main, panel), cross, tip);
+  page.append(el("div", { class: "split" }, main, panel), cross, tip);
 
   const memory = section("memory", "Memory over time", el("div", { class: "legend", id: "memory-legend" }));
   main.append(memory);
