@@ -10,8 +10,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["Browser", "opened", "why_none"]
 
@@ -35,10 +41,9 @@ _SECONDS = 20
 
 def why_none() -> str:
     """Why pages cannot be opened here; "" where they can."""
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
-        return "needs selenium: pip install selenium"
+    missing = [name for name, module in (("selenium", "selenium"), ("pillow", "PIL")) if find_spec(module) is None]
+    if missing:
+        return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}"
     for names in (("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)):
         if not any(map(shutil.which, names)):
             return f"needs {names[0]} on the path"
@@ -103,6 +108,19 @@ class Browser:
         self.run("arguments[0].scrollIntoView({block: 'center'})", node)
         width, height = node.rect["width"], node.rect["height"]
         return ActionChains(self.driver, duration=0).move_to_element_with_offset(node, x - width / 2, y - height / 2)
+
+    def prefers(self, scheme: str) -> None:
+        """As somebody whose system is "light" or "dark"."""
+        wish = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", wish)
+
+    def pixels(self, css: str) -> NDArray[np.uint8]:
+        """What a screenshot of an element shows: [rows, columns, 3] of red, green and blue."""
+        import numpy as np
+        from PIL import Image
+
+        self.run("document.activeElement.blur()")
+        return np.asarray(Image.open(BytesIO(self.element(css).screenshot_as_png)).convert("RGB"))
 
     def complaints(self) -> list[str]:
         """Lines the console had since the page was opened, or since the last call: errors, refusals by its policy."""

@@ -479,6 +479,78 @@ def test_a_flamegraph_is_drawn_and_looked_into(zprof: Zprof, browser: Browser) -
     assert browser.complaints() == [] and browser.requests() == []
 
 
+#: The text of the summary as it is shown, a row each.
+SHOWN = """
+return [...document.querySelectorAll("#summary .findings tr")].map((row) => [...row.children].map((cell) => cell.innerText));
+"""
+
+
+def test_the_first_thing_on_a_page_is_the_summary_of_the_report(zprof: Zprof, browser: Browser) -> None:
+    rows = renamed(sample_rows(level="alloc", start_ns=LATE_NS))
+    write_trace(Path("run.zprof"), rows, level="alloc", notes={"policy": {"text": json.dumps({"budget": {"host": MIB}})}})
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    report = json.loads(zprof("report", "run.zprof", "--json").stdout)
+    browser.open(Path("run.timeline.html"))
+    told = [
+        [each["about"], each["figure"], each["what"] + (f"\nremedy: {each['remedy']}" if each["remedy"] else "")]
+        for each in report["summary"]
+    ]
+    # innerText has one blank for several, and none of what cannot be seen.
+    assert [[" ".join(cell.split()) for cell in row] for row in browser.run(SHOWN)] == [
+        [" ".join(cell.split()) for cell in row] for row in told
+    ]
+    acted = [each["about"] for each in report["summary"] if each["act"]]
+    assert {"waits", "host"} <= set(acted)
+    assert browser.run("return [...document.querySelectorAll('.findings .act th')].map((each) => each.innerText)") == acted
+    above = "return [...document.querySelectorAll('section:not([hidden])')].map((each) => [each.id, each.getBoundingClientRect().top])"
+    tops = dict(browser.run(above))
+    assert tops["summary"] < 120 and all(top > tops["summary"] for name, top in tops.items() if name != "summary")
+    assert browser.complaints() == [] and browser.requests() == []
+
+
+def luminance(color: str) -> float:
+    """Relative luminance as WCAG 2 defines it, of "#rrggbb"."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def drawn_in(pixels: NDArray[np.uint8], color: str) -> int:
+    """How many pixels have just about that colour."""
+    wanted = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)])
+    return int((np.abs(pixels.astype(int) - wanted).max(axis=2) <= 3).sum())
+
+
+def test_a_page_is_light_or_dark_as_the_system_is_and_draws_each_category_in_both(zprof: Zprof, browser: Browser) -> None:
+    write_trace(Path("run.zprof"), sample_rows(steps=3, units=6, level="alloc"), level="alloc")
+    assert zprof("timeline", "run.zprof").exit_code == 0 and zprof("flamegraph", "run.zprof").exit_code == 0
+    names = ("card", "ink", "soft", "wait", "parameter", "gradient", "activation", "optimizer")
+    try:
+        for scheme in ("light", "dark"):
+            browser.prefers(scheme)
+            browser.open(Path("run.timeline.html"))
+            colors = dict(zip(names, browser.run("return arguments[0].map(color)", names), strict=True))
+            assert contrast(colors["ink"], colors["card"]) > 7 and contrast(colors["soft"], colors["card"]) > 4.5
+            assert contrast(colors["wait"], colors["card"]) > 3
+            summary = browser.pixels("#summary")
+            bright = bool(summary.mean() > 128)
+            assert bright is (scheme == "light") and drawn_in(summary, colors["card"]) > summary.size / 3 / 2
+            memory = browser.pixels("#memory-plot")
+            for category in ("parameter", "gradient", "activation"):
+                assert drawn_in(memory, colors[category]) > 200, category
+            assert drawn_in(browser.pixels("#lanes-plot-0"), colors["wait"]) > 20
+            browser.open(Path("run.flamegraph.html"))
+            assert drawn_in(browser.pixels("#flame"), colors["activation"]) > 2000
+            assert browser.complaints() == [] and browser.requests() == []
+    finally:
+        browser.prefers("light")
+
+
 def test_columns_come_back_as_they_were_packed() -> None:
     from zprof.show.pages.page import packed
 
