@@ -30,7 +30,7 @@ from zprof.show.pages import timeline as page_timeline
 from zprof.show.pages.lanes import Kept, Lane, Spans, keep
 from zprof.show.pages.page import page as page_of
 from zprof.show.pages.page import page_path
-from zprof.show.pages.tree import Node, tree
+from zprof.show.pages.tree import Node, group_small, tree
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'zhooks[pages]'")
 
@@ -320,6 +320,23 @@ def test_every_module_holds_what_the_parts_below_it_hold(held: list[tuple[str, s
     check(top)
 
 
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 3))
+def test_many_small_siblings_are_put_into_groups_that_hold_what_they_hold(count: int, most: int, large: int) -> None:
+    sizes = {str(number): 10 + number % most for number in range(count)} | {f"wide{number}": 10_000 for number in range(large)}
+    top = tree(((f"blocks.{name}", "parameter", nbytes) for name, nbytes in sizes.items()), "device")
+    # Too small to be read beside 64 others.
+    small = [name for name, nbytes in sizes.items() if nbytes * 64 < sum(sizes.values())]
+    group_small(top)
+    [blocks] = top.children.values()
+    groups = [node for node in blocks.children.values() if node.group]
+    inside = {child.name: child.nbytes for group in groups for child in group.children.values()}
+    beside = {node.name: node.nbytes for node in blocks.children.values() if not node.group}
+    assert inside | beside == sizes and not inside.keys() & beside.keys()
+    assert list(inside) == (small if len(small) > 64 else []) and len(groups) <= 21
+    assert all(group.nbytes == sum(child.nbytes for child in group.children.values()) for group in groups)
+    assert all(group.group == len(group.children) for group in groups)
+
+
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 WHY_NONE = why_none()
@@ -549,6 +566,57 @@ def test_a_page_is_light_or_dark_as_the_system_is_and_draws_each_category_in_bot
             assert browser.complaints() == [] and browser.requests() == []
     finally:
         browser.prefers("light")
+
+
+#: Pairs of labels of one chart that lie over one another, in pixels of the screen.
+OVERLAPPING = """
+const boxes = [...document.querySelectorAll(arguments[0])].filter((each) => each.textContent.trim()).map((each) => {
+  const box = each.getBoundingClientRect();
+  return { text: each.textContent, left: box.left + 1, right: box.right - 1, top: box.top + 2, bottom: box.bottom - 2 };
+}).filter((box) => box.right > box.left && box.bottom > box.top);
+const found = [];
+for (let i = 0; i < boxes.length; i++) for (let j = i + 1; j < boxes.length; j++) {
+  const a = boxes[i], b = boxes[j];
+  if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom) found.push([a.text, b.text]);
+}
+return [boxes.length, found];
+"""
+
+
+@pytest.mark.parametrize("units", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_units_can_be_read_sorted_and_found(zprof: Zprof, browser: Browser, units: int) -> None:
+    write_trace(Path("run.zprof"), sample_rows(steps=2, units=units), level="events")
+    assert zprof("timeline", "run.zprof").exit_code == 0 and zprof("flamegraph", "run.zprof").exit_code == 0
+    browser.open(Path("run.timeline.html"))
+    for labels in ("#lanes-plot-0 .textpoint text, #lanes-plot-0 .ytick text", "#memory-plot text"):
+        count, overlapping = browser.run(OVERLAPPING, labels)
+        assert count > 3 and overlapping == []
+    rows = "return [...document.querySelectorAll('#units-body tr')].map((row) => row.firstChild.textContent)"
+    assert len(browser.run(rows)) == 50 and browser.text("#units-more") == f"Show all {units:,}"
+    browser.click("#units-more")
+    assert len(browser.run(rows)) == units
+    for words, reverse in (("descending", True), ("ascending", False)):
+        if words not in str(browser.run("return document.querySelector('[data-column=longest]').getAttribute('aria-sort')")):
+            browser.click("[data-column=longest] button")
+        order = browser.run("return sortedUnits().map((row) => UNITS.longest_ms[row])")
+        assert order == sorted(order, reverse=reverse)
+        names = browser.run("return sortedUnits().map((row) => UNITS.name[row])")
+        assert browser.run(rows) == names
+    browser.press("#search", "layers.99")
+    found = [f"model.layers.{number}" for number in range(units) if str(number).startswith("99")]
+    assert sorted(browser.run(rows)) == sorted(found)
+
+    browser.open(Path("run.flamegraph.html"))
+    count, overlapping = browser.run(OVERLAPPING, "#flame text")
+    assert count > 12 and overlapping == [] and "smaller" not in browser.text("#flame")
+    groups = browser.run("return now().name.flatMap((name, node) => (isGroup(node) ? [node] : []))")
+    assert browser.run("return members(now().name.indexOf('layers')).length") == units and len(groups) > 10
+    browser.run("choose(arguments[0])", groups[0])
+    browser.settle()
+    of_group = browser.run("return members(arguments[0]).length", groups[0])
+    assert browser.run("return document.querySelectorAll('#flame .slice').length") > of_group
+    assert browser.run("return document.querySelectorAll('#largest-body tr').length") == of_group
+    assert browser.complaints() == [] and browser.requests() == []
 
 
 def test_columns_come_back_as_they_were_packed() -> None:

@@ -2,7 +2,7 @@
 "use strict";
 
 const state = { tier: 0, kind: "icicle", query: "", root: 0 };
-const MOST_DRAWN = 700, MOST_DEEP = 9;
+const MOST_DRAWN = 700, MOST_DEEP = 9, MOST_LARGEST = 100;
 
 for (const tier of DATA.tiers) {
   tier.children = tier.name.map(() => []);
@@ -14,10 +14,20 @@ function now() {
   return DATA.tiers[state.tier];
 }
 
+// Neighbours that are many and small, put together so that they can be read; it is in no path but its own.
+function isGroup(node) {
+  return now().merged[node] > 0 && now().children[node].length > 0;
+}
+
 function pathOf(node) {
   const names = [];
-  for (let each = node; each > 0; each = now().parent[each]) names.unshift(now().name[each]);
+  for (let each = node; each > 0; each = now().parent[each]) if (each === node || !isGroup(each)) names.unshift(now().name[each]);
   return names;
+}
+
+// What stands below a node, without groups.
+function members(node) {
+  return now().children[node].flatMap((child) => (isGroup(child) ? members(child) : [child]));
 }
 
 function isLeaf(node) {
@@ -48,7 +58,8 @@ function drawn() {
     found.push({ node, parent, nbytes: tier.nbytes[node], small: 0 });
     if (depth >= MOST_DEEP) continue;
     const small = tier.children[node].filter((child) => tier.nbytes[child] < least);
-    if (small.length) found.push({ node: small.length === 1 ? small[0] : node, parent: place, nbytes: small.reduce((total, child) => total + tier.nbytes[child], 0), small: small.length === 1 ? 0 : small.length });
+    // A group says what is in it.
+    if (small.length && !(isGroup(node) && small.length === tier.children[node].length)) found.push({ node: small.length === 1 ? small[0] : node, parent: place, nbytes: small.reduce((total, child) => total + tier.nbytes[child], 0), small: small.length === 1 ? 0 : small.length });
     const large = tier.children[node].filter((child) => tier.nbytes[child] >= least);
     // The last one waiting comes next.
     if (state.kind === "icicle") large.sort((a, b) => byName.compare(tier.name[b], tier.name[a])); else large.reverse();
@@ -71,7 +82,7 @@ function hits() {
   // Parents come first: what lies below a module that was found is found with it, and counted once.
   for (let node = 1; node < lit.length; node++) {
     if (tier.parent[node] >= 0 && lit[tier.parent[node]] === 2) { lit[node] = 2; continue; }
-    if (!fullName(node).toLowerCase().includes(state.query)) continue;
+    if (isGroup(node) || !fullName(node).toLowerCase().includes(state.query)) continue;
     lit[node] = 2;
     total += tier.nbytes[node];
     count++;
@@ -191,8 +202,9 @@ function fillCrumbs() {
 }
 
 function fillLargest() {
-  const tier = now();
-  document.getElementById("largest-body").replaceChildren(...tier.children[state.root].slice(0, 60).map((node) => el("tr", {},
+  const tier = now(), all = members(state.root).sort((a, b) => tier.nbytes[b] - tier.nbytes[a]);
+  document.getElementById("largest-count").textContent = all.length > MOST_LARGEST ? `${MOST_LARGEST} of ${all.length.toLocaleString("en")}` : "";
+  document.getElementById("largest-body").replaceChildren(...all.slice(0, MOST_LARGEST).map((node) => el("tr", {},
     el("td", { class: "name" }, isLeaf(node) ? dot(tier.categories[tier.category[node]]) : "", tier.name[node]), el("td", { class: "num" }, bytes(tier.nbytes[node])),
     el("td", { class: "num" }, share(tier.nbytes[node], tier.total)),
     el("td", {}, el("button", { type: "button", "aria-label": `Show ${tier.name[node]}`, onclick: () => choose(node) }, "Show")))));
@@ -231,7 +243,7 @@ start(() => {
   } else {
     main.append(el("section", { "aria-labelledby": "flame-title" }, el("div", { class: "head" }, el("h2", { id: "flame-title" }, `Bytes by ${DATA.by}`), el("div", { class: "legend", id: "legend" }), el("span", { class: "say" }, `click a ${DATA.by} to look into it, again to come back`)),
       el("nav", { class: "crumbs", id: "crumbs", "aria-label": `Shown ${DATA.by}` }), el("div", { class: "plot", id: "flame", role: "img", "aria-label": `Bytes by ${DATA.by}; the table below says the same` })),
-    el("section", { "aria-labelledby": "largest-title" }, el("div", { class: "head" }, el("h2", { id: "largest-title" }, "Largest parts of what is shown")),
+    el("section", { "aria-labelledby": "largest-title" }, el("div", { class: "head" }, el("h2", { id: "largest-title" }, "Largest of what is shown"), el("span", { class: "say", id: "largest-count" })),
       el("div", { class: "scroll", tabindex: "0", role: "group", "aria-labelledby": "largest-title" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "part"), el("th", { scope: "col", class: "num" }, "bytes"), el("th", { scope: "col", class: "num" }, "of the tier"), el("th", { scope: "col" }, el("span", { class: "sr" }, "show")))), el("tbody", { id: "largest-body" })))));
     if (DATA.tiers.some((tier) => tier.least)) main.append(el("p", { class: "note" }, DATA.tiers.filter((tier) => tier.least).map((tier) => `On ${tier.tier}, parts below ${bytes(tier.least)} are put together.`).join(" ")));
     fillLegend();

@@ -1,12 +1,14 @@
-"""Owns the data of a flamegraph: the bytes of a moment as a tree of modules, per tier, small branches put together.
+"""Owns the data of a flamegraph: the bytes of a moment as a tree of modules, per tier, many small siblings in groups.
 
 ``zprof flamegraph`` calls `flamegraph`. It never draws: what it returns is what ``flamegraph.js`` reads.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from offload.text import as_size
@@ -18,11 +20,14 @@ if TYPE_CHECKING:
     from zprof.analysis.ledger import Ledger, Moment
     from zprof.trace.reader import Trace
 
-__all__ = ["Node", "flamegraph", "tree"]
+__all__ = ["Node", "flamegraph", "group_small", "tree"]
 
 #: Nodes of one tier's tree in the page.
 _MOST_NODES = 12_000
 _MOST_DEPTH = 60
+#: Siblings that are drawn side by side; of more, those too small to be read are put into so many groups.
+_MOST_SIDE = 64
+_MOST_GROUPS = 20
 _NAME_CHARS = 160
 
 
@@ -34,6 +39,8 @@ class Node:
     nbytes: int = 0
     #: Of leaves, what they are held for.
     category: str = ""
+    #: Of a group, how many siblings it is of.
+    group: int = 0
     children: dict[str, Node] = field(default_factory=dict)
 
     def below(self, name: str, category: str = "") -> Node:
@@ -106,6 +113,36 @@ def tree(held: Iterator[tuple[str, str, int]], root: str, by: By = "module") -> 
     return top
 
 
+def group_small(top: Node) -> None:
+    """Put siblings that are many and small into groups of neighbours by name, "0..49", which hold what they hold."""
+    waiting = [top]
+    while waiting:
+        node = waiting.pop()
+        small = {key: child for key, child in node.children.items() if child.nbytes * _MOST_SIDE < node.nbytes}
+        if len(small) > _MOST_SIDE:
+            each = -(-len(small) // min(_MOST_GROUPS, isqrt(len(small))))
+            for members in _neighbours(small, each):
+                first, last = (next(iter(part)) for part in (members.values(), reversed(members.values())))
+                name = f"{first.name}..{last.name}"
+                held = sum(child.nbytes for child in members.values())
+                categories = {child.category for child in members.values()}
+                category = categories.pop() if len(categories) == 1 else ""
+                node.children[f"{name}\0group"] = Node(name, held, category, len(members), members)
+            node.children = {key: child for key, child in node.children.items() if key not in small}
+        waiting += node.children.values()
+
+
+def _neighbours(nodes: dict[str, Node], each: int) -> Iterator[dict[str, Node]]:
+    def by_name(item: tuple[str, Node]) -> list[tuple[int, str]]:
+        # 2 before 10.
+        parts = re.split(r"(\d+)", item[1].name, flags=re.ASCII)
+        return [(len(part), part) if part.isdecimal() else (0, part) for part in parts]
+
+    ordered = sorted(nodes.items(), key=by_name)
+    for begin in range(0, len(ordered), each):
+        yield dict(ordered[begin : begin + each])
+
+
 def _tier(ledger: Ledger, tier: str, moment: Moment, by: By) -> dict[str, Any]:
     levels = ledger.at(moment).tolist()
     held = ((each.key, each.category, level) for each, level in zip(ledger.series, levels, strict=True) if each.tier == tier)
@@ -113,6 +150,7 @@ def _tier(ledger: Ledger, tier: str, moment: Moment, by: By) -> dict[str, Any]:
     least = 0
     while _count(top, least) > _MOST_NODES:
         least = max(least * 2, top.nbytes >> 20, 1)
+    group_small(top)
     columns: dict[str, list[Any]] = {"name": [], "parent": [], "nbytes": [], "category": [], "merged": []}
     for name, parent, nbytes, category, merged in _listed(top, least):
         columns["name"].append(name if len(name) <= _NAME_CHARS else f"{name[: _NAME_CHARS - 1]}…")
@@ -146,12 +184,12 @@ def _count(top: Node, least: int) -> int:
 
 
 def _listed(top: Node, least: int) -> Iterator[tuple[str, int, int, str, int]]:
-    """(name, place of the parent, bytes, category, modules merged) of each node, parents first, the largest first."""
+    """(name, place of the parent, bytes, category, siblings in one) of each node, parents first, the largest first."""
     waiting = [(top, -1)]
     place = 0
     while waiting:
         node, parent = waiting.pop()
-        yield node.name, parent, node.nbytes, node.category, 0
+        yield node.name, parent, node.nbytes, node.category, node.group
         here = place
         place += 1
         # The last one waiting comes next; among equals the one that was there first.
@@ -161,6 +199,7 @@ def _listed(top: Node, least: int) -> Iterator[tuple[str, int, int, str, int]]:
         if small:
             categories = {each.category for each in small}
             category = categories.pop() if len(categories) == 1 else ""
-            yield f"{len(small)} smaller", here, sum(each.nbytes for each in small), category, len(small)
+            count = sum(each.group or 1 for each in small)
+            yield f"{count} smaller", here, sum(each.nbytes for each in small), category, count
             place += 1
         waiting.extend((each, here) for each in large)
