@@ -519,8 +519,8 @@ def test_the_first_thing_on_a_page_is_the_summary_of_the_report(zprof: Zprof, br
     acted = [each["about"] for each in report["summary"] if each["act"]]
     assert {"waits", "host"} <= set(acted)
     assert browser.run("return [...document.querySelectorAll('.findings .act th')].map((each) => each.innerText)") == acted
-    above = "return [...document.querySelectorAll('section:not([hidden])')].map((each) => [each.id, each.getBoundingClientRect().top])"
-    tops = dict(browser.run(above))
+    shown = "[...document.querySelectorAll('section:not([hidden])')]"
+    tops = dict(browser.run(f"return {shown}.map((each) => [each.id, each.getBoundingClientRect().top])"))
     assert tops["summary"] < 120 and all(top > tops["summary"] for name, top in tops.items() if name != "summary")
     assert browser.complaints() == [] and browser.requests() == []
 
@@ -581,6 +581,23 @@ for (let i = 0; i < boxes.length; i++) for (let j = i + 1; j < boxes.length; j++
 }
 return [boxes.length, found];
 """
+
+
+def overlapping_reads(begin_ns: int) -> Iterator[Row]:
+    """More at once than the lane has rows, each long enough for a label."""
+    for number in range(6):
+        yield Row(RowKind.BEGIN, "disk read", f"optim/block.{number}", MIB, begin_ns + number * 10_000_000)
+    for number in range(6):
+        yield Row(RowKind.END, "disk read", f"optim/block.{number}", MIB, begin_ns + 300_000_000 + number * 10_000_000)
+
+
+def test_labels_of_spans_that_lie_over_one_another_do_not(zprof: Zprof, browser: Browser) -> None:
+    rows = list(sample_rows(steps=2, units=3))
+    write_trace(Path("run.zprof"), [*rows, *overlapping_reads(rows[-1].time_ns)])
+    assert zprof("timeline", "run.zprof").exit_code == 0
+    browser.open(Path("run.timeline.html"))
+    count, overlapping = browser.run(OVERLAPPING, "#lanes-plot-0 .textpoint text")
+    assert count > 1 and overlapping == []
 
 
 @pytest.mark.parametrize("units", [150, pytest.param(1000, marks=pytest.mark.slow)])

@@ -75,6 +75,8 @@ function makeLanes(run) {
   const pixel = (state.end - state.begin) / plotWidth();
   run.drawn = rows.map((row) => ({ ...row, spans: inView(row.lane) }));
   for (const { lane, top, spans } of run.drawn) {
+    // Where the last label of each row ends: in the last one spans may lie over one another.
+    const ends = new Map();
     for (const span of spans) {
       const fill = `${spanColor(span.what, lane.key[span.index])}${span.lit ? "" : " dim"}`;
       if (!paths.has(fill)) paths.set(fill, { x: [], y: [] });
@@ -86,9 +88,10 @@ function makeLanes(run) {
       path.x.push(x0, x1, x1, x0, x0, null);
       path.y.push(y0, y0, y1, y1, y0, null);
       const fits = Math.floor((full - x0) / pixel / 6.6) - 1;
-      if (fits >= (span.what === "iteration" ? 2 : 4) && labels.length < 400 && span.count === 1 && span.lit) {
+      if (fits >= (span.what === "iteration" ? 2 : 4) && labels.length < 400 && span.count === 1 && span.lit && x0 >= (ends.get(span.row) || 0)) {
         const whole = DATA.names[lane.key[span.index]];
         const name = span.what === "iteration" && whole.length > fits ? whole.slice(5) : whole;
+        ends.set(span.row, full);
         labels.push({ x: (x0 + full) / 2, y: top + span.row + 0.5, text: plain(name.length > fits ? `${name.slice(0, fits - 1)}…` : name) });
       }
     }
