@@ -330,6 +330,7 @@ main(["run", "load.py", "{mode}"], prog_name="zprof")
 """
 
 
+@pytest.mark.slow  # whom the kernel ends is its own affair, and it has ended zprof
 def test_a_loader_worker_that_the_kernel_ends_for_want_of_memory_is_named(tmp_path: Path) -> None:
     (tmp_path / "load.py").write_text(LOADING)
     with cgroup_of(700 * MIB) as folder:

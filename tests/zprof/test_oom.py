@@ -507,10 +507,11 @@ def test_where_nothing_lets_a_whole_step_fit_that_is_said(tmp_path: Path) -> Non
 TORN = """
 import os, resource, sys, torch
 torch.set_num_threads(1)
+torch.empty(2 << 20)  # from now on malloc takes blocks of up to 8 MiB from its heap
+full = [torch.empty(1 << 14) for _ in range(400)]  # no small tensor below finds a hole that importing has left
 [size] = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize:")]
 resource.setrlimit(resource.RLIMIT_AS, (size + (112 << 20), resource.RLIM_INFINITY))
-torch.empty(2 << 20)  # from now on malloc takes blocks of up to 8 MiB from its heap
-torn = [(torch.empty(1 << 18), torch.empty(64)) for _ in range(80)]
+torn = [(torch.empty(1 << 18), torch.empty(1 << 14)) for _ in range(80)]
 kept = [small for _, small in torn]
 del torn
 torch.empty(16 << 20)
