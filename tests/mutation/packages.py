@@ -56,5 +56,11 @@ PACKAGES = {
             ("tests/zhooks/grad",),
         ),
     ),
-    "store": Package(_sources("offload/store"), Tests(_in("offload/store", "store", "allocation", "store_faults"))),
+    "store": Package(
+        _sources("offload/store"),
+        Tests(
+            _in("offload/store", "store", "limits", "allocation", "store_faults"),
+            (*_in("offload/stash", "stash"), *_in("mutants", "mutants")),
+        ),
+    ),
 }

@@ -121,6 +121,22 @@ def test_a_tier_without_charge_admits_past_its_budget_and_keeps_nothing(pools: P
     assert allocations.used == dict.fromkeys(Tier, 0)
 
 
+class Ending(Gate):
+    """Work that is over when somebody has waited for it."""
+
+    def synchronize(self) -> None:
+        self.over = True
+
+
+def test_waiting_for_the_oldest_says_whether_there_was_something_to_wait_for(pools: Pools) -> None:
+    allocations = Allocator(pools)
+    assert not allocations.wait_for_oldest()
+    allocations.free(allocations.take(Tier.HOST, "a", 1000), Ending())
+    assert not allocations.sweep() and allocations.used[Tier.HOST] == 1000
+    assert allocations.wait_for_oldest() and not allocations.wait_for_oldest()
+    assert allocations.sweep() and allocations.used[Tier.HOST] == 0
+
+
 @TIERS
 def test_nothing_takes_nothing(pools: Pools, tier: Tier) -> None:
     allocations = Allocator(pools)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zhooks.run import keep_gathered
-from zhooks.run.schedule import Path, Walk, arrange
+from zhooks.run.schedule import LoneWalk, Path, Walk, arrange, backward_guess
 
 passes = st.lists(st.integers(0, 5), max_size=10)
 depths = st.integers(0, 4)
@@ -178,6 +178,33 @@ def test_a_use_is_launched_before_or_at_the_use(record: list[int], uses: list[in
         launched.update(step.launch)
         assert use in launched
         assert use in step.window
+
+
+# ---- one rank alone
+
+
+def test_one_rank_alone_launches_what_comes_next_the_way_it_went_last_time() -> None:
+    path = recorded(3, 0, 2, 1)
+    walk = LoneWalk(path, 2)
+    assert [walk.use(number).launch for number in (3, 0, 0, 1)] == [(3, 0, 2), (0, 2, 1), (0, 2, 1), (1,)]
+    assert walk.finish() == () and path.order == [3, 0, 1] and walk.launched(2)
+
+
+def test_one_rank_alone_keeps_its_place_at_a_use_outside_its_last_way() -> None:
+    walk = LoneWalk(recorded(3, 0, 2), 1)
+    assert [walk.use(number).launch for number in (3, 7, 0)] == [(3, 0), (7, 0), (0, 2)]
+
+
+# ---- the way back
+
+
+def test_a_backward_is_guessed_as_the_forward_reversed_from_each_units_last_use() -> None:
+    assert backward_guess([0, 1, 2, 1], {}) == [1, 2, 0]
+
+
+def test_a_unit_around_others_comes_before_the_first_of_them_in_backward() -> None:
+    assert backward_guess([0, 1, 2, 3], {0: {1, 2}}) == [3, 0, 2, 1]
+    assert backward_guess([0, 1, 2], {1: {5}}) == [1, 2, 0]
 
 
 # ---- what stays gathered between forward and backward
