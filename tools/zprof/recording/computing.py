@@ -292,7 +292,8 @@ def _word(dtype: torch.dtype) -> str:
 def _compiled() -> bool:
     """Dynamo has compiled a function of this process."""
     known = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    return bool(known is not None and known["frames"]["ok"])
+    # Of what is compiled as one graph or not at all (``fullgraph``) the frames are not counted.
+    return bool(known is not None and (known["frames"]["ok"] or known["stats"]["unique_graphs"]))
 
 
 def _device_name() -> str:
