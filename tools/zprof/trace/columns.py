@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zprof.rows import NO_PLACE, Row, RowKind, place_of
 from zprof.trace.frames import MOST_ROWS, packed, unpacked
 
-__all__ = ["MOST_ROWS", "Names", "Rows", "bounded", "decoded", "encoded", "fits", "packed_columns"]
+__all__ = ["MOST_ROWS", "Names", "Rows", "bounded", "decoded", "encoded", "fits", "narrow", "packed_columns", "wide"]
 
 #: Bounds of a row's numbers, so that no reader's sum or difference can overflow.
 MOST_NBYTES = 1 << 56
@@ -137,7 +137,7 @@ def packed_columns(numbers: dict[str, _Int64s], names: list[str]) -> bytes:
     time_ns = numbers["time_ns"]
     start = int(time_ns[0])
     steps = np.diff(time_ns, prepend=time_ns[0])
-    columns = [_narrow(steps if name == "time_ns" else numbers[name]) for name in _COLUMNS]
+    columns = [narrow(steps if name == "time_ns" else numbers[name]) for name in _COLUMNS]
     return packed([[bounded(name) for name in names], start, *columns])
 
 
@@ -155,7 +155,10 @@ def decoded(payload: bytes, count: int, names: Names) -> Rows:
         raise ValueError("its table of names is not one")
     if not (type(start) is int and 0 <= start < MOST_TIME):
         raise ValueError("its time is out of bounds")
-    numbers = {name: _wide(column, count, name) for name, column in zip(_COLUMNS, whole[2:], strict=True)}
+    numbers = {
+        name: wide(column, count, name, *(_BOUNDS[name] if name != "time_ns" else (-MOST_TIME, MOST_TIME)))
+        for name, column in zip(_COLUMNS, whole[2:], strict=True)
+    }
     time_ns = np.cumsum(numbers["time_ns"])
     time_ns += start
     if int(time_ns.min()) < 0 or int(time_ns.max()) >= MOST_TIME:
@@ -196,7 +199,7 @@ def _integers(column: Sequence[int]) -> _Int64s:
     return np.frombuffer(array("q", column), np.int64)
 
 
-def _narrow(column: _Int64s) -> list[object]:
+def narrow(column: _Int64s) -> list[object]:
     """[base, bytes]: each value is base plus an unsigned number of the narrowest width; none at all where all are equal."""
     low = int(column.min())
     span = int(column.max()) - low
@@ -206,8 +209,12 @@ def _narrow(column: _Int64s) -> list[object]:
     return [low, (column - low).astype(f"<u{width}").tobytes()]
 
 
-def _wide(column: Any, count: int, name: str) -> _Int64s:
-    low, high = _BOUNDS[name] if name != "time_ns" else (-MOST_TIME, MOST_TIME)
+def wide(column: Any, count: int, name: str, low: int, high: int) -> _Int64s:
+    """The ``count`` values of what `narrow` made, each from ``low`` to below ``high``.
+
+    Raises:
+        ValueError: it is no column, or not of such values.
+    """
     if not (isinstance(column, list) and len(column) == 2 and type(column[0]) is int and type(column[1]) is bytes):
         raise ValueError(f"its column {name} is not one")
     base, raw = column

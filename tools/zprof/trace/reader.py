@@ -16,6 +16,7 @@ from zprof.trace.framefile import START, FrameFile
 from zprof.trace.frames import MAGIC, FrameKind, unpacked
 from zprof.trace.header import VERSION, Header
 from zprof.trace.notes import Note, Notes
+from zprof.trace.operators import WINDOW
 from zprof.trace.tail import tail_path
 
 __all__ = ["DROPPED", "Note", "Rows", "Trace"]
@@ -97,6 +98,11 @@ class Trace:
         noted = [note.body.get("device") for note in self.notes("device")]
         named = [name for name in noted if isinstance(name, str)]
         return named[-1] if named else self.header.device
+
+    @property
+    def level(self) -> str:
+        """How finely it was recorded: the header's level, or "ops" where operators were asked for beside it."""
+        return "ops" if self.notes(WINDOW) else self.header.level
 
     def __len__(self) -> int:
         """Chunks in all."""
