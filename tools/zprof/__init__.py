@@ -27,6 +27,8 @@ def record(
     nvml: str = "auto",
     force: bool = False,
     children: Children = "memory",
+    ops_steps: str | None = None,
+    ops_stack: bool = False,
 ) -> Iterator[Recorder]:
     """Record what runs inside the block: every attachment of this process, every optimizer step, memory and GPUs.
 
@@ -34,7 +36,11 @@ def record(
     """
     from zprof.recording.recorder import Recorder
 
-    with Recorder(path, level=level, interval_s=interval_s, nvml=nvml, force=force, children=children).listen() as recorder:
+    asked = Recorder(
+        path, level=level, interval_s=interval_s, nvml=nvml, force=force, children=children, ops_steps=ops_steps,
+        ops_stack=ops_stack,
+    )  # fmt: skip
+    with asked.listen() as recorder:
         yield recorder
 
 

@@ -23,6 +23,7 @@ from zprof.commands.naming import RUN, next_name
 from zprof.problem import Misuse, Problem
 from zprof.recording.chosen import AUTO
 from zprof.recording.recorder import LEVELS, Children, Level, ranks
+from zprof.recording.schedule import DEFAULT, Schedule
 from zprof.running.child import Child, Ending, Kills, end_as
 from zprof.running.launch import Order
 
@@ -78,6 +79,13 @@ def _patience(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     return seconds
 
 
+def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    try:
+        return None if value is None else str(Schedule.of(value))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 @click.command(
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS]",
@@ -97,8 +105,17 @@ def _patience(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     default=AUTO,
     show_default=True,
     help="events: what zhooks places and does. alloc: every storage of torch too. stack: also the lines that made them. "
-    "auto: events for a script that attaches zhooks before its first step, alloc for any other.",
+    "ops: alloc, and the operators and kernels of some steps. auto: events for a script that attaches zhooks before its first "
+    "step, alloc for any other.",
 )
+@click.option(
+    "--ops-steps",
+    metavar="STEPS",
+    callback=_steps,
+    help=f"At --level ops, which: 10:13 for steps 10, 11 and 12, 3:6,100:103, or all; {DEFAULT} unless said. Forwards count "
+    "where nothing steps. A window is at most 60 s long.",
+)
+@click.option("--ops-stack", is_flag=True, help="At --level ops: also the lines that called operators, which costs much.")
 @click.option(
     "--nvml", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True, help="Sample GPUs through NVML."
 )
@@ -131,6 +148,8 @@ def run(
     output: str | None,
     force: bool,
     level: Level | Literal["auto"],
+    ops_steps: str | None,
+    ops_stack: bool,
     nvml: str,
     interval: float,
     children: Children | Literal["record"],
@@ -145,11 +164,15 @@ def run(
     \b
     zprof run train.py --epochs 3
     zprof run -o big.zprof --level alloc -m my_package.train
+    zprof run --level ops --ops-steps 10:13 train.py
     torchrun --nproc_per_node 2 -m zprof run train.py
 
     Under torchrun or srun {rank} in the name of the trace becomes the rank: one file a rank. Exit code and signals are
     those of the script. If it runs out of memory, what held the memory and what would have fitted is printed.
     """
+    if level != "ops" and (ops_steps is not None or ops_stack):
+        asked = "--ops-steps" if ops_steps is not None else "--ops-stack"
+        raise Misuse(f"{asked}: expected --level ops, found --level {level}; operators are recorded at that level")
     _refuse_launchers(command, module)
     _check_script(command[0], module)
     rank, world = ranks()
@@ -167,6 +190,8 @@ def run(
         watcher=os.getpid(),
         hang_after_s=hang_after,
         stacks_on=number,
+        ops_steps=ops_steps,
+        ops_stack=ops_stack,
     )
     if force and children == "record":
         _remove_children(path)

@@ -60,6 +60,7 @@ class Computing:
 
     def __init__(self, note: Callable[[str, Mapping[str, object]], None]) -> None:
         self._note = note
+        self._aside = self._owed = False
         self._ends: deque[int] = deque(maxlen=_RECENT)
         self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._open: _Counted | None = None
@@ -77,6 +78,13 @@ class Computing:
         while self._undo:
             self._undo.pop()()
         self._drop()
+
+    def step_aside(self, aside: bool) -> None:
+        """Count nothing while ``aside``; a step that was due then is counted later."""
+        self._aside = aside
+        if aside and self._open is not None:
+            self._drop()
+            self._owed = True
 
     def _stepped_once(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if os.getpid() != self._pid:
@@ -103,7 +111,11 @@ class Computing:
                     self._note("compute", body)
             elif len(counted.ended) > _RECENT or self._ends.count(counted.by) == 0:
                 self._drop()
-        if self._open is None and not self._why and _due(count) and self._rarest(id(optimizer)):
+        due = _due(count) or self._owed
+        if self._open is None and not self._why and due and self._rarest(id(optimizer)):
+            self._owed = self._aside
+            if self._aside:
+                return
             if _compiled():
                 self._end("torch.compile has compiled part of it, whose operations are not seen")
             elif not torch.is_inference_mode_enabled() and torch._C._current_graph_task_id() < 0:

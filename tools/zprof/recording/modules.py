@@ -22,7 +22,7 @@ from torch.nn.modules import module as registry
 
 from zprof.recording.marks import Marks
 
-__all__ = ["BACKWARD", "OPTIMIZER", "OUTSIDE", "Doing", "Place", "Places"]
+__all__ = ["BACKWARD", "OPTIMIZER", "OUTSIDE", "Doing", "Place", "Places", "ignore_warning_of_compile"]
 
 #: Keys of what belongs to no module.
 OUTSIDE, BACKWARD, OPTIMIZER = "(outside modules)", "(backward)", "(optimizer)"
@@ -81,14 +81,22 @@ class Places:
         self._main: weakref.ref[nn.Module] | None = None
         self._searches = 0
         self._undo: list[Callable[[], None]] = []
+        self._silent = False
         #: The name of a parameter's module, by the parameter; set by whoever knows.
         self.owner: Callable[[Any], str | None] = lambda variable: None
 
     def start(self) -> None:
-        """Install the hooks of modules and steps."""
-        self._undo.append(registry.register_module_forward_pre_hook(self._begin).remove)
-        self._undo.append(registry.register_module_forward_hook(self._end, always_call=True).remove)
-        self._undo.append(_ignore_warning_of_compile())
+        """Install the hooks of modules and steps, where they are not, and hear them."""
+        self._silent = False
+        if not self._undo:
+            self._undo.append(registry.register_module_forward_pre_hook(self._begin).remove)
+            self._undo.append(registry.register_module_forward_hook(self._end, always_call=True).remove)
+            self._undo.append(ignore_warning_of_compile())
+
+    def silence(self) -> None:
+        """Hear nothing until `start`. The hooks stay: torch.compile compiles anew where others are there than before."""
+        self._silent = True
+        self._stacks = _Stacks()
 
     def pause(self) -> None:
         """Remove them; the names of modules stay known."""
@@ -127,6 +135,10 @@ class Places:
             return BACKWARD
         return self._marks.of(node) or BACKWARD
 
+    def begin_forward(self, module: nn.Module, caller: FrameType) -> None:
+        """The forward of ``module`` begins on this thread, before our hooks could hear it; ``caller`` calls its hooks."""
+        self._enter(module, caller)
+
     def begin_thread(self) -> None:
         """This thread has begun just now."""
         self._stacks.numbered_apart = True
@@ -145,7 +157,7 @@ class Places:
     # The hooks. What dynamo traces must see nothing: it would break its graph, or bake the hook's state into it.
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._silent:
             return
         try:
             self._enter(module, sys._getframe(1))
@@ -157,7 +169,7 @@ class Places:
         if frames and (frames[-1].doing == Doing.STEP or frames[0].subject == id(module)):
             self._drop_stale(caller)
         outermost = not frames
-        path = self._path(module, outermost)
+        path = self.path_in(module, None if outermost else frames[-1].path)
         # The frame that calls the hooks goes on to call the forward.
         place = (id(caller), caller.f_code) if outermost else None
         frames.append(_Frame(id(module), path, _task(), Doing.FORWARD, place))
@@ -166,7 +178,7 @@ class Places:
             self.entered(module)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._silent:
             return
         self._leave(id(module))
 
@@ -196,16 +208,17 @@ class Places:
 
     # Names.
 
-    def _path(self, module: nn.Module, outermost: bool) -> str:
+    def path_in(self, module: nn.Module, outer: str | None) -> str:
+        """The path of a module whose forward begins in that of ``outer``, or in none."""
         path = self.path_of(module)
         if path is not None:
             return path
-        if outermost:
+        if outer is None:
             self.name(self._whole(module))
             return self.path_of(module) or type(module).__name__
         self._name_again()
         # Perhaps not registered under what is called: a module in a plain list, or one made on the way.
-        return self.path_of(module) or f"{self._stacks.frames[-1].path}.{type(module).__name__}"
+        return self.path_of(module) or f"{outer}.{type(module).__name__}"
 
     def path_of(self, module: nn.Module) -> str | None:
         """The path of a module met before."""
@@ -263,7 +276,7 @@ def modules_alive() -> list[nn.Module]:
     return [found for found in gc.get_objects() if issubclass(type(found), nn.Module) and "_modules" in found.__dict__]
 
 
-def _ignore_warning_of_compile() -> Callable[[], None]:
+def ignore_warning_of_compile() -> Callable[[], None]:
     """A compiled module warns of global hooks at every call; ours count its extra call as the same module."""
     known = list(warnings.filters)
     warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")

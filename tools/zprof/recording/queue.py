@@ -80,6 +80,10 @@ class Queue:
         """How many have put rows."""
         return len(self._threads)
 
+    def number_of(self, ident: int) -> int:
+        """The number of a thread that has put rows; -1 of any other."""
+        return self._threads.get(ident, -1)
+
     def put(
         self, kind: int, what: str, key: str, nbytes: int, time_ns: int, ident: int, lane: int | None = None
     ) -> None:

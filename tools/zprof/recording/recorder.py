@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from offload.events import Event, Kind, TimeMark, leave
 from offload.events import listen as listen_everywhere
@@ -26,6 +26,7 @@ from zprof.recording.chosen import AUTO, Choice
 from zprof.recording.lanes import LANES, Lanes, here
 from zprof.recording.queue import Queue
 from zprof.recording.sampling import Sampling
+from zprof.recording.schedule import DEFAULT, Schedule
 from zprof.recording.sources import Sources
 from zprof.recording.storages import Held, Storages
 from zprof.recording.surroundings import device, header, ranks
@@ -37,11 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LEVELS", "Children", "Level", "Recorder", "leave_inherited", "ranks"]
 
-Level = Literal["events", "alloc", "stack"]
+Level = Literal["events", "alloc", "stack", "ops"]
 #: What is recorded of the processes that the recorded one starts.
 Children = Literal["off", "memory"]
-#: From the cheapest: the runtime's own events; every storage; every storage with the stack that made it.
-LEVELS: tuple[Level, ...] = ("events", "alloc", "stack")
+#: From the cheapest: the runtime's own events; every storage; every storage with the stack that made it. "ops" is "alloc" with
+#: the operators of some steps.
+LEVELS: tuple[Level, ...] = ("events", "alloc", "stack", "ops")
 
 #: What is recorded is in the file after this long at the latest.
 FLUSH_NS = 1_000_000_000
@@ -53,6 +55,7 @@ LACKING = {
     "cuda_history": "the history of CUDA's allocator is",
     "optimizer_steps": "steps of optimizers are",
     "computing": "what steps compute is",
+    "operators": "operators are",
 }
 
 _KINDS = {"begin": int(RowKind.BEGIN), "end": int(RowKind.END), "instant": int(RowKind.INSTANT)}
@@ -75,12 +78,16 @@ class Recorder:
     Args:
         path: the trace; "{rank}" becomes this process's rank.
         level: "events" costs least and covers what zhooks places; "alloc" covers every torch storage; "stack" also says
-            which lines made them. "auto" is "events" where zhooks is attached before the first step, else "alloc".
+            which lines made them; "ops" is "alloc" and the operators of some steps. "auto" is "events" where zhooks is
+            attached before the first step, else "alloc".
         interval_s: seconds between samples of memory, allocator and NVML.
         nvml: "auto" samples GPUs where NVML answers, "on" insists, "off" does not ask.
         force: write over an existing file.
         children: "memory" samples the processes that this one starts, from outside; "off" does not look.
+        ops_steps: at level "ops", the steps whose operators are recorded: "10:13" for 10, 11 and 12, "3:6,100:103", or "all".
+        ops_stack: at level "ops", also the lines that called them, which costs much.
     Raises:
+        ValueError: an argument is not one of those.
         TraceError: the file exists already or cannot be made.  CapabilityError: ``nvml="on"`` and NVML does not answer.
     """
 
@@ -93,6 +100,8 @@ class Recorder:
         nvml: str = "auto",
         force: bool = False,
         children: Children = "memory",
+        ops_steps: str | None = None,
+        ops_stack: bool = False,
     ) -> None:
         if level not in (AUTO, *LEVELS):
             raise ValueError(f"level: expected {AUTO} or one of {', '.join(LEVELS)}, found {level!r}")
@@ -100,6 +109,12 @@ class Recorder:
             raise ValueError(f"interval_s: expected 0.001 to 3600 seconds, found {interval_s!r}")
         if children not in ("off", "memory"):
             raise ValueError(f"children: expected off or memory, found {children!r}")
+        if level != "ops" and (ops_steps is not None or ops_stack):
+            raise ValueError(f'level: expected "ops" with ops_steps or ops_stack, found {level!r}')
+        try:
+            self.schedule = Schedule.of(DEFAULT if ops_steps is None else ops_steps, stack=ops_stack)
+        except ValueError as error:
+            raise ValueError(f"ops_steps: {error}") from None
         self.rank, self.world = ranks()
         self.path = Path(str(path).replace("{rank}", str(self.rank)))
         self.level: Level = "alloc" if level == AUTO else level
@@ -113,6 +128,9 @@ class Recorder:
         self._append = self._queue.put
         self._sampling = Sampling(self._warn)
         self._parts: list[Part] = []
+        #: What follows storages, and what counts FLOPs, while they do.
+        self.tracker: Any = None
+        self.computing: Any = None
         self._undo: list[Callable[[], None]] = []
         self._life = threading.RLock()
         self._stopped = threading.Event()
@@ -225,7 +243,8 @@ class Recorder:
         self._stopped.clear()
         children = _loader_workers if self._children == "memory" else None
         self._sampling.open(resident=self.level != "events", nvml=self._nvml, children=children)
-        about = header(self.rank, self.world, self.level)
+        # Of readers that know no operators, which are in notes beside.
+        about = header(self.rank, self.world, "alloc" if self.level == "ops" else self.level)
         self._queue.writer = Writer(self.path, about, force=self._force)
         self.began_ns = about.mono_ns
         with suppress(OSError, ValueError):  # Without it a kill loses what was not written yet.
@@ -240,6 +259,8 @@ class Recorder:
             self._start_part("zprof.recording.tracker")
             self._start_part("zprof.recording.cuda_history")
         self._watch_steps()
+        if self.level == "ops":
+            self._start_part("zprof.recording.operators")
         self._queue.thread = threading.Thread(target=self._run, name="zprof", daemon=True)
         self._queue.thread.start()
         atexit.register(self.close)
@@ -365,6 +386,12 @@ class Recorder:
             self._lacks(module.rpartition(".")[2], f"{type(error).__name__}: {error}")
         else:
             self._parts.append(part)
+            if module.endswith(".tracker"):
+                self.tracker = part
+
+    def thread_number(self, ident: int) -> int:
+        """The number that rows of a thread have; -1 where it has put none."""
+        return self._queue.number_of(ident)
 
     def _lacks(self, part: str, why: str) -> None:
         """A part cannot record, for this torch lacks what it takes: said once, and the others go on."""
@@ -372,6 +399,9 @@ class Recorder:
         said = f"not with torch {version}: {why}"
         if part == "tracker":
             self.note("storages", {"why": said})
+        if part == "operators" and self.tracker is not None:
+            # It waits for them to say when it may begin.
+            self.tracker.resume()
         self.note("lacking", {"what": f"{LACKING[part]} not recorded", "why": said})
         self._warn(f"{LACKING[part]} not recorded, {said}; training goes on")
 
@@ -394,6 +424,7 @@ class Recorder:
                 computing = Computing(self.note)
                 computing.start()
                 self._undo.append(computing.close)
+                self.computing = computing
             except Exception as error:
                 self._lacks("computing", f"{type(error).__name__}: {error}")
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -25,6 +27,9 @@ _STANDARD = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platst
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
+#: How torch.profiler writes a frame.
+_ENTRY = re.compile(r"(?P<file>[^()]*)\((?P<line>\d+)\): (?P<function>.*)")
+
 #: Code that is nobody's in particular by its file's name, and ours.
 _HIDDEN: list[CodeType] = []
 
@@ -42,6 +47,8 @@ class Stacks:
         self._labels: dict[int, tuple[str | None, CodeType]] = {id(code): (None, code) for code in _HIDDEN}
         self._files: dict[str, str] = {}
         self._known: dict[tuple[int, ...], str] = {}
+        #: File as torch.profiler names it -> as lines do; "" for a library's.
+        self._whole: dict[str, str] = {}
 
     def here(self) -> str:
         """The user's frames above the caller, innermost first; empty where there are none."""
@@ -69,13 +76,25 @@ class Stacks:
             text = self._known[where] = BEFORE_STACK.join(names)
         return text
 
+    def user_line(self, entries: Sequence[str]) -> str:
+        """The innermost of the user's lines in a stack of torch.profiler's, "file(line): function"; "" where there is none."""
+        for entry in entries:
+            found = _ENTRY.fullmatch(entry)
+            if found is None:
+                continue
+            file = found["file"]
+            known = self._whole.get(file)
+            if known is None:
+                whole = _on_path(file)
+                known = self._whole[file] = "" if _is_hidden(whole) else self._short(whole)
+            if known:
+                return f"{known}:{found['line']}:{found['function']}"
+        return ""
 
     def _label(self, code: CodeType) -> str | None:
         """"file:*:function" of a user's code; None for code of a library or of the interpreter."""
         name = code.co_filename
-        if name.startswith("<frozen") or name.startswith(_folders()):
-            return None
-        if name.startswith(_STANDARD) and not any(part in name for part in _INSTALLED):
+        if _is_hidden(name):
             return None
         return f"{self._short(name)}:*:{code.co_qualname}"
 
@@ -89,6 +108,23 @@ class Stacks:
         return short
 
 
+def _on_path(file: str) -> str:
+    """The whole name of a file that torch.profiler names from a folder of ``sys.path`` on."""
+    if not file.startswith(("/", "<")):
+        for folder in sys.path:
+            whole = Path(folder or ".", file)
+            if whole.is_file():
+                return str(whole.absolute())
+    return file
+
+
+def _is_hidden(name: str) -> bool:
+    """A file is a library's, or the interpreter's own."""
+    if name.startswith("<frozen") or name.startswith(_folders()):
+        return True
+    return name.startswith(_STANDARD) and not any(part in name for part in _INSTALLED)
+
+
 def _folders() -> tuple[str, ...]:
     """Where the libraries' code lies; asked once for every code object, since a library may be imported late."""
     found = []
@@ -98,4 +134,3 @@ def _folders() -> tuple[str, ...]:
         if path:
             found.append(str(Path(path).parent) + "/" if Path(path).name == "__init__.py" else path)
     return tuple(found)
-

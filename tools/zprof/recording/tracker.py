@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +36,14 @@ from torch.nn.modules import module as registry
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from zprof.recording.hooks import Accumulated, end_in_children, hear_resizes, hear_threads, pop_when_safe
+from zprof.recording.hooks import (
+    Accumulated,
+    end_in_children,
+    hear_resizes,
+    hear_threads,
+    pop_when_safe,
+    unchanged_when_left,
+)
 from zprof.recording.mode import Ear, storages_of
 from zprof.recording.modules import BACKWARD, OPTIMIZER, OUTSIDE, Doing, Places, modules_alive
 from zprof.recording.quiet import pop, push
@@ -60,7 +69,10 @@ _PARAMETERS = frozenset(placed("parameter", tier) for tier in TIERS)
 def open_part(recorder: Recorder) -> Tracker:
     """The tracker of a recorder, not yet started."""
     return Tracker(
-        recorder.storages, stacks=recorder.level == "stack", ended=lambda why: recorder.note("storages", {"why": why})
+        recorder.storages,
+        stacks=recorder.level == "stack",
+        waits=recorder.level == "ops",
+        ended=lambda why: recorder.note("storages", {"why": why}),
     )
 
 
@@ -84,11 +96,16 @@ class Tracker:
 
     Args:
         stacks: keys also say which lines of code made them, the user's innermost first.
+        waits: begin paused, see `pause`; threads that Python starts are then not heard, for only this one can be paused.
         ended: called with why the tracking ended before the recording, so that readers do not take what was seen for all.
     """
 
-    def __init__(self, storages: Storages, *, stacks: bool = False, ended: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, storages: Storages, *, stacks: bool = False, waits: bool = False, ended: Callable[[str], None] | None = None
+    ) -> None:
         self._storages = storages
+        self._waits = self._paused = waits
+        self._thread = threading.get_ident()
         self._ended = ended
         self._stacks = Stacks() if stacks else None
         self._places = Places(self._entered, self.failed)
@@ -115,9 +132,9 @@ class Tracker:
             BaseException: whatever torch raised; then nothing of the tracker is left in it.
         """
         try:
-            self._take_what_is_alive()
-            # Named again when they run, and their gradients heard then: a model that is wrapped first is wrapped as it is.
-            self._named.clear()
+            self._thread = threading.get_ident()
+            if not self._waits:
+                self._take_what_is_alive(BEFORE)
             self._running = True
             self._install()
         except BaseException:
@@ -128,14 +145,57 @@ class Tracker:
         # First: of what it hangs in torch, the second may fail.
         self._undo.append(self._places.close)
         self._places.start()
+        if self._paused:
+            self._places.silence()
         self._undo.append(registry.register_module_parameter_registration_hook(self._registered).remove)
         self._undo.append(register_optimizer_step_pre_hook(self._begin_step).remove)
         self._undo.append(register_optimizer_step_post_hook(self._end_step).remove)
         self._undo.append(hear_resizes(self._storage_resized))
-        self._undo.append(hear_threads(self._thread_begins))
+        if not self._waits:
+            self._undo.append(hear_threads(self._thread_begins))
         end_in_children(self._end_in_child)
-        push(self._ear)
+        if not self._paused:
+            push(self._ear)
         self._undo.append(self._stop_hearing)
+
+    @property
+    def places(self) -> Places:
+        """Where the program is, and the names of its modules."""
+        return self._places
+
+    def pause(self) -> bool:
+        """Have torch run its operations as without us, until `resume`; False where that cannot begin here.
+
+        Storages that die meanwhile are heard; those that are made are met later, if they live on.
+        """
+        if not self._paused:
+            if threading.get_ident() != self._thread or not unchanged_when_left():
+                return False
+            self._places.silence()
+            pop(self._ear)
+            self._paused = True
+        return True
+
+    def resume(self, within: nn.Module | None = None, caller: FrameType | None = None) -> bool:
+        """Hear again; False where that cannot begin here.
+
+        Args:
+            within: its forward begins just now. caller: the frame that calls its hooks.
+        """
+        if self._paused and not self.deaf:
+            if threading.get_ident() != self._thread or not unchanged_when_left():
+                return False
+            try:
+                self._take_what_is_alive(ELSEWHERE)
+                self._places.start()
+                if within is not None and caller is not None:
+                    self._places.begin_forward(within, caller)
+            except Exception as error:
+                self.failed(error)
+                return True
+            push(self._ear)
+        self._paused = False
+        return True
 
     def close(self) -> None:
         """Leave torch as it was. On another thread than it began on, the mode stays there, and does nothing."""
@@ -156,6 +216,7 @@ class Tracker:
         """Nothing that a worker does shall cost what it costs to be heard."""
         with suppress(Exception):
             self.close()
+
     def leave(self) -> Callable[[], None]:
         """As `close`, wherever the program is: the mode does nothing from now on, and is taken off when that is safe, or when
         what is returned is called."""
@@ -189,8 +250,8 @@ class Tracker:
                 stacklevel=4,
             )
 
-    def _take_what_is_alive(self) -> None:
-        """Models, optimizers and all other tensors that Python can reach."""
+    def _take_what_is_alive(self, unknown: str) -> None:
+        """Models, optimizers and all other tensors that Python can reach; those of nobody are ``unknown``."""
         modules = modules_alive()
         inside = {id(child) for module in modules for child in module._modules.values()}
         # The largest is the main one, whose modules are named plainly.
@@ -209,7 +270,9 @@ class Tracker:
         for tensor in tensors:
             for storage in storages_of(tensor):
                 if not self._knows(storage._cdata):
-                    self._hold("other", BEFORE, storage)
+                    self._hold("other", unknown, storage)
+        # Named again when they run, and their gradients heard then: a model that is wrapped first is wrapped as it is.
+        self._named.clear()
 
     # What the ear reports.
 
@@ -338,7 +401,8 @@ class Tracker:
     @_guarded
     def accumulated(self, parameter: Tensor) -> None:
         """A backward has added to the gradient of ``parameter``."""
-        self._take_gradient(parameter)
+        if not self._paused:
+            self._take_gradient(parameter)
 
     def _take_gradient(self, parameter: Any) -> None:
         grad = parameter.grad
@@ -349,12 +413,16 @@ class Tracker:
 
     @_guarded
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._paused:
+            return
         self._places.begin_step(optimizer)
         self._made_in_step.clear()
         self._take_gradients(optimizer)
 
     @_guarded
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._paused:
+            return
         self._places.end_step(optimizer)
         made, self._made_in_step = self._made_in_step, []
         left = [storage for _, held in made if (storage := held()) is not None]

@@ -105,16 +105,17 @@ def _held(ledger: Ledger, peaks: dict[str, int]) -> dict[tuple[str, str], int]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-o", "--output", default="cell.zprof", show_default=True, metavar="FILE", help="The trace; written over.")
 @click.option("--level", type=click.Choice(LEVELS), default="alloc", show_default=True, help="How finely to record.")
-def options(output: str, level: Level) -> tuple[str, Level]:
-    """%%zprof [-o FILE] [--level LEVEL]: record this cell and show what it held."""
-    return output, level
+@click.option("--ops-steps", metavar="STEPS", help="At --level ops, which: 10:13 for steps 10, 11 and 12, or all.")
+def options(output: str, level: Level, ops_steps: str | None) -> tuple[str, Level, str | None]:
+    """%%zprof [-o FILE] [--level LEVEL] [--ops-steps STEPS]: record this cell and show what it held."""
+    return output, level, ops_steps
 
 
 def load(shell: Any) -> None:
     """Give ``shell`` (IPython's) the magic ``%%zprof``."""
 
     def zprof(line: str, cell: str | None = None) -> Recording | None:
-        """Record this cell and show what it held: ``%%zprof [-o FILE] [--level events|alloc|stack]``.
+        """Record this cell and show what it held: ``%%zprof [-o FILE] [--level events|alloc|stack|ops]``.
 
         The trace, cell.zprof unless said, is written over; ``%%zprof --help`` lists the options.
         """
@@ -140,9 +141,14 @@ def record_cell(shell: Any, line: str, cell: str) -> Recording | None:
         return None
     if not isinstance(parsed, tuple):
         return None  # --help has been printed.
-    output, level = parsed
+    output, level, ops_steps = parsed
+    try:
+        recorder = Recorder(output, level=level, force=True, ops_steps=ops_steps)
+    except ValueError as wrong:
+        click.echo(f"%%zprof: {wrong}", err=True)
+        return None
     # A cell is run again and again: its trace is its last run's.
-    recorder = Recorder(output, level=level, force=True).listen()
+    recorder.listen()
     error: BaseException | None = None
     try:
         result = shell.run_cell(cell)

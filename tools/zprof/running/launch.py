@@ -72,6 +72,8 @@ class Order:
     watcher: int = 0
     hang_after_s: float = 0.0
     stacks_on: str = ""
+    ops_steps: str | None = None
+    ops_stack: bool = False
 
     def arguments(self, command: Sequence[str]) -> list[str]:
         """The command line of `main`."""
@@ -153,6 +155,8 @@ def main() -> None:
             nvml=order.nvml,
             force=order.force,
             children="off" if order.children == "off" else "memory",
+            ops_steps=order.ops_steps,
+            ops_stack=order.ops_stack,
         ).listen()
     except ZhooksError as error:
         _refuse(error)
@@ -257,7 +261,15 @@ def _child_recorder(order: Order, output: str) -> tuple[Recorder, int]:
             continue
         nvml = "off" if order.nvml == "off" else "auto"
         try:
-            return TorchRecorder(path, level=order.level, interval_s=order.interval_s, nvml=nvml).listen(), number
+            recorder = TorchRecorder(
+                path,
+                level=order.level,
+                interval_s=order.interval_s,
+                nvml=nvml,
+                ops_steps=order.ops_steps,
+                ops_stack=order.ops_stack,
+            )
+            return recorder.listen(), number
         except TraceError:
             # Another child may have been quicker.
             if not os.path.lexists(path):
