@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from zprof.analysis import bandwidth, children, compute, growth, loading, prefetch, stalls, steps
+from zprof.analysis import bandwidth, children, compute, growth, loading, operators, prefetch, stalls, steps
 from zprof.analysis.coverage import Coverage, coverage
 from zprof.analysis.ledger import Ledger
 from zprof.analysis.ranks import COLLECTIVES
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from zprof.analysis.growth import Grown
     from zprof.analysis.ledger import Moment
     from zprof.analysis.loading import Loading
+    from zprof.analysis.operators import Operators
     from zprof.analysis.prefetch import Advice
     from zprof.analysis.spans import Instants, SpanTable
     from zprof.analysis.stalls import Stalls
@@ -131,13 +132,19 @@ class Analysis:
 
     @cached_property
     def steps(self) -> Steps:
-        """All of them; `stalls` and `advice` count those of ``steps.warm``."""
+        """All of them."""
         return steps.steps_of(self.table.of(*steps.WHATS))
+
+    @cached_property
+    def usual(self) -> Steps:
+        """Those that figures of time are of: without the first, and without those in which the recording itself took long, to
+        count what they compute or to record operators, where others are left."""
+        return self.steps.warm.apart_from(compute.slowed(self.trace))
 
     @cached_property
     def stalls(self) -> Stalls:
         """What the training threads stood still for."""
-        return stalls.stalls(self.table, self.steps.warm)
+        return stalls.stalls(self.table, self.usual)
 
     @cached_property
     def loading(self) -> Loading | Unseen:
@@ -168,6 +175,12 @@ class Analysis:
     def computed(self) -> Computed | Unseen:
         """What steps computed."""
         return compute.computed(self.trace, self.steps, self.covered)
+
+    @cached_property
+    def operators(self) -> Operators | Unseen:
+        """What was recorded of operators and kernels."""
+        units = self.instants.of("unit").key
+        return operators.operators(self.trace, {self.trace.strings[key] for key in set(units.tolist())})
 
     @cached_property
     def _bench(self) -> tuple[list[bench_store.Figure], str]:

@@ -22,15 +22,15 @@ import numpy as np
 from offload.errors import HardwareError
 from zprof.analysis.coverage import Coverage, Unseen
 from zprof.analysis.curves import NO_KEY, module_of
+from zprof.analysis.operators import pauses
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
     from offload.hardware import Hardware
     from zprof.analysis.steps import Steps
     from zprof.trace.reader import Trace
 
-__all__ = ["Computed", "Reached", "Row", "computed", "hardware_of", "uncounted"]
+__all__ = ["Computed", "Reached", "Row", "computed", "hardware_of", "slowed"]
 
 _PASSES = frozenset({"forward", "backward", "recompute", "step", "outside", "evaluation"})
 _OF_MODEL = frozenset({"forward", "backward", "outside", "evaluation"})
@@ -242,7 +242,7 @@ def computed(trace: Trace, steps: Steps, covered: Coverage) -> Computed | Unseen
     return Computed(
         rows=tuple(_row([*key, *values]) for key, values in sums.items()),
         steps=number,
-        step_s=float(np.median(uncounted(trace, steps.warm) @ [-1, 1])) / 1e9,
+        step_s=float(np.median(steps.warm.apart_from(slowed(trace)).duration_ns)) / 1e9,
         batches=tuple((dtype, shape, calls) for (dtype, shape), calls in batches.items()),
         uncounted=tuple(sorted({name for each in counted for name in each.uncounted})),
         threads=counted[-1].threads,
@@ -250,15 +250,12 @@ def computed(trace: Trace, steps: Steps, covered: Coverage) -> Computed | Unseen
     )
 
 
-def uncounted(trace: Trace, steps: Steps) -> NDArray[np.int64]:
-    """The bounds [n, 2] of steps in which nothing was counted, which takes time; all where it was in each."""
-    spans = [(body.get("begin_ns"), body.get("end_ns")) for body in (note.body for note in trace.notes("compute"))]
-    bounds, issued = steps.bounds, steps.issued
-    free = np.ones(len(bounds), bool)
-    for begin_ns, end_ns in spans:
-        if type(begin_ns) is int and type(end_ns) is int and 0 <= begin_ns <= end_ns <= _MOST:
-            free &= (issued[:, 1] <= begin_ns) | (issued[:, 0] >= end_ns)
-    return bounds[free] if free.any() else bounds
+def slowed(trace: Trace) -> list[tuple[int, int]]:
+    """When the recording itself took time of steps: to count what they compute, and to record operators."""
+    bodies = [note.body for note in trace.notes("compute")]
+    spans = [(body.get("begin_ns"), body.get("end_ns")) for body in bodies] + pauses(trace)
+    whole = [(begin, end) for begin, end in spans if type(begin) is int and type(end) is int]
+    return [(begin, end) for begin, end in whole if 0 <= begin <= end <= _MOST]
 
 
 @dataclass(frozen=True, slots=True)

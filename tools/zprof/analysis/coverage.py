@@ -13,8 +13,9 @@ Note: [Who sees what]
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zprof.rows import CATEGORIES, TIERS
 
@@ -29,6 +30,11 @@ _PLACED = ("parameter", "gradient", "optimizer", "communication")
 _OF_COLLECTIVES = frozenset({"wait", "wait collective", "wait point to point", "collective", "point to point"})
 #: Spans that end when the host has queued what they stand for, where the device has streams of its own.
 _QUEUED = ("gather", "gather activation", "reduce", "collective", "point to point", "forward", "backward", "update")
+#: Why nothing was followed at level "ops", in one that saw no such moment.
+_BEGINS = (
+    "which at level ops begins outside of recorded steps, with a forward that keeps a graph or the end of an optimizer's step; "
+    "record with --level alloc"
+)
 #: In place of the times of those.
 NOT_MEASURED = "not measured on CUDA"
 
@@ -53,11 +59,12 @@ class Coverage:
         used: the tiers that anything was held on.
         dropped, lost: rows that are not in the file; those of them that were not thinned out but lost.
         spans_kept: of a file that was thinned out, the spans that are all there still.
-        stopped: why the storages were not followed to the end, "" where they were.
+        stopped: why the storages were not followed to the end, "" where they were; never: not at all.
         lacking: what else could not be recorded, a line each.
         lanes: streams of the device were marked. untimed: spans that have no time of the device's nevertheless, and why.
         collectives: None where none of torch.distributed's were recorded, else why not all of them, "" where they were.
         loaders: of torch's data loaders, in the same way.
+        unfollowed: when storages that were made were not followed, because operators were recorded, in words.
     """
 
     level: str
@@ -68,11 +75,13 @@ class Coverage:
     lost: int = 0
     spans_kept: tuple[str, ...] = ()
     stopped: str = ""
+    never: bool = False
     collectives: str | None = None
     lacking: tuple[str, ...] = ()
     lanes: bool = False
     untimed: tuple[tuple[str, str], ...] = ()
     loaders: str | None = None
+    unfollowed: tuple[str, ...] = ()
 
     @property
     def every_storage(self) -> bool:
@@ -91,8 +100,7 @@ class Coverage:
         if self.every_storage:
             return None
         if self.stopped:
-            never = self.stopped.startswith("not with torch")
-            return Unseen(f"storages were {'not followed, ' if never else 'followed only until '}{self.stopped}")
+            return Unseen(f"storages were {'not followed, ' if self.never else 'followed only until '}{self.stopped}")
         if self.zhooks and (category in _PLACED or (tier == "host" and category == "activation")):
             return None
         return Unseen("not recorded at level events: record with --level alloc")
@@ -132,7 +140,8 @@ class Coverage:
         if waits is None and not self.zhooks:
             seen = ["data loaders"] * (self.loaders == "") + ["torch.distributed's collectives"] * (self.collectives == "")
             waits = Unseen(f"those for {' and '.join(seen)} are all that is seen, and not those inside compiled code")
-        return [*found, *([f"waits: {waits}"] if waits is not None else []), *self.lacking]
+        aside = [f"storages made {when}" for when in self.unfollowed]
+        return [*found, *aside, *([f"waits: {waits}"] if waits is not None else []), *self.lacking]
 
     def _by_zhooks_alone(self, tier: str) -> bool:
         """Nobody else's bytes would be on the tier: the disk, and without a GPU the host, whose memory is the device."""
@@ -203,13 +212,19 @@ def _no_zhooks(what: str) -> Unseen:
 
 def coverage(trace: Trace, used: tuple[str, ...] = TIERS) -> Coverage:
     """What ``trace`` saw; ``used`` are the tiers its ledger has."""
+    from zprof.trace.operators import WINDOW
     from zprof.trace.reader import DROPPED
 
     thinned = [note.body for note in trace.notes(DROPPED)]
     rows = [body.get("rows") for body in thinned]
     most = max((count for count in rows if type(count) is int), default=0)
     kept = thinned[-1].get("spans") if thinned else None
-    stopped = [note.body.get("why") for note in trace.notes("storages")]
+    stopped = [str(note.body.get("why"))[:200] for note in trace.notes("storages")]
+    windows = [note.body for note in trace.notes(WINDOW)]
+    waited = any("steps" in body for body in windows) and not any("followed_from_ns" in body for body in windows)
+    if waited and not stopped:
+        stopped = [_BEGINS]
+    never = bool(stopped) and (waited or stopped[-1].startswith("not with torch"))
     marked = [note.body for note in trace.notes("lanes")]
     untimed = marked[-1].get("untimed") if marked else None
     collectives = [str(note.body.get("why", ""))[:200] for note in trace.notes("collectives")]
@@ -221,12 +236,14 @@ def coverage(trace: Trace, used: tuple[str, ...] = TIERS) -> Coverage:
         trace.dropped,
         max(0, trace.dropped - most),
         tuple(what for what in kept if isinstance(what, str)) if isinstance(kept, list) else (),
-        str(stopped[-1])[:200] if stopped else "",
+        stopped[-1] if stopped else "",
+        never,
         collectives[-1] if collectives else None,
         tuple(f"{str(note.body.get('what'))[:80]}: {str(note.body.get('why'))[:200]}" for note in trace.notes("lacking")[:8]),
         bool(marked),
         tuple((str(what)[:80], str(why)[:200]) for what, why in untimed.items()) if isinstance(untimed, dict) else (),
         _followed(trace),
+        () if never else _unfollowed(windows, trace.header.mono_ns),
     )
 
 
@@ -235,3 +252,21 @@ def _followed(trace: Trace) -> str | None:
     notes = [note.body for note in trace.notes("loaders")]
     whys = [str(body["why"])[:200] for body in notes if "why" in body]
     return whys[-1] if whys else "" if notes and notes[-1].get("loaders") else None
+
+
+def _unfollowed(windows: Sequence[Mapping[str, Any]], began_ns: int) -> tuple[str, ...]:
+    found: dict[int, str] = {}
+    for body in windows:
+        number, counted, first, bounds = (body.get(key) for key in ("window", "counted", "first", "bounds"))
+        if body.get("followed") is True and type(number) is int and 0 <= number < 64:
+            said = "the steps whose operators were recorded"
+            if counted in ("step", "forward") and type(first) is int and isinstance(bounds, list) and len(bounds) > 1:
+                last = first + len(bounds) - 2
+                said = f"{counted} {first}" if last == first else f"{counted}s {first} to {last}"
+            found[number] = f"in {said}: not followed while operators were recorded there"
+    begins = [body["followed_from_ns"] for body in windows if "followed_from_ns" in body]
+    if begins and type(begins[0]) is int:
+        after_s = max(0, begins[0] - began_ns) / 1e9
+        before = f"in the first {after_s:.3g} s: only those that lived longer, since they were followed from then on"
+        return (before, *found.values())
+    return tuple(found.values())

@@ -78,7 +78,7 @@ def lines_recorded(trace: Trace) -> None:
     Raises:
         TraceError: it was not recorded at level "stack".
     """
-    level = trace.header.level
+    level = trace.level
     if level != "stack":
         raise TraceError(f"{trace.path}: --by line: expected a run recorded at --level stack, found {level}; record it again")
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from zprof.analysis.coverage import Coverage, Unseen
 from zprof.analysis.curves import NO_KEY, module_of
+from zprof.analysis.operators import unfollowed
 from zprof.rows import BEFORE_STACK
 
 if TYPE_CHECKING:
@@ -81,7 +82,13 @@ def growth(ledger: Ledger, steps: Steps, covered: Coverage) -> tuple[Grown, ...]
         return unseen
     if steps.count < LEAST_STEPS:
         return Unseen(f"{steps.count} optimizer steps were recorded: growth is seen from {LEAST_STEPS} on")
-    numbers = np.unique(np.linspace(1, steps.count - 1, min(MOST_POINTS, steps.count - 1)).astype(np.int64))
+    ends = np.arange(1, steps.count)
+    for begin_ns, end_ns in unfollowed(ledger.trace):
+        # What was made there is met when it is over.
+        ends = ends[(steps.issued[ends, 1] <= begin_ns) | (steps.issued[ends, 1] > end_ns)]
+    if len(ends) < LEAST_STEPS - 1:
+        return Unseen(f"storages were followed to the end of {len(ends)} steps: growth is seen from {LEAST_STEPS - 1} on")
+    numbers = ends[np.unique(np.linspace(0, len(ends) - 1, min(MOST_POINTS, len(ends))).astype(np.int64))]
     levels = np.array([ledger.at(int(end_ns)) for end_ns in steps.issued[numbers, 1]])
     groups: dict[tuple[str, str], list[int]] = {}
     for place, series in enumerate(ledger.series):
@@ -93,8 +100,8 @@ def growth(ledger: Ledger, steps: Steps, covered: Coverage) -> tuple[Grown, ...]
         by_series = levels[-1, places] - levels[0, places]
         most = ledger.series[places[int(by_series.argmax())]]
         path, *lines = most.key.split(BEFORE_STACK)
-        total, ends = int(by_series.sum()), (int(numbers[0]), int(numbers[-1]))
-        found.append(Grown(name, tuple(lines[1:]), path or NO_KEY, tier, most.category, total, *ends))
+        total, between = int(by_series.sum()), (int(numbers[0]), int(numbers[-1]))
+        found.append(Grown(name, tuple(lines[1:]), path or NO_KEY, tier, most.category, total, *between))
     return tuple(sorted(found, key=lambda grown: (-grown.nbytes, grown.name)))
 
 

@@ -7,7 +7,7 @@ memory, and never prints.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Measured:
         covered: what the recording saw.
         held: for "category" and "unit": (name, tier) -> bytes when that tier held most.
         names: every unit that was gathered, computed or updated.
+        ops: kernel, or without a GPU operator, whose calls were recorded -> (nanoseconds, calls) of a step.
         world: ranks of its run. simulated: the hardware that a simulation was of, whose values are predicted; "" for a run.
     """
 
@@ -39,6 +40,7 @@ class Measured:
     covered: Coverage
     held: dict[str, dict[tuple[str, str], int]]
     names: frozenset[str]
+    ops: dict[str, tuple[float, float]] = field(default_factory=dict)
     world: int = 1
     simulated: str = ""
 
@@ -67,7 +69,9 @@ def measured(runs: Sequence[str], *, steps_only: bool = False) -> list[Measured]
         TraceError: one is missing or no trace, or they are not one run's.
     """
     from zprof.analysis.analysis import Analysis
+    from zprof.analysis.coverage import Unseen
     from zprof.analysis.measures import measures
+    from zprof.analysis.operators import by_operator
     from zprof.analysis.ranks import traces_of
     from zprof.rows import TIERS
 
@@ -91,6 +95,7 @@ def measured(runs: Sequence[str], *, steps_only: bool = False) -> list[Measured]
                 analysis.covered,
                 held,
                 frozenset(trace.strings[key] for key in keys),
+                {} if isinstance(analysis.operators, Unseen) else by_operator(analysis.operators),
                 trace.header.world,
                 trace.header.simulated,
             )

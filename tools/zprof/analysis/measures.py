@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zprof.analysis.analysis import Analysis
     from zprof.analysis.children import Children
     from zprof.analysis.compute import Computed
+    from zprof.analysis.operators import Operators
 
 __all__ = ["MEASURES", "Measure", "Unit", "Value", "measures", "numbers"]
 
@@ -75,6 +76,13 @@ _TABLE: tuple[Measure, ...] = (
     Measure("samples.per_second", "count", "less", "Samples of the model's input, a second of the median step; of this rank."),
     Measure("mfu.percent", "%", "less", "The model's FLOPs at the device's peak, as a share of the median step."),
     Measure("hfu.percent", "%", "less", "The same of all FLOPs done."),
+    Measure("ops.self_ms", "ms", "more", "Time of the busiest thread in torch's operators, a step; --level ops."),
+    Measure("ops.calls_per_step", "count", "more", "Operators called, a step."),
+    Measure("ops.between_percent", "%", "more", "Share of the step in which that thread was in no operator: Python, waits."),
+    Measure("ops.sync_ms", "ms", "more", "Time in calls that wait for a device, a step."),
+    Measure("gpu.busy_ms", "ms", "", "Time in which a stream of the idlest GPU of this rank ran anything, a step."),
+    Measure("gpu.idle_percent", "%", "more", "Share of the step in which none did."),
+    Measure("gpu.launch_bound_percent", "%", "more", "Of the step: idle because the host had not called for anything yet."),
     Measure("energy.joules_per_token", "J", "more", "Energy of all sampled GPUs, a token of this rank."),
     Measure("growth.bytes_per_step", "bytes", "more", "What kept growing from step to step, a step: leaks, or what is kept."),
     Measure("oom.count", "count", "more", "Requests for memory whose failure ended the script."),
@@ -141,6 +149,7 @@ def measures(
     for part in (_held(analysis, within), _sampled(analysis), _stepped(analysis), _moved(analysis)):
         found |= part
     found |= _computed(analysis.computed, hardware, found["energy.joules_per_step"])
+    found |= _operators(analysis.operators)
     assert found.keys() == MEASURES.keys(), f"not the measures there are: {sorted(found.keys() ^ MEASURES.keys())}"
     return {name: found[name] for name in MEASURES}
 
@@ -197,24 +206,22 @@ def _under(found: Children | Unseen) -> dict[str, Value]:
 def _stepped(analysis: Analysis) -> dict[str, Value]:
     import numpy as np
 
-    from zprof.analysis.compute import uncounted
-
-    steps, warm, covered = analysis.steps, analysis.steps.warm, analysis.covered
+    steps, usual, covered = analysis.steps, analysis.usual, analysis.covered
     names = ("count", "first_ms", "median_ms", "p95_ms", "max_ms")
     unseen = covered.steps() or (None if steps.count else _NO_STEP)
     if unseen is not None:
         found: dict[str, Value] = {f"step.{name}": unseen for name in names}
     else:
-        took = uncounted(analysis.trace, warm) @ [-1, 1] / 1e6
+        took = usual.duration_ns / 1e6
         late = np.percentile(took, 95, method="higher")
         figures = (steps.count, steps.duration_ns[0] / 1e6, np.median(took), late, took.max())
-        whys = (None, steps.unseen, *[warm.unseen] * 3)
+        whys = (None, steps.unseen, *[usual.unseen] * 3)
         found = {f"step.{name}": why or float(figure) for name, figure, why in zip(names, figures, whys, strict=True)}
     return found | _passes(analysis, unseen) | _waited(analysis, unseen)
 
 
 def _passes(analysis: Analysis, unseen: Unseen | None) -> dict[str, Value]:
-    warm, covered = analysis.steps.warm, analysis.covered
+    usual, covered = analysis.usual, analysis.covered
     found: dict[str, Value] = {}
     passes = {"forward": ("forward",), "backward": ("backward",), "update": ("step", "update")}
     for name, whats in passes.items():
@@ -222,33 +229,33 @@ def _passes(analysis: Analysis, unseen: Unseen | None) -> dict[str, Value]:
         # Steps of any optimizer are recorded, whoever made it; on a GPU the host only queues them.
         by_steps = covered.steps() if name == "update" and covered.queued("update") is None else covered.spans(name)
         # A step that is only its update has all of that.
-        part = warm.unseen if name != "update" else None
+        part = usual.unseen if name != "update" else None
         why = unseen or part or by_steps or (None if len(table) else Unseen(f"no {name} was recorded"))
-        found[f"{name}.ms_per_step"] = why or _shared_ns(table.begin_ns, table.end_ns, warm.bounds) / 1e6 / warm.count
+        found[f"{name}.ms_per_step"] = why or _shared_ns(table.begin_ns, table.end_ns, usual.bounds) / 1e6 / usual.count
     why = next((each for each in found.values() if isinstance(each, Unseen)), None)
     if why is None:
         inside = analysis.table.of("forward", "backward", "step", "update")
-        outside = warm.whole_ns - _shared_ns(inside.begin_ns, inside.end_ns, warm.bounds)
-        found["outside.ms_per_step"] = outside / 1e6 / warm.count
+        outside = usual.whole_ns - _shared_ns(inside.begin_ns, inside.end_ns, usual.bounds)
+        found["outside.ms_per_step"] = outside / 1e6 / usual.count
     else:
         found["outside.ms_per_step"] = why
     return found
 
 
 def _waited(analysis: Analysis, unseen: Unseen | None) -> dict[str, Value]:
-    steps, stalls, covered = analysis.steps, analysis.stalls, analysis.covered
+    steps, usual, stalls, covered = analysis.steps, analysis.usual, analysis.stalls, analysis.covered
     # Without steps the whole recording counts as one, for the share of it.
-    share = covered.waits() or steps.warm.unseen or (None if len(steps.bounds) else _NO_STEP)
+    share = covered.waits() or usual.unseen or (None if len(steps.bounds) else _NO_STEP)
     found: dict[str, Value] = {"exposed.percent": share or 100 * stalls.share}
-    why = unseen or steps.warm.unseen or covered.waits()
+    why = unseen or usual.unseen or covered.waits()
     found["exposed.ms_per_step"] = why or stalls.ns_per_step / 1e6
     by_what = stalls.by_what()
-    others = unseen or steps.warm.unseen or covered.spans("wait")
-    data = unseen or steps.warm.unseen or covered.data()
+    others = unseen or usual.unseen or covered.spans("wait")
+    data = unseen or usual.unseen or covered.data()
     for wait in _WAITS:
         why = data if wait == "data" else others
-        found[_exposed(wait)] = why or by_what.get(wait, 0) / 1e6 / steps.warm.count
-    whole = steps.warm.whole_ns
+        found[_exposed(wait)] = why or by_what.get(wait, 0) / 1e6 / usual.count
+    whole = usual.whole_ns
     found["exposed.data.percent"] = data or (100 * by_what.get("data", 0) / whole if whole else _NO_STEP)
     return found
 
@@ -309,6 +316,27 @@ def _computed(did: Computed | Unseen, hardware: Hardware | None, joules: Value) 
     if tokens and not isinstance(joules, Unseen):
         each = joules / tokens
     return dict(zip(names, figures, strict=True)) | {"energy.joules_per_token": each}
+
+
+def _operators(ran: Operators | Unseen) -> dict[str, Value]:
+    names = ("self_ms", "calls_per_step", "between_percent", "sync_ms")
+    of_gpu = ("busy_ms", "idle_percent", "launch_bound_percent")
+    if isinstance(ran, Unseen):
+        return {**{f"ops.{name}": ran for name in names}, **{f"gpu.{name}": ran for name in of_gpu}}
+    in_operators, step_ns = ran.in_operators_ns(), ran.step_ns
+    counted = Unseen("the recorded operators are of no whole step") if not ran.shown.counted else None
+    if ran.shown.left_out:
+        counted = Unseen(f"{ran.shown.left_out:,} operators of the steps are not in the trace")
+    no_gpu = counted or Unseen("not recorded: the run used no GPU when its operators were recorded")
+    syncs: Value = sum(took for *_, took in ran.syncs()) / 1e6 if ran.shown.devices else no_gpu
+    values = (in_operators / 1e6, sum(row.calls for row in ran.by("op")), 100 * (1 - in_operators / step_ns), syncs)
+    found: dict[str, Value] = {f"ops.{name}": counted or value for name, value in zip(names, values, strict=True)}
+    idlest = max(ran.idle(), key=lambda idle: idle.idle_ns, default=None)
+    if idlest is None or counted is not None:
+        return found | {f"gpu.{name}": no_gpu for name in of_gpu}
+    shares = (100 * idlest.share, 100 * idlest.reasons["launch"] / step_ns)
+    figures = ((step_ns - idlest.idle_ns) / 1e6, *shares)
+    return found | {f"gpu.{name}": value for name, value in zip(of_gpu, figures, strict=True)}
 
 
 def _joules(analysis: Analysis) -> Value:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload.text import as_size
 from zprof.analysis.analysis import Analysis
@@ -21,6 +21,7 @@ from zprof.analysis.curves import BYS, By, lines_recorded
 from zprof.analysis.growth import Grown
 from zprof.analysis.ledger import Ledger, Moment
 from zprof.analysis.measures import Value, measures
+from zprof.analysis.operators import Operators, columns
 from zprof.analysis.ranks import path_of, traces_of
 from zprof.analysis.spans import FIRST_LANE
 from zprof.rows import CATEGORIES, TIERS, TraceError
@@ -134,8 +135,8 @@ class Run:
 
     @property
     def level(self) -> str:
-        """The level it was recorded at: "events", "alloc" or "stack"."""
-        return self._trace.header.level
+        """The level it was recorded at: "events", "alloc", "stack" or "ops"."""
+        return self._trace.level
 
     @property
     def device(self) -> str:
@@ -279,6 +280,28 @@ class Run:
         """What steps computed: FLOPs by module, batches, and by `Computed.on` the share of a hardware profile that was
         reached. None where that was not seen, see `unseen["flops.per_step"]`."""
         return None if isinstance(self._analysis.computed, Unseen) else self._analysis.computed
+
+    def operators(self) -> Operators | None:
+        """What the steps whose operators were recorded spent on them, by operator, kernel and module. None where that was not
+        seen, see `unseen["ops.self_ms"]`."""
+        return None if isinstance(self._analysis.operators, Unseen) else self._analysis.operators
+
+    def ops(self) -> dict[str, NDArray[Any]]:
+        """Every recorded operator, kernel, copy, call of a runtime and module's forward: `pandas.DataFrame(run.ops())`.
+
+        Columns of one length; without any where none was recorded, see `unseen["ops.self_ms"]`:
+            name, kind, module, pass, where, line: texts; "" where there is none. ``where`` is the thread or device.
+            step: counted from 0, -1 outside. window, stream: numbers; -1 for no stream.
+            begin_s: since the recording began. duration_s, self_s (without what ran inside), device_s (of what it launched).
+            parent, cause: rows: what it ran inside of, and what launched a kernel, or made a backward's node; -1 for none.
+        """
+        ran = self._analysis.operators
+        if isinstance(ran, Unseen):
+            return {}
+        found = columns(ran)
+        begin = (found.pop("begin_ns") - self._ledger.begin_ns) / 1e9
+        seconds = {f"{name}_s": found.pop(f"{name}_ns") / 1e9 for name in ("duration", "self", "device")}
+        return {"begin_s": begin, **seconds, **found}
 
     # In all.
 

@@ -6,7 +6,8 @@ recording is one interval, and says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -55,8 +56,15 @@ class Steps:
 
     @property
     def warm(self) -> Steps:
-        """The steps figures are taken over: without the first, which fills pools and learns the order, if there are more."""
+        """Without the first, which fills pools and learns the order, if there are more."""
         return Steps(self.bounds[1:], self.source, issued=self.issued[1:]) if len(self.bounds) > 1 else self
+
+    def apart_from(self, spans: Iterable[tuple[int, int]]) -> Steps:
+        """Those that the host issued in none of ``spans``; all where that leaves none."""
+        apart = np.ones(len(self.bounds), np.bool_)
+        for begin_ns, end_ns in spans:
+            apart &= (self.issued[:, 1] <= begin_ns) | (self.issued[:, 0] >= end_ns)
+        return self if not apart.any() else replace(self, bounds=self.bounds[apart], issued=self.issued[apart])
 
     @property
     def duration_ns(self) -> Ints:

@@ -35,11 +35,12 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
 @named_or_latest("runs", click.Path())
 @click.option(
     "--by",
-    type=click.Choice(["category", "module", "tier", "rank", "unit", "line"]),
+    type=click.Choice(["category", "module", "tier", "rank", "unit", "line", "op", "kernel"]),
     default="category",
     show_default=True,
     help="How bytes are grouped. A module is a path up to its first number (model.layers.3); a unit is the whole key; a line "
-    "is the one that made them, recorded at --level stack.",
+    "is the one that made them, recorded at --level stack. Operators, recorded at --level ops, are grouped by op unless by "
+    "kernel, module or unit is asked for.",
 )
 @click.option(
     "--at",
@@ -47,7 +48,8 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     show_default=True,
     metavar="peak|step:N",
     callback=_at,
-    help="When: at each tier's highest moment of the run, or within step N, counted from 0.",
+    help="When: at each tier's highest moment of the run, or within step N, counted from 0. Operators are those of the window "
+    "of steps that has it, else of the first window.",
 )
 @click.option(
     "--top",
@@ -107,6 +109,14 @@ def report(
                   modules[]{name flops forward backward again bytes}
                   reached{hardware mfu hfu floor_s compute_s memory_s price
                   joules}, or null, and reached_why
+        operators null if not seen: why is in unseen; of a step of title:
+                  title counted first count step_ns by why left_out devices[]
+                  error_ns stack skipped[] also[] in_operators_ns
+                  rows[]{name calls host_ns device_ns flops_per_s mostly
+                  beside (the thread, if not the step's)}
+                  kernels[] as rows; between{} (module -> ns in no operator)
+                  syncs[]{call where calls ns}
+                  idle[]{device idle_ns step_ns reasons{} modules{}}
         rss       start_bytes peak_bytes at_s
         children  of processes under it, null if not sampled: seen (in all) most (at
                   once) bytes (what they share once) at_s rss_bytes tree_bytes (with

@@ -240,7 +240,7 @@ def _about(read: Analysis) -> dict[str, Any]:
         "file": read.trace.path.name,
         "host": header.host,
         "device": read.trace.device,
-        "level": header.level,
+        "level": read.trace.level,
         "argv": " ".join(header.argv)[:400],
         "damage": read.trace.damage or "",
         "events": read.trace.count,

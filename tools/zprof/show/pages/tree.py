@@ -64,7 +64,7 @@ def flamegraph(trace: Trace, step: int | None = None, by: By = "module") -> dict
     missing = [line for line in analysis.covered.lines() if not line.startswith("waits")]
     missing += [f"step 0: {analysis.steps.unseen}"] if step == 0 and analysis.steps.unseen is not None else []
     predicted = [f"predicted for {header.simulated}"] if header.simulated else []
-    about = [*predicted, f"rank {header.rank} of {header.world}", f"{trace.device} on {header.host}", f"level {header.level}"]
+    about = [*predicted, f"rank {header.rank} of {header.world}", f"{trace.device} on {header.host}", f"level {trace.level}"]
     return {
         "page": "flamegraph",
         "at": "peak" if step is None else f"step {step}",

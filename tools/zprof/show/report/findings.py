@@ -22,6 +22,7 @@ from zprof.analysis.coverage import Unseen
 from zprof.analysis.curves import By, group_of, lines_recorded
 from zprof.analysis.ledger import Ledger, Moment
 from zprof.analysis.measures import measures
+from zprof.analysis.operators import OperatorBy, operators_recorded
 from zprof.analysis.prefetch import setting
 from zprof.analysis.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
 from zprof.analysis.remainder import Remainder, fullest_sample, peak_sample
@@ -31,6 +32,7 @@ from zprof.show.report.compute import compute_body
 from zprof.show.report.large_batch import large_batch
 from zprof.show.report.loading import loading_body
 from zprof.show.report.next_commands import following
+from zprof.show.report.operators import operators_body
 from zprof.show.report.residual import residual
 from zprof.show.report.summary import summary
 from zprof.trace.children import recorded_children
@@ -53,7 +55,7 @@ MOST_MISSING = 4096
 def report(
     runs: Sequence[str | Path],
     *,
-    by: By = "category",
+    by: By | OperatorBy = "category",
     step: int | None = None,
     most: int = MOST,
     hardware: Hardware | None = None,
@@ -62,7 +64,8 @@ def report(
 
     Args:
         runs: files or folders of traces, one trace a rank.
-        by: how the bytes of a tier are grouped.
+        by: how the bytes of a tier are grouped, or where it is "op" or "kernel", operators; these are by module or unit where
+            bytes are.
         step: the highest moment of this step, counted from 0 as pages do; of the whole run where it is None.
         most: how many modules, waits and skews are listed.
         hardware: the profile of the device; None takes the shipped one of just that device, if there is one.
@@ -70,6 +73,8 @@ def report(
         TraceError: a trace cannot be read or holds nothing, a rank is there twice, or there is no such step.
     """
     bodies, lanes = [], []
+    of_bytes: By = "category" if by == "op" or by == "kernel" else by
+    of_operators: OperatorBy = by if by == "kernel" or by == "module" or by == "unit" else "op"
     for trace in traces_of(runs):
         if not trace.count:
             raise TraceError(
@@ -79,17 +84,19 @@ def report(
         if by == "line":
             lines_recorded(trace)
         analysis = Analysis.of(trace)
-        bodies.append(_run(analysis, by, step, most, hardware))
+        if by in ("op", "kernel"):
+            operators_recorded(trace, analysis.operators, by)
+        bodies.append(_run(analysis, of_bytes, of_operators, step, most, hardware))
         lanes.append(lane_of(analysis))
         trace.close()
         # Before the next rank is read: one at a time is what fits.
         del analysis
-    return _whole(bodies, lanes, by, step, most)
+    return _whole(bodies, lanes, of_bytes, step, most)
 
 
 def report_of(analyses: Sequence[Analysis]) -> Body:
     """The report of ranks that are read already, by category, at the peak."""
-    bodies = [_run(analysis, "category", None, MOST, None) for analysis in analyses]
+    bodies = [_run(analysis, "category", "op", None, MOST, None) for analysis in analyses]
     return _whole(bodies, [lane_of(analysis) for analysis in analyses], "category", None, MOST)
 
 
@@ -101,12 +108,14 @@ def _whole(bodies: list[Body], lanes: list[Lane], by: By, step: int | None, most
     return report
 
 
-def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hardware | None) -> Body:
+def _run(
+    analysis: Analysis, by: By, operators_by: OperatorBy, step: int | None, most: int, hardware: Hardware | None
+) -> Body:
     from zprof.oom.explanation import explain
 
     trace, header, ledger = analysis.trace, analysis.header, analysis.ledger
     steps, covered, grown, did = analysis.steps, analysis.covered, analysis.grown, analysis.computed
-    under, data = analysis.children, analysis.loading
+    under, data, ran = analysis.children, analysis.loading, analysis.operators
     measured = measures(analysis, hardware=hardware)
     moments = analysis.moments(step)
 
@@ -126,7 +135,7 @@ def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hard
         "simulated": header.simulated or None,
         "host": header.host,
         "device": trace.device,
-        "level": header.level,
+        "level": trace.level,
         "level_chosen": _chosen(trace),
         "argv": list(header.argv),
         "versions": dict(header.versions),
@@ -146,6 +155,7 @@ def _run(analysis: Analysis, by: By, step: int | None, most: int, hardware: Hard
         "reconciliation": reconciled,
         "growth": None if isinstance(grown, Unseen) else [asdict(each) | {"per_step": each.per_step} for each in grown[:most]],
         "compute": None if isinstance(did, Unseen) else compute_body(did, hardware, most),
+        "operators": None if isinstance(ran, Unseen) else operators_body(ran.at(step), operators_by, did, most),
         "rss": _rss(ledger),
         "children": None if isinstance(under, Unseen) else children_body(under, ledger.begin_ns),
         "recorded_children": recorded_body(recorded_children(trace), header),

@@ -20,6 +20,7 @@ from zprof.show.report.children import children_lines, children_rows, recorded_r
 from zprof.show.report.compute import compute_lines
 from zprof.show.report.large_batch import advised
 from zprof.show.report.loading import loading_line, loading_rows
+from zprof.show.report.operators import operators_section
 from zprof.show.report.ranks import ranks_lines, ranks_table
 from zprof.show.report.summary import foremost
 
@@ -34,6 +35,7 @@ _MOST_WAITS = 8
 _MOST_GROWN = 8
 _MOST_CALLERS = 3
 _MOST_RECORDED = 16
+_MOST_OPERATORS = 12
 
 
 def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
@@ -62,6 +64,7 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
     _section(console, "data loading", _loading(run, top or _MOST_WAITS))
     _section(console, f"bandwidth{predicted}", _rates(run))
     _section(console, "compute", compute_lines(run, top or _MOST_GROWN))
+    _section(console, *operators_section(run, top or _MOST_OPERATORS))
     _section(console, "large batch", list(_growing(run)))
     if report["ranks"]:
         lines = ranks_lines(report["ranks"], top, simulated=bool(run["simulated"]))
