@@ -213,6 +213,20 @@ def _held(pairs: Sequence[Pair], by: str) -> list[Change]:
     return sorted((change for change in found if _growth(change)), key=_growth, reverse=True)
 
 
+def _operators(pairs: Sequence[Pair]) -> list[tuple[str, int, tuple[float, float], tuple[float, float]]]:
+    """(operator, rank, (ns, calls) before, after) of each whose time of a step changed, on the rank where it grew most, those
+    that changed most first; of ranks on which both runs recorded them."""
+    found: dict[str, tuple[str, int, tuple[float, float], tuple[float, float]]] = {}
+    for pair in pairs:
+        before, after = pair.before.ops, pair.after.ops
+        for name in {*before, *after} if before and after else ():
+            each = (name, pair.after.rank, before.get(name, (0.0, 0.0)), after.get(name, (0.0, 0.0)))
+            known = found.get(name)
+            if each[2] != each[3] and (known is None or each[3][0] - each[2][0] > known[3][0] - known[2][0]):
+                found[name] = each
+    return sorted(found.values(), key=lambda each: (-abs(each[3][0] - each[2][0]), each[0]))
+
+
 def _level(run: Measured, by: str, name: tuple[str, str]) -> Value:
     unseen = run.covered.place(*name) if by == "category" else None
     return unseen or float(run.held[by].get(name, 0))
@@ -262,6 +276,11 @@ def show(a: str, b: str, pairs: Sequence[Pair], apart: Sequence[str]) -> None:
             console.print(_table((f"held at the peak, by {by}", a, b), held[:_MOST_NAMES], ranks=ranks))
         if len(held) > _MOST_NAMES:
             click.echo(f"and {len(held) - _MOST_NAMES} more; --json has all")
+    ops = _operators(pairs)
+    if ops:
+        console.print(_operators_table(("time of a step, by operator", a, b), ops[:_MOST_NAMES], ranks=ranks))
+    if len(ops) > _MOST_NAMES:
+        click.echo(f"and {len(ops) - _MOST_NAMES} more; --json has all")
     for word, names in zip(("appeared", "vanished"), _named(pairs), strict=True):
         if names:
             more = f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
@@ -311,6 +330,27 @@ def _table(headings: tuple[str, str, str], changes: Sequence[Change], *, ranks: 
     return table
 
 
+def _operators_table(
+    headings: tuple[str, str, str],
+    found: Sequence[tuple[str, int, tuple[float, float], tuple[float, float]]],
+    *,
+    ranks: bool,
+) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(Text(printable(headings[0])), no_wrap=True)
+    for heading in (*headings[1:], "change", "percent", "calls", *(("worst rank",) if ranks else ())):
+        table.add_column(Text(printable(heading)), justify="right")
+    for name, rank, (before, many), (after, now) in found:
+        cells = [shown(before / 1e6, "ms"), shown(after / 1e6, "ms"), shown_change(before / 1e6, after / 1e6, "ms")]
+        cells += [_percent(before, after).removeprefix(", "), f"{many:.3g}" + ("" if now == many else f" to {now:.3g}")]
+        table.add_row(*(Text(printable(cell)) for cell in (name, *cells, *((str(rank),) if ranks else ()))))
+    return table
+
+
 def as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple[Pair, Limit]]) -> dict[str, object]:
     """What `show` prints, for programs."""
     appeared, vanished = _named(pairs)
@@ -326,6 +366,10 @@ def as_json(pairs: Sequence[Pair], apart: Sequence[str], broken: Sequence[tuple[
         ],
         "changed": [_change_json(change) for change in _changes(pairs)],
         "held_at_peak": {by: [_change_json(change) for change in _held(pairs, by)] for by in ("category", "unit")},
+        "operators": [
+            {"name": name, "rank": rank, "a_ns": before[0], "b_ns": after[0], "a_calls": before[1], "b_calls": after[1]}
+            for name, rank, before, after in _operators(pairs)
+        ],
         "units": {"appeared": appeared, "vanished": vanished},
         "only_in_one": list(apart),
         "not_compared": _not_compared(pairs),

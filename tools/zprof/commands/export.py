@@ -47,7 +47,9 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
     perfetto        Bytes by tier and category, samples, and spans: what nests on
                     its thread's track, transfers on tracks of their own; ranks on
                     one clock. At most 40 MB: the shortest spans of each
-                    kind are left out, and it says how many. Open it at
+                    kind are left out, and it says how many. Of level ops also
+                    operators and kernels by thread and stream, with arrows from
+                    each launch, in up to 48 MB more. Open it at
                     https://ui.perfetto.dev or in chrome://tracing.
     speedscope      Bytes at each tier's peak by module, time by verb and unit,
                     and each thread in order. https://www.speedscope.app

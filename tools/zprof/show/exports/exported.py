@@ -14,6 +14,7 @@ import numpy as np
 
 from zprof.analysis.analysis import Analysis
 from zprof.analysis.bandwidth import VERBS
+from zprof.analysis.coverage import Unseen
 from zprof.analysis.ranks import clocks
 from zprof.analysis.spans import FIRST_LANE, SpanTable
 from zprof.gpu.quantities import ENERGY, QUANTITIES
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from zprof.analysis.coverage import Coverage
     from zprof.analysis.ledger import Ledger
+    from zprof.analysis.operators import Operators
     from zprof.analysis.spans import Instants
     from zprof.trace.header import Header
     from zprof.trace.reader import Trace
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
     Codes = NDArray[np.int32]
     Order = NDArray[np.intp]
 
-__all__ = ["MOST_SPANS", "Read", "Track", "Written", "afford", "counted", "full", "read", "shifts", "text", "tracks", "unit_of"]
+__all__ = [
+    "MOST_SPANS", "Read", "Track", "Written", "afford", "counted", "fairly", "full", "read", "rows_of", "shifts", "text",
+    "tracks", "unit_of",
+]  # fmt: skip
 
 #: Spans kept of one rank; a file that a browser opens holds fewer.
 MOST_SPANS = 250_000
@@ -58,6 +63,7 @@ class Read:
         count: spans there were. unlisted_ns: the longest of those that are not in the table.
         spent_ns: (what, key) -> the time in all its spans.
         lanes: the device's streams, by what stands for a thread in the table.
+        operators: torch's, where they were recorded.
     """
 
     trace: Trace
@@ -66,6 +72,7 @@ class Read:
     end_clock: tuple[int, int] | None
     failures: Instants
     lanes: dict[int, str]
+    operators: Operators | None
     table: SpanTable
     unfinished: NDArray[np.bool_]
     count: int
@@ -107,12 +114,13 @@ def read(trace: Trace, *, points: int = 2000) -> Read:
     end_ns = np.concatenate([part.end_ns for part in parts])
     nbytes, thread = np.concatenate([part.nbytes for part in parts]), np.concatenate([part.thread for part in parts])
     spent = _spent(trace.strings, names[0], names[1], end_ns - begin_ns)
-    kept, unlisted = np.split(_fairly(names[0], end_ns - begin_ns), [MOST_SPANS])
+    kept, unlisted = np.split(fairly(names[0], end_ns - begin_ns), [MOST_SPANS])
     unlisted_ns = int((end_ns[unlisted] - begin_ns[unlisted]).max(initial=0))
     kept = kept[np.lexsort((-end_ns[kept], begin_ns[kept]))]
     moved = (begin_ns[kept], end_ns[kept], nbytes[kept], thread[kept])
     table = SpanTable(trace.strings, names[0][kept], names[1][kept], *moved)
-    facts = (trace, analysis.ledger, analysis.covered, analysis.end_clock, analysis.failures, analysis.lanes)
+    operators = None if isinstance(analysis.operators, Unseen) else analysis.operators
+    facts = (trace, analysis.ledger, analysis.covered, analysis.end_clock, analysis.failures, analysis.lanes, operators)
     return Read(*facts, table, kept >= len(closed), len(begin_ns), unlisted_ns, spent)
 
 
@@ -124,7 +132,7 @@ def _spent(strings: Sequence[str], what: Codes, key: Codes, lasted: Ints) -> dic
     return dict(zip(named, sums.tolist(), strict=True))
 
 
-def _fairly(group: Ints | Codes, lasted: Ints) -> Order:
+def fairly(group: Ints | Codes, lasted: Ints) -> Order:
     """The order in which spans are kept: the longest of each group, then the second of each, and so on.
 
     The longest of all would be those of one verb, and a wait is short beside a read that nobody waited for.
@@ -133,15 +141,15 @@ def _fairly(group: Ints | Codes, lasted: Ints) -> Order:
     sorted_group = group[order]
     first = np.flatnonzero(np.append(True, sorted_group[1:] != sorted_group[:-1])[: len(order)])
     turn = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
-    fairly: Order = order[np.lexsort((-lasted[order], turn))]
-    return fairly
+    kept: Order = order[np.lexsort((-lasted[order], turn))]
+    return kept
 
 
 def afford(reads: Sequence[Read], nbytes: Sequence[Ints], most: int) -> list[NDArray[np.bool_]]:
     """Which spans of each rank a file of ``most`` bytes takes, where they cost ``nbytes``: the longest of each verb."""
     lasted = np.concatenate([np.zeros(0, np.int64), *(one.table.duration_ns for one in reads)])
     groups = [one.table.what.astype(np.int64) + (number << 32) for number, one in enumerate(reads)]
-    order = _fairly(np.concatenate([np.zeros(0, np.int64), *groups]), lasted)
+    order = fairly(np.concatenate([np.zeros(0, np.int64), *groups]), lasted)
     kept = np.zeros(len(lasted), np.bool_)
     kept[order] = np.cumsum(np.concatenate([np.zeros(0, np.int64), *nbytes])[order]) <= most
     return np.split(kept, np.cumsum([len(one.table) for one in reads])[:-1])
@@ -157,6 +165,7 @@ def shifts(reads: Sequence[Read]) -> list[int]:
 def _begin_ns(one: Read) -> int:
     samples = [times for what in one.ledger.sampled() for times, _ in one.ledger.samples(what).values()]
     firsts = [column[0] for column in (one.table.begin_ns, one.failures.time_ns, *samples) if len(column)]
+    firsts += [window.events.begin_ns.min() for window in (one.operators.windows if one.operators is not None else ())]
     return min([one.ledger.begin_ns, *map(int, firsts)])
 
 
@@ -177,7 +186,7 @@ def tracks(table: SpanTable, places: Order, lanes: Mapping[int, str]) -> tuple[l
     left: list[int] = []
     order = sorted(groups, key=lambda group: (not group[0], groups[group][0]))
     for on_thread, name in order:
-        rows, beside = _rows(table, groups[on_thread, name], nested=on_thread)
+        rows, beside = rows_of(table.begin_ns, table.end_ns, groups[on_thread, name], nested=on_thread)
         rows, over = rows[: MOST_TRACKS - len(found)], rows[MOST_TRACKS - len(found) :]
         found += [Track(f"{name} ({row})" if row > 1 else name, on_thread, mine) for row, mine in enumerate(rows, 1)]
         left += [place for mine in (beside, *over) for place in mine]
@@ -188,9 +197,9 @@ def _threads_name(thread: int) -> str:
     return f"thread {thread}" if thread < FIRST_LANE else f"stream {thread - FIRST_LANE}"
 
 
-def _rows(table: SpanTable, places: list[int], *, nested: bool) -> tuple[list[list[int]], list[int]]:
-    """``places`` by the first row that takes each, and those that no row takes."""
-    begins, ends = table.begin_ns[places].tolist(), table.end_ns[places].tolist()
+def rows_of(begin_ns: Ints, end_ns: Ints, places: list[int], *, nested: bool) -> tuple[list[list[int]], list[int]]:
+    """``places``, in the order of begin, by the first row that takes each, and those that no row takes."""
+    begins, ends = begin_ns[places].tolist(), end_ns[places].tolist()
     rows: list[list[int]] = []
     #: Of each row, the ends of the spans that are open at its last begin, the outermost first.
     opened: list[list[int]] = []

@@ -24,6 +24,7 @@ import numpy as np
 
 from offload.text import as_duration
 from zprof.show.exports.exported import Read, Written, afford, counted, full, read, shifts, text, tracks, unit_of
+from zprof.show.exports.perfetto_operators import OperatorLines
 from zprof.trace.reader import Trace
 from zprof.writing import committing
 
@@ -31,12 +32,14 @@ __all__ = ["write"]
 
 #: Of all spans, of those that share no track, and of all counters: below 40 MB together.
 _SPANS_NBYTES, _ASIDE_NBYTES, _COUNTERS_NBYTES = 24_000_000, 2_000_000, 10_000_000
+#: Of operators and kernels, where they were recorded.
+_OPERATORS_NBYTES = 48_000_000
 #: Of a span, beside its names.
 _SPAN_NBYTES = 135
 _POINTS = 4_000
 _MOST_FAILURES = 1_000
-#: Thread numbers of one process.
-_THREADS = 1_000
+#: Thread numbers of one process, and the first of them that is of operators.
+_THREADS, _FIRST_OPERATORS = 1_000, 500
 
 
 def write(traces: Sequence[Trace], path: Path) -> Written:
@@ -45,13 +48,19 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     kept = afford(reads, [_costs(one) for one in reads], _SPANS_NBYTES)
     aside = _ASIDE_NBYTES // len(reads)
     points = _points(reads)
-    written, longest_ns = 0, 0
+    written, longest_ns, drawn, undrawn = 0, 0, 0, 0
     with committing(path) as file:
         file.write(b'{"displayTimeUnit":"ns","otherData":%s,"traceEvents":[\n' % _json(_about(traces[0])).encode())
         between = b""
         for one, mine, shift in zip(reads, kept, shifts(reads), strict=True):
             spans = _Spans(one, mine, shift, aside)
-            for lines in (_named(one, spans), spans.lines(), _failures(one, shift), _counters(one, shift, points)):
+            parts = [_named(one, spans), spans.lines(), _failures(one, shift), _counters(one, shift, points)]
+            if one.operators is not None:
+                pid, most = _pid(one), _OPERATORS_NBYTES // len(reads)
+                ran = OperatorLines(one.operators, pid, pid * _THREADS + _FIRST_OPERATORS, shift, most)
+                parts += [_named_operators(one, ran), ran.lines()]
+                drawn, undrawn = drawn + ran.written, undrawn + ran.left_out
+            for lines in parts:
                 for line in lines:
                     file.write(between + line.encode())
                     between = b",\n"
@@ -60,7 +69,9 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
         file.write(b"\n]}\n")
     left = sum(one.count for one in reads) - written
     left_out = f" ({left:,} more, of at most {as_duration(longest_ns)} each, left out)" if left else ""
-    said = f"{counted(written, 'span')}{left_out}; open it at https://ui.perfetto.dev"
+    beside = f", {counted(drawn, 'event')} of operators" if drawn else ""
+    beside += f" ({undrawn:,} of the shortest left out)" if undrawn else ""
+    said = f"{counted(written, 'span')}{left_out}{beside}; open it at https://ui.perfetto.dev"
     return Written(said, [one.ledger.damage for one in reads])
 
 
@@ -163,6 +174,12 @@ def _named(one: Read, spans: _Spans) -> Iterator[str]:
     for number, track in enumerate(spans.tracks, 1):
         yield _event(one, "M", "thread_name", {"name": text(track.name)}, tid=pid * _THREADS + number)
         yield _event(one, "M", "thread_sort_index", {"sort_index": number}, tid=pid * _THREADS + number)
+
+
+def _named_operators(one: Read, ran: OperatorLines) -> Iterator[str]:
+    for tid, name in ran.tracks:
+        yield _event(one, "M", "thread_name", {"name": text(name)}, tid=tid)
+        yield _event(one, "M", "thread_sort_index", {"sort_index": tid % _THREADS}, tid=tid)
 
 
 def _failures(one: Read, shift: int) -> Iterator[str]:
