@@ -36,6 +36,19 @@ def functions() -> dict[str, object]:
     [
         ("events", {"wait", "_broadcast_coalesced", "trigger_wait", "__next__", "__iter__"}),
         ("alloc", {"wait", "_broadcast_coalesced", "trigger_wait", "__next__", "__iter__", "resize_"}),
+        (
+            "ops",
+            {
+                "wait",
+                "_broadcast_coalesced",
+                "trigger_wait",
+                "__next__",
+                "__iter__",
+                "resize_",
+                "_prepare_profiler",
+                "_enable_profiler",
+            },
+        ),
     ],
 )
 def test_a_recording_replaces_what_the_page_says_and_puts_it_back(level: Any, replaced: set[str], tmp_path: Path) -> None:
