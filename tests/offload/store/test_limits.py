@@ -66,6 +66,10 @@ def filled(store: Store, key: str, numel: int, tier: Tier, value: float = 1.0) -
     return block
 
 
+def has_lease(block: Block) -> bool:
+    return block.lease is not None
+
+
 def change_and_close(store: Store, block: Block, at: Tier) -> None:
     store.fetch(block, at).wait().add_(1)
     store.close(block)
@@ -78,10 +82,10 @@ def test_a_fetch_waits_for_write_backs_only_where_the_staging_limit_would_be_pas
     io.gate.clear()
     change_and_close(store, first, Tier.HOST)
     store.fetch(second, Tier.HOST).wait()
-    assert store.staged == 8000 and first.lease is not None
+    assert store.staged == 8000 and has_lease(first)
     threading.Timer(0.05, io.gate.set).start()
     store.fetch(third, Tier.HOST).wait()
-    assert io.gate.is_set() and first.lease is None and store.staged == 8000
+    assert io.gate.is_set() and not has_lease(first) and store.staged == 8000
     store.close(second)
     store.close(third)
     assert torch.equal(first.tensor(), torch.full((1000,), 2.0))
@@ -94,10 +98,10 @@ def test_a_fetch_to_the_device_waits_for_what_is_written_back_from_there(make: M
     io.gate.clear()
     change_and_close(store, first, Tier.DEVICE)
     store.fetch(small, Tier.DEVICE).wait()
-    assert store.staged_on_device == 8000 and first.lease is not None
+    assert store.staged_on_device == 8000 and has_lease(first)
     threading.Timer(0.05, io.gate.set).start()
     store.fetch(large, Tier.DEVICE).wait()
-    assert io.gate.is_set() and first.lease is None and store.staged_on_device == 8004
+    assert io.gate.is_set() and not has_lease(first) and store.staged_on_device == 8004
     store.close(small)
     store.close(large)
 
@@ -127,13 +131,14 @@ def test_values_are_read_into_other_memory_in_its_dtype(make: Make) -> None:
     block = filled(store, "b", 1000, Tier.DISK, 2.0)
     same, other = torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)
     store.read_into(block, same).synchronize()
-    assert block.lease is None and torch.equal(same, torch.full((1000,), 2.0))
+    assert not has_lease(block) and torch.equal(same, torch.full((1000,), 2.0))
     store.read_into(block, other).synchronize()
     assert torch.equal(other, torch.full((1000,), 2.0, dtype=torch.float64))
 
 
 def test_the_heap_is_returned_whenever_so_much_has_passed_and_not_before(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, returned = make(), []
+    store = make()
+    returned: list[bool] = []
     monkeypatch.setattr(store.host, "release_heap", lambda: returned.append(True))
     store.passed(100, limit=100)
     assert not returned, "without a disk nothing passes through"
@@ -151,10 +156,10 @@ def test_before_the_end_what_was_opened_is_written_back_and_later_changes_stay_i
     block = filled(store, "b", 1000, Tier.DISK)
     block.tensor().add_(1)
     store.unwind()
-    assert block.lease is None and store.staged == 0
+    assert not has_lease(block) and store.staged == 0
     block.tensor().add_(1)
     store.evict()
-    assert block.lease is not None and torch.equal(block.tensor(), torch.full((1000,), 3.0))
+    assert has_lease(block) and torch.equal(block.tensor(), torch.full((1000,), 3.0))
 
 
 def test_the_owner_of_a_range_is_its_block_and_of_a_tensor_its_storage(make: Make) -> None:
@@ -218,7 +223,7 @@ def test_a_write_back_that_cannot_begin_leaves_the_values_open(make: Make, monke
         with pytest.raises(TierError, match="no writes today"):
             store.close(block)
     store.flush()
-    assert block.lease is None and torch.equal(block.tensor(), torch.full((1000,), 2.0))
+    assert not has_lease(block) and torch.equal(block.tensor(), torch.full((1000,), 2.0))
 
 
 def _refuse(*_: object, **__: object) -> None:
