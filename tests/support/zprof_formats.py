@@ -117,8 +117,6 @@ def check_speedscope(body: bytes) -> dict[str, Any]:
     return whole
 
 
-_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\{(.*)\} (\S+)")
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\[\\n"])*)"(?:,|$)')
 #: Of client_golang's promlint, which promtool runs: units that are not base units, and abbreviations.
 _NO_BASE = (
     r"(milli|micro|nano|kilo|kibi|mega|mebi|giga|gibi|tera|tebi)(seconds?|bytes?|joules?)|minutes?|hours?|days?|percents?|bits?"
@@ -127,30 +125,23 @@ _SHORT = "s|ms|us|ns|sec|b|kb|mb|gb|tb|pb|m|h|d"
 
 
 def check_exposition(body: bytes) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """The samples of Prometheus' text format, under the rules that ``promtool check metrics`` states."""
-    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    helped: set[str] = set()
-    typed: set[str] = set()
+    """The samples of Prometheus' text format as prometheus_client parses it, under the rules of ``promtool check metrics``."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     written = body.decode("utf-8")
     assert not written or written.endswith("\n")
-    for line in written.split("\n")[:-1]:
-        if line.startswith("# "):
-            _, word, name, rest = line.split(" ", 3)
-            told = {"HELP": helped, "TYPE": typed}[word]
-            assert name not in told and name not in found and rest and (word == "HELP" or rest == "gauge")
-            told.add(name)
-            continue
-        match = _SAMPLE.fullmatch(line)
-        assert match, f"no sample: {line!r}"
-        name, inside, value = match.groups()
-        labels = tuple(_LABEL.findall(inside))
-        assert ",".join(f'{label}="{text}"' for label, text in labels) == inside
-        # All samples of one name stand together, below what is said of it.
-        assert name in helped & typed and (name not in found or list(found)[-1] == name)
-        assert labels not in found.setdefault(name, {}) and math.isfinite(float(value))
-        found[name][labels] = float(value)
-    assert helped == typed == set(found)
-    for name in found:
-        assert not re.search(r"_(total|count|sum|bucket|info)$", name) and name == name.lower() and ":" not in name
+    families = list(text_string_to_metric_families(written))
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in families:
+        assert family.documentation and family.type in ("gauge", "counter") and family.samples, family
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        for sample in family.samples:
+            labels = tuple(sample.labels.items())
+            assert sample.name == name and labels not in found.setdefault(name, {}) and math.isfinite(sample.value)
+            assert sample.timestamp is None
+            found[name][labels] = sample.value
+        assert family.type == "counter" or not re.search(r"_(total|count|sum|bucket)$", name), name
+        assert name == name.lower() and ":" not in name
         assert not re.search(rf"(^|_)({_NO_BASE})(_|$)|_({_SHORT})(_|$)|gauge|counter|histogram|summary", name), name
+    assert len({family.name for family in families}) == len(families)
     return found

@@ -24,7 +24,7 @@ from zprof.analysis.measures import MEASURES
 from zprof.analysis.spans import SpanTable
 from zprof.rows import Row, RowKind, placed
 from zprof.show.exports import exported
-from zprof.show.exports.prometheus import exposition, named
+from zprof.show.exports.prometheus import exposition, gauges, named
 from zprof.trace.reader import Trace
 
 BEGIN, END, INSTANT, COUNTER, ALLOC, FREE, SPAN = RowKind
@@ -280,8 +280,7 @@ def test_csv_gives_every_row_back(export: Export) -> None:
 
 
 def test_every_measure_has_a_name_of_its_own_that_prometheus_would_choose() -> None:
-    labels = '{rank="0"}'
-    body = exposition([(labels, dict.fromkeys(MEASURES, 1.5))]).encode()
+    body = exposition(list(gauges([({"rank": "0"}, dict.fromkeys(MEASURES, 1.5))])))
     assert len(check_exposition(body)) == len(MEASURES)
     names = {measure.name: named(measure) for measure in MEASURES.values()}
     assert names["device.peak"] == ("zprof_device_peak_bytes", 1.0)
@@ -296,8 +295,7 @@ def test_every_measure_has_a_name_of_its_own_that_prometheus_would_choose() -> N
 
 
 def test_a_value_that_is_no_number_is_left_out() -> None:
-    labels = '{rank="0"}'
-    assert exposition([(labels, {"device.peak": float("nan"), "host.peak": float("inf")})]) == ""
+    assert not list(gauges([({"rank": "0"}, {"device.peak": float("nan"), "host.peak": float("inf")})]))
 
 
 def test_samples_are_the_measures_in_base_units_one_a_rank(export: Export) -> None:
@@ -306,8 +304,8 @@ def test_samples_are_the_measures_in_base_units_one_a_rank(export: Export) -> No
     well(export("0.zprof", "1.zprof", "--format", "prometheus", "-o", "out.prom"))
     body = Path("out.prom").read_bytes()
     found = check_exposition(body)
-    first = (("rank", "0"), ("host", "node"), ("run", "0.zprof"))
-    second = (("rank", "1"), ("host", 'h\\"\\\\\\n\rost'), ("run", "1.zprof"))
+    first = (("host", "node"), ("rank", "0"), ("run", "0.zprof"))
+    second = (("host", 'h"\\\n\rost'), ("rank", "1"), ("run", "1.zprof"))
     assert found["zprof_steps"] == {first: 5, second: 3}
     assert found["zprof_device_peak_bytes"][first] == Ledger.of(Trace.open("0.zprof")).peak("device").nbytes
     assert 0.01 < found["zprof_step_median_seconds"][first] < 0.2

@@ -169,6 +169,32 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_behind(export: Export) -> No
         assert [one.name for one in Path().iterdir()] == ["run.zprof"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "module", "package"),
+    [
+        ("prometheus", "prometheus_client", "prometheus_client: needed for Prometheus' format"),
+        ("tensorboard", "tensorboard.compat.proto.event_pb2", "tensorboard: needed for its format"),
+    ],
+)
+def test_without_its_library_a_format_names_the_remedy(
+    export: Export, monkeypatch: pytest.MonkeyPatch, kind: str, module: str, package: str
+) -> None:
+    write_trace(Path("run.zprof"), sample_rows())
+    monkeypatch.setitem(sys.modules, module, None)
+    remedy = f"pip install 'zhooks[{kind}]'"
+    assert refused(export("run.zprof", "--format", kind), code=4) == f"{package}, not installed; {remedy}\n"
+    assert [one.name for one in Path().iterdir()] == ["run.zprof"]
+
+
+def test_neither_torch_nor_tensorflow_is_loaded_for_tensorboard(export: Export) -> None:
+    write_trace(Path("run.zprof"), sample_rows())
+    Path("tensorflow.py").write_text("raise SystemError('loaded')")
+    code = "import sys\nsys.path.insert(0, '.')\nfrom zprof.cli import main\n"
+    code += "main(['export', 'run.zprof', '--format', 'tensorboard'], standalone_mode=False)\nprint('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines()[-1] == "False"
+
+
 def test_mutated_traces_give_a_right_file_or_one_line(export: Export) -> None:
     body = write_trace(Path("whole.zprof"), sample_rows(level="alloc"), level="alloc").read_bytes()
     choose = random.Random(4)

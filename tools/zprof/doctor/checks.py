@@ -15,6 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
 from offload.budget import Machine
 from offload.text import as_size
 from zprof.gpu.answers import one_line
@@ -23,7 +28,12 @@ __all__ = ["FAIL", "OK", "WARN", "Finding", "Package", "host_findings", "install
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _OLDEST_PYTHON = (3, 11)
-_PAGES = ("plotly", "pip install 'zhooks[pages]'", "pages of timelines and flame graphs")
+#: Package, the extra it is in, and what needs it.
+_OPTIONAL = (
+    ("plotly", "pages", "pages of timelines and flame graphs"),
+    ("prometheus-client", "prometheus", "Prometheus export, and no figures for it while a run is recorded"),
+    ("tensorboard", "tensorboard", "TensorBoard export"),
+)
 _ALIGN = 4096
 #: Below this, ranks of one host cannot hand each other even a small model's unit through shared memory.
 _SMALL_SHM = 1 << 30
@@ -61,15 +71,14 @@ def software_findings() -> Iterator[Finding]:
         yield Finding("zhooks", WARN, "not installed; its sources are imported", "pip install -e . in its folder")
     else:
         yield Finding("zhooks", OK, own.version)
-        for line in own.requires():
-            name, wanted, extra = _requirement(line)
-            if not extra:
-                yield _package(name, wanted, installed.get(_normal(name)))
-    name, remedy, serves = _PAGES
-    if name in installed:
-        yield Finding(name, OK, installed[name].version)
-    else:
-        yield Finding(name, WARN, f"not installed: no {serves}", remedy)
+        for wanted in map(Requirement, own.requires()):
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                yield _package(wanted, installed.get(canonicalize_name(wanted.name)))
+    for name, extra, serves in _OPTIONAL:
+        if name in installed:
+            yield Finding(name, OK, installed[name].version)
+        else:
+            yield Finding(name, WARN, f"not installed: no {serves}", f"pip install 'zhooks[{extra}]'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +112,18 @@ def installed_packages() -> dict[str, Package]:
         for name in names:
             match = re.fullmatch(r"(.+)-([^-]+)\.dist-info", name)
             if match:
-                found.setdefault(_normal(match[1]), Package(match[2], Path(entry, name)))
+                found.setdefault(canonicalize_name(match[1]), Package(match[2], Path(entry, name)))
     return found
 
 
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _package(name: str, wanted: str, found: Package | None) -> Finding:
-    remedy = f"pip install '{name}{wanted}'"
-    version = _version_otherwise(name) if found is None else found.version
+def _package(wanted: Requirement, found: Package | None) -> Finding:
+    remedy = f"pip install '{wanted.name}{wanted.specifier}'"
+    version = _version_otherwise(wanted.name) if found is None else found.version
     if version is None:
-        return Finding(name, FAIL, "not installed", remedy)
-    if _meets(version, wanted):
-        return Finding(name, OK, version)
-    return Finding(name, FAIL, f"{version}, expected {wanted}", remedy)
+        return Finding(wanted.name, FAIL, "not installed", remedy)
+    if _meets(version, wanted.specifier):
+        return Finding(wanted.name, OK, version)
+    return Finding(wanted.name, FAIL, f"{version}, expected {wanted.specifier}", remedy)
 
 
 def _version_otherwise(name: str) -> str | None:
@@ -131,33 +136,12 @@ def _version_otherwise(name: str) -> str | None:
         return None
 
 
-def _requirement(line: str) -> tuple[str, str, bool]:
-    """(name, bounds, whether it belongs to an extra) of a line such as "torch<3,>=2.8"."""
-    wanted, _, marker = line.partition(";")
-    match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?([^)]*)\)?", wanted)
-    name, bounds = (match[1], match[2].strip()) if match else (wanted.strip(), "")
-    return name, bounds, "extra" in marker
-
-
-def _meets(version: str, bounds: str) -> bool:
-    """Whether a version lies in bounds of >=, <, == and the like; what is not understood is taken to be met."""
-    found = _numbers(version)
-    for bound in filter(None, (part.strip() for part in bounds.split(","))):
-        match = re.fullmatch(r"(>=|<=|==|!=|<|>)\s*([0-9][0-9.]*)", bound)
-        if not match or not found:
-            continue
-        sign, limit = match[1], _numbers(match[2])
-        length = max(len(found), len(limit))
-        left, right = (tuple(part + [0] * (length - len(part))) for part in (found, limit))
-        met = {">=": left >= right, "<=": left <= right, "==": left == right, "!=": left != right}
-        if not (met | {"<": left < right, ">": left > right})[sign]:
-            return False
-    return True
-
-
-def _numbers(version: str) -> list[int]:
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return [int(part) for part in match[0].split(".")] if match else []
+def _meets(version: str, bounds: SpecifierSet) -> bool:
+    """Whether an installed version lies in ``bounds``; one that is none by PEP 440 is taken to."""
+    try:
+        return bounds.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return True
 
 
 def host_findings(folder: Path, machine: Machine, *, gpu: bool) -> Iterator[Finding]:

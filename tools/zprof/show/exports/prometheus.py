@@ -1,25 +1,31 @@
 """Owns the export to Prometheus' text format: every measure a run saw as a gauge, one sample a rank.
 
-`commands.export` calls `write`. Names follow Prometheus' rules: base units, bytes, seconds, joules and ratios, at their end;
-samples have no time of their own, which a node exporter's textfile folder would refuse.
+`commands.export` calls `write`; prometheus_client writes the format. Names follow Prometheus' rules: base units, bytes,
+seconds, joules and ratios, at their end; samples have no time of their own, which a node exporter's textfile folder would
+refuse.
 
-Source: https://prometheus.io/docs/instrumenting/exposition_formats/ and https://prometheus.io/docs/practices/naming/.
+Source: https://prometheus.io/docs/practices/naming/.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from offload.errors import CapabilityError
 from zprof.analysis.analysis import Analysis
 from zprof.analysis.measures import MEASURES, Measure, measures, numbers
 from zprof.show.exports.exported import Written, counted, text
 from zprof.trace.reader import Trace
 from zprof.writing import committed
 
-__all__ = ["exposition", "named", "write"]
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["client", "exposition", "gauges", "named", "write"]
 
 #: Unit of a measure -> (end of the name, what to multiply by).
 _UNITS = {
@@ -37,33 +43,65 @@ _UNIT_WORDS = re.compile(r"[._](ms|percent|bytes_per_s)$|(?<=\.)(ms|bytes|joules
 
 
 def write(traces: Sequence[Trace], path: Path) -> Written:
-    """Write UTF-8 text; labels are rank, host and the run's file."""
+    """Write UTF-8 text; labels are rank, host and the run's file.
+
+    Raises:
+        CapabilityError: prometheus_client is not installed.
+    """
+    client()
     found, damages = [], []
     for trace in traces:
         analysis = Analysis.of(trace)
-        found.append((_labels(trace), numbers(measures(analysis))))
+        labels = {"rank": str(trace.header.rank), "host": text(trace.header.host), "run": text(trace.path.name)}
+        found.append((labels, numbers(measures(analysis))))
         damages.append(analysis.ledger.damage)
-    written = exposition(found)
+    families = list(gauges(found))
     # Its reader is another user.
-    committed(path, written.encode(), mode=0o644)
-    count = sum(line[:1] not in ("", "#") for line in written.split("\n"))
+    committed(path, exposition(families), mode=0o644)
+    count = sum(len(family.samples) for family in families)
     said = f"{counted(count, 'sample')}; put it into a node exporter's --collector.textfile.directory, its name ending in .prom"
     return Written(said, damages)
 
 
-def exposition(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """The text for runs, each as its labels and its measures; a value that is no number is left out."""
-    lines: list[str] = []
+def client() -> Any:
+    """prometheus_client.
+
+    Raises:
+        CapabilityError: it is not installed.
+    """
+    try:
+        import prometheus_client
+    except ImportError:
+        remedy = "pip install 'zhooks[prometheus]'"
+        raise CapabilityError(f"prometheus_client: needed for Prometheus' format, not installed; {remedy}") from None
+    return prometheus_client
+
+
+def gauges(runs: Sequence[tuple[Mapping[str, str], Mapping[str, float]]]) -> Iterator[Metric]:
+    """The measures of runs, each as its labels and its measures; a value that is no number is left out."""
+    from prometheus_client.metrics_core import GaugeMetricFamily
+
     for measure in MEASURES.values():
         name, scale = named(measure)
-        samples = [
-            f"{name}{labels} {found[measure.name] * scale:.17g}"
-            for labels, found in runs
-            if math.isfinite(found.get(measure.name, math.nan))
-        ]
-        if samples:
-            lines += [f"# HELP {name} {_escaped(measure.meaning)}", f"# TYPE {name} gauge", *samples]
-    return "".join(f"{line}\n" for line in lines)
+        family = GaugeMetricFamily(name, measure.meaning)
+        for labels, found in runs:
+            if math.isfinite(value := found.get(measure.name, math.nan)):
+                family.add_sample(name, dict(labels), value * scale)
+        if family.samples:
+            yield family
+
+
+def exposition(families: Sequence[Metric]) -> bytes:
+    """The text of ``families``."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    class Given:
+        def collect(self) -> Sequence[Metric]:
+            return families
+
+    registry = CollectorRegistry()
+    registry.register(Given())
+    return generate_latest(registry)
 
 
 def named(measure: Measure) -> tuple[str, float]:
@@ -71,14 +109,3 @@ def named(measure: Measure) -> tuple[str, float]:
     end, scale = _UNITS[measure.unit]
     stem = _COUNTS.get(measure.name) or _UNIT_WORDS.sub("", measure.name)
     return f"zprof_{stem.replace('.', '_')}{end}", scale
-
-
-def _labels(trace: Trace) -> str:
-    header = trace.header
-    pairs = {"rank": str(header.rank), "host": header.host, "run": trace.path.name}
-    return "{" + ",".join(f'{name}="{_escaped(value, quote=True)}"' for name, value in pairs.items()) + "}"
-
-
-def _escaped(value: str, *, quote: bool = False) -> str:
-    escaped = text(value).replace("\\", "\\\\").replace("\n", "\\n")
-    return escaped.replace('"', '\\"') if quote else escaped

@@ -1,14 +1,7 @@
 """Owns the export to TensorBoard: levels by category, step times and samples as scalars, one run a rank.
 
-`commands.export` calls `write`. It writes event files itself, since they are simple and TensorBoard's own writer loads
-TensorFlow where that is installed; it never touches a folder that holds anything but an earlier export.
-
-Note: [Event files]
-    A file is records of (length, check, body, check): the length has 64 bits, a check is a rotated CRC-32C, the body an Event
-    as protocol buffer: 1 wall time, double; 2 step, varint; 3 version, text; 5 summary, whose 1 is a value with 1 tag and
-    2 value, of 32 bits: seven digits.
-
-Source: tensorboard/compat/proto/event.proto and summary.proto; TFRecord's format in TensorFlow's documentation.
+`commands.export` calls `write`; tensorboard's own record writer and messages make the files, which load neither torch nor
+TensorFlow, as its writer of whole files would. It never touches a folder that holds anything but an earlier export.
 """
 
 from __future__ import annotations
@@ -18,11 +11,11 @@ import re
 import secrets
 import shlex
 import shutil
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.errors import CapabilityError
 from zprof.analysis.analysis import Analysis
 from zprof.rows import TraceError
 from zprof.show.exports.exported import Written, counted, full, text, unit_of
@@ -33,15 +26,15 @@ __all__ = ["write"]
 _POINTS = 2_000
 _EVENTS = re.compile(r"events\.out\.tfevents\.\d+\.zprof")
 _VERSION = "brain.Event:2"
-_POLYNOMIAL = 0x82F63B78
 
 
 def write(traces: Sequence[Trace], path: Path) -> Written:
     """Write a folder with one event file a rank, whole or not at all.
 
     Raises:
-        TraceError: ``path`` is a folder of something else.
+        TraceError: ``path`` is a folder of something else.  CapabilityError: tensorboard is not installed.
     """
+    _tensorboard()
     if path.exists():
         _ours(path)
     passing = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -63,6 +56,17 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     return Written(f"{counted(count, 'scalar')}; {opened}", damages)
 
 
+def _tensorboard() -> tuple[Any, Any]:
+    """Its writer of records, and its message of one event."""
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+    except ImportError:
+        remedy = "pip install 'zhooks[tensorboard]'"
+        raise CapabilityError(f"tensorboard: needed for its format, not installed; {remedy}") from None
+    return RecordWriter, Event
+
+
 def _ours(path: Path) -> None:
     """Refuse a folder that is not an earlier export: it is going to be removed."""
     ranks = [rank for rank in path.iterdir() if rank.is_dir() and not rank.is_symlink() and rank.name.startswith("rank")]
@@ -81,16 +85,18 @@ def _remove(path: Path) -> None:
 
 
 def _written(folder: Path, analysis: Analysis) -> int:
+    writer, event = _tensorboard()
     folder.mkdir()
     header = analysis.header
     began_s = header.wall_ns / 1e9
     count = 0
     with open(folder / f"events.out.tfevents.{header.wall_ns // 10**9:010}.zprof", "xb") as file:
-        file.write(_record(_double(1, began_s) + _bytes(3, _VERSION.encode())))
+        records = writer(file)
+        records.write(event(wall_time=began_s, file_version=_VERSION).SerializeToString())
         for tag, step, time_ns, value in _scalars(analysis):
-            scalar = _bytes(1, text(tag).encode()) + b"\x15" + struct.pack("<f", value)
-            at = _double(1, began_s + (time_ns - header.mono_ns) / 1e9) + b"\x10" + _varint(max(0, step))
-            file.write(_record(at + _bytes(5, _bytes(1, scalar))))
+            at = event(wall_time=began_s + (time_ns - header.mono_ns) / 1e9, step=max(0, step))
+            at.summary.value.add(tag=text(tag), simple_value=value)
+            records.write(at.SerializeToString())
             count += 1
     return count
 
@@ -115,40 +121,3 @@ def _scalars(analysis: Analysis) -> Iterator[tuple[str, int, int, float]]:
             if number or steps.unseen is None:
                 yield "time/step ms", number, end, (end - begin) / 1e6
 
-
-def _record(body: bytes) -> bytes:
-    length = len(body).to_bytes(8, "little")
-    return length + _check(length) + body + _check(body)
-
-
-def _check(data: bytes) -> bytes:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
-
-
-def _entry(number: int) -> int:
-    for _ in range(8):
-        number = number >> 1 ^ (_POLYNOMIAL if number & 1 else 0)
-    return number
-
-
-_TABLE = [_entry(number) for number in range(256)]
-
-
-def _double(field: int, value: float) -> bytes:
-    return bytes([field << 3 | 1]) + struct.pack("<d", value)
-
-
-def _bytes(field: int, value: bytes) -> bytes:
-    return bytes([field << 3 | 2]) + _varint(len(value)) + value
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
