@@ -131,7 +131,6 @@ def test_modules_folders_and_scripts_that_do_not_compile_are_as_under_plain_pyth
         (["json"], 2, "json: expected a script, found no such file; a module needs -m"),
         (["-o", "none/run.zprof", "script.py"], 1, "expected a folder to write into, found no none"),
         (["-o", "old.zprof", "script.py"], 1, "old.zprof: exists already; write over it with -f"),
-        (["-o", ".", "script.py"], 1, ".: expected the name of a file, found a folder"),
         (["torchrun", "--nproc_per_node", "2", "train.py", "-x"], 2, "torchrun --nproc_per_node 2 -m zprof run train.py -x"),
         (["-m", "torch.distributed.run", "--nnodes=1", "train.py"], 2, "torchrun --nnodes=1 -m zprof run train.py"),
         (["python", "train.py"], 2, "expected a script, for zprof starts python itself: zprof run train.py"),

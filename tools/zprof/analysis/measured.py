@@ -51,12 +51,9 @@ def simulated(run: str) -> bool:
     Raises:
         TraceError: as of `measured`.
     """
-    from zprof.analysis.ranks import traces_of
+    from zprof.analysis.ranks import members_of
 
-    traces = traces_of([run])
-    for trace in traces:
-        trace.close()
-    return any(trace.header.simulated for trace in traces)
+    return any(member.header.simulated for member in members_of([run]))
 
 
 def measured(runs: Sequence[str], *, steps_only: bool = False) -> list[Measured]:
@@ -72,11 +69,13 @@ def measured(runs: Sequence[str], *, steps_only: bool = False) -> list[Measured]
     from zprof.analysis.coverage import Unseen
     from zprof.analysis.measures import measures
     from zprof.analysis.operators import by_operator
-    from zprof.analysis.ranks import traces_of
+    from zprof.analysis.ranks import members_of
     from zprof.rows import TIERS
+    from zprof.trace.reader import Trace
 
     found = []
-    for trace in traces_of(runs):
+    for member in members_of(runs):
+        trace = Trace.open(member.path)
         analysis = Analysis.of(trace)
         ledger, bounds = analysis.ledger, analysis.steps.issued
         within = (int(bounds[0, 0]), int(bounds[-1, 1])) if steps_only and analysis.steps.count else None

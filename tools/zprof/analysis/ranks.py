@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from zprof.rows import TraceError
-from zprof.trace.children import without_children
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,13 +25,22 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 __all__ = [
-    "COLLECTIVES", "Clock", "Lane", "Skew", "Straggler", "clocks", "lane_of", "path_of", "skews", "stragglers", "traces_of",
+    "COLLECTIVES", "Clock", "Lane", "Member", "Skew", "Straggler", "clocks", "lane_of", "members_of", "path_of", "skews",
+    "stragglers", "traces_of",
 ]  # fmt: skip
 
 #: The spans that all ranks begin together, or should.
 COLLECTIVES = ("gather", "gather activation", "reduce", "collective")
 #: A rank whose own work takes so much longer than the median rank's is a straggler.
 SLOW = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank's trace, and what it says of its run; the file is not open."""
+
+    path: Path
+    header: Header
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,47 +122,66 @@ class Straggler:
     median_ns: int
 
 
-def traces_of(runs: Sequence[str | Path]) -> list[Trace]:
-    """The traces that files and folders name, by rank.
+def members_of(runs: Sequence[str | Path], unreadable: dict[Path, str] | None = None) -> list[Member]:
+    """The traces that files and folders name, by rank; of a folder those of the run that was written to last.
 
+    Args:
+        unreadable: takes those whose header cannot be read, and why; else the first of them is an error.
     Raises:
         TraceError: one is missing or no trace, a folder holds none, a rank is there twice, or they are of different runs.
     """
-    from zprof.trace.reader import Trace
+    from zprof.trace.reader import header_of
 
-    found: dict[int, Trace] = {}
+    found: dict[int, Member] = {}
+    first: Member | None = None
     for path in dict.fromkeys(path for run in runs for path in _files(Path(run))):
-        trace = Trace.open(path)
-        first = next(iter(found.values()), trace)
-        if bool(trace.header.simulated) != bool(first.header.simulated):
-            kinds = ("a simulation", "a run") if trace.header.simulated else ("a run", "a simulation")
+        try:
+            member = Member(path, header_of(path))
+        except TraceError as error:
+            if unreadable is None:
+                raise
+            unreadable[path] = str(error)
+            continue
+        first = first or member
+        header = member.header
+        if bool(header.simulated) != bool(first.header.simulated):
+            kinds = ("a simulation", "a run") if header.simulated else ("a run", "a simulation")
             raise TraceError(
                 f"{path}: of {kinds[0]}, {first.path} of {kinds[1]}; expected one or the other, set them side by side with "
                 "`zprof diff`"
             )
-        other = found.setdefault(trace.header.rank, trace)
-        if other is not trace:
-            again = f"rank {trace.header.rank} is in {other.path} already"
+        other = found.setdefault(header.rank, member)
+        if other is not member:
+            again = f"rank {header.rank} is in {other.path} already"
             raise TraceError(f"{path}: {again}; expected one trace a rank, name one of them")
-        if other.header.world != next(iter(found.values())).header.world:
-            first = next(iter(found.values()))
+        if header.world != first.header.world:
             raise TraceError(
-                f"{path}: of a run with {trace.header.world} rank(s), {first.path} of one with {first.header.world}; "
+                f"{path}: of a run with {header.world} rank(s), {first.path} of one with {first.header.world}; "
                 "report one run at a time, or compare them with `zprof diff`"
             )
+    if first is None and unreadable:
+        raise TraceError(next(iter(unreadable.values())))
     return [found[rank] for rank in sorted(found)]
+
+
+def traces_of(runs: Sequence[str | Path]) -> list[Trace]:
+    """The same, opened: for who needs few of them, or all at once.
+
+    Raises:
+        TraceError: as `members_of`.
+    """
+    from zprof.trace.reader import Trace
+
+    return [Trace.open(member.path) for member in members_of(runs)]
 
 
 def path_of(rank: int, runs: Sequence[str | Path]) -> Path:
     """The trace of one rank among those that files and folders name.
 
     Raises:
-        TraceError: as `traces_of`, or none is of this rank.
+        TraceError: as `members_of`, or none is of this rank.
     """
-    traces = traces_of(runs)
-    paths = {trace.header.rank: trace.path for trace in traces}
-    for trace in traces:
-        trace.close()
+    paths = {member.header.rank: member.path for member in members_of(runs)}
     if rank not in paths:
         here = sorted(paths)
         found = f"rank(s) {', '.join(map(str, here[:8]))}{', ...' if len(here) > 8 else ''}"
@@ -162,14 +189,16 @@ def path_of(rank: int, runs: Sequence[str | Path]) -> Path:
     return paths[rank]
 
 
-def _files(run: Path) -> list[Path]:
+def _files(run: Path) -> Sequence[Path]:
+    from zprof.trace.families import newest
+
     # A name that is too long for the system raises from Path.is_dir.
     if not os.path.isdir(run):
         return [run]
-    files = sorted(without_children(run.glob("*.zprof")))
-    if not files:
+    family = newest(run)
+    if family is None:
         raise TraceError(f"{run}: no *.zprof in this folder, expected the traces of a run; record with `zprof run -o`")
-    return files
+    return family.paths
 
 
 def lane_of(analysis: Analysis) -> Lane:

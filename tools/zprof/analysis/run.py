@@ -22,7 +22,7 @@ from zprof.analysis.growth import Grown
 from zprof.analysis.ledger import Ledger, Moment
 from zprof.analysis.measures import Value, measures
 from zprof.analysis.operators import Operators, columns
-from zprof.analysis.ranks import path_of, traces_of
+from zprof.analysis.ranks import members_of, path_of
 from zprof.analysis.spans import FIRST_LANE
 from zprof.rows import CATEGORIES, TIERS, TraceError
 from zprof.trace.children import recorded_children
@@ -100,13 +100,11 @@ class Run:
         where = Path(path)
         if rank is not None:
             return cls(Trace.open(path_of(rank, [where])))
-        traces = traces_of([where])
-        if len(traces) > 1:
-            ranks = [trace.header.rank for trace in traces]
-            for trace in traces:
-                trace.close()
-            raise TraceError(f"{where}: expected one rank, found {len(ranks)}; choose one, such as rank={ranks[0]}")
-        return cls(traces[0])
+        members = members_of([where])
+        if len(members) > 1:
+            first = members[0].header.rank
+            raise TraceError(f"{where}: expected one rank, found {len(members)}; choose one, such as rank={first}")
+        return cls(Trace.open(members[0].path))
 
     def __enter__(self) -> Run:
         return self

@@ -19,8 +19,8 @@ import click
 
 from offload.regular_files import open_regular
 from offload.text import parse_duration
-from zprof.commands.naming import RUN, next_name
-from zprof.problem import Misuse, Problem
+from zprof.commands.naming import RUN, output_of
+from zprof.problem import Misuse
 from zprof.recording.chosen import AUTO
 from zprof.recording.recorder import LEVELS, Children, Level, ranks
 from zprof.recording.schedule import DEFAULT, Schedule
@@ -94,9 +94,9 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> str
 @click.option(
     "-o",
     "--output",
-    metavar="FILE",
+    metavar="FILE|FOLDER",
     help=f"The trace to write; by default {RUN}, or where an earlier run has that, the next of run-2.{{rank}}.zprof, "
-    "run-3.{rank}.zprof and so on.",
+    "run-3.{rank}.zprof and so on. In a folder, which hosts may share, the run is called as torchrun or Slurm call the job.",
 )
 @click.option("-f", "--force", is_flag=True, help=f"Overwrite an existing trace; {RUN} without -o.")
 @click.option(
@@ -176,7 +176,7 @@ def run(
     _refuse_launchers(command, module)
     _check_script(command[0], module)
     rank, world = ranks()
-    path = _output(output or (RUN if force else next_name(world)), rank, world, force)
+    path = output_of(output, rank, world, force)
     number = f"SIG{stacks_on}" if stacks_on else ""
     order = Order(
         str(path),
@@ -275,31 +275,6 @@ def _check_script(script: str, module: bool) -> None:
             os.close(open_regular(path))
         except OSError as error:
             raise Misuse(f"{script}: expected a script, found {error.strerror}; write it into a file") from None
-
-
-def _output(output: str, rank: int, world: int, force: bool) -> Path:
-    """Where this rank writes.
-
-    Raises:
-        Problem: nothing can be written there, or something is there already.
-    """
-    if world > 1 and "{rank}" not in output:
-        raise Misuse(f"-o {output}: expected {{rank}} in the name, for each of {world} ranks writes a file of its own")
-    path = Path(output.replace("{rank}", str(rank)))
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restart.isdecimal() and int(restart):
-        # The ranks were started again after a failure, whose trace is the one to look at.
-        path = path.with_name(f"{path.stem}.restart{int(restart)}{path.suffix}")
-    folder = path.parent
-    if not folder.is_dir():
-        raise Problem(f"{path}: expected a folder to write into, found no {folder}; make it, or name another file with -o")
-    if path.is_dir():
-        raise Problem(f"{path}: expected the name of a file, found a folder; name a file with -o")
-    if path.exists() and not force:
-        raise Problem(f"{path}: exists already; write over it with -f, or name another file with -o")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise Problem(f"{path}: expected to write there, found no permission; name another file with -o")
-    return path
 
 
 def _remove_children(path: Path) -> None:

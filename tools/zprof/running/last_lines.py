@@ -22,6 +22,7 @@ from zprof.oom.explanation import explain, under_it
 from zprof.oom.facts import Failure
 from zprof.rows import TIERS
 from zprof.trace.children import recorded_children, reported_together
+from zprof.trace.families import family_of
 from zprof.trace.frames import FrameKind, packed, sealed
 from zprof.trace.reader import Trace
 
@@ -101,10 +102,15 @@ def _named(child: Recorded) -> str:
 
 
 def _next(trace: Trace, path: Path, world: int, children: Sequence[Recorded]) -> list[str]:
-    """The command to go on with; of several ranks for all of their files, which the shell finds where nothing is quoted."""
+    """The command to go on with; of several ranks for all of their files, which the shell finds where nothing is quoted.
+
+    Where ranks were started again, or hosts share a folder, that is the folder, whose newest run is read.
+    """
     rank = f".{trace.header.rank}."
     theirs = [(str(child.path), child.header.rank, child.header.world) for child in children]
     lines = [f"children recorded: {len(theirs)}", f"next: zprof report {reported_together(theirs)}"] if theirs else []
+    if world > 1 and family_of(path) and (".restart" in path.name or path.parent != Path()):
+        return [*lines, f"next: zprof report {shlex.quote(str(path.parent))}"]
     if world > 1 and rank in path.name:
         return [*lines, f"next: zprof report {path.with_name(path.name.replace(rank, '.*.', 1))}"]
     return [*lines, f"next: zprof report {shlex.quote(str(path))}"]

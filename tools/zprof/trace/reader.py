@@ -19,7 +19,7 @@ from zprof.trace.notes import Note, Notes
 from zprof.trace.operators import WINDOW
 from zprof.trace.tail import tail_path
 
-__all__ = ["DROPPED", "Note", "Rows", "Trace"]
+__all__ = ["DROPPED", "Note", "Rows", "Trace", "header_of"]
 
 #: The note that says how many rows were thinned out of a file.
 DROPPED = "dropped"
@@ -183,7 +183,18 @@ def _of_run(header: Header) -> tuple[object, ...]:
     return header.pid, header.mono_ns, header.host, header.level
 
 
-def _begun(path: Path) -> tuple[FrameFile, Header]:
+def header_of(path: Path) -> Header:
+    """What the trace at ``path`` says of its run; nothing else of it is read.
+
+    Raises:
+        TraceError: this is no trace file, or its header cannot be read.
+    """
+    file, header = _begun(path, scan=False)
+    file.close()
+    return header
+
+
+def _begun(path: Path, *, scan: bool = True) -> tuple[FrameFile, Header]:
     file = FrameFile(path)
     try:
         start = file.bytes_at(START, 0)
@@ -196,7 +207,8 @@ def _begun(path: Path) -> tuple[FrameFile, Header]:
         if frame.kind != FrameKind.HEADER:
             raise ValueError("the first frame is something else")
         header = Header.unpacked(unpacked(payload), str(path))
-        file.scan()
+        if scan:
+            file.scan()
     except ValueError as error:
         file.close()
         if isinstance(error, TraceError):

@@ -12,6 +12,7 @@ from typing import Any
 
 from zprof.recording.children import PYTHON
 from zprof.trace.children import reported_together
+from zprof.trace.families import newest
 
 __all__ = ["following"]
 
@@ -29,7 +30,8 @@ def _all(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     run, files = report["runs"][0], _named(report["runs"])
     ranks = report["ranks"]
     folder = Path(run["file"]).parent
-    if ranks and ranks["missing"] and len(list(folder.glob("*.zprof"))) > len(report["runs"]):
+    family = newest(folder) if ranks and ranks["missing"] else None
+    if family is not None and {Path(each["file"]) for each in report["runs"]} < set(family.paths):
         yield f"zprof report {shlex.quote(str(folder))}", "more ranks are in this folder; together they show who is late"
     if run["recorded_children"]:
         children = [(child["file"], child["rank"], child["world"]) for child in run["recorded_children"]]
