@@ -86,7 +86,7 @@ def test_the_keys_of_version_1_stay(report: Report) -> None:
         write_trace(Path(f"run.{rank}.zprof"), rows, rank=rank, world=2)
     told = values(report("run.0.zprof", "run.1.zprof", "--json"))
     assert told["version"] == 1
-    assert set(told) == {"version", "by", "at", "runs", "ranks", "summary", "next"}
+    assert set(told) == {"version", "by", "at", "runs", "unreadable", "ranks", "summary", "next"}
     assert set(told["runs"][0]) == words(
         "file rank world simulated host device level level_chosen argv versions duration_s rows dropped_rows damage below_zero "
         "bench_problem end steps tiers residual reconciliation growth compute operators rss children recorded_children "
@@ -100,7 +100,9 @@ def test_the_keys_of_version_1_stay(report: Report) -> None:
     assert set(told["runs"][0]["rates"][0]) == words(
         "verb count bytes busy_s bytes_per_s reached_bytes_per_s bench_bytes_per_s share_of_bench why"
     )
-    assert set(told["ranks"]) == words("world missing clocks skew stragglers peak_bytes work_ms step_ms")
+    assert set(told["ranks"]) == words(
+        "world missing clocks skew skew_every stragglers peak_bytes work_ms step_ms wait_ms scores outliers others"
+    )
     assert set(told["ranks"]["skew"][0]) == words("what key rank late_ns times count total_ns")
     assert set(told["next"][0]) == {"do", "why"}
 

@@ -1,14 +1,14 @@
 """Owns what only several ranks show together: one clock for all, who is late to which collective, who is slow, who holds more.
 
 `zprof report` and the pages that draw several ranks call it. It reads no rows: it takes of each rank a `Lane`, made while that
-rank's trace was read, so that a hundred ranks fit in memory.
+rank's trace was read, so that a thousand ranks fit in memory.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,14 +25,16 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 __all__ = [
-    "COLLECTIVES", "Clock", "Lane", "Member", "Skew", "Straggler", "clocks", "lane_of", "members_of", "path_of", "skews",
-    "stragglers", "traces_of",
+    "COLLECTIVES", "Clock", "Lane", "Lanes", "Member", "Skew", "Straggler", "clocks", "lane_of", "members_of", "path_of",
+    "skews", "stragglers", "traces_of",
 ]  # fmt: skip
 
 #: The spans that all ranks begin together, or should.
 COLLECTIVES = ("gather", "gather activation", "reduce", "collective")
 #: A rank whose own work takes so much longer than the median rank's is a straggler.
 SLOW = 1.05
+#: The begins of collectives that are kept of all ranks together.
+MOST_BEGINS = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Lane:
         begins: (what, key) -> when each of these collectives began, in order, on the rank's own clock.
         work_ns: the median over steps of the time not spent waiting; None where steps or waits were not seen.
         step_ns: the median step; None where none was seen.
+        wait_ns: the median over steps of the time spent waiting, but for a loader; None as ``work_ns``.
         collectives: whether they were seen.
         peaks: tier -> bytes of what was recorded; None where nothing on it could be.
     """
@@ -91,6 +94,42 @@ class Lane:
     step_ns: int | None
     peaks: Mapping[str, int | None]
     collectives: bool = True
+    wait_ns: int | None = None
+
+
+class Lanes:
+    """The lanes of a run's ranks, which are added one at a time and take a bounded amount of memory.
+
+    Where the begins of collectives are too many, every second is let go, of all ranks the same ones: the n-th of a unit
+    is the n-th on every rank.
+
+    Attributes:
+        every: of each unit's collectives the first is kept, and of those after it only each so-many-eth.
+    """
+
+    def __init__(self, most: int = MOST_BEGINS) -> None:
+        self.all: list[Lane] = []
+        self.every = 1
+        self._most, self._count = most, 0
+        self._pairs: dict[tuple[str, str], tuple[str, str]] = {}
+
+    def add(self, lane: Lane) -> None:
+        """Keep ``lane``."""
+        # Thousands of ranks have the same units, and each its own copy of their names.
+        begins = {self._pairs.setdefault(pair, pair): times for pair, times in lane.begins.items()}
+        self.all.append(_thinned(replace(lane, begins=begins), self.every))
+        self._count += sum(map(len, self.all[-1].begins.values()))
+        while self._count > max(self._most, sum(len(each.begins) for each in self.all)):
+            self.every *= 2
+            self.all = [_thinned(each, 2) for each in self.all]
+            self._count = sum(sum(map(len, each.begins.values())) for each in self.all)
+
+
+def _thinned(lane: Lane, every: int) -> Lane:
+    if every == 1:
+        return lane
+    # A view would keep all of it.
+    return replace(lane, begins={pair: times[::every].copy() for pair, times in lane.begins.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,14 +258,16 @@ def lane_of(analysis: Analysis) -> Lane:
     # A rank that waits for its loader is late for the others, as one that computes for longer.
     work = stalls.steps.duration_ns - stalls.per_step_ns + stalls.data_ns
     counted = bool(stalls.steps.count) and covered.steps() is None and stalls.steps.unseen is None
+    waits_seen = counted and covered.spans("wait") is None
     return Lane(
         header=analysis.header,
         end_clock=analysis.end_clock,
         begins=begins,
-        work_ns=int(np.median(work)) if counted and covered.spans("wait") is None else None,
+        work_ns=int(np.median(work)) if waits_seen else None,
         step_ns=int(np.median(stalls.steps.duration_ns)) if counted else None,
         peaks=analysis.peaks,
         collectives=covered.sees_collectives(),
+        wait_ns=int(np.median(stalls.per_step_ns - stalls.data_ns)) if waits_seen else None,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from zprof.commands.naming import named_or_latest
+from zprof.problem import Misuse, Problem
 
 __all__ = ["report"]
 
@@ -86,6 +87,7 @@ def report(
     JSON: keys stay while "version" is 1, new ones may be added. Keys named
     bytes hold bytes, at_s seconds since the recording began; absent is null.
       version, by, at
+      unreadable[]  file why: traces that are left out; exit code 1 says so too
       runs[]      file rank world simulated (the hardware, of a simulation) host device level level_chosen (why, where none
                   was named) argv versions duration_s
                   rows dropped_rows damage below_zero (series that end
@@ -140,7 +142,12 @@ def report(
                   batch growth[]{times batch sgd_lr adam_lr steps samples}
         oom       the failed request, as recorded, and lines[]
       ranks       null for one rank: world missing[] clocks[] peak_bytes{}{}
-                  work_ms{} step_ms{}; skew and stragglers null if not seen
+                  work_ms{} step_ms{} wait_ms{} by rank; skew and stragglers null
+                  if not seen; skew_every (1 of so many collectives was compared)
+        scores{}  by rank, the farthest first: robust deviations from the median
+        outliers[]  rank host score odd[]{score figure value_ms median_ms, or of a
+                  tier's peak value_bytes median_bytes}
+        others    count figures[]{count figure median_ms low_ms high_ms or ..._bytes}
         skew[]    what key rank late_ns times count total_ns
         stragglers[]  rank host work_ns median_ns
       against     with --against, what zprof diff PLAN RUN --json prints
@@ -163,13 +170,15 @@ def report(
         report["against"] = diff.as_json(pairs, apart, ())
     if as_json:
         click.echo(json.dumps(report, indent=2))
-        return
-    from zprof.show.report.text import show
+    else:
+        from zprof.show.report.text import show
 
-    show(report, top=top)
-    if against is not None:
+        show(report, top=top)
+    if against is not None and not as_json:
         click.echo("\npredicted beside measured")
         diff.show(against, runs[0] if len(runs) == 1 else "run", pairs, apart)
+    if report["unreadable"]:
+        raise click.exceptions.Exit(Problem.exit_code)
 
 
 def _hardware(value: str) -> Any:
@@ -189,7 +198,6 @@ def _check_plan(plan: str, runs: tuple[str, ...]) -> None:
         Misuse: it is not the other one alone.
     """
     from zprof.analysis.measured import simulated
-    from zprof.problem import Misuse
 
     if not simulated(plan):
         raise Misuse(f"--against {plan}: expected a trace of zprof simulate, found one of a run; compare runs with zprof diff")

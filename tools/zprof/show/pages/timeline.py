@@ -125,7 +125,7 @@ def _report(reads: Sequence[Analysis]) -> dict[str, Any]:
         "summary": report["summary"],
         "next": [each for each in report["next"] if not each["do"].startswith("zprof timeline")],
         "not_recorded": not_recorded(runs)[:_MOST_LINES],
-        "doubts": [line for run in runs for line in doubts(run)][:_MOST_LINES],
+        "doubts": list(doubts(report))[:_MOST_LINES],
         "remedies": remedies[:_MOST_LINES],
         "steps": first["steps"]["count"],
         "step_ms": first["measures"]["step.median_ms"],

@@ -3,14 +3,15 @@
 `zprof.commands.report` calls `report`, which reads each rank's trace once. It never prints, and it rounds nothing.
 
 Note: [What a report is]
-    ``{"version": 1, "by", "at", "runs": [one a rank, by rank], "ranks": what only several ranks show, or null, "summary": [what
-    to read first], "next": [what to do next]}``. Bytes are integers in keys that say "bytes"; "at_s" is seconds since the
-    rank's recording began. New keys may be added; a key that is there keeps its meaning as long as the version is 1.
+    ``{"version": 1, "by", "at", "runs": [one a rank, by rank], "unreadable": [traces that are left out, and why], "ranks":
+    what only several ranks show, or null, "summary": [what to read first], "next": [what to do next]}``. Bytes are integers in
+    keys that say "bytes"; "at_s" is seconds since the rank's recording began. New keys may be added; a key that is there keeps
+    its meaning as long as the version is 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -23,8 +24,9 @@ from zprof.analysis.curves import By, group_of, lines_recorded
 from zprof.analysis.ledger import Ledger, Moment
 from zprof.analysis.measures import measures
 from zprof.analysis.operators import OperatorBy, operators_recorded
+from zprof.analysis.outliers import Figure, distances, figures_of, spread
 from zprof.analysis.prefetch import setting
-from zprof.analysis.ranks import Lane, clocks, lane_of, skews, stragglers, traces_of
+from zprof.analysis.ranks import Lane, Lanes, clocks, lane_of, members_of, skews, stragglers
 from zprof.analysis.remainder import Remainder, fullest_sample, peak_sample
 from zprof.rows import TIERS, TraceError
 from zprof.show.report.children import children_body, recorded_body
@@ -36,10 +38,10 @@ from zprof.show.report.operators import operators_body
 from zprof.show.report.residual import residual
 from zprof.show.report.summary import summary
 from zprof.trace.children import recorded_children
+from zprof.trace.reader import Trace
 
 if TYPE_CHECKING:
     from offload.hardware import Hardware
-    from zprof.trace.reader import Trace
 
 __all__ = ["Body", "report", "report_of"]
 
@@ -70,42 +72,63 @@ def report(
         most: how many modules, waits and skews are listed.
         hardware: the profile of the device; None takes the shipped one of just that device, if there is one.
     Raises:
-        TraceError: a trace cannot be read or holds nothing, a rank is there twice, or there is no such step.
+        TraceError: no trace can be read, has rows or such a step, a rank is there twice, or they are of different runs.
     """
-    bodies, lanes = [], []
-    of_bytes: By = "category" if by == "op" or by == "kernel" else by
+    bodies, lanes = [], Lanes()
+    unreadable: dict[Path, str] = {}
+    for member in members_of(runs, unreadable):
+        try:
+            body, lane = _read(member.path, by, step, most, hardware)
+        except TraceError as error:
+            unreadable[member.path] = str(error)
+        else:
+            bodies.append(body)
+            lanes.add(lane)
+    if not bodies:
+        raise TraceError(next(iter(unreadable.values())))
+    return _whole(bodies, lanes, _of_bytes(by), step, most, unreadable)
+
+
+def report_of(analyses: Sequence[Analysis]) -> Body:
+    """The report of ranks that are read already, by category, at the peak."""
+    bodies, lanes = [], Lanes()
+    for analysis in analyses:
+        bodies.append(_run(analysis, "category", "op", None, MOST, None))
+        lanes.add(lane_of(analysis))
+    return _whole(bodies, lanes, "category", None, MOST, {})
+
+
+def _whole(bodies: list[Body], lanes: Lanes, by: By, step: int | None, most: int, unreadable: Mapping[Path, str]) -> Body:
+    report: Body = {"version": VERSION, "by": by, "at": "peak" if step is None else f"step:{step}", "runs": bodies}
+    report["unreadable"] = [{"file": str(path), "why": why} for path, why in unreadable.items()]
+    report["ranks"] = _ranks(lanes, most) if bodies[0]["world"] > 1 or len(bodies) > 1 else None
+    report["summary"] = summary(report)
+    report["next"] = following(report)
+    return report
+
+
+def _of_bytes(by: By | OperatorBy) -> By:
+    return "category" if by == "op" or by == "kernel" else by
+
+
+def _read(path: Path, by: By | OperatorBy, step: int | None, most: int, hardware: Hardware | None) -> tuple[Body, Lane]:
+    """One rank; nothing of its trace stays open or in memory, for one at a time is what fits."""
     of_operators: OperatorBy = by if by == "kernel" or by == "module" or by == "unit" else "op"
-    for trace in traces_of(runs):
+    trace = Trace.open(path)
+    try:
         if not trace.count:
             raise TraceError(
-                f"{trace.path}: holds a header and no rows, expected a recorded run; record it again with "
-                f"`zprof run -f -o {trace.path}` and let it run for longer"
+                f"{path}: holds a header and no rows, expected a recorded run; record it again with "
+                f"`zprof run -f -o {path}` and let it run for longer"
             )
         if by == "line":
             lines_recorded(trace)
         analysis = Analysis.of(trace)
         if by in ("op", "kernel"):
             operators_recorded(trace, analysis.operators, by)
-        bodies.append(_run(analysis, of_bytes, of_operators, step, most, hardware))
-        lanes.append(lane_of(analysis))
+        return _run(analysis, _of_bytes(by), of_operators, step, most, hardware), lane_of(analysis)
+    finally:
         trace.close()
-        # Before the next rank is read: one at a time is what fits.
-        del analysis
-    return _whole(bodies, lanes, of_bytes, step, most)
-
-
-def report_of(analyses: Sequence[Analysis]) -> Body:
-    """The report of ranks that are read already, by category, at the peak."""
-    bodies = [_run(analysis, "category", "op", None, MOST, None) for analysis in analyses]
-    return _whole(bodies, [lane_of(analysis) for analysis in analyses], "category", None, MOST)
-
-
-def _whole(bodies: list[Body], lanes: list[Lane], by: By, step: int | None, most: int) -> Body:
-    report: Body = {"version": VERSION, "by": by, "at": "peak" if step is None else f"step:{step}", "runs": bodies}
-    report["ranks"] = _ranks(lanes, most) if lanes[0].header.world > 1 or len(lanes) > 1 else None
-    report["summary"] = summary(report)
-    report["next"] = following(report)
-    return report
 
 
 def _run(
@@ -314,18 +337,68 @@ def _ms(time_ns: int | None) -> float | None:
     return None if time_ns is None else time_ns / 1e6
 
 
-def _ranks(lanes: Sequence[Lane], most: int) -> Body:
+def _ranks(kept: Lanes, most: int) -> Body:
+    lanes = kept.all
     here = {lane.header.rank for lane in lanes}
     tiers = [tier for tier in TIERS if any(lane.peaks.get(tier) for lane in lanes)]
     simulated = bool(lanes[0].header.simulated)
-    timed = all(lane.work_ns is not None for lane in lanes)
+    # One rank that ended early must not hide how the others compare.
+    timed = _enough([lane.work_ns is not None for lane in lanes])
+    met = _enough([lane.collectives for lane in lanes])
     return {
         "world": lanes[0].header.world,
         "missing": [rank for rank in range(min(lanes[0].header.world, MOST_MISSING)) if rank not in here and not simulated],
         "clocks": [asdict(clock) for clock in clocks(lanes)],
-        "skew": [asdict(skew) for skew in skews(lanes, most)] if all(lane.collectives for lane in lanes) else None,
+        "skew": [asdict(skew) for skew in skews([lane for lane in lanes if lane.collectives], most)] if met else None,
+        "skew_every": kept.every,
         "stragglers": [asdict(straggler) for straggler in stragglers(lanes)] if timed else None,
         "peak_bytes": {tier: {str(lane.header.rank): lane.peaks.get(tier) for lane in lanes} for tier in tiers},
         "work_ms": {str(lane.header.rank): _ms(lane.work_ns) for lane in lanes},
         "step_ms": {str(lane.header.rank): _ms(lane.step_ns) for lane in lanes},
+        "wait_ms": {str(lane.header.rank): _ms(lane.wait_ns) for lane in lanes},
+        **_apart(lanes),
     }
+
+
+def _enough(seen: Sequence[bool]) -> bool:
+    return all(seen) or sum(seen) > 2
+
+
+def _apart(lanes: Sequence[Lane]) -> Body:
+    """Who stands out, and what the others are like."""
+    figures = figures_of(lanes)
+    hosts = {lane.header.rank: lane.header.host for lane in lanes}
+    by_name = {figure.name: figure for figure in figures}
+    found = distances(figures, list(hosts))
+    odd = [each for each in found if each.odds]
+    spreads = [(figure, spread(figure, [each.rank for each in odd])) for figure in figures]
+    return {
+        "scores": {str(each.rank): each.score for each in found},
+        "outliers": [
+            {
+                "rank": each.rank,
+                "host": hosts[each.rank],
+                "score": each.score,
+                "odd": [
+                    {"score": odd.score} | _in_units(by_name[odd.figure], value=odd.value, median=odd.median)
+                    for odd in each.odds
+                ],
+            }
+            for each in odd
+        ],
+        "others": {
+            "count": len(lanes) - len(odd),
+            "figures": [
+                {"count": over.count} | _in_units(figure, median=over.median, low=over.low, high=over.high)
+                for figure, over in spreads
+                if over is not None
+            ],
+        },
+    }
+
+
+def _in_units(figure: Figure, **values: int) -> Body:
+    """Values of a figure under keys that say their unit."""
+    if figure.tier:
+        return {"figure": figure.name} | {f"{name}_bytes": value for name, value in values.items()}
+    return {"figure": figure.name} | {f"{name}_ms": _ms(value) for name, value in values.items()}

@@ -15,46 +15,79 @@ from rich.text import Text
 
 from offload.text import as_duration, as_size
 
-__all__ = ["ranks_lines", "ranks_table"]
+__all__ = ["MANY", "ranks_lines", "ranks_table"]
 
-_MOST_RANKS = 16
+#: More ranks than this are shown by those that stand out.
+MANY = 16
 _MOST_SKEWS = 8
+#: Stragglers and clocks that have a line each.
+_MOST_LINES = 8
 #: A wall clock that moved more than this during a run is worth a line: skews are of this size.
 MOST_DRIFT_NS = 1_000_000
 
 
-def ranks_table(report: Mapping[str, Any], top: int | None = None) -> Table:
-    """Each rank's peaks and pace; of more than ``top`` ranks those that differ most from the others, by rank."""
+def ranks_table(report: Mapping[str, Any], top: int | None = None) -> list[Any]:
+    """Each rank's peaks and pace: of many those that stand out, the farthest from the median first, and what others are like.
+
+    Args:
+        top: so many ranks, also those that do not stand out.
+    """
     ranks, runs = report["ranks"], report["runs"]
-    most = top or _MOST_RANKS
-    if len(runs) > most:
-        apart = _apart(ranks)
-        runs = sorted(sorted(runs, key=lambda run: -apart.get(str(run["rank"]), 0.0))[:most], key=lambda run: run["rank"])
+    odd = {str(each["rank"]): _stands_out(each["odd"]) for each in ranks["outliers"]}
+    if len(runs) > (top or MANY):
+        hosts = {str(run["rank"]): run["host"] for run in runs}
+        most = MANY if top is None else top
+        shown = {rank: hosts[rank] for rank in [rank for rank in ranks["scores"] if top or rank in odd][:most]}
+    else:
+        shown = {str(run["rank"]): run["host"] for run in runs}
     drawing = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     tiers = list(ranks["peak_bytes"])
-    for heading in ("rank", "host", *(f"{tier} peak" for tier in tiers), "step", "own work"):
-        drawing.add_column(heading, justify="left" if heading == "host" else "right")
-    for run in runs:
-        rank = str(run["rank"])
-        peaks = (_or_dash(ranks["peak_bytes"][tier][rank], as_size) for tier in tiers)
-        host = "".join(letter if letter.isprintable() else "?" for letter in run["host"])
-        times = (_or_dash(ranks[name][rank], lambda ms: as_duration(ms * 1e6)) for name in ("step_ms", "work_ms"))
-        drawing.add_row(rank, Text(host), *peaks, *times)
-    if len(runs) < len(report["runs"]):
-        drawing.add_row("", f"{len(report['runs']) - len(runs)} ranks nearer the median: --top {len(report['runs'])}")
-    return drawing
+    headings = ["rank", "host", *(f"{tier} peak" for tier in tiers), "step", "own work", "waiting"]
+    for heading in [*headings, "stands out in"] if odd else headings:
+        drawing.add_column(heading, justify="left" if heading in ("host", "stands out in") else "right")
+    columns: list[tuple[Mapping[str, Any], Callable[[Any], str]]] = [
+        *((ranks["peak_bytes"][tier], as_size) for tier in tiers),
+        *((ranks[name], _took) for name in ("step_ms", "work_ms", "wait_ms")),
+    ]
+    for rank, host in shown.items():
+        apart = [odd.get(rank, "")] if odd else []
+        drawing.add_row(rank, Text(_printable(host)), *(_or_dash(of[rank], draw) for of, draw in columns), *apart)
+    rest = [str(run["rank"]) for run in runs if str(run["rank"]) not in shown]
+    lines: list[Any] = [drawing]
+    if rest:
+        drawing.add_section()
+        for label, fold in (("median", _median), ("lowest", min), ("highest", max)):
+            cells = (_folded([of[rank] for rank in rest], fold, draw) for of, draw in columns)
+            drawing.add_row(f"{len(rest):,}", f"others, {label}", *cells)
+        lines.append(Text(f"{len(rest):,} ranks nearer the median: --top {len(runs)}"))
+    if not odd and len(runs) > MANY:
+        lines.append(Text("no rank stands out"))
+    return lines
 
 
-def _apart(ranks: Mapping[str, Any]) -> dict[str, float]:
-    """Each rank's largest distance from the median, of any figure of the table, as a share of that median."""
-    apart: dict[str, float] = {}
-    for figures in (*ranks["peak_bytes"].values(), ranks["step_ms"], ranks["work_ms"]):
-        known = {rank: value for rank, value in figures.items() if value is not None}
-        middle = median(known.values()) if known else 0
-        for rank, value in known.items():
-            share = abs(value - middle) / middle if middle else float(bool(value))
-            apart[rank] = max(apart.get(rank, 0.0), share)
-    return apart
+def _stands_out(odds: Sequence[Mapping[str, Any]]) -> str:
+    said = []
+    for odd in odds:
+        value, middle = (odd[f"{name}_bytes"] if f"{name}_bytes" in odd else odd[f"{name}_ms"] for name in ("value", "median"))
+        said.append(f"{odd['figure']} {value / middle - 1:+.0%}" if middle else f"{odd['figure']}, of which others have none")
+    return ", ".join(said)
+
+
+def _folded(values: Sequence[Any], fold: Callable[[Sequence[Any]], Any], drawn: Callable[[Any], str]) -> str:
+    known = [value for value in values if value is not None]
+    return drawn(fold(known)) if known else "-"
+
+
+def _median(values: Sequence[Any]) -> Any:
+    return type(values[0])(median(values))
+
+
+def _took(ms: float) -> str:
+    return as_duration(ms * 1e6)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _or_dash(value: Any, drawn: Callable[[Any], str]) -> str:
@@ -71,19 +104,26 @@ def ranks_lines(ranks: Mapping[str, Any], top: int | None = None, *, simulated: 
             lines.append(Text(f"{tier}: rank {high} peaks {as_size(peaks[high] - peaks[low])} above rank {low}"))
     if ranks["stragglers"] is None:
         lines.append(Text("who is slow, and who waits for whom, was not seen: see below what is not recorded"))
-    for slow in ranks["stragglers"] or ():
+    stragglers = ranks["stragglers"] or ()
+    for slow in stragglers[:_MOST_LINES]:
         more = slow["work_ns"] / slow["median_ns"] - 1
         works = f"works {as_duration(slow['work_ns'])} a step, {more:.0%} more than the median rank"
         lines.append(Text(f"straggler: rank {slow['rank']} {works}"))
+    if len(stragglers) > _MOST_LINES:
+        lines.append(Text(f"and {len(stragglers) - _MOST_LINES:,} more whose own work is slower than the median rank's"))
     if ranks["skew"]:
         lines.append(_skew(ranks, top or _MOST_SKEWS))
+        if ranks["skew_every"] > 1:
+            lines.append(Text(f"late ranks: by 1 of {ranks['skew_every']} collectives of each unit, as many as fit in memory"))
     elsewhere = [str(clock["rank"]) for clock in ranks["clocks"] if clock["by"] == "wall"]
     if elsewhere:
         lines.append(Text(f"rank(s) {_listed(elsewhere)}: put beside the first by wall clock, so skews may be clock error"))
-    for clock in ranks["clocks"]:
-        if clock["by"] == "wall" and abs(clock["drift_ns"]) > MOST_DRIFT_NS:
-            moved = f"{as_duration(clock['drift_ns'])} against its monotonic one"
-            lines.append(Text(f"rank {clock['rank']}: its wall clock moved {moved} meanwhile: skews are off by as much"))
+    moved = [clock for clock in ranks["clocks"] if clock["by"] == "wall" and abs(clock["drift_ns"]) > MOST_DRIFT_NS]
+    for clock in sorted(moved, key=lambda clock: -abs(clock["drift_ns"]))[:_MOST_LINES]:
+        by = f"{as_duration(clock['drift_ns'])} against its monotonic one"
+        lines.append(Text(f"rank {clock['rank']}: its wall clock moved {by} meanwhile: skews are off by as much"))
+    if len(moved) > _MOST_LINES:
+        lines.append(Text(f"and the wall clocks of {len(moved) - _MOST_LINES:,} more ranks moved by less"))
     if simulated:
         lines.append(Text(f"simulated: this rank stands for all {ranks['world']}"))
     elif ranks["missing"]:
@@ -100,7 +140,7 @@ def _skew(ranks: Mapping[str, Any], most: int) -> Table:
     for heading in ("late to", "unit", "rank", "by", "times", "cost"):
         drawing.add_column(heading, justify="left" if heading in ("late to", "unit") else "right")
     for skew in ranks["skew"][:most]:
-        unit = Text("".join(letter if letter.isprintable() else "?" for letter in skew["key"]))
+        unit = Text(_printable(skew["key"]))
         often = f"{skew['times']} of {skew['count']}"
         late, cost = as_duration(skew["late_ns"]), as_duration(skew["total_ns"])
         drawing.add_row(skew["what"], unit, str(skew["rank"]), late, often, cost)

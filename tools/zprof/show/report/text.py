@@ -6,6 +6,7 @@ cursor or change a colour.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from zprof.show.report.compute import compute_lines
 from zprof.show.report.large_batch import advised
 from zprof.show.report.loading import loading_line, loading_rows
 from zprof.show.report.operators import operators_section
-from zprof.show.report.ranks import ranks_lines, ranks_table
+from zprof.show.report.ranks import MANY, ranks_lines, ranks_table
 from zprof.show.report.summary import foremost
 
 __all__ = ["doubts", "not_recorded", "plain", "show", "sized"]
@@ -36,6 +37,11 @@ _MOST_GROWN = 8
 _MOST_CALLERS = 3
 _MOST_RECORDED = 16
 _MOST_OPERATORS = 12
+#: Files that are named for one reason, and reasons why files are left out.
+_MOST_FILES = 4
+_MOST_UNREADABLE = 8
+#: Where a file is damaged, which is a place of its own in each.
+_AT_BYTE = re.compile(r" at byte \d+")
 
 
 def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
@@ -46,9 +52,12 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
     run = foremost(report["runs"])
     for line in _heading(report, run):
         console.print(line)
+    _section(console, f"in short{' (predicted)' if run['simulated'] else ''}", list(_short(report["summary"])))
+    many = len(report["runs"]) > MANY
+    if many:
+        _ranks(console, report, run, top)
     mark = "\N{FULL BLOCK}" if console.encoding.startswith("utf") else "#"
     held = _held(report, run, mark, top or _MOST_GROUPS)
-    _section(console, f"in short{' (predicted)' if run['simulated'] else ''}", list(_short(report["summary"])))
     _section(console, f"{_when(report)}{' (predicted)' if run['simulated'] else ''}", held)
     if report["by"] not in ("module", "unit"):
         _section(console, "most held by", _holders(run, top or _MOST_HOLDERS))
@@ -66,14 +75,18 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
     _section(console, "compute", compute_lines(run, top or _MOST_GROWN))
     _section(console, *operators_section(run, top or _MOST_OPERATORS))
     _section(console, "large batch", list(_growing(run)))
-    if report["ranks"]:
-        lines = ranks_lines(report["ranks"], top, simulated=bool(run["simulated"]))
-        _section(console, "ranks", [ranks_table(report, top), *lines])
+    if report["ranks"] and not many:
+        _ranks(console, report, run, top)
     if run["oom"]:
         _section(console, "out of memory", [Text(plain(line)) for line in run["oom"]["lines"]])
     _section(console, "not recorded", [Text(plain(line)) for line in not_recorded(report["runs"])])
-    _section(console, "the recording", [Text(line) for each in report["runs"] for line in doubts(each)])
+    _section(console, "the recording", [Text(line) for line in doubts(report)])
     _section(console, "next", [Text(f"{plain(each['do'])}\n    {plain(each['why'])}") for each in report["next"]])
+
+
+def _ranks(console: Console, report: Mapping[str, Any], run: Run, top: int | None) -> None:
+    lines = ranks_lines(report["ranks"], top, simulated=bool(run["simulated"]))
+    _section(console, "ranks", [*ranks_table(report, top), *lines])
 
 
 def plain(text: object) -> str:
@@ -387,17 +400,31 @@ def _growing(run: Run) -> Iterator[Any]:
             yield drawing
 
 
-def doubts(run: Run) -> Iterator[str]:
-    """What keeps a recording from being whole."""
-    name = plain(run["file"])
+def doubts(report: Mapping[str, Any]) -> Iterator[str]:
+    """What keeps recordings from being whole; what is said of many, once."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for run in report["runs"]:
+        for doubt in _doubts(run):
+            found.setdefault(_AT_BYTE.sub("", doubt), []).append((plain(run["file"]), doubt))
+    for doubt, of in found.items():
+        more = f" and {len(of) - _MOST_FILES:,} more" if len(of) > _MOST_FILES else ""
+        yield f"{', '.join(file for file, _ in of[:_MOST_FILES])}{more}: {of[0][1] if len(of) == 1 else doubt}"
+    unreadable = report["unreadable"]
+    for each in unreadable[:_MOST_UNREADABLE]:
+        yield f"left out: {plain(each['why'])}"
+    if len(unreadable) > _MOST_UNREADABLE:
+        yield f"left out: {len(unreadable) - _MOST_UNREADABLE:,} more traces that cannot be read: zprof report --json"
+
+
+def _doubts(run: Run) -> Iterator[str]:
     if run["damage"]:
-        yield f"{name}: {plain(run['damage'])}"
+        yield plain(run["damage"])
     if run["dropped_rows"]:
-        yield f"{name}: {run['dropped_rows']:,} recorded rows are not in the file: figures away from peaks are less sure"
+        yield f"{run['dropped_rows']:,} recorded rows are not in the file: figures away from peaks are less sure"
     if run["below_zero"]:
-        yield f"{name}: {run['below_zero']:,} series end below zero: frees were recorded whose allocations were not"
+        yield f"{run['below_zero']:,} series end below zero: frees were recorded whose allocations were not"
     if run["end"] is None:
-        yield f"{name}: has no end: the run was killed, or is still going on"
+        yield "has no end: the run was killed, or is still going on"
     elif run["end"]["exit"]:
         reason = f" ({plain(run['end']['reason'])})" if run["end"]["reason"] else ""
-        yield f"{name}: the run ended with exit code {plain(run['end']['exit'])}{reason}"
+        yield f"the run ended with exit code {plain(run['end']['exit'])}{reason}"
