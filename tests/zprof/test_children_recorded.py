@@ -80,7 +80,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow), "spawn"])
+@pytest.mark.parametrize("method", ["fork", *(pytest.param(way, marks=pytest.mark.slow) for way in ("forkserver", "spawn"))])
 def test_ranks_that_a_script_spawns_are_recorded_as_ranks(method: str, tmp_path: Path, zprof: Zprof) -> None:
     done = record(RANKS, tmp_path, method)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -240,6 +240,7 @@ def test_hundred_thousand_frames_and_paths_of_any_depth_stay_small(export: Expor
 # --- torch's snapshot ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_torchs_own_viewer_opens_the_snapshot(export: Export) -> None:
     _memory_viz = pytest.importorskip("torch.cuda._memory_viz")
     path = write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc")

@@ -171,6 +171,7 @@ def raises(grad: Tensor) -> None:
     raise ValueError("of the user's")
 
 
+@pytest.mark.slow
 def test_a_simulation_after_the_process_s_first_backward_says_so() -> None:
     program = """
 import torch, zhooks

@@ -103,6 +103,7 @@ def test_a_trainer_trains_evaluates_and_saves_what_it_does_by_itself(stage: int)
         assert all(torch.equal(value, other) for value, other in zip(values(loaded), found, strict=True))
 
 
+@pytest.mark.slow
 @on_ranks(2, limit_s=180.0)
 @compiling()
 def test_a_trainer_compiles_what_it_trains_and_saves_it_under_the_usual_names() -> None:
