@@ -268,6 +268,9 @@ def test_a_disk_that_fails_in_backward_raises_and_the_step_repeated_from_zero_is
         store_of(attachment).flush()
     faulty.heal()
     del loss
+    # Another write that had failed before may be what the end of that backward finds.
+    with suppress(zhooks.TierError):
+        optimizer.zero_grad()
     optimizer.zero_grad()
     _go_on(model, optimizer)
     wanted = plainly(range(3))
