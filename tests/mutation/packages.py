@@ -38,7 +38,10 @@ PACKAGES = {
     ),
     "schedule": Package(
         _sources("zhooks/run", "schedule.py", "paths.py", "passes.py"),
-        Tests(_in("zhooks/run", "schedule", "recorded_paths"), _in("zhooks/run", "paths", "order", "partial_passes", "kept", "uneven")),
+        Tests(
+            _in("zhooks/run", "schedule", "recorded_paths"),
+            _in("zhooks/run", "order", "partial_passes", "kept", "uneven"),
+        ),
     ),
     "reduce": Package(
         _sources(
