@@ -166,7 +166,7 @@ ORDER = {
     ),
     "zprof": (
         "__main__", "cli", "__init__ commands", "doctor show", "running oom", "living", "analysis", "bench gpu recording",
-        "allocator", "trace", "problem rows clock writing",
+        "allocator", "trace", "problem rows clock writing replacing",
     ),
 }  # fmt: skip
 

@@ -422,7 +422,7 @@ def launches(folder: str) -> None:
             assert work is not None
             work.wait()
             # What torch's NCCL group gives for one that the stream of the caller has made itself.
-            watch = collectives._watch
+            watch = collectives._shared.watch
             assert watch is not None
             begun = watch._begin("all_gather", None, (torch.ones(4),))
             assert begun is not None

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ import torch
 
 from offload.events import Kind, KnownTime, TimeMark, now_ns
 from zprof.recording.lanes import here
+from zprof.recording.watching import Shared, Watch
+from zprof.replacing import put_around
 
 __all__ = ["Listener", "watch_collectives"]
 
@@ -118,86 +120,43 @@ class _Pending:
     in_backward: bool
 
 
-def watch_collectives(listener: Listener) -> Callable[[], None]:
-    """Report to ``listener`` until what is returned has been called.
-
-    Raises:
-        Exception: this torch lacks what it takes; nothing of it is left then.
-    """
-    global _watch
-    with _changing:
-        if _watch is None:
-            watch = _Watch()
-            watch.install()
-            _watch = watch
-        _watch.listeners = (*_watch.listeners, listener)
-
-    def leave() -> None:
-        global _watch
-        with _changing:
-            if _watch is None:
-                return
-            _watch.listeners = tuple(each for each in _watch.listeners if each is not listener)
-            if not _watch.listeners:
-                watch, _watch = _watch, None
-                watch.remove()
-
-    return leave
-
-
-class _Watch:
+class _Watch(Watch[Listener]):
     """What hangs in torch, once a process, however many recordings there are."""
 
     def __init__(self) -> None:
-        self.listeners: tuple[Listener, ...] = ()
-        self._undo: list[Callable[[], object]] = []
+        super().__init__()
         self._pending: dict[int, _Pending] = {}
         self._told: set[int] = set()
         self._backwards: set[int] = set()
         self._waiting_here = threading.local()
         self._default = ""
-        self._failed = False
 
     # Its life.
 
-    def install(self) -> None:
+    def hang(self, undo: ExitStack) -> None:
         """Hang the kernels and replace the three functions."""
-        try:
-            c10d: Any = torch._C._distributed_c10d
-            self._unbox, self._group_of = c10d.Work.unbox, c10d.ProcessGroup.unbox
-            after = torch._C._after_ADInplaceOrView_keyset
-            library = torch.library.Library("c10d", "IMPL")
-            self._undo.append(library._destroy)
-            for operation, name in _NAMES.items():
-                overload = getattr(torch.ops.c10d, operation, None)
-                if overload is not None:
-                    library.impl(operation, self._kernel(overload.default, name, after), "ADInplaceOrView", with_keyset=True)
-            self._replace(c10d.Work, "wait", self._waiting)
-            self._replace(torch.distributed, "_broadcast_coalesced", self._broadcasting)
-            from torch.distributed import _functional_collectives as functional
+        c10d: Any = torch._C._distributed_c10d
+        self._unbox, self._group_of = c10d.Work.unbox, c10d.ProcessGroup.unbox
+        after = torch._C._after_ADInplaceOrView_keyset
+        library = torch.library.Library("c10d", "IMPL")
+        undo.callback(library._destroy)
+        for operation, name in _NAMES.items():
+            overload = getattr(torch.ops.c10d, operation, None)
+            if overload is not None:
+                library.impl(operation, self._kernel(overload.default, name, after), "ADInplaceOrView", with_keyset=True)
+        undo.callback(put_around(c10d.Work, "wait", self._waiting))
+        undo.callback(put_around(torch.distributed, "_broadcast_coalesced", self._broadcasting))
+        from torch.distributed import _functional_collectives as functional
 
-            self._replace(functional.AsyncCollectiveTensor, "trigger_wait", self._triggering)
-        except BaseException:
-            self.remove()
-            raise
+        undo.callback(put_around(functional.AsyncCollectiveTensor, "trigger_wait", self._triggering))
 
     def remove(self) -> None:
-        """Leave torch as it was."""
-        while self._undo:
-            self._undo.pop()()
+        super().remove()
         self._pending.clear()
 
-    def _replace(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = getattr(owner, name)
-        ours = around(original)
-        setattr(owner, name, ours)
-
-        def undo() -> None:
-            # Somebody else's, put over ours meanwhile, stays.
-            if getattr(owner, name, None) is ours:
-                setattr(owner, name, original)
-
-        self._undo.append(undo)
+    def fail(self, error: Exception) -> None:
+        self._pending.clear()
+        super().fail(error)
 
     # What torch calls.
 
@@ -254,7 +213,7 @@ class _Watch:
     def _begin(self, name: str, group: Any, args: tuple[Any, ...]) -> _Begun | None:
         """A collective starts; None where nobody wants to know."""
         try:
-            if not self._wanted():
+            if not self.wanted():
                 return None
             self._end_done()
             key = name
@@ -267,7 +226,7 @@ class _Watch:
             begun = _Begun(what, key, here() if _on_gpu(args) else None)
             self._say("begin", begun, begun.mark, max((_nbytes(each) for each in args), default=0))
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             return None
         return begun
 
@@ -284,7 +243,7 @@ class _Watch:
                 self._backwards.add(task)
                 _at_end_of_backward(lambda: self._before_reducer(task))
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def _done(self, begun: _Begun) -> None:
         """It runs on the stream that it was launched from. Note: [Times on CUDA]."""
@@ -307,27 +266,27 @@ class _Watch:
         try:
             self._backwards.discard(task)
             waited_for = [each for each in tuple(self._pending.values()) if each.in_backward and not each.work.is_completed()]
-            if waited_for and self._wanted():
+            if waited_for and self.wanted():
                 wait = waited_for[0].begun.wait()
                 self._say("begin", wait, wait.here())
                 _at_end_of_backward(lambda: self._after_reducer(wait))
             else:
                 self._end_done()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def _after_reducer(self, wait: _Begun) -> None:
         try:
             self._say("end", wait, wait.here())
             self._end_done()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     @contextmanager
     def _wait(self, pending: _Pending | None, unknown: _Begun | None = None) -> Iterator[None]:
         """Somebody stands still; a wait inside a wait is the outer one's."""
         thread = self._waiting_here
-        if getattr(thread, "waits", False) or not self._wanted():
+        if getattr(thread, "waits", False) or not self.wanted():
             yield
             return
         begun = pending.begun if pending is not None else unknown or _Begun(COLLECTIVE, _UNKNOWN, here())
@@ -356,9 +315,6 @@ class _Watch:
         if pending is not None:
             self._say("end", pending.begun, pending.begun.noticed())
 
-    def _wanted(self) -> bool:
-        return not self._failed and any(each.wanted() for each in self.listeners)
-
     def _say(self, kind: Kind, begun: _Begun, mark: TimeMark | None, nbytes: int = 0) -> None:
         for each in self.listeners:
             if each.wanted():
@@ -366,14 +322,6 @@ class _Watch:
                     self._told.add(id(each))
                     each.seen()
                 each.span(kind, begun.what, begun.key, nbytes, mark)
-
-    def _fail(self, error: Exception) -> None:
-        """Nothing more is said: a wait that went unseen would count as a rank's own work."""
-        if not self._failed:
-            self._failed = True
-            self._pending.clear()
-            for each in self.listeners:
-                each.failed(f"{type(error).__name__}: {error}")
 
 
 def _nbytes(value: Any) -> int:
@@ -392,5 +340,13 @@ def _at_end_of_backward(do: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(do)
 
 
-_watch: _Watch | None = None
-_changing = threading.RLock()
+_shared = Shared(_Watch)
+
+
+def watch_collectives(listener: Listener) -> Callable[[], None]:
+    """Report to ``listener`` until what is returned has been called.
+
+    Raises:
+        Exception: this torch lacks what it takes; nothing of it is left then.
+    """
+    return _shared.join(listener)

@@ -20,13 +20,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
+from zprof.recording.watching import Shared, Watch
+from zprof.replacing import put_around
 from zprof.rows import RowKind
 
 __all__ = ["FIRST", "LOADERS", "LOADING", "STARTING", "WAIT", "LoaderListener", "watch_loaders", "worker_names"]
@@ -60,46 +62,11 @@ class LoaderListener:
     failed: Callable[[str], None]
 
 
-def watch_loaders(listener: LoaderListener) -> Callable[[], None]:
-    """Report to ``listener`` until what is returned has been called.
-
-    Raises:
-        Exception: this torch lacks what it takes; nothing of it is left then.
-    """
-    global _watch
-    with _changing:
-        if _watch is None:
-            watch = _Watch()
-            watch.install()
-            _watch = watch
-        _watch.listeners = (*_watch.listeners, listener)
-        listener.seen(_watch.body())
-
-    def leave() -> None:
-        global _watch
-        with _changing:
-            if _watch is None:
-                return
-            _watch.listeners = tuple(each for each in _watch.listeners if each is not listener)
-            if not _watch.listeners:
-                watch, _watch = _watch, None
-                watch.remove()
-
-    return leave
-
-
-def worker_names() -> dict[int, str]:
-    """The workers of the loaders that are iterated now: pid -> "Rows, worker 0"."""
-    watch = _watch
-    return {} if watch is None else watch.workers()
-
-
-class _Watch:
+class _Watch(Watch[LoaderListener]):
     """What hangs in torch, once a process, however many recordings there are."""
 
     def __init__(self) -> None:
-        self.listeners: tuple[LoaderListener, ...] = ()
-        self._undo: list[Callable[[], object]] = []
+        super().__init__()
         #: What tells a loader from others -> its name. A loader that is made anew each epoch is the same one.
         self._names: dict[tuple[object, ...], str] = {}
         self._known: list[dict[str, object]] = []
@@ -108,36 +75,14 @@ class _Watch:
         self._starting: tuple[str, set[int]] | None = None
         #: The thread that steps optimizers; None before the first step.
         self._training: int | None = None
-        self._failed = False
 
     # Its life.
 
-    def install(self) -> None:
+    def hang(self, undo: ExitStack) -> None:
         """Replace the two functions."""
-        try:
-            self._undo.append(register_optimizer_step_pre_hook(self._stepping).remove)
-            self._replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
-            self._replace(dataloader.DataLoader, "__iter__", self._iter)
-        except BaseException:
-            self.remove()
-            raise
-
-    def remove(self) -> None:
-        """Leave torch as it was."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _replace(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = vars(owner)[name]
-        ours = around(original)
-        setattr(owner, name, ours)
-
-        def undo() -> None:
-            # Somebody else's, put over ours meanwhile, stays.
-            if vars(owner).get(name) is ours:
-                setattr(owner, name, original)
-
-        self._undo.append(undo)
+        undo.callback(register_optimizer_step_pre_hook(self._stepping).remove)
+        undo.callback(put_around(dataloader._BaseDataLoaderIter, "__next__", self._next))
+        undo.callback(put_around(dataloader.DataLoader, "__iter__", self._iter))
 
     # What torch calls.
 
@@ -175,7 +120,7 @@ class _Watch:
     def _begin(self, iterator: Any) -> tuple[str, str] | None:
         """(what, key) of a wait that has begun, where anybody wants to know."""
         try:
-            if not self._wanted():
+            if not self.wanted():
                 return None
             key = self._iterators.get(iterator)
             if key is None:
@@ -184,7 +129,7 @@ class _Watch:
             begun = self._what(), key if getattr(iterator, "_num_yielded", 1) else key + FIRST
             self._say(_BEGIN, *begun)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             return None
         return begun
 
@@ -192,23 +137,23 @@ class _Watch:
         """Workers that persist are started once."""
         try:
             starts = loader.num_workers > 0 and getattr(loader, "_iterator", None) is None
-            if not starts or not self._wanted():
+            if not starts or not self.wanted():
                 return None
             name = self._name(loader)
             begun = self._what(), name + STARTING
             self._starting = name, set(_processes())
             self._say(_BEGIN, *begun)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             return None
         return begun
 
     def _took(self, loader: Any, iterator: Any) -> None:
         try:
-            if self._wanted():
+            if self.wanted():
                 self._iterators[iterator] = self._name(loader)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def _what(self) -> str:
         return WAIT if self._training in (None, threading.get_ident()) else LOADING
@@ -258,20 +203,10 @@ class _Watch:
                             found[process.pid] = f"{name}, worker {number}"
         return found
 
-    def _wanted(self) -> bool:
-        return not self._failed and any(each.wanted() for each in self.listeners)
-
     def _say(self, kind: int, what: str, key: str) -> None:
         for each in self.listeners:
             if each.wanted():
                 each.row(kind, what, key, 0)
-
-    def _fail(self, error: Exception) -> None:
-        """Nothing more is said: some of the waits would be too little, and nobody would know."""
-        if not self._failed:
-            self._failed = True
-            for each in self.listeners:
-                each.failed(f"{type(error).__name__}: {error}")
 
 
 def _processes() -> Iterator[int]:
@@ -292,5 +227,22 @@ def _dataset(dataset: Any) -> str:
     return name[:_MOST_NAME]
 
 
-_watch: _Watch | None = None
-_changing = threading.RLock()
+_shared = Shared(_Watch)
+
+
+def watch_loaders(listener: LoaderListener) -> Callable[[], None]:
+    """Report to ``listener`` until what is returned has been called.
+
+    Raises:
+        Exception: this torch lacks what it takes; nothing of it is left then.
+    """
+    leave = _shared.join(listener)
+    if _shared.watch is not None:
+        listener.seen(_shared.watch.body())
+    return leave
+
+
+def worker_names() -> dict[int, str]:
+    """The workers of the loaders that are iterated now: pid -> "Rows, worker 0"."""
+    watch = _shared.watch
+    return {} if watch is None else watch.workers()

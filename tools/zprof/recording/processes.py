@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zprof.recording import kernel_files
+
 __all__ = ["Shares", "Stat", "command", "descendants", "executable", "queued_ns", "shares"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -86,12 +88,12 @@ def _children(pid: int, root: Path) -> Iterator[int]:
     except OSError:
         return
     for thread in threads:
-        for child in _read(root, f"proc/{pid}/task/{thread}/children").split():
+        for child in kernel_files.read(f"{root}/proc/{pid}/task/{thread}/children").split():
             yield int(child)
 
 
 def _stat(pid: int, root: Path) -> Stat | None:
-    before, _, after = _read(root, f"proc/{pid}/stat").rpartition(b")")
+    before, _, after = kernel_files.read(f"{root}/proc/{pid}/stat").rpartition(b")")
     # proc(5) counts from 1; what follows the name begins with field 3.
     fields = after.split()
     if len(fields) < 22:
@@ -107,7 +109,7 @@ def shares(pid: int, root: Path = Path("/")) -> Shares | None:
     The kernel walks over all of its pages, which takes milliseconds for gigabytes.
     """
     pss = shmem = None
-    for line in _read(root, f"proc/{pid}/smaps_rollup").splitlines():
+    for line in kernel_files.read(f"{root}/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
             pss = int(line.split()[1]) << 10
         elif line.startswith(b"Pss_Shmem:"):
@@ -117,13 +119,13 @@ def shares(pid: int, root: Path = Path("/")) -> Shares | None:
 
 def queued_ns(pid: int, root: Path = Path("/")) -> int | None:
     """Nanoseconds that its first thread was ready to run and had no core so far; None where the kernel does not say."""
-    fields = _read(root, f"proc/{pid}/schedstat").split()
+    fields = kernel_files.read(f"{root}/proc/{pid}/schedstat").split()
     return int(fields[1]) if len(fields) == 3 else None
 
 
 def command(pid: int, root: Path = Path("/")) -> list[str]:
     """Its command line; empty where it has none, or it may not be read."""
-    return [word.decode(errors="replace") for word in _read(root, f"proc/{pid}/cmdline").split(b"\0") if word]
+    return [word.decode(errors="replace") for word in kernel_files.read(f"{root}/proc/{pid}/cmdline").split(b"\0") if word]
 
 
 def executable(pid: int, root: Path = Path("/")) -> str:
@@ -132,18 +134,3 @@ def executable(pid: int, root: Path = Path("/")) -> str:
         return os.readlink(root / f"proc/{pid}/exe")
     except OSError:
         return ""
-
-
-def _read(root: Path, name: str) -> bytes:
-    """A file of the kernel; empty where it cannot be read."""
-    try:
-        # Not pathlib's: a look at a hundred processes shall not take longer than it must.
-        handle = os.open(f"{root}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.read(handle, 1 << 16)
-    except OSError:
-        return b""
-    finally:
-        os.close(handle)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zprof.clock import now_ns
+from zprof.recording import kernel_files
 from zprof.recording.sampler import Reading
 
 __all__ = ["ResidentSampler", "malloc_account"]
@@ -49,7 +50,7 @@ class ResidentSampler:
 
     def sample(self) -> Sequence[Reading]:
         readings: list[Reading] = []
-        for line in _read(self._status).splitlines():
+        for line in kernel_files.read(self._status).splitlines():
             name, _, value = line.partition(b":")
             if name in _FIELDS and value.split()[:1] and value.split()[0].isdigit():
                 readings.append((_FIELDS[name], "", int(value.split()[0]) << 10))
@@ -60,18 +61,11 @@ class ResidentSampler:
             readings.extend(self._arenas())
         if now - self._mappings_ns >= MAPPINGS_NS:
             self._mappings_ns = now
-            readings.append(("library data", "", _written_pages(_read(self._smaps))))
+            readings.append(("library data", "", _written_pages(kernel_files.read(self._smaps))))
         return readings
 
     def close(self) -> None:
         pass
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def _written_pages(smaps: bytes) -> int:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from zprof.recording import kernel_files
+
 __all__ = [
     "ProcessSampler",
     "Reading",
@@ -68,13 +70,13 @@ class ProcessSampler:
 
     def sample(self) -> Sequence[Reading]:
         readings: list[Reading] = []
-        fields = _read(self._statm).split()
+        fields = kernel_files.read(self._statm).split()
         if len(fields) > 1 and fields[1].isdigit():
             readings.append(("rss", "", int(fields[1]) * self._page))
         if self._usage is not None and self._stat is not None:
-            usage = _read(self._usage).strip()
+            usage = kernel_files.read(self._usage).strip()
             if usage.isdigit():
-                stat = _figures(_read(self._stat))
+                stat = _figures(kernel_files.read(self._stat))
                 cached = sum(stat.get(name, 0) for name in self._cache)
                 readings.append(("cgroup memory", "", max(0, int(usage) - cached)))
                 if self._shared in stat:
@@ -152,8 +154,8 @@ def torch_uuids() -> list[str] | None:
 
 def cgroup_folder(root: Path = Path("/"), who: str = "self") -> Path | None:
     """Where the memory of a process's container is accounted; None outside one, or where it cannot be seen from here."""
-    mounts = _read(root / "proc/self/mountinfo").decode(errors="replace")
-    hierarchies = _read(root / "proc" / who / "cgroup").decode(errors="replace")
+    mounts = kernel_files.read(root / "proc/self/mountinfo").decode(errors="replace")
+    hierarchies = kernel_files.read(root / "proc" / who / "cgroup").decode(errors="replace")
     for controllers, path in re.findall(r"^\d+:([^:\n]*):(/.*)$", hierarchies, re.MULTILINE):
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -192,17 +194,3 @@ def _running_cuda() -> Any:
 def _figures(stat: bytes) -> dict[bytes, int]:
     lines = (line.split() for line in stat.splitlines())
     return {fields[0]: int(fields[1]) for fields in lines if len(fields) == 2 and fields[1].isdigit()}
-
-
-def _read(path: Path) -> bytes:
-    """A small file of the kernel; empty where it cannot be read."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.read(handle, 1 << 16)
-    except OSError:
-        return b""
-    finally:
-        os.close(handle)

@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zprof.replacing import put_around
 from zprof.running.arrival import when_imported
 
 __all__ = ["MOST", "Family", "follow"]
@@ -138,29 +139,16 @@ class _Armed:
         from torch.optim import Optimizer
 
         self._undo.append(register_module_forward_pre_hook(self._forward).remove)
-        self._replace(Optimizer, "__init__", self._optimizer)
+        self._undo.append(put_around(Optimizer, "__init__", self._optimizer))
         distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
         if hasattr(distributed, "_update_default_pg"):
-            self._replace(distributed, "_update_default_pg", self._group)
+            self._undo.append(put_around(distributed, "_update_default_pg", self._group))
 
     def disarm(self) -> None:
         """Leave torch as it was."""
         undo, self._undo = self._undo or [], None
         while undo:
             undo.pop()()
-
-    def _replace(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        assert self._undo is not None
-        original = vars(owner)[name]
-        ours = around(original)
-        setattr(owner, name, ours)
-
-        def undo() -> None:
-            # Somebody else's, put over ours meanwhile, stays.
-            if vars(owner).get(name) is ours:
-                setattr(owner, name, original)
-
-        self._undo.append(undo)
 
     # What only training does.
 
