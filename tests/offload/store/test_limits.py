@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from offload.budget import Budget
-from offload.device import open_device
-from offload.disk import Bytes, DiskFile, SystemIo
 from offload.errors import TierError
 from offload.events import Bus, Recorder
-from offload.memory import HostPool
 from offload.store import Block, BlockRange, Mode, Store
 from offload.store.block import owner_of
 from offload.tier import Tier
 from offload.work import DONE
 from tests.support.inside import disk_of
+from tests.support.stores import Gated, filled, open_store
 
 Make = Callable[..., Store]
-
-
-class Gated(SystemIo):
-    """Writes wait until the gate opens."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        assert self.gate.wait(20)
-        return super().pwritev(fd, buffers, offset)
 
 
 @pytest.fixture
@@ -48,22 +33,13 @@ def make(tmp_path: Path, io: Gated) -> Iterator[Make]:
     stores: list[Store] = []
 
     def build(addresses: bool | None = None, *, staging: int = 1 << 20) -> Store:
-        device = open_device(torch.device("cpu"), addresses_host=addresses)
-        store = Store(device, HostPool(device), lambda: DiskFile(tmp_path, io=io), Budget({}), staging_nbytes=staging)
-        stores.append(store)
-        return store
+        stores.append(open_store(tmp_path, addresses, io=io, staging=staging))
+        return stores[-1]
 
     yield build
     io.gate.set()
     for store in stores:
         store.shut()
-
-
-def filled(store: Store, key: str, numel: int, tier: Tier, value: float = 1.0) -> Block:
-    block = store.put(key, numel, torch.float32, tier)
-    store.change(block, torch.full((numel,), value), add=False)
-    store.flush()
-    return block
 
 
 def has_lease(block: Block) -> bool:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from offload.budget import Budget
-from offload.device import open_device
-from offload.disk import Bytes, DiskFile, Kept, KeptRange, ReadAhead, SystemIo
+from offload.disk import Kept, KeptRange, ReadAhead
 from offload.disk.io import Io
 from offload.errors import BudgetError
-from offload.memory import HostPool
 from offload.store import Block, BlockRange, Mode, Store
 from offload.store.lease import Lease
 from offload.store.store import MOVES
 from offload.tier import Tier
 from tests.support.inside import disk_of
+from tests.support.stores import Gated, filled, open_store
 from tests.support.waiting import soon
 
 #: On a CPU host memory is the device's; False makes the store copy as it must for a GPU.
@@ -33,40 +31,17 @@ KIB = 1 << 10
 Make = Callable[..., Store]
 
 
-class Gated(SystemIo):
-    """Writes wait until the gate opens; ``written`` counts those that were asked for after the file's first page."""
-
-    def __init__(self) -> None:
-        self.gate, self.written = threading.Event(), 0
-        self.gate.set()
-
-    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        assert self.gate.wait(60)
-        self.written += offset > 0
-        return super().pwritev(fd, buffers, offset)
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     stores: list[Store] = []
 
     def build(addresses: bool | None = None, *, io: Io | None = None, staging: int = 1 << 20, **limits: int) -> Store:
-        device = open_device(torch.device("cpu"), addresses_host=addresses)
-        budget = Budget({Tier(name): limit for name, limit in limits.items()})
-        store = Store(device, HostPool(device), lambda: DiskFile(tmp_path, io=io), budget, staging_nbytes=staging)
-        stores.append(store)
-        return store
+        stores.append(open_store(tmp_path, addresses, io=io, staging=staging, **limits))
+        return stores[-1]
 
     yield build
     for store in stores:
         store.shut()
-
-
-def filled(store: Store, key: str, numel: int, tier: Tier, value: float = 1.0) -> Block:
-    block = store.put(key, numel, torch.float32, tier)
-    store.change(block, torch.full((numel,), value), add=False)
-    store.flush()
-    return block
 
 
 def values(block: Block) -> Tensor:

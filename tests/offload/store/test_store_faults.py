@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.budget import Budget
-from offload.device import open_device
-from offload.disk import Bytes, DiskFile, Extent, SystemIo
+from offload.disk import Bytes, Extent, SystemIo
 from offload.errors import BudgetError, TierError
-from offload.memory import HostPool
 from offload.store import Block, Store
 from offload.tier import Tier
+from tests.support.stores import filled, open_store
 
 SEAMS = pytest.mark.parametrize("addresses", [None, False], ids=["direct", "copied"])
 
@@ -53,21 +51,17 @@ def make(tmp_path: Path) -> Iterator[Make]:
     stores: list[Store] = []
 
     def build(addresses: bool | None = None, *, staging: int = 1 << 20) -> tuple[Store, Failing]:
-        device, io = open_device(torch.device("cpu"), addresses_host=addresses), Failing()
-        store = Store(device, HostPool(device), lambda: DiskFile(tmp_path, io=io), Budget({}), staging_nbytes=staging)
-        stores.append(store)
-        return store, io
+        io = Failing()
+        stores.append(open_store(tmp_path, addresses, io=io, staging=staging))
+        return stores[-1], io
 
     yield build
     for store in stores:
         store.shut()
 
 
-def filled(store: Store, key: str, value: float = 1.0, numel: int = 1000) -> Block:
-    block = store.put(key, numel, torch.float32, Tier.DISK)
-    store.change(block, torch.full((numel,), value), add=False)
-    store.flush()
-    return block
+def on_disk(store: Store, key: str, value: float = 1.0, numel: int = 1000) -> Block:
+    return filled(store, key, numel, Tier.DISK, value)
 
 
 def holds(block: Block, value: float) -> bool:
@@ -84,7 +78,7 @@ def end(store: Store) -> None:
 @SEAMS
 def test_a_write_back_that_fails_loses_nothing_and_goes_through_later(make: Make, addresses: bool) -> None:
     store, io = make(addresses)
-    block, other = filled(store, "layers.3"), filled(store, "layers.4")
+    block, other = on_disk(store, "layers.3"), on_disk(store, "layers.4")
     store.fetch(block, Tier.DEVICE).wait().add_(1.0)
     io.writes = True
     version = block.version
@@ -105,7 +99,7 @@ def test_whoever_wants_a_block_whose_write_back_failed_hears_of_it_and_may_go_on
     make: Make, addresses: bool, then: str
 ) -> None:
     store, io = make(addresses)
-    block = filled(store, "layers.3")
+    block = on_disk(store, "layers.3")
     store.fetch(block, Tier.DEVICE).wait().add_(1.0)
     io.writes = True
     store.close(block)
@@ -129,7 +123,7 @@ def test_whoever_wants_a_block_whose_write_back_failed_hears_of_it_and_may_go_on
 @SEAMS
 def test_a_read_that_fails_names_the_block_and_is_tried_anew(make: Make, addresses: bool) -> None:
     store, io = make(addresses)
-    block, other = filled(store, "layers.3"), filled(store, "layers.4", 5.0)
+    block, other = on_disk(store, "layers.3"), on_disk(store, "layers.4", 5.0)
     io.reads = True
     out = torch.empty(1000)
     for turn in (
@@ -154,7 +148,7 @@ def test_a_read_that_fails_names_the_block_and_is_tried_anew(make: Make, address
 @SEAMS
 def test_a_block_fetched_ahead_in_vain_does_not_disturb_whoever_closes_it(make: Make, addresses: bool) -> None:
     store, io = make(addresses)
-    block = filled(store, "layers.3")
+    block = on_disk(store, "layers.3")
     io.reads = True
     store.fetch(block, Tier.DEVICE)
     store.close(block)
@@ -167,7 +161,7 @@ def test_a_block_fetched_ahead_in_vain_does_not_disturb_whoever_closes_it(make: 
 @pytest.mark.parametrize("damage", ["bit", "cut"])
 def test_a_damaged_block_is_named_and_the_others_are_usable(make: Make, addresses: bool, damage: str) -> None:
     store, _ = make(addresses)
-    other, block = filled(store, "layers.3"), filled(store, "layers.4", 5.0)
+    other, block = on_disk(store, "layers.3"), on_disk(store, "layers.4", 5.0)
     assert isinstance(block.stored, Extent)
     if damage == "cut":
         os.truncate(store.disk.path, block.stored.offset)
@@ -190,7 +184,7 @@ def test_a_damaged_block_is_named_and_the_others_are_usable(make: Make, addresse
 @SEAMS
 def test_a_full_disk_refuses_a_block_and_the_store_goes_on(make: Make, addresses: bool) -> None:
     store, io = make(addresses)
-    block = filled(store, "layers.3")
+    block = on_disk(store, "layers.3")
     io.code, io.growth = errno.ENOSPC, True
     with pytest.raises(BudgetError, match=r"disk tier cannot admit layers\.4"):
         store.put("layers.4", 1 << 28, torch.float32, Tier.DISK)
@@ -201,14 +195,14 @@ def test_a_full_disk_refuses_a_block_and_the_store_goes_on(make: Make, addresses
     assert big.tier is Tier.DEVICE
     big.drop()
     io.growth = False
-    assert holds(filled(store, "layers.6", 3.0), 3.0)
+    assert holds(on_disk(store, "layers.6", 3.0), 3.0)
     end(store)
 
 
 @SEAMS
 def test_a_full_disk_at_a_write_back_keeps_the_values_in_memory(make: Make, addresses: bool) -> None:
     store, io = make(addresses)
-    blocks = [filled(store, f"layers.{number}", float(number)) for number in range(4)]
+    blocks = [on_disk(store, f"layers.{number}", float(number)) for number in range(4)]
     io.code, io.writes = errno.ENOSPC, True
     for block in blocks:
         store.fetch(block, Tier.DEVICE).wait().add_(1.0)
@@ -234,7 +228,7 @@ def test_a_full_disk_at_a_write_back_keeps_the_values_in_memory(make: Make, addr
 @SEAMS
 def test_back_pressure_raises_when_what_it_waits_for_has_failed(make: Make, addresses: bool) -> None:
     store, io = make(addresses, staging=8000)
-    blocks = [filled(store, f"layers.{number}") for number in range(6)]
+    blocks = [on_disk(store, f"layers.{number}") for number in range(6)]
     io.writes = True
     with pytest.raises(TierError, match=r"cannot write layers\.\d"):
         for block in blocks:
@@ -248,14 +242,14 @@ def test_back_pressure_raises_when_what_it_waits_for_has_failed(make: Make, addr
 
 def test_a_vanished_folder_does_not_matter_to_an_open_file(make: Make, tmp_path: Path) -> None:
     store, _ = make()
-    block = filled(store, "layers.3")
+    block = on_disk(store, "layers.3")
     path = store.disk.path
     path.unlink()
     for value in (2.0, 3.0):
         store.change(block, torch.full((1000,), value), add=False)
         store.flush()
         assert holds(block, value)
-    big = filled(store, "layers.4", 1.0, 40 << 20)
+    big = on_disk(store, "layers.4", 1.0, 40 << 20)
     assert holds(big, 1.0)
     store.shut()
     assert list(tmp_path.iterdir()) == []
