@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support import forked
 from tests.support.waiting import soon
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import HEADER, MIB, sample_rows, write_trace
+from zprof import open as open_run
 from zprof.living.jobs import of_processes
 from zprof.rows import Row, RowKind, placed
 from zprof.running.child import Ending
@@ -99,6 +101,24 @@ def test_ranks_that_a_script_spawns_are_recorded_as_ranks(method: str, tmp_path:
     assert [child["end"] for child in run["recorded_children"]] == [{"exit": 0, "reason": ""}] * 2
     assert parent["next"][0]["do"].startswith("zprof report ") and "child-1" in parent["next"][0]["do"]
     assert "rank 1 of 2 (pid " in zprof("report").stdout
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_child_that_trains_has_its_operators_recorded_at_level_ops(method: str, tmp_path: Path) -> None:
+    script = f"""
+if __name__ == "__main__":
+    print(started(train, 4, method="{method}"), started(train, 4, method="{method}"))
+"""
+    done = record(script, tmp_path, how=("--level", "ops", "--ops-steps", "1:3"))
+    assert (done.returncode, done.stdout) == (0, "0 0\n"), done.stderr
+    found = children(tmp_path)
+    assert [child.exit for child in found] == [0, 0]
+    for child in found:
+        run = open_run(child.path)
+        columns = run.ops()
+        assert columns is not None, run.unseen["ops.self_ms"]
+        called = Counter(name for name, step in zip(columns["name"], columns["step"], strict=True) if step in (1, 2))
+        assert called["aten::addmm"] == 2
 
 
 def test_a_fork_that_trains_is_recorded_however_it_ends(tmp_path: Path) -> None:
