@@ -63,6 +63,16 @@ def _keeps_only_inputs(module: nn.Module) -> bool:
     return leaf and type(module).__module__.startswith(("torch.nn.", "zhooks.tiling")) and not isinstance(module, nn.RNNBase)
 
 
+def nothing_recomputed(model: nn.Module, units: Sequence[Unit]) -> str:
+    """The warning for a model without such modules."""
+    return (
+        '[activation] checkpoint = "unit": expected units that keep more than their inputs, found none in the '
+        f"{type(model).__name__}: each of its {len(units)} units is a single layer, or the whole model. Nothing is recomputed, "
+        'and no memory saved. Name the blocks that are to be units, such as [units] names = ["layers.*"] or classes = '
+        '["Block"]; attachment.describe() lists the units.'
+    )
+
+
 @dataclass(slots=True, eq=False)
 class _Kept:
     """A buffer as a forward found it."""

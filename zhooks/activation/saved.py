@@ -17,6 +17,7 @@ Note: [What is stashed]
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from offload.store import Pools, Store
 from offload.tier import Tier
 from zhooks.activation.inputs import Input, Inputs
 from zhooks.activation.partition import KeptInput, Owners, Partition, buffers_of, open_partition
-from zhooks.activation.recompute import Recompute, recomputed
+from zhooks.activation.recompute import Recompute, nothing_recomputed, recomputed
 from zhooks.activation.residual import Residual
 from zhooks.comm import Comm
 from zhooks.grad import in_backward
@@ -112,6 +113,9 @@ class SavedParameters:
         owners = Owners(partial(buffers_of, model), self.holds)
         self.partition = open_partition(policy, self._comm, self.stash, self._bus, owners, model)
         again = recomputed(model, units) if policy.activation.checkpoint == "unit" else {}
+        # A stage of a pipeline may have no block, where the others have.
+        if policy.activation.checkpoint == "unit" and not again and not self._comm.pipelined:
+            warnings.warn(nothing_recomputed(model, units), stacklevel=2)
         self.inputs = open_inputs(policy, arena, self._bus, len(again))
         self.recompute = Recompute(again, self) if again else None
 

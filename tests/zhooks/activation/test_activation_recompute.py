@@ -250,10 +250,29 @@ def test_a_parameter_written_before_backward_is_plain_pytorchs_error() -> None:
     attachment.detach()
 
 
-def test_single_layers_are_not_run_twice() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    attachment = zhooks.attach(model, policy=POLICY)
+def sequentials() -> nn.Sequential:
+    """Blocks without a class of their own, whose layers are units."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)))
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), sequentials])
+def test_single_layers_are_not_run_twice_and_a_warning_says_that_this_saves_nothing(build: Callable[[], nn.Module]) -> None:
+    with pytest.warns(UserWarning, match=r"found none in the Sequential.*Nothing is recomputed.*\[units\] names"):
+        attachment = zhooks.attach(build(), policy=POLICY)
     assert runtime_of(attachment).saved.recompute is None
+    attachment.detach()
+
+
+def test_blocks_named_by_the_policy_are_recomputed_without_a_warning() -> None:
+    attachment = zhooks.attach(sequentials(), policy={**POLICY, "units": {"min_numel": 0, "names": ["0", "1"]}})
+    assert runtime_of(attachment).saved.recompute is not None
+    attachment.detach()
+
+
+def test_a_policy_applied_later_that_recomputes_nothing_warns_as_well() -> None:
+    attachment = zhooks.attach(sequentials(), policy={"units": {"min_numel": 0}})
+    with pytest.warns(UserWarning, match="Nothing is recomputed"):
+        attachment.apply({"units": {"min_numel": 0}, "activation": {"checkpoint": "unit"}})
     attachment.detach()
 
 
