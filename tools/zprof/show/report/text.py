@@ -151,7 +151,8 @@ def _when(report: Mapping[str, Any]) -> str:
 def _table(*columns: tuple[str, str]) -> Table:
     drawing = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for heading, justify in columns:
-        drawing.add_column(heading, justify=justify, no_wrap=justify != "full", overflow="fold")  # type: ignore[arg-type]
+        # Where a line is too long names take several, for half of a figure would read as another one.
+        drawing.add_column(heading, justify=justify, no_wrap=justify == "right", overflow="fold")  # type: ignore[arg-type]
     return drawing
 
 
