@@ -27,7 +27,7 @@ import torch
 from tests.mutation.changes import Change
 from tests.support.paths import ROOT
 
-COPIED = ("offload", "zhooks", "tools", "tests", "setup.cfg", "pyproject.toml")
+COPIED = ("benchmarks", "offload", "zhooks", "tools", "tests", "setup.cfg", "pyproject.toml")
 OURS = frozenset({"offload", "zhooks", "zprof", "tests"})
 #: What is changed may allocate or write without end.
 MOST_NBYTES = 8 << 30
