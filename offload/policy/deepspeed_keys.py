@@ -107,7 +107,7 @@ _ACTIVATIONS = {
     "contiguous_memory_optimization": Other('set [device] arena = "all"'),
     "synchronize_checkpoint_boundary": Other(_DETAIL),
     "partition_activations": Other('on a mesh with a tp axis set [activation] checkpoint = "unit" and partition = "tp"'),
-    "number_checkpoints": Other('set [activation] checkpoint = "unit": one a unit', (False, 0)),
+    "number_checkpoints": Other('set [activation] checkpoint = "unit": one per unit', (False, 0)),
     "profile": Other(_LOG),
 }
 _AIO = {
@@ -139,7 +139,7 @@ _TOP = {
     "dump_state": Other("print attachment.describe()"),
     "dataloader_drop_last": Other(_LOADER),
     "log_level": Other(_LOG, ()),
-    "flops_profiler": Other("zprof report counts FLOPs and says MFU"),
+    "flops_profiler": Other("zprof report counts FLOPs and shows MFU"),
     "autotuning": Other("zprof plan searches for the fastest policy"),
     "tensorboard": Other(_LOG),
     "wandb": Other(_LOG),
