@@ -23,23 +23,23 @@ __all__ = ["main"]
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("zprof.commands.run", "Run a script or module and record it."),
     "top": ("zprof.commands.top", "Watch devices and recording runs live."),
-    "attach": ("zprof.commands.attach", "Show a running process: its stacks, its memory, what it does now."),
-    "hang": ("zprof.commands.hang", "Say where every rank of a job is, and whether it hangs."),
-    "report": ("zprof.commands.report", "Say where the bytes and milliseconds of a run went."),
-    "timeline": ("zprof.commands.timeline", "Draw a run over time, as one page."),
-    "flamegraph": ("zprof.commands.flamegraph", "Draw the bytes of a moment by module, as one page."),
-    "frag": ("zprof.commands.frag", "Say how fragmented memory is, and whether an allocation would succeed."),
+    "attach": ("zprof.commands.attach", "Show a running process: its stacks, its memory, what it is doing."),
+    "hang": ("zprof.commands.hang", "Show where every rank of a job is, and whether the job hangs."),
+    "report": ("zprof.commands.report", "Show where memory and time of a run went."),
+    "timeline": ("zprof.commands.timeline", "Plot a run over time, as one HTML page."),
+    "flamegraph": ("zprof.commands.flamegraph", "Plot the memory at one moment by module, as one HTML page."),
+    "frag": ("zprof.commands.frag", "Show how fragmented memory is, and whether an allocation would succeed."),
     "diff": ("zprof.commands.diff", "Compare two runs."),
-    "check": ("zprof.commands.check", "Hold a run against limits, for CI."),
-    "oom": ("zprof.commands.oom", "Say why a run ran out of memory, and try what would fit, by simulation."),
-    "simulate": ("zprof.commands.simulate", "Predict a training step on hardware that is not there."),
-    "bench": ("zprof.commands.bench", "Measure what this machine's memory, buses and disks can do."),
+    "check": ("zprof.commands.check", "Compare a run with limits, for CI."),
+    "oom": ("zprof.commands.oom", "Explain why a run ran out of memory, and simulate changes that would fit."),
+    "simulate": ("zprof.commands.simulate", "Predict a training step on hardware you don't have."),
+    "bench": ("zprof.commands.bench", "Measure the bandwidth of this machine's memory, buses and disks."),
     "export": ("zprof.commands.export", "Write a run in another tool's format."),
-    "doctor": ("zprof.commands.doctor", "Say what will work on this machine, what will not, and what to do."),
+    "doctor": ("zprof.commands.doctor", "Check what will work on this machine, what will not, and what to do."),
     "policy": ("zprof.commands.policy", "Check, show and convert policy files."),
-    "plan": ("zprof.commands.plan", "Find the fastest policies for a job on hardware, by simulation."),
-    "checkpoint": ("zprof.commands.checkpoint", "Show, verify and convert a checkpoint's folder."),
-    "hardware": ("zprof.commands.hardware", "List hardware profiles, and check and show one."),
+    "plan": ("zprof.commands.plan", "Find the fastest policies for a job, by simulation."),
+    "checkpoint": ("zprof.commands.checkpoint", "Show, verify and convert checkpoints."),
+    "hardware": ("zprof.commands.hardware", "List, check and show hardware profiles."),
 }
 
 
@@ -97,7 +97,7 @@ def _end_as_a_filter() -> None:
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="zhooks", prog_name="zprof")
 def main() -> None:
-    """Look into training: where its bytes and milliseconds go, why it ran out of memory, and what would fit.
+    """Profile training: where memory and time go, why a run ran out of memory, and what would fit.
 
     \b
     Start with:  zprof run train.py

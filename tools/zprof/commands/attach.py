@@ -42,30 +42,30 @@ def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
 @click.command()
 @click.argument("pid", type=click.IntRange(min=1))
-@click.option("--native", is_flag=True, help="Read C frames, too; takes seconds, and needs py-spy.")
+@click.option("--native", is_flag=True, help="Read C frames too; takes seconds, and needs py-spy.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-@click.option("--record", "seconds", callback=_duration, metavar="TIME", help="Record it for so long, such as 30s.")
+@click.option("--record", "seconds", callback=_duration, metavar="TIME", help="Record it for this long, such as 30s.")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="What --record writes; named by PID unless said."
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="The file of --record; by default named after PID."
 )
-@click.option("-f", "--force", is_flag=True, help="Write over an existing file.")
-@click.option("--level", type=click.Choice(_LEVELS), help="Of --record on Python 3.14; events unless said.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite an existing file.")
+@click.option("--level", type=click.Choice(_LEVELS), help="For --record on Python 3.14; by default events.")
 def attach(
     pid: int, native: bool, as_json: bool, seconds: float | None, output: Path | None, force: bool, level: str | None
 ) -> None:
-    """Show the process PID now: the stacks of its threads, its memory, and, of one that zprof records, its step, its unit, what
-    it waits for, and bytes by category.
+    """Show the running process PID: the stacks of its threads and its memory. If zprof records it, also its step and unit,
+    what it waits for, and bytes by category.
 
-    Stacks are read from outside by py-spy (pip install 'zhooks[attach]'); without it, on Python 3.14, the process is asked for
-    them. Nothing is changed in it, but by --record:
+    py-spy reads the stacks from outside (pip install 'zhooks[attach]'); without it, on Python 3.14, the process prints them
+    itself. Nothing in the process is changed, except with --record:
 
     \b
     zprof attach PID --record 30s
-        On Python 3.14, here and there: a zprof.Recorder begins inside it, and ends after 30 s; its hooks are taken out,
-        modules that it imported stay. Else py-spy samples the stacks of its Python for 30 s into a file for speedscope.app:
-        no bytes, no steps, and nothing is changed in it.
+        With the same Python 3.14 or newer in both processes, a zprof.Recorder runs inside PID for 30 s. Its hooks are then
+        removed; modules that it imported stay. Before 3.14, py-spy samples the Python stacks for 30 s into a file for
+        speedscope.app: no bytes, no steps, and nothing in the process is changed.
 
-    Exit code 1 where it is gone or no Python, 4 where it may not be looked into.
+    Exit code 1 if the process is gone or is not Python, 4 if it cannot be inspected.
     """
     from zprof.living.processes import found, recorded_by
 

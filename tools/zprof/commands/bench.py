@@ -49,17 +49,17 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 
 @click.command()
 @click.argument("what", nargs=-1, type=click.Choice(WHATS))
-@click.option("--path", default=".", type=click.Path(), show_default=True, help="The folder whose disk is measured.")
+@click.option("--path", default=".", type=click.Path(), show_default=True, help="A folder on the disk to measure.")
 @click.option(
-    "--size", callback=_size, metavar="BYTES", help="Bytes of one transfer, more than any cache; 256MiB unless memory is short."
+    "--size", callback=_size, metavar="BYTES", help="Bytes per transfer, larger than any cache; 256MiB unless memory is short."
 )
 @click.option("--ranks", type=click.IntRange(2, 64), help="Ranks of the gather; by default one per GPU, or two.")
-@click.option("--store/--no-store", default=True, help="Keep the figures for the other commands to compare with.")
+@click.option("--store/--no-store", default=True, help="Store the figures for other commands to compare with.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
-    "--profile", "to", type=click.Path(path_type=Path), help="Measure by size, and write a hardware profile here."
+    "--profile", "to", type=click.Path(path_type=Path), help="Measure at several sizes, and write a hardware profile here."
 )
-@click.option("-f", "--force", is_flag=True, help="Overwrite the profile if it is there.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite an existing profile.")
 def bench(
     what: tuple[str, ...],
     path: str,
@@ -70,15 +70,15 @@ def bench(
     to: Path | None,
     force: bool,
 ) -> None:
-    """Measure what this machine can do, and store it for reports to compare with.
+    """Measure the bandwidth of this machine, and store it for reports to compare with.
 
     \b
-    zprof bench                          everything there is
+    zprof bench                          everything
     zprof bench disk --path /scratch     the disk of one folder
     zprof bench memcpy gather --json
     zprof bench --profile here.toml      a profile for zprof simulate and plan
 
-    A profile describes threads as devices and processes as ranks, so measure it while the machine does nothing else.
+    Measure a profile on an idle machine: it describes threads as devices and processes as ranks.
     """
     chosen = [name for name in WHATS[:-1] if not what or "all" in what or name in what]
     nbytes = size or min(USUAL_NBYTES, max(1 << 20, available(Tier.HOST) // 16))

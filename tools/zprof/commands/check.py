@@ -78,14 +78,14 @@ def _listed(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
 @click.option("--junit", "report", type=click.Path(), metavar="FILE", help="Also write the verdicts as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
-    "--measures", is_flag=True, is_eager=True, expose_value=False, callback=_listed, help="List the measures there are."
+    "--measures", is_flag=True, is_eager=True, expose_value=False, callback=_listed, help="List all measures."
 )
 def check(runs: tuple[str, ...], most: tuple[Limit, ...], least: tuple[Limit, ...], report: str | None, as_json: bool) -> None:
-    """Hold RUN... against limits; exit code 3 where one is broken.
+    """Compare RUN... with limits; exit code 3 if one is exceeded.
 
-    A RUN is a trace or a folder with one trace a rank, the newest run in this folder unless named; every rank must keep
-    every limit, and a limit on what a recording did not see fails: it says what would see it, most often --level alloc.
-    Without limits the measures are printed. Values take units: 38GiB, 512MB, 1.5s, 40%, 3GiB/s. Where limits hold but part
+    A RUN is a trace, or a folder with one trace per rank; by default the newest run in this folder. Every rank must keep
+    every limit. A limit on something that was not recorded fails, and says what would record it, usually --level alloc.
+    Without limits, the measures are printed. Values take units: 38GiB, 512MB, 1.5s, 40%, 3GiB/s. If all limits hold but part
     of a trace cannot be read, the exit code is 1.
 
     \b
@@ -93,8 +93,8 @@ def check(runs: tuple[str, ...], most: tuple[Limit, ...], least: tuple[Limit, ..
 
     \b
     JSON: runs[] path rank simulated damage measures{} unseen{}; limits[] path rank measure
-    unit bound limit value why ok. What was not seen is null, and why is said in
-    unseen by measure.
+    unit bound limit value why ok. What was not recorded is null; unseen has
+    the reason, by measure.
     """
     from zprof.analysis.measured import measured
 

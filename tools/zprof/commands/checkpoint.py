@@ -46,7 +46,7 @@ _FILE_MOST = 5 * 10**9
 
 @click.group()
 def checkpoint() -> None:
-    """Show, verify and convert the folder of a checkpoint."""
+    """Show, verify and convert checkpoints."""
 
 
 def _opened(folder: Path) -> Opened:
@@ -64,7 +64,7 @@ def _opened(folder: Path) -> Opened:
 @FOLDER
 @AS_JSON
 def show(folder: Path, as_json: bool) -> None:
-    """Say what the checkpoint in FOLDER holds; reads headers, not values."""
+    """Show what the checkpoint in FOLDER contains; reads headers only."""
     from offload.shards import SavedModel
 
     saved = _opened(folder)
@@ -191,9 +191,9 @@ def _progress(label: str, total: int) -> Iterator[Any]:
 def convert(
     folder: Path, output: Path, dtype: str | None, kind: str, optimizer: bool, most: str | None, force: bool
 ) -> None:
-    """Write the parameters and buffers in FOLDER whole.
+    """Write the full parameters and buffers of the checkpoint in FOLDER.
 
-    As safetensors in memory is one flat buffer (a unit) at a time, of a folder of DeepSpeed one parameter.
+    Safetensors files are written with one flat buffer (a unit) in memory at a time, or one parameter of a DeepSpeed folder.
     """
     from offload.dcp import DistributedModel
     from zprof.commands.checkpoint_states import write_distributed, write_torch

@@ -85,17 +85,16 @@ def _expressions(ctx: click.Context, param: click.Parameter, values: tuple[str, 
     multiple=True,
     callback=_expressions,
     metavar="EXPRESSION",
-    help="Exit with 3 where it holds, e.g. 'device.peak>+2%'; repeatable.",
+    help="Exit with 3 if it is true, e.g. 'device.peak>+2%'; repeatable.",
 )
 @click.option("--json", "want_json", is_flag=True, help="Print JSON, for programs.")
 def diff(a: str, b: str, limits: tuple[Limit, ...], want_json: bool) -> None:
-    """Compare run B with run A: two traces, or two folders with one trace a rank.
+    """Compare run B with run A: two traces, or two folders with one trace per rank.
 
-    With a sign an expression is about the change from A to B, NAME>+2% or NAME>+100MiB, NAME<-5% for what should not fall;
-    without, about B alone: NAME>38GiB. Of several ranks, each is compared with itself and the worst is shown. Where one of both
-    is of `zprof simulate`, predicted and measured are compared over the steps alone, and the simulated rank stands beside every
-    rank of the run. What one of the runs did not see is absent and not compared, nor are bytes that were recorded at different
-    levels; a --fail-on about them fails.
+    An expression with a sign tests the change from A to B: NAME>+2% or NAME>+100MiB, or NAME<-5% for what must not fall.
+    Without a sign it tests B alone: NAME>38GiB. With several ranks, each is compared with itself and the worst is shown.
+    A trace of `zprof simulate` is compared over the steps alone, and its rank with every rank of the run. What only one of
+    the runs recorded is not compared, nor are bytes recorded at different levels; a --fail-on about them fails.
 
     \b
     zprof diff main.zprof branch.zprof --fail-on 'device.peak>+2%' --fail-on 'step.median_ms>+5%'

@@ -21,12 +21,12 @@ _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
 @click.command()
-@click.option("--path", type=click.Path(path_type=Path), default=Path(), help="Where a disk tier would be; by default here.")
+@click.option("--path", type=click.Path(path_type=Path), default=Path(), help="The folder of a disk tier; by default this one.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def doctor(path: Path, as_json: bool) -> None:
-    """Say what will work on this machine, what will not, and what to do: versions, GPUs, memory limits, disk.
+    """Check what will work on this machine, what will not, and what to do: versions, GPUs, memory limits, disk.
 
-    Exit code 0, or 4 where something that zhooks needs is missing.
+    Exit code 0, or 4 if something that zhooks needs is missing.
 
     \b
     For a job with a disk tier:  zprof doctor --path /scratch

@@ -39,15 +39,15 @@ FORMATS = {
 )
 @click.option("-f", "--force", is_flag=True, help="Overwrite an existing file, or a folder of an earlier export.")
 def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) -> None:
-    """Write RUN, or the ranks of one, in another tool's format; nothing of it leaves this machine.
+    """Write RUN in another tool's format. Nothing is sent anywhere.
 
-    RUN is a trace, or a folder of traces; several are the ranks of one run. The newest run in this folder unless named.
+    RUN is a trace, or a folder of traces; several are the ranks of one run. The default is the newest run in this folder.
 
     \b
-    perfetto        Bytes by tier and category, samples, and spans: what nests on
-                    its thread's track, transfers on tracks of their own; ranks on
-                    one clock. At most 40 MB: the shortest spans of each
-                    kind are left out, and it says how many. Of level ops also
+    perfetto        Bytes by tier and category, samples, and spans: nested spans on
+                    their thread's track, transfers on separate tracks; all ranks
+                    on one clock. At most 40 MB: the shortest spans of each kind
+                    are left out, and it says how many. For level ops also
                     operators and kernels by thread and stream, with arrows from
                     each launch, in up to 48 MB more. Open it at
                     https://ui.perfetto.dev or in chrome://tracing.
@@ -56,8 +56,8 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
     torch-snapshot  The allocations of one rank; needs --level alloc, or a run on
                     a GPU. https://pytorch.org/memory_viz
     csv             Every row as recorded, for anything else: nanoseconds of each
-                    rank's monotonic clock, bytes, names as they are. Spreadsheets
-                    take a name that begins with = for a formula: import the
+                    rank's monotonic clock, bytes, unchanged names. Spreadsheets
+                    treat a name that begins with = as a formula: import the
                     columns what and key as text.
     prometheus      The measures of `zprof check` as gauges, in bytes, seconds and
                     ratios, for a node exporter's textfile folder.

@@ -38,25 +38,25 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     show_default=True,
     metavar="peak|step:N",
     callback=_at,
-    help="When: at each tier's highest moment of the run, or within step N, counted from 0.",
+    help="The moment: each tier's peak in the run, or in step N, counted from 0.",
 )
 @click.option(
     "--by",
     type=click.Choice(["module", "line"]),
     default="module",
     show_default=True,
-    help="What the tree is of: modules, or the calls that made the bytes, of a run at --level stack.",
+    help="A tree of modules, or of the calls that allocated the bytes (recorded at --level stack).",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The page to write; by default RUN.flamegraph.html.")
-@click.option("-f", "--force", is_flag=True, help="Overwrite the page if it is there.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite an existing page.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON, for programs.")
 def flamegraph(
     run: Path, step: int | None, by: Literal["module", "line"], output: Path | None, force: bool, as_json: bool
 ) -> None:
-    """Draw the bytes RUN held at a moment by its tree of modules or of calls, per tier; RUN is the newest in this folder
-    unless named.
+    """Plot the memory RUN held at one moment, per tier, as a tree of modules or of calls. The default is the newest run in
+    this folder.
 
-    The page holds all it needs and asks no network: open it in a browser, send it, keep it.
+    The page is one HTML file that needs no network: open it in a browser, send it, archive it.
 
     \b
     Example:  zprof flamegraph run.zprof --at step:3

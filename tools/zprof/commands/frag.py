@@ -32,17 +32,17 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 
 @click.command()
 @click.argument("file", metavar="RUN|SNAPSHOT", type=click.Path())
-@click.option("--need", callback=_size, metavar="SIZE", help="Say whether an allocation of SIZE would succeed, e.g. 512MiB.")
+@click.option("--need", callback=_size, metavar="SIZE", help="Whether an allocation of SIZE would succeed, e.g. 512MiB.")
 @click.option("--stream", type=click.IntRange(0), default=0, help="The stream that would allocate.")
-@click.option("--limit", callback=_size, metavar="SIZE", help="What the device gives this process, e.g. 40GiB.")
+@click.option("--limit", callback=_size, metavar="SIZE", help="The device memory this process can use, e.g. 40GiB.")
 @click.option("--settings", "others", multiple=True, metavar="TEXT", help="Compare with these allocator settings; repeatable.")
-@click.option("--device", type=click.IntRange(0, 1 << 10), help="Which device of a snapshot; by default its first.")
+@click.option("--device", type=click.IntRange(0, 1 << 10), help="The device of a snapshot; by default its first.")
 @click.option(
     "--at",
     type=click.Choice(["worst", "peak", "end"]),
     default="worst",
     show_default=True,
-    help="Which moment of a RUN without a snapshot.",
+    help="The moment in a RUN without a snapshot.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def frag(
@@ -55,11 +55,11 @@ def frag(
     at: str,
     as_json: bool,
 ) -> None:
-    """Say how fragmented memory is, whether an allocation would succeed, and what other allocator settings would reserve.
+    """Show how fragmented memory is, whether an allocation would succeed, and what other allocator settings would reserve.
 
-    A SNAPSHOT is what torch.cuda.memory._dump_snapshot() writes (or the same as JSON or msgpack). Of a RUN without a snapshot,
-    a CPU run for one, the recorded allocations are replayed through a model of torch's CUDA allocator: a what-if. With --need
-    the exit code is 0 where it would succeed, 3 where it would not, and 4 where that takes --limit to say.
+    A SNAPSHOT is a file of torch.cuda.memory._dump_snapshot() (or the same as JSON or msgpack). For a RUN without a snapshot,
+    such as a CPU run, the recorded allocations are replayed through a model of torch's CUDA allocator: a hypothetical result.
+    With --need the exit code is 0 if it would succeed, 3 if it would not, and 4 if --limit is needed to decide.
 
     \b
     Example:  zprof frag oom.pickle --need 512MiB --limit 40GiB --settings expandable_segments:True

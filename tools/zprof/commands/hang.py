@@ -44,23 +44,23 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> f
 @click.command()
 @click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...")
 @click.option(
-    "-p", "--pid", "pids", multiple=True, type=click.IntRange(min=1), help="A rank, or what started them; may be repeated."
+    "-p", "--pid", "pids", multiple=True, type=click.IntRange(min=1), help="A rank, or its launcher; repeatable."
 )
-@click.option("--interval", callback=_seconds, metavar="TIME", help="Between the two looks; 2s, or 5s with other machines.")
+@click.option("--interval", callback=_seconds, metavar="TIME", help="Time between the looks; 2s, or 5s with other machines.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def hang(runs: tuple[Path, ...], pids: tuple[int, ...], interval: float | None, as_json: bool) -> None:
-    """Say where every rank of a job is, and whether it hangs: what they wait in, for how long, and who is missing.
+    """Show where every rank of a job is, and whether the job hangs: what ranks wait in, for how long, and which is missing.
 
-    RUN is a trace, or a folder of the traces of one run, also on a folder that several machines share. Without RUN and
-    --pid the job that runs on this machine is looked at, or else the newest run in this folder. Stacks are read by py-spy
-    (pip install 'zhooks[attach]'); a rank need not be recorded.
+    RUN is a trace, or a folder with the traces of one run, which several machines may share. Without RUN and --pid it looks
+    at the job that runs on this machine, or else at the newest run in this folder. py-spy reads the stacks
+    (pip install 'zhooks[attach]'); ranks need not be recorded.
 
-    Exit code 3 where a hang is seen, 0 where ranks move, 1 where no job runs, 4 where nothing may be seen.
+    Exit code 3 if there is a hang, 0 if ranks make progress, 1 if no job runs, 4 if permissions hide everything.
 
     \b
-    A job of torchrun:        zprof hang
-    Of several that run:      zprof hang --pid 4711
-    On a shared folder:       zprof hang runs/
+    A torchrun job:           zprof hang
+    One of several jobs:      zprof hang --pid 4711
+    A shared folder:          zprof hang runs/
     """
     from zprof.living.looks import Looking
 

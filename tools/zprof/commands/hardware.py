@@ -18,13 +18,13 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for 
 
 @click.group()
 def hardware() -> None:
-    """List hardware profiles, and check and show one."""
+    """List, check and show hardware profiles."""
 
 
 @hardware.command("list")
 @AS_JSON
 def listed(as_json: bool) -> None:
-    """List the profiles that are shipped."""
+    """List the shipped profiles."""
     profiles = [Hardware.of(name) for name in names()]
     if as_json:
         click.echo(json.dumps({"version": 1, "profiles": {each.name: each.title for each in profiles}}, indent=2))
@@ -38,6 +38,6 @@ def listed(as_json: bool) -> None:
 @click.argument("name")
 @AS_JSON
 def show(name: str, as_json: bool) -> None:
-    """Check the profile NAME, one of the list or a file, and print every key with its source."""
+    """Check the profile NAME, a shipped one or a file, and print every key with its source."""
     found = Hardware.of(name)
     click.echo(json.dumps(found.values(), indent=2) if as_json else found.text(), nl=as_json)

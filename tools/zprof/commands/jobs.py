@@ -30,7 +30,7 @@ __all__ = ["HELP", "Job", "load_job"]
 
 #: What a command's help says of its argument.
 HELP = """JOB is module:function or file.py:function; the function returns (build, step) as zhooks.simulate takes them. Without
-:function, build and step of the module are taken."""
+:function, the module's own build and step are used."""
 _EXPECTED = "expected module:function or file.py:function, where the function returns (build, step)"
 #: Longest message of an error that is repeated.
 _MOST = 400

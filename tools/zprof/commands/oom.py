@@ -73,12 +73,12 @@ class _Trial:
 
 @click.command(epilog=HELP)
 @named_or_latest("run", click.Path(), several=False)
-@click.option("--job", metavar="JOB", help="What was trained, as a job for the simulator, which then tries each change.")
+@click.option("--job", metavar="JOB", help="What was trained, as a job: simulate each change with it.")
 @click.option("--hardware", metavar="NAME|FILE", help="What it ran on: a profile's name or file (zprof hardware list).")
-@click.option("--policy", type=click.Path(), metavar="FILE", help="The policy it ran under, if the run does not say.")
-@click.option("--device", callback=size, metavar="SIZE", help="Memory of a device; by default the run's or the profile's.")
-@click.option("--host", callback=size, metavar="SIZE", help="Memory of a node, for all its ranks; by default the profile's.")
-@click.option("--disk", callback=size, metavar="SIZE", help="Disk of a node, for all of its ranks; by default the profile's.")
+@click.option("--policy", type=click.Path(), metavar="FILE", help="The policy it ran with, if the run does not have it.")
+@click.option("--device", callback=size, metavar="SIZE", help="Memory per device; by default the run's or the profile's.")
+@click.option("--host", callback=size, metavar="SIZE", help="Memory per node, for all of its ranks; by default the profile's.")
+@click.option("--disk", callback=size, metavar="SIZE", help="Disk per node, for all of its ranks; by default the profile's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def oom(
     run: str,
@@ -90,15 +90,15 @@ def oom(
     disk: int | None,
     as_json: bool,
 ) -> None:
-    """Say why RUN ran out of memory, and what would have let it fit; RUN is the newest in this folder unless named.
+    """Explain why RUN ran out of memory, and what would have made it fit. The default is the newest run in this folder.
 
     \b
     zprof oom run.0.zprof
     zprof oom run.0.zprof --job job.py:gpt --hardware h100
 
-    With a job and its hardware the policy that failed is simulated first, then each change that recorded bytes suggest, then
-    those that the planner finds, with the peak and the time of a step. Exit code 3 where none of them fits, 1 where the
-    simulator does not run out of memory as the run did.
+    With a job and its hardware, it simulates the policy that failed, then each change derived from recorded bytes, then
+    policies that the planner finds, and shows the peak and the time of a step. Exit code 3 if none of them fits, 1 if the
+    simulation does not run out of memory as the run did.
 
     \b
     JSON: version run job hardware world failure{} lines[] device_bytes (the limit)

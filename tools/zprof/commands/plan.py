@@ -38,25 +38,25 @@ def _dtypes(ctx: click.Context, param: click.Parameter, value: str | None) -> li
     return found
 
 
-@click.command(help=f"Find the policies under which JOB's step is fastest, by simulation.\n\n{HELP}")
+@click.command(help=f"Find the policies with the fastest step of JOB, by simulation.\n\n{HELP}")
 @click.argument("job")
 @click.option("--hardware", default="h100", show_default=True, help="A profile's name or file (zprof hardware list).")
 @click.option("--nodes", type=click.IntRange(1, 1 << 16), help="How many nodes; by default 1.")
 @click.option("--world", type=click.IntRange(1, 1 << 20), help="How many ranks, instead of all devices of the nodes.")
-@click.option("--policy", type=click.Path(), help="A policy whose other keys (units, comm and so on) the search keeps.")
+@click.option("--policy", type=click.Path(), help="A policy whose other keys (units, comm and so on) are kept.")
 @click.option(
-    "--precision", callback=_dtypes, metavar="DTYPES", help="Dtypes that parameters may be computed with: bf16,fp16,fp32."
+    "--precision", callback=_dtypes, metavar="DTYPES", help="Allowed dtypes of [precision] param: bf16,fp16,fp32."
 )
 @click.option(
-    "--device", callback=size, metavar="SIZE", help="Memory of a device that may be used; by default the profile's."
+    "--device", callback=size, metavar="SIZE", help="Memory per device that may be used; by default the profile's."
 )
 @click.option(
-    "--host", callback=size, metavar="SIZE", help="Memory of a node, for all of its ranks; by default the profile's."
+    "--host", callback=size, metavar="SIZE", help="Memory per node, for all of its ranks; by default the profile's."
 )
-@click.option("--disk", callback=size, metavar="SIZE", help="Disk of a node, for all of its ranks; by default the profile's.")
-@click.option("--most", type=click.IntRange(1, 1000), default=10, show_default=True, help="Simulations of the search.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the best one here, as a policy file with reasons.")
-@click.option("-f", "--force", is_flag=True, help="Overwrite that file if it is there.")
+@click.option("--disk", callback=size, metavar="SIZE", help="Disk per node, for all of its ranks; by default the profile's.")
+@click.option("--most", type=click.IntRange(1, 1000), default=10, show_default=True, help="The most simulations to run.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the best one here: a policy file with reasons.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite an existing file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def plan(
     job: str,
@@ -73,7 +73,7 @@ def plan(
     force: bool,
     as_json: bool,
 ) -> None:
-    """See ``help``; exit code 3 where nothing fits."""
+    """See ``help``; exit code 3 if nothing fits."""
     if nodes is not None and world is not None:
         raise Misuse("--nodes, --world: expected one of them, found both")
     if output is not None:

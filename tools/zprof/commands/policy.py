@@ -51,9 +51,9 @@ def policy() -> None:
 @FILE
 @AS_JSON
 def check(file: str, as_json: bool) -> None:
-    """Say whether FILE is a valid policy; name every problem with its line where it is not.
+    """Check whether FILE is a valid policy, and list every problem with its line.
 
-    For a DeepSpeed configuration, also say which of its keys are not honoured and what to do instead.
+    For a DeepSpeed configuration, also list the keys that have no effect, and what to do instead.
     """
     try:
         loaded, ignored = _load(file)
@@ -72,13 +72,13 @@ def check(file: str, as_json: bool) -> None:
 
 @policy.command()
 @FILE
-@click.option("--params", callback=_count, metavar="COUNT", help="Count the bytes of a model with so many parameters, e.g. 7B.")
-@click.option("--ranks", type=click.IntRange(1, 1 << 20), help="How many ranks share it; by default 1.")
+@click.option("--params", callback=_count, metavar="COUNT", help="Calculate the bytes for this many parameters, e.g. 7B.")
+@click.option("--ranks", type=click.IntRange(1, 1 << 20), help="The number of ranks that share it; by default 1.")
 @AS_JSON
 def show(file: str, params: int | None, ranks: int | None, as_json: bool) -> None:
     """Print FILE's effective table and every key, defaults included, as a policy file in TOML.
 
-    With --params also what each rank holds between steps with Adam; exit code 3 where a budget does not hold that.
+    With --params, also print what each rank holds between steps with Adam; exit code 3 if that exceeds a budget.
     """
     if ranks is not None and params is None:
         raise click.UsageError("--ranks: expected --params too, e.g. --params 7B --ranks 8")
@@ -105,7 +105,7 @@ def schema() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write; by default standard output.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite the file if it is there.")
 def convert(file: str, output: Path | None, force: bool) -> None:
-    """Write the DeepSpeed configuration FILE as a policy in TOML, with what is not honoured in comments."""
+    """Write the DeepSpeed configuration FILE as a policy in TOML, with keys that have no effect in comments."""
     from zprof.commands.output import check_output, write_output
 
     if output is not None:

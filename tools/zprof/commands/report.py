@@ -39,9 +39,9 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     type=click.Choice(["category", "module", "tier", "rank", "unit", "line", "op", "kernel"]),
     default="category",
     show_default=True,
-    help="How bytes are grouped. A module is a path up to its first number (model.layers.3); a unit is the whole key; a line "
-    "is the one that made them, recorded at --level stack. Operators, recorded at --level ops, are grouped by op unless by "
-    "kernel, module or unit is asked for.",
+    help="How bytes are grouped. A module is a path up to its first number (model.layers.3); a unit is the full key; a line "
+    "is the one that allocated them (recorded at --level stack). Operators (recorded at --level ops) are grouped by op by "
+    "default, or by kernel, module or unit.",
 )
 @click.option(
     "--at",
@@ -49,29 +49,29 @@ def _at(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     show_default=True,
     metavar="peak|step:N",
     callback=_at,
-    help="When: at each tier's highest moment of the run, or within step N, counted from 0. Operators are those of the window "
-    "of steps that has it, else of the first window.",
+    help="The moment: each tier's peak in the run, or in step N, counted from 0. Operators are those of the window of steps "
+    "that contains it, otherwise of the first window.",
 )
 @click.option(
     "--top",
     metavar="N",
     type=click.IntRange(1, 10_000),
-    help="Rows of each table; of modules, waits and skews 8 unless given, of groups 24, of ranks 16. JSON has 20 or more.",
+    help="Rows of each table. The default is 24 for groups, 16 for ranks, 8 for modules, waits and skews; JSON has 20 or more.",
 )
 @click.option("--against", metavar="PLAN", type=click.Path(), help="Also compare it with a trace of zprof simulate.")
 @click.option(
     "--hardware",
     metavar="PROFILE",
-    help="Say what share of this hardware was reached: a profile's name or file (zprof hardware list). The GPU's own if known.",
+    help="Show MFU and HFU on this hardware: a profile's name or file (zprof hardware list). Default: the GPU's, if known.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs; its keys are listed above.")
 def report(
     runs: tuple[str, ...], by: str, at: int | None, top: int | None, against: str | None, hardware: str | None, as_json: bool
 ) -> None:
-    """Say where the bytes and milliseconds of a run went: who held what at the peak, what process or allocator say beyond that,
-    what the run waited for and the remedy, achieved bandwidths, and how ranks differ.
+    """Show where memory and time of a run went: what held memory at the peak and what the process holds beyond that, what the
+    run waited for and the remedy, achieved bandwidths, and how ranks differ.
 
-    RUN is a trace, or a folder of traces; several are the ranks of one run. The newest run in this folder unless named.
+    RUN is a trace, or a folder of traces; several are the ranks of one run. The default is the newest run in this folder.
 
     \b
     Examples:
@@ -84,8 +84,9 @@ def report(
       zprof report run.zprof --json | jq .runs[0].tiers.device.bytes
 
     \b
-    JSON: keys stay while "version" is 1, new ones may be added. Keys named
-    bytes hold bytes, at_s seconds since the recording began; absent is null.
+    JSON: existing keys don't change while "version" is 1; new ones may be
+    added. bytes is in bytes, at_s in seconds since the recording began; what
+    is absent is null.
       version, by, at
       unreadable[]  file why: traces that are left out; exit code 1 says so too
       runs[]      file rank world simulated (the hardware, of a simulation) host device level level_chosen (why, where none

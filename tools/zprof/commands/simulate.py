@@ -77,26 +77,26 @@ def _slowdown(value: str) -> tuple[range, dict[str, float]]:
 @click.command(epilog=HELP)
 @click.argument("job")
 @click.option("--hardware", default="h100", show_default=True, metavar="NAME|FILE", help="A profile: zprof hardware list.")
-@click.option("--nodes", type=click.IntRange(1, _MOST_RANKS), help="How many nodes, with all of their devices; by default 1.")
-@click.option("--ranks", type=click.IntRange(1, _MOST_RANKS), help="How many ranks instead, for a fraction of a node.")
+@click.option("--nodes", type=click.IntRange(1, _MOST_RANKS), help="Number of nodes, with all of their devices; by default 1.")
+@click.option("--ranks", type=click.IntRange(1, _MOST_RANKS), help="Number of ranks instead, for a fraction of a node.")
 @click.option("--mesh", callback=_axes, metavar="AXES", help="Sizes of the mesh's axes, e.g. replicate=16,shard=64.")
-@click.option("--policy", type=click.Path(), metavar="FILE", help="A policy file; by default all keys have their defaults.")
+@click.option("--policy", type=click.Path(), metavar="FILE", help="A policy file; without one, all keys have their defaults.")
 @click.option("--steps", type=click.IntRange(2, 1000), default=2, show_default=True, help="Steps to simulate; the last counts.")
 @click.option(
     "--slow",
     multiple=True,
     callback=_slowdowns,
     metavar="RANKS:WHAT=TIMES",
-    help="Ranks that are slower by a factor, e.g. 5:compute=1.5 or 8-15:network=2; may be given several times.",
+    help="Ranks that are slower by a factor, e.g. 5:compute=1.5 or 8-15:network=2; repeatable.",
 )
 @click.option(
     "--allocator",
     metavar="SETTINGS",
-    help="Also what torch's allocator would reserve, under settings as in PYTORCH_ALLOC_CONF; '' is its default.",
+    help="Also show what torch's allocator would reserve, with settings as in PYTORCH_ALLOC_CONF; '' for its defaults.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also write a trace of it.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also write a trace.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite an existing trace.")
-@click.option("--races/--no-races", default=True, help="Also look for uses of memory that no stream or event orders.")
+@click.option("--races/--no-races", default=True, help="Also check for races: uses of memory that no stream or event orders.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def simulate(
     job: str,
@@ -113,15 +113,15 @@ def simulate(
     races: bool,
     as_json: bool,
 ) -> None:
-    """Predict a training step of JOB on hardware that is not there: time, memory, traffic, energy and price.
+    """Predict a training step of JOB on hardware you don't have: time, memory, traffic, energy and price.
 
     \b
     zprof simulate job.py:gpt --hardware h100 --nodes 128 --mesh replicate=16,shard=64 -o plan.zprof
     zprof report plan.zprof
     zprof diff plan.zprof run.zprof
 
-    The trace is one rank's, and stands for all; of a pipeline, whose stages differ, there is none yet. What JOB prints goes to
-    stderr. Exit code 3 where the hardware lacks memory for it, 1 where uses of memory race.
+    The trace is that of one rank, which represents all; pipelines, whose stages differ, have no trace yet. What JOB prints
+    goes to stderr. Exit code 3 if the hardware does not have enough memory, 1 if there is a race.
 
     \b
     JSON: version job nodes simulation{} (what zhooks.simulate returns) capacity{}

@@ -38,13 +38,13 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: one object with --once, otherwise one per line.")
 @click.option("--interval", default="1s", callback=_seconds, metavar="TIME", help="The time between updates; by default 1s.")
 def top(runs: tuple[Path, ...], once: bool, as_json: bool, interval: float) -> None:
-    """Watch GPUs, host memory and runs that record: bytes by tier, step time, bandwidths, and who waits for what.
+    """Watch GPUs, host memory and recording runs: bytes by tier, step time, bandwidths, and what each rank waits for.
 
-    RUN is a trace, also one still being written; without any, those recording in this folder are found. Ctrl-C ends it.
+    RUN is a trace, possibly still being written; the default is all that are being recorded in this folder. Ctrl-C ends it.
 
     \b
-    Once, for a script:   zprof top -1 --json
-    A run of two ranks:   zprof top run.0.zprof run.1.zprof
+    One look, for a script:   zprof top -1 --json
+    A run with two ranks:     zprof top run.0.zprof run.1.zprof
     """
     watch = Watch(runs)
     try:
