@@ -24,7 +24,7 @@ __all__ = [
 
 
 class ZhooksError(Exception):
-    """Base of every error raised on purpose; the message says what, expected, found and what to do."""
+    """Base class of all errors raised deliberately; messages name subject, expected, found and what to do."""
 
 
 class PolicyError(ZhooksError, ValueError):
@@ -36,7 +36,7 @@ class HardwareError(ZhooksError, ValueError):
 
 
 class BudgetError(ZhooksError, RuntimeError):
-    """A tier cannot hold what the policy asks it to hold."""
+    """A tier does not have enough memory for what the policy puts there."""
 
 
 class TierError(ZhooksError, RuntimeError):
@@ -44,15 +44,15 @@ class TierError(ZhooksError, RuntimeError):
 
 
 class AttachError(ZhooksError, ValueError):
-    """A model, optimizer or mesh cannot be attached; the model is left as it was."""
+    """A model, optimizer or mesh cannot be attached; the model is unchanged."""
 
 
 class LayoutError(ZhooksError, ValueError):
-    """A buffer's length, dtype or device is not what the flat layout says."""
+    """A buffer's length, dtype or device does not match the flat layout."""
 
 
 class ShardedOpError(ZhooksError, RuntimeError):
-    """An operation needs whole values where this rank holds only a range of them."""
+    """An operation needs full values, but this rank holds only a range of them."""
 
 
 class ScaleError(ZhooksError, RuntimeError):
@@ -60,7 +60,7 @@ class ScaleError(ZhooksError, RuntimeError):
 
 
 class NonFiniteError(ZhooksError, RuntimeError):
-    """A step would have used an inf or a nan; the message names the rank and the unit where it first appeared."""
+    """A step would have used an inf or a nan; the message names the rank and the unit where it first occurred."""
 
 
 class DivergenceError(ZhooksError, RuntimeError):
@@ -68,7 +68,7 @@ class DivergenceError(ZhooksError, RuntimeError):
 
 
 class CheckpointError(ZhooksError, RuntimeError):
-    """A saved state cannot be written, read or matched to the model."""
+    """A saved state cannot be written or read, or does not match the model."""
 
 
 class CapabilityError(ZhooksError, RuntimeError):
@@ -76,4 +76,4 @@ class CapabilityError(ZhooksError, RuntimeError):
 
 
 class SimulationError(ZhooksError, RuntimeError):
-    """What is to be simulated is not possible, such as reading data that a virtual device does not have."""
+    """A simulation is not possible, for example because code reads values that a virtual device does not have."""

@@ -97,13 +97,13 @@ class Event:
     """One fact about the run.
 
     Attributes:
-        kind: "begin" and "end" bound a span; "instant" is a point in time; "counter" says that a level is now ``nbytes``;
-            "hold" says that the memory ``subject`` is held for ``key`` from now on, until it is freed or held for something
-            else.  The level of a quantity is the sum of what each bus last said, as two runs in one process may give units the
-            same name.
-        what: the verb or the quantity, such as "gather".
-        key: what it happened to, such as a unit's name.
-        nbytes: bytes moved (span, instant) or held (counter); 0 where bytes mean nothing.
+        kind: "begin" and "end" bound a span; "instant" is a point in time; "counter" sets a level to ``nbytes``; "hold" means
+            that the memory ``subject`` is held for ``key`` from now on, until it is freed or held for something else.  The
+            level of a quantity is the sum of the last counters of all buses, because two runs in one process may give units
+            the same name.
+        what: the operation or the quantity, such as "gather".
+        key: its subject, such as a unit's name.
+        nbytes: bytes moved (span, instant) or held (counter); 0 where bytes have no meaning.
         time_ns: a monotonic clock, comparable between processes of one host, never with the wall clock.
         subject: the storage that a "hold" is about, or the bus whose level a "counter" states, for the duration of the call; an
             observer may keep a weak reference to it.
@@ -121,13 +121,14 @@ class Event:
 
 
 class Observer(Protocol):
-    """Anything that listens; called on the thread that emitted the event, including autograd's own threads.
+    """Anything that receives events, on the thread that emitted them, including autograd's own threads.
 
-    An observer whose attribute ``keeps_time`` is true gets the device's marks with events; without one they are not made.
+    An observer whose attribute ``keeps_time`` is true gets the device's marks with events; without such an observer, none are
+    made.
     """
 
     def on_event(self, event: Event) -> None:
-        """Take one event.  Must be quick, because the training step waits for it."""
+        """Receive one event.  Must be quick, because the training step waits for it."""
 
 
 class Memory(Protocol):

@@ -1,7 +1,7 @@
 """ZeRO training for any PyTorch model in one line: ``zhooks.attach(model)``.
 
-Users import from here; everything else is how it works (see docs/architecture.md).  Importing it patches nothing, and
-imports no library of others but torch.
+Users import from here; everything else is implementation (see docs/architecture.md).  Importing it patches nothing, and
+imports no optional library.
 """
 
 from offload.errors import (

@@ -64,7 +64,7 @@ def attach(
     init: Callable[[nn.Module], None] | None = None,
     sync: bool = True,
 ) -> Attachment:
-    """Train ``model`` with sharded parameters, gradients and optimizer states; the training loop stays as it is.  Collective.
+    """Train ``model`` with sharded parameters, gradients and optimizer states in an unchanged training loop.  Collective.
 
     Args:
         model: any module, on the device it will run on, or built under ``torch.device("meta")``.
@@ -75,16 +75,16 @@ def attach(
         mesh: a DeviceMesh over the whole process group with an axis ``shard`` (or ``dp``) and optionally ``replicate``, ``tp``
             and ``pp``.  Parameters that ``parallelize_module`` turned into DTensors over ``tp`` are sharded slice by slice.
             None shards over all ranks; without a process group there is one rank.
-        init: called with each module of a model on meta, to fill that module's own parameters and buffers.
+        init: called with each module of a model on meta, to initialize that module's own parameters and buffers.
         sync: broadcast rank 0's parameters and buffers.  False checks by hash that the ranks are already equal.
     Returns:
         The attachment of this model; its ``detach()`` undoes everything.
     Raises:
         PolicyError: the policy cannot be read.
-        AttachError: the model, optimizer or mesh cannot be attached; the model is as it was.
+        AttachError: the model, optimizer or mesh cannot be attached; the model is unchanged.
         BudgetError: the policy does not fit a budget or the machine; nothing was allocated.
 
-    Errors are raised on every rank; a rank that has no reason of its own names the rank that has one.
+    An error on one rank is raised on every rank; the other ranks name the rank where it occurred.
     """
     return attach_requested(lambda: read(model, optimizer, policy, mesh, init, sync))
 
@@ -107,11 +107,11 @@ def attach_requested(request: Callable[[], Request]) -> Attachment:
 class Attachment(
     Preemptible, Resumable, Changeable, Recovering, Replicated, Controlled, Chosen, Calibrated, GradStatistics
 ):  # fmt: skip
-    """A model under ZeRO.  ``attach`` makes it, and ``detach`` ends it.
+    """An attached model.  ``attach`` returns it, and ``detach`` ends it.
 
     Attributes:
         model: the module that was attached.
-        policy: the policy it is under.
+        policy: the current policy.
         rank: this process's rank in the process group.
     """
 
@@ -224,14 +224,14 @@ class Attachment(
         self._pool.state_held()
 
     def detach(self) -> nn.Module:
-        """Return the plain model: full parameters, gradients and optimizer states, and no hook left.  Collective.
+        """Restore the plain model, with full parameters, gradients and optimizer states and without hooks.  Collective.
 
         Returns:
             The model that was attached.
         Raises:
-            AttachError: it is detached already.
-            CheckpointError: a background save failed that nothing has reported yet; call ``detach`` again.
-            TierError: a tier cannot be read; what is plain stays plain, and ``detach`` may be called again.
+            AttachError: it is already detached.
+            CheckpointError: a background save failed and this was not reported yet; call ``detach`` again.
+            TierError: a tier cannot be read; what has been restored stays so, and ``detach`` may be called again.
         """
         self._check_attached("detach")
         self._finish_saving("detach")
@@ -253,7 +253,7 @@ class Attachment(
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """Keep every unit gathered inside the block, for generation and for evaluation in many short forwards.  Collective."""
+        """Keep all units gathered inside the block, for generation and evaluation with many short forwards.  Collective."""
         self._check_attached("resident")
         with self._runtime.resident():
             yield
@@ -279,12 +279,12 @@ class Attachment(
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Add up the gradients of the backward passes inside the block on this rank, and reduce them once, at every stage.
+        """Accumulate the gradients of all backward passes inside the block on this rank, and reduce them once, at every stage.
 
         The reduction happens at the first read of a ``.grad`` outside a backward, at the optimizer's step, or at the end of the
-        block; every data rank must get there in the same way.  A block left by an exception reduces nothing until then.  Inside
-        ``schedule.step`` of ``torch.distributed.pipelining`` this happens by itself.  It holds a whole gradient of the model in
-        the reduce dtype.
+        block, and must be the same event on every data-parallel rank.  A block left by an exception does not reduce until one
+        of the other two.  Inside ``schedule.step`` of ``torch.distributed.pipelining`` this happens automatically.  It keeps a
+        full gradient of the model in the reduce dtype.
 
         Raises:
             PolicyError: the policy updates parameters in backward (``[optimizer] overlap``).
@@ -296,10 +296,10 @@ class Attachment(
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate over ``loader`` on ranks that have different numbers of batches: ``for batch in attachment.join(loader)``.
 
-        A rank that has run out gets its last batch again until all ranks have, so that the loop's body, with its clipping,
-        steps and schedulers, stays the same.  The gradients of repeated batches count as zero, and means are over all ranks, as
-        under DDP's ``Join``.  What else a repeated batch computes (a logged loss, running statistics) is not ignored: check
-        ``idle``. Collective at every batch.
+        A rank that has run out gets its last batch again until all ranks have run out, so the loop body, with its clipping,
+        steps and schedulers, does not change.  Gradients of repeated batches count as zero, and means are over all ranks, as
+        with DDP's ``Join``.  Anything else a repeated batch computes (a logged loss, running statistics) is not ignored: check
+        ``idle``.  Collective at every batch.
 
         Args:
             loader: this rank's batches.
@@ -316,18 +316,18 @@ class Attachment(
 
     @property
     def idle(self) -> bool:
-        """Whether this rank has run out of batches inside ``join`` and repeats its last one for the others."""
+        """Whether this rank has run out of batches inside ``join`` and is repeating its last one."""
         return self._runtime.reducer.idle
 
     def memory(self, *, heads: int | None = None) -> MemoryReport:
-        """Report the bytes this rank holds, by kind and tier, next to what the formulas say.  ``print`` it for a table.
+        """Report the bytes this rank holds, by kind and tier, compared with the formulas.  ``print`` it for a table.
 
         Activations are counted from the first call on.
 
         Args:
-            heads: the number of attention heads, where the model's modules do not tell.
+            heads: the number of attention heads, if it cannot be found in the model's modules.
         Returns:
-            What is held now, and what each buffer may hold at most.
+            The bytes held now, and the upper bound of each buffer.
         """
         optimizers = self._optimizers.here()
         residual = self._runtime.saved.residual.ask(heads)
@@ -355,7 +355,7 @@ class Attachment(
     def describe(self) -> str:
         """Describe the units as a table: parameters, elements, padding, dtypes and placement of each.
 
-        After the first step it also says how many bytes a step moves.
+        After the first step it also shows how many bytes a step moves.
         """
         said = describe(self.model, self._units, self.policy, self._comm, self.payload(), self._runtime.scaling, self._ignored)
         return f"{said}\n{self._why}" if self._why else said

@@ -150,13 +150,13 @@ class Policy(Table):
 
         Args:
             path: of the file.
-            arguments: what a launcher was told, by DeepSpeed's dotted keys, for values that the configuration leaves at "auto".
+            arguments: the launcher's arguments, by DeepSpeed's dotted keys, for values that the configuration leaves at "auto".
         Returns:
             The policy.
         Raises:
             PolicyError: missing, unreadable, malformed or contradictory; one line per problem, with file and line number.
         Warns:
-            IgnoredKeys: a DeepSpeed configuration asks for something that is not done here.
+            IgnoredKeys: a DeepSpeed configuration has keys that have no effect here.
         """
         try:
             file = Path(path)
@@ -170,7 +170,7 @@ class Policy(Table):
         value: str | os.PathLike[str] | Mapping[str, Any] | Policy | None,
         arguments: Mapping[str, Argument] | None = None,
     ) -> Policy:
-        """Return the policy that ``value`` means: a path is loaded, a mapping checked, a policy returned as it is.
+        """Return the policy that ``value`` describes: a path is loaded, a mapping checked, a policy returned unchanged.
 
         Args:
             value: a path, a mapping, a ``Policy``, or None for all defaults.
@@ -306,20 +306,21 @@ class Policy(Table):
         return dict(zip(CELLS, _PLACEMENTS[self.stage], strict=True))
 
     def tiers(self, *names: str) -> Tiers:
-        """Where the cells of the parameter of these names are kept: the last rule that matches and says so, else the tables."""
+        """The tiers of the parameter with these names: those of the last matching rule that sets them, else of the tables."""
         return tiers_of(names, self.rule, {cell: getattr(self, cell).tier for cell in CELLS})
 
     def dtypes(self, *names: str) -> Dtypes:
-        """What the parameter of these names is computed and its gradients are summed in; None is its own dtype.
+        """The dtypes in which the parameter with these names is computed and its gradients are reduced; None is its own dtype.
 
-        The last rule that matches and says so, else [precision]; an unset ``reduce`` is fp32 where ``param`` is set.
+        They come from the last matching rule that sets them, else from [precision]; an unset ``reduce`` is fp32 if ``param`` is
+        set.
         """
         chosen = dtypes_of(names, self.rule, Dtypes(self.precision.param, self.precision.reduce))
         return Dtypes(chosen.param, chosen.reduce or ("fp32" if chosen.param else None))
 
     @property
     def tiered(self) -> bool:
-        """Whether anything, by a table or a rule, is to be stored or updated elsewhere than plain PyTorch has it."""
+        """Whether a table or a rule stores or updates anything elsewhere than plain PyTorch does."""
         cells = (self.parameter, self.gradient, self.optimizer, self.activation)
         ruled = (tier for rule in self.rule for tier in rule.tiers().values())
         moved = any(tier != "device" for tier in (*(cell.tier for cell in cells), *ruled))

@@ -30,7 +30,7 @@ def record(
     ops_steps: str | None = None,
     ops_stack: bool = False,
 ) -> Iterator[Recorder]:
-    """Record what runs inside the block: every attachment of this process, every optimizer step, memory and GPUs.
+    """Record everything inside the block: all attachments of this process, all optimizer steps, memory and GPUs.
 
     Arguments and errors are those of ``zprof.Recorder``.
     """
@@ -45,13 +45,13 @@ def record(
 
 
 def open(path: str | Path, *, rank: int | None = None) -> Run:
-    """A recorded run, to ask it in Python; torch is not needed.
+    """Open a recorded run to read it in Python; torch is not needed.
 
     Args:
-        path: a trace, or a folder of the traces of one run.
-        rank: which of them, where there are several.
+        path: a trace, or a folder with the traces of one run.
+        rank: the rank to read, if there are several.
     Raises:
-        TraceError: it is missing, no trace, of several ranks where none was chosen, or has no such rank.
+        TraceError: the file is missing or is no trace, there are several ranks and none was chosen, or no such rank exists.
     """
     from zprof.analysis.run import Run
 

@@ -135,15 +135,15 @@ class Changeable:
         not, nor ``[disk]`` and ``[host]`` once something is stored there.
 
         Args:
-            policy: a whole policy: keys that are left out get their defaults.  None keeps the current one.
+            policy: a complete policy: keys that are left out get their defaults.  None keeps the current one.
             mesh: the same ranks, arranged differently on ``replicate`` and ``shard``; None keeps the current mesh.  Collective
                 over the process group, and waits for a background save.
         Raises:
             PolicyError: the policy cannot be read, differs between ranks, or changes what may not change.
             AttachError: a rule splits a module's parameters over dtypes, or the mesh differs between ranks, does not cover the
                 process group, or has another ``tp`` or ``pp``; nothing has changed.
-            BudgetError: a tier cannot hold what would move there; everything is as it was on every rank.
-            TierError: a tier failed; everything is as it was on every rank.
+            BudgetError: a tier cannot hold what would move there; nothing has changed on any rank.
+            TierError: a tier failed; everything was moved back on every rank.
             CheckpointError: a background save failed, or an optimizer's states cannot be sent; nothing has changed.
         """
         self._check_attached("apply")

@@ -34,8 +34,8 @@ class Controlled:
     def unshard(self, module: nn.Module | None = None) -> None:
         """Gather the units of ``module`` and keep them gathered until ``reshard``.  Collective.
 
-        A unit is gathered whole, even if ``module`` is only a part of it.  After an optimizer step the next use gathers it
-        again. No budget counts what stays gathered.
+        Full units are gathered, even if ``module`` is only a part of one.  After an optimizer step the next use gathers it
+        again.  Budgets do not count what stays gathered.
 
         Args:
             module: a module of the attached model; None means all of it.
@@ -91,9 +91,9 @@ class Controlled:
         place.
 
         Args:
-            before: given what this rank sends: its sum of the whole buffer in the reduce dtype, before division and, under a
+            before: receives what this rank sends: its sum of the full buffer in the reduce dtype, before division and, with a
                 loss scale, still scaled.  A buffer above ``[comm] buffer`` comes in chunks.
-            after: given what this rank keeps of the result, divided and unscaled: its range, or all of it at stage 0.
+            after: receives what this rank keeps of the result, divided and unscaled: its range, or all of it at stage 0.
         Returns:
             A handle with ``remove()``.
         Raises:

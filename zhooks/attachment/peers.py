@@ -36,15 +36,15 @@ class Resumable(Stateful):
     ) -> None:
         """Keep what ``save`` would write in the memory of this rank's host, with a copy on the next host.  Collective.
 
-        It outlives this process: ranks that torchrun starts again ``resume`` from it, on any number of them.  Each save
-        replaces the one before once it is complete.  ``[resilience]`` says how many copies there are, and where.
+        It outlives this process: after torchrun has restarted the ranks, any number of them can ``resume`` from it.  Each save
+        replaces the previous one once it is complete.  ``[resilience]`` sets the number of copies, and where they are.
 
         Args:
             optimizer: as in ``save``.
             objects: as in ``save``.
             extra: as in ``save``.
         Raises:
-            CheckpointError: on every rank; what was saved before is as it was.
+            CheckpointError: on every rank; the previous save is unchanged.
         """
         self._check_at_rest("save_to_peers")
         ranks = AllRanks(self._comm.stage, "save_to_peers", "")
@@ -64,7 +64,7 @@ class Resumable(Stateful):
         *,
         objects: Mapping[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Resume from the newest of what ``save_to_peers`` kept and the checkpoints in ``folders``.  Collective.
+        """Resume from the newest state that ``save_to_peers`` kept or that is in ``folders``.  Collective.
 
         Args:
             folders: checkpoints, or folders of checkpoints (as for ``zhooks.latest``), the same on every rank; they need not
@@ -74,7 +74,7 @@ class Resumable(Stateful):
         Returns:
             What was saved as ``extra``; None if nothing was found, and the run starts from the beginning.
         Raises:
-            CheckpointError: on every rank: the newest checkpoint in a folder is damaged, or what was found is of another model.
+            CheckpointError: on every rank: the newest checkpoint in a folder is damaged, or is of another model.
         """
         self._check_at_rest("resume")
         self._finish_saving("resume")

@@ -27,10 +27,10 @@ class Preemptible(Stateful):
     _preemption: Preemption | None = None
 
     def catch_preemption(self, signals: int | Iterable[int] = (signal.SIGTERM,)) -> None:
-        """Catch ``signals`` until ``detach``, so that they end no process but show in ``preempted``.  Collective.
+        """Catch ``signals`` until ``detach``: they set ``preempted`` instead of ending the process.  Collective.
 
         Call it before the loop, on every rank, in the main thread; calling it again with the same signals changes nothing.  A
-        handler that the program had installed is still called, and is put back at ``detach``.
+        handler that the program had installed is still called, and is restored at ``detach``.
 
         Args:
             signals: which signals to catch: one, or several.
@@ -63,8 +63,8 @@ class Preemptible(Stateful):
     def preempted(self) -> bool:
         """Whether a caught signal has reached any rank; the same answer on every rank.
 
-        Every rank must ask at the same place.  After a backward that reduced gradients the answer is known; otherwise (after an
-        evaluation, after micro-batches inside ``no_sync``, and over ``tp`` and ``pp``) the ranks exchange one byte.
+        Every rank must read it at the same place.  After a backward that reduced gradients the answer is known; otherwise
+        (after an evaluation, after micro-batches inside ``no_sync``, and over ``tp`` and ``pp``) the ranks exchange one byte.
         Collective.
         """
         self._check_attached("preempted")
@@ -87,8 +87,8 @@ class Preemptible(Stateful):
     ) -> None:
         """If ``preempted``, save and end this process with ``SystemExit(0)``; otherwise do nothing.  Collective.
 
-        Call it at the end of the loop's body, after schedulers and counters: what is saved is that moment.  Signals that arrive
-        during the save change nothing.
+        Call it at the end of the loop body, after schedulers and counters: the state at that moment is saved.  Signals that
+        arrive during the save change nothing.
 
         Args:
             folder: as in ``save``.

@@ -39,7 +39,7 @@ class Recovery:
     """What ``Attachment.recover`` found.
 
     Attributes:
-        dropped: gradients, or a backward under way, were dropped on every rank, including sums inside ``no_sync`` and
+        dropped: gradients, or an unfinished backward, were dropped on every rank, including those inside ``no_sync`` and
             ``accumulate``: repeat the step from its first forward.  A step before that is refused.
         steps: optimizer steps that every rank has taken since ``attach`` or the last load.
         cause: the error that was raised; "" if nothing had failed.
@@ -68,13 +68,13 @@ class Recovering:
     _apart: str = ""
 
     def recover(self) -> Recovery:
-        """Get ready to continue, or to save, after a ``DivergenceError``: a rank was late, or a connection failed.  Collective.
+        """Prepare to continue, or to save, after a ``DivergenceError``: a rank was late, or a connection failed.  Collective.
 
-        Every rank calls it in ``except zhooks.DivergenceError:``, including the one that was late.  What was under way is
+        Every rank calls it in ``except zhooks.DivergenceError:``, including the one that was late.  Unfinished work is
         dropped, transports are opened again, and the ranks compare which step they are at.  A rank that raised an error of its
         own calls it too; ranks wait for each other twice as long as usual here.  Then repeat the step from its first forward.
-        If no rank had begun to update, the result has the bits of an undisturbed run, except that random states and running
-        statistics are not rewound.
+        If no rank had begun to update, the result is bit-identical to an undisturbed run, except that random states and
+        running statistics are not rewound.
 
         Returns:
             What was found, and whether gradients were dropped.

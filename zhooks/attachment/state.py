@@ -81,13 +81,13 @@ class Stateful:
     def gathered(self, *parameters: Tensor, write: bool = False) -> Iterator[list[Tensor]]:
         """Yield the full plain values of ``parameters``, or of all parameters, inside the block.  Collective.
 
-        Inside the block modules have them as attributes too.  Every rank must pass the same parameters.
+        Inside the block, modules have them as attributes too.  Every rank must pass the same parameters.
 
         Args:
             *parameters: parameters of the attached model.
-            write: copy what rank 0 changed back to every shard at the end.
+            write: copy rank 0's changes back to every shard at the end.
         Yields:
-            Plain tensors with whole values.
+            Plain tensors with full values.
         Raises:
             CheckpointError: a parameter belongs to another model.
         """
@@ -107,7 +107,7 @@ class Stateful:
         Args:
             optimizer: whose states to add; None means the one given to ``attach``.
         Returns:
-            Whole tensors on rank 0.
+            Full tensors on rank 0.
         """
         self._check_at_rest("state_dict")
         self._runtime.finish_backward()
@@ -162,7 +162,7 @@ class Stateful:
         return tuple(self._ignored.frozen)
 
     def save_full(self, path: str | Path) -> None:
-        """Write whole parameters and buffers as one safetensors file, from rank 0.  Collective.
+        """Write full parameters and buffers to one safetensors file, from rank 0.  Collective.
 
         One parameter is in memory at a time.
 
@@ -183,17 +183,17 @@ class Stateful:
         max_shard_size: int | str = "5GB",
         dtype: torch.dtype | str | None = None,
     ) -> None:
-        """Write a folder that ``from_pretrained`` of transformers reads, or one of PEFT adapters.  Collective.
+        """Write a folder that transformers' ``from_pretrained`` reads, or one of PEFT adapters.  Collective.
 
-        Each rank writes some of the files, with one unit whole in memory at a time.  The folder appears in one rename once
-        everything is on disk.  An earlier one of its kind stays until then; other files in it are kept.
+        Each rank writes a share of the files, with one full unit in memory at a time.  The folder is renamed into place once
+        everything is on disk.  An earlier folder of the same kind stays until then; other files in it are kept.
 
         Args:
             folder: on a file system that all hosts share; absent, empty, or an earlier folder of a model (or of adapters).
             tokenizer: anything with ``save_pretrained``, such as a tokenizer or processor; rank 0's is written.
-            max_shard_size: the most bytes per file, as in transformers; a larger tensor gets a file of its own.
+            max_shard_size: the largest size of a file, as in transformers; a larger tensor gets its own file.
             dtype: "fp32", "bf16", "fp16" or a torch dtype for the parameters, except those that transformers keeps in fp32;
-                None writes the masters as they are.
+                None writes the masters unchanged.
         Raises:
             CheckpointError: on every rank.  The model is not one of transformers or PEFT, is quantized or split into pipeline
                 stages, a value would become infinite in ``dtype``, or writing failed.  Nothing was committed.
@@ -214,27 +214,27 @@ class Stateful:
         wait: bool = True,
         keep: int | None = None,
     ) -> checkpoint.Saving:
-        """Write what this run needs to resume; each rank writes its own shards, from any tier.  Collective.
+        """Write everything this run needs to resume; each rank writes its own shards, from any tier.  Collective.
 
-        ``folder`` becomes the new checkpoint in one rename once every rank has written and synced its file; an earlier
-        checkpoint there can be loaded until then.  Saved are parameters, gradients that are held, optimizer states and options,
-        buffers, random states (torch, Python, NumPy, stochastic rounding) and the loss scale.  Nothing is pickled.
+        The new checkpoint is renamed to ``folder`` once every rank has written and synced its file; an earlier checkpoint there
+        can be loaded until then.  It contains parameters, accumulated gradients, optimizer states and options, buffers, random
+        states (torch, Python, NumPy, stochastic rounding) and the loss scale.  Nothing is pickled.
 
         Args:
             folder: on a file system that all hosts share; absent, empty, or an earlier checkpoint.
             optimizer: one, several, or () for none; None means the one given to ``attach``, else all that hold parameters.
             objects: anything with ``state_dict`` and ``load_state_dict`` (a scheduler, a scaler), by name.
             extra: plain data and tensors that ``load`` will return, such as the step.
-            wait: False returns as soon as the current state is held (copied to host memory; what is on disk stays where it is),
-                and a thread writes it while training goes on.  The next save, load or detach, and the end of the program, wait
-                for it. ``[save]`` bounds the memory.
+            wait: False returns as soon as there is a snapshot of the current state (copied to host memory; state on disk is not
+                copied), and a thread writes it while training continues.  The next save, load or detach, and the end of the
+                program, wait for it.  ``[save]`` limits the memory.
             keep: how many of the checkpoints that this run saved with ``keep`` to leave, this one included.  Older ones in the
                 same parent folder whose names differ only in the last number are removed once this one is committed.
         Returns:
             The save, finished or still running: see ``done``, ``progress`` and ``wait()``.
         Raises:
             CheckpointError: on every rank, naming the first that failed; nothing was committed.  Also if an earlier background
-                save failed and nothing has reported it yet; then nothing was tried.
+                save failed and this was not reported yet; then nothing was tried.
         """
         self._check_at_rest("save")
         ranks = AllRanks(self._comm.stage, "save", shown_path(folder))
@@ -307,18 +307,18 @@ class Stateful:
         """Resume from what ``save`` wrote, with the same model.  Collective.
 
         Ranks, mesh and policy may differ from those that saved: each rank reads the ranges it owns.  Every file is verified
-        before anything is changed.  Optimizer states that do not exist yet are created.  A folder written by DeepSpeed (ZeRO 1
-        to 3, universal) is recognised: masters, states and options are loaded, and its client state is returned.
+        before anything is changed.  Optimizer states that do not exist yet are created.  Folders written by DeepSpeed (ZeRO 1
+        to 3, universal) are accepted: masters, states and options are loaded, and the client state is returned.
 
         Args:
-            folder: one, or a list of those of all stages of a pipeline that is split differently here; parameters are found by
-                name.
+            folder: one folder, or a list with those of all stages of a pipeline that was split differently; parameters are
+                found by name.
             optimizer: as in ``save``; () leaves optimizers as they are.
             objects: as in ``save``; {} ignores those in the file.
         Returns:
             What was saved as ``extra``.
         Raises:
-            CheckpointError: on every rank; the run is as it was unless the message says that it is partly loaded.
+            CheckpointError: on every rank; the run is unchanged unless the message says that it is partly loaded.
         """
         self._check_at_rest("load")
         self._finish_saving("load")

@@ -202,7 +202,7 @@ class Saving:
     """A save that may still be running; ``Attachment.save`` returns it.
 
     Attributes:
-        folder: what becomes the checkpoint.
+        folder: the checkpoint to be.
         begun_ns: when its state was taken, by the clock of its file system; on the first rank.
     """
 
@@ -214,7 +214,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is over: the checkpoint exists, or ``wait`` raises why not.  Never blocks."""
+        """Whether it has ended: the checkpoint exists, or ``wait`` raises the reason.  Never blocks."""
         return self._writing is None or self._writing.done()
 
     @property

@@ -29,11 +29,11 @@ def from_pretrained(
     trainable: bool = True,
     **changes: Any,
 ) -> Attachment:
-    """Load a folder that ``save_pretrained`` wrote, and attach the model.  Collective.
+    """Load a folder written by ``save_pretrained``, and attach the model.  Collective.
 
-    The model is on the current CUDA device, or on the CPU if there is none, in evaluation mode as in transformers.  No rank
-    holds more than its shards, one unit and 8 MiB of a file, or the tensors that one parameter is converted from (merged
-    experts).
+    The model is on the current CUDA device, or on the CPU if there is none, and in evaluation mode as in transformers.  No
+    rank holds more than its shards, one unit, and 8 MiB of a file or the tensors that one parameter is converted from
+    (merged experts).
 
     Args:
         cls: a class of transformers (``LlamaForCausalLM``) or an Auto class (``AutoModelForCausalLM``).

@@ -68,8 +68,8 @@ class ZhooksStrategy(DDPStrategy):
 
     Args:
         policy: a path, a mapping, a ``Policy``, or None for stage 3 with everything on the device.
-        keep_attached: leave the module attached at the end, for a model that would not fit whole; ``attachment.detach()`` makes
-            it plain.
+        keep_attached: leave the module attached at the end, for a model whose full size does not fit;
+            ``attachment.detach()`` restores it.
         **kwargs: ``process_group_backend``, ``timeout`` and other options of ``DDPStrategy`` that do not belong to DDP itself.
     Attributes:
         attachment: that of the module, from ``setup`` on; None while the module is plain.
@@ -235,9 +235,9 @@ class ZhooksStrategy(DDPStrategy):
 
 
 class SaveOnPreemption(pl.Callback):
-    """After SIGTERM has reached any rank, finish the step on all ranks, save, and end with exit code 0.
+    """After SIGTERM has reached any rank, finish the step on all ranks, save, and exit with code 0.
 
-    During ``fit`` it replaces Lightning's own handler, which waits inside the signal for ranks that may not have received one.
+    During ``fit`` it replaces Lightning's own handler, which waits inside the signal for ranks that may not have received it.
 
     Args:
         path: of the checkpoint, as ``trainer.save_checkpoint`` takes it; ``fit(ckpt_path=path)`` resumes from it.

@@ -66,17 +66,17 @@ class _Found(IntEnum):
 
 
 class Replicas(torchft.Manager):  # type: ignore[misc]
-    """torchft's Manager for an attached model: quorums, sums of gradients over replicas, and state for replicas that return.
+    """torchft's Manager for an attached model: quorums, mean gradients over replicas, and state for returning replicas.
 
-    Every rank of a replica makes one, after ``attach``.  Replicas must start from the same values (the same seed, or the same
+    Every rank of a replica creates one, after ``attach``.  Replicas must start from the same values (the same seed, or the same
     checkpoint), which is checked.
 
     Args:
         attachment: that of the model, over the ranks of this replica.
         optimizer: the one or several that step its parameters.
         pg: a reconfigurable process group of torchft, such as ``ProcessGroupGloo()``.
-        min_replica_size: how many replicas a step needs to count.
-        timeout: for a sum over replicas and for each answer of a peer; below the policy's ``[comm] timeout_s``.
+        min_replica_size: how many replicas a step needs in order to count.
+        timeout: for a reduction over replicas and for each answer of a peer; below the policy's ``[comm] timeout_s``.
         **options: torchft's own: ``state_dict`` and ``load_state_dict`` (plain data in addition to model and optimizer),
             ``quorum_timeout``, ``lighthouse_addr``, ``replica_id`` and others.
     Raises:
@@ -139,11 +139,11 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
     # One step.
 
     def start_quorum(self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None) -> None:
-        """Begin a step: find out which replicas live, hand states on, and compare.  Collective over all living replicas.
+        """Begin a step: find out which replicas live, send state to returning ones, and compare.  Collective over all of them.
 
         Raises:
             AttachError: replicas run another model, policy or step, or did not start from the same values.
-            CheckpointError: the state of a peer cannot be taken over, or this replica is torn and nobody can mend it.
+            CheckpointError: the state of a peer cannot be loaded, or this replica is torn and no peer has a complete state.
         """
         if not allow_heal:
             raise CapabilityError(

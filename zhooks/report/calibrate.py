@@ -240,9 +240,9 @@ class Calibrated:
     def calibrate(
         self, *, prefer: Literal["bf16", "fp16"] = "bf16", loss_scale: float | None = None
     ) -> Iterator[Calibration]:
-        """Measure a few ordinary steps inside the block and propose a dtype for each unit.  Collective.
+        """Measure a few ordinary steps inside the block and suggest a dtype for each unit.  Collective.
 
-        Print what it yields for the reasons; ``.proposal.toml()`` and ``.proposal.values()`` are policies.
+        Print the result for the reasons; ``.proposal.toml()`` and ``.proposal.values()`` are policies.
 
         Args:
             prefer: the dtype that units should compute in if they can; fp32 is proposed for the others.

@@ -36,10 +36,10 @@ class GradStatistics:
     def grad_norms(self) -> GradNorms:
         """Return the 2-norms of the gradients in ``.grad``: ``.total``, and ``.units`` by unit name.  Collective.
 
-        These are the norms of reduced means over the ranks, as clipping would see them: summed over the backward passes since
-        ``zero_grad``, unscaled if the policy scales the loss, scaled while a GradScaler still does, on any tier.  It costs one
-        exchange of one number per unit.  What ``accumulate()`` has held back is reduced first.  On a mesh with ``pp`` they are
-        this stage's.
+        These are the norms of the reduced means over the ranks, as clipping sees them: accumulated over the backward passes
+        since ``zero_grad``, unscaled if the policy scales the loss, scaled as long as a GradScaler scales them, on any tier.
+        It communicates one number per unit.  Gradients accumulated in ``accumulate()`` are reduced first.  On a mesh with
+        ``pp`` they are those of this stage.
 
         Returns:
             Python floats, the same on every rank.
@@ -57,9 +57,9 @@ class GradStatistics:
         return gradient_norms(self._units, self._comm)
 
     def noise_scale(self, batch_size: int, *, decay: float = 0.99) -> NoiseScale:
-        """Measure the gradient noise scale, which is about the largest batch that is worth its samples.  Collective.
+        """Measure the gradient noise scale, roughly the batch size beyond which more samples save few steps.  Collective.
 
-        On several ranks it compares what each rank sends to a reduction with the mean that comes back.  A single rank needs
+        On several ranks it compares what each rank sends to a reduction with the mean that it receives.  A single rank needs
         several backward passes per step, after ``zero_grad()``.  The loss must be a mean over samples, with equally many on
         every rank and in every pass.  It costs one pass over the gradients and one exchange of five numbers per reduction.
 

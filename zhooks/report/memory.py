@@ -42,14 +42,14 @@ class MemoryReport:
 
     Attributes:
         rows: the model states: parameter, gradient, optimizer, one row per tier.
-        transient: buffers that come and go, or wait for their next use.
+        transient: temporary buffers, in use or idle.
         psi: the number of parameters.
-        ranks: over how many ranks they are sharded.
+        ranks: the number of ranks they are sharded over.
         paper: the ZeRO paper's figure for them, in bytes.
-        bounds: the most that the policy lets each kind of buffer hold.
+        bounds: the upper bound of each kind of buffer under this policy.
         residual: activations.
-        rest: what is reserved or resident beyond all that.
-        notes: what the formulas were given, or why there are none, and which key changes the largest line.
+        rest: memory reserved or resident beyond all that.
+        notes: the inputs of the formulas, or why there are none, and the key that reduces the largest line.
     """
 
     rows: tuple[Row, ...]
@@ -64,7 +64,7 @@ class MemoryReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the model states, without buffers that come and go."""
+        """Bytes of the model states, without temporary buffers."""
         return sum(row.nbytes for row in self.rows)
 
     @property
@@ -73,7 +73,7 @@ class MemoryReport:
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Bytes on each tier: model states and buffers now, activations as they were at most."""
+        """Bytes on each tier: model states and buffers now, activations at their peak."""
         sums = dict.fromkeys((tier.value for tier in Tier), 0)
         for row in self.rows:
             sums[row.tier] += row.nbytes

@@ -90,13 +90,13 @@ def find_policy(
     most: int = 10,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Proposals:
-    """Search for the policy under which a step of ``world`` ranks is fastest within the memory of the hardware.
+    """Search for the policy with the fastest step of ``world`` ranks that fits in the hardware's memory.
 
     Args:
         build: as in ``simulate``.  If it has a parameter ``mesh`` with the default None, it is also called with meshes that
             have a "tp" axis, over which it divides the model; ranks of one such axis share their samples.
         step: as in ``simulate``.  If it has parameters ``micro_batch`` and ``accumulation`` with defaults, it is also called
-            with smaller micro-batches and more of them; otherwise the batch stays as it is.
+            with smaller micro-batches and more of them; otherwise the batch does not change.
         world: the number of ranks.
         hardware: a profile's name or file.
         policy: what the search may not change: units, ``[comm]`` and every key that it does not search over.
@@ -111,7 +111,7 @@ def find_policy(
     Returns:
         The best policies, the fastest first.
     Raises:
-        BudgetError: no policy fits; names the least memory that would, by tier.
+        BudgetError: no policy fits; names the least memory that would be enough, by tier.
         SimulationError: as in ``simulate``.
         HardwareError: as in ``simulate``.
         PolicyError: as in ``simulate``.

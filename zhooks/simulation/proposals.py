@@ -106,7 +106,7 @@ class Proposals:
         world: the number of ranks.
         limits: bytes that a rank may hold, by tier.
         candidates: how many policies there were to choose from.
-        best: the policies, each with its simulation, its memory by tier and the resource that binds it.
+        best: the policies, each with its simulation, its memory by tier and its bottleneck.
         ranking: the whole search.
         numel: parameters of the model.
         kind: the kind of the hardware, "gpu" or "cpu".

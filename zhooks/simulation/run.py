@@ -51,25 +51,25 @@ class Simulation:
         world: the number of ranks.
         step_s: seconds of the step.
         compute_s: seconds in which the device computed.
-        exposed_s: seconds in which gathers and reductions were under way and the device computed nothing.
+        exposed_s: seconds in which gathers or reductions were in progress and the device computed nothing.
         host_s: seconds until the host had issued the step.
-        device: the most that was held in device memory, and by whom.
-        host: the most that was held in host memory, and by whom.
+        device: the peak of device memory, and what held it.
+        host: the peak of host memory, and what held it.
         flops: floating-point operations on this rank's device.
         link_nbytes: bytes that this rank sent over its link inside the node.
         network_nbytes: bytes that its node sent over the network, for all of its ranks.
         mfu: FLOPs per second as a share of the device's highest peak in bf16, fp16 and fp32.
         joules: energy of all devices for a step; None if the profile has no figure.
         price: price of a step on all devices; None if the profile has no figure.
-        races: uses of memory that nothing orders, on the streams that CUDA would be given.
+        races: uses of memory that nothing orders, on the streams that CUDA would use.
         device_memory: bytes of device memory that the hardware has.
         host_memory: this rank's share of the host memory that the hardware has.
-        rank: whose step it is: one that all others are like, or the slowest.
+        rank: the rank whose step this is: one that represents all, or the slowest.
         waiting_s: seconds that ranks which are not slow wait for those that are.
         reserved: what torch's caching allocator would have reserved; None if that was not asked for.
-        bubble_s: seconds in which the device waited for other stages of the pipeline, at the end of the step too.
-        stages: of a pipeline, each stage's own result, by place on the ``pp`` axis.  Times, FLOPs and traffic of the whole are
-            then means over stages, peaks those of the stage that holds the most (``rank``), ``host_s`` the longest.
+        bubble_s: seconds in which the device waited for other stages of the pipeline, including the end of the step.
+        stages: of a pipeline, each stage's own result, by coordinate on the ``pp`` axis.  Times, FLOPs and traffic of the
+            pipeline are means over stages, peaks those of the stage that holds the most (``rank``), ``host_s`` the longest.
     """
 
     hardware: str
@@ -97,7 +97,7 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of device and host suffices on every stage.  A step continues even where it does not."""
+        """Whether device and host memory suffice on every stage.  The simulation continues even if they don't."""
         if self.stages:
             return all(stage.fits for stage in self.stages)
         placed = self.reserved is None or not self.reserved.failed
@@ -177,7 +177,7 @@ def simulate(
         build: returns the model, or the model and its optimizer.  Called under ``torch.device("virtual")``, so that parameters
             take no memory.  It must return a new model each time.
         step: called once per step with what ``build`` returned: forward, backward, ``optimizer.step()``, ``zero_grad()``, on
-            tensors that it makes on the device "virtual".  It may not read a value (``loss.item()``).
+            tensors that it creates on the device "virtual".  It must not read values (``loss.item()``).
         world: the number of ranks.
         mesh: sizes of the axes "replicate", "shard" (or "dp"), "tp" and "pp", outermost first, in any order, as
             ``init_device_mesh`` takes them; None is one shard axis over all ranks.  With "tp" or "pp" ``build`` is called with

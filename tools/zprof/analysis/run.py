@@ -37,7 +37,7 @@ __all__ = ["Curves", "Peak", "Run", "Span"]
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment a tier held most.
+    """The moment when a tier held the most.
 
     Attributes:
         nbytes: held then, in bytes.
@@ -138,7 +138,7 @@ class Run:
 
     @property
     def device(self) -> str:
-        """What computed, such as "cpu" or "cuda:0"."""
+        """The compute device, such as "cpu" or "cuda:0"."""
         return self._trace.device
 
     @property
@@ -152,7 +152,7 @@ class Run:
 
     @property
     def simulated(self) -> str:
-        """The hardware of which a simulation predicts; "" for what really ran."""
+        """The hardware of a simulation; "" for a real run."""
         return self._trace.header.simulated
 
     @property
@@ -161,12 +161,12 @@ class Run:
 
     @property
     def damage(self) -> str | None:
-        """What of the file could not be read, in one line; None where all was."""
+        """Which part of the file could not be read, in one line; None if all of it was."""
         return self._ledger.damage
 
     @property
     def not_recorded(self) -> list[str]:
-        """What no figure includes, a line each."""
+        """What no figure includes, one line each."""
         return list(self._analysis.covered.lines())
 
     @property

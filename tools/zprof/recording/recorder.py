@@ -77,15 +77,15 @@ class Recorder:
 
     Args:
         path: the trace; "{rank}" becomes this process's rank.
-        level: "events" costs least and covers what zhooks places; "alloc" covers every torch storage; "stack" also says
-            which lines made them; "ops" is "alloc" and the operators of some steps. "auto" is "events" where zhooks is
+        level: "events" costs the least and covers what zhooks places; "alloc" covers every torch storage; "stack" also the
+            lines that allocated them; "ops" is "alloc" plus the operators of some steps. "auto" is "events" if zhooks is
             attached before the first step, else "alloc".
         interval_s: seconds between samples of memory, allocator and NVML.
-        nvml: "auto" samples GPUs where NVML answers, "on" insists, "off" does not ask.
-        force: write over an existing file.
-        children: "memory" samples the processes that this one starts, from outside; "off" does not look.
+        nvml: "auto" samples GPUs if NVML works, "on" requires it, "off" does not use it.
+        force: overwrite an existing file.
+        children: "memory" samples the processes that this one starts, from outside; "off" does not.
         ops_steps: at level "ops", the steps whose operators are recorded: "10:13" for 10, 11 and 12, "3:6,100:103", or "all".
-        ops_stack: at level "ops", also the lines that called them, which costs much.
+        ops_stack: at level "ops", also the lines that called them, which is expensive.
     Raises:
         ValueError: an argument is not one of those.
         TraceError: the file exists already or cannot be made.  CapabilityError: ``nvml="on"`` and NVML does not answer.
