@@ -258,8 +258,9 @@ def test_the_architecture_page_names_every_file() -> None:
     assert files and not missing
 
 
-def test_the_architecture_page_names_no_file_that_is_not_there() -> None:
-    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["architecture.md", "explanation/fsdp2.md"])
+def test_a_page_on_the_code_names_no_file_that_is_not_there(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
     folders = [*(ROOT / name for name in ("zhooks", "offload", "tools", "tests")), Path(fully_shard.__file__).parent]
     files = {f"/{path.as_posix()}": path for folder in folders for path in folder.rglob("*.py")}
     for name, symbol in re.findall(r"`([\w/]+\.py)(?:: (\w+))?`", text):
