@@ -95,8 +95,8 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> str
     "-o",
     "--output",
     metavar="FILE|FOLDER",
-    help=f"The trace to write; by default {RUN}, or where an earlier run has that, the next of run-2.{{rank}}.zprof, "
-    "run-3.{rank}.zprof and so on. In a folder, which hosts may share, the run is called as torchrun or Slurm call the job.",
+    help=f"The trace to write; by default {RUN}, or run-2.{{rank}}.zprof, run-3.{{rank}}.zprof and so on if that exists. In a "
+    "FOLDER, which hosts may share, traces are named after the torchrun or Slurm job.",
 )
 @click.option("-f", "--force", is_flag=True, help=f"Overwrite an existing trace; {RUN} without -o.")
 @click.option(
@@ -104,18 +104,18 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> str
     type=click.Choice((AUTO, *LEVELS)),
     default=AUTO,
     show_default=True,
-    help="events: what zhooks places and does. alloc: every storage of torch too. stack: also the lines that made them. "
-    "ops: alloc, and the operators and kernels of some steps. auto: events for a script that attaches zhooks before its first "
+    help="events: what zhooks places and does. alloc: also every torch storage. stack: also the lines that allocated them. "
+    "ops: alloc, plus the operators and kernels of some steps. auto: events for a script that attaches zhooks before its first "
     "step, alloc for any other.",
 )
 @click.option(
     "--ops-steps",
     metavar="STEPS",
     callback=_steps,
-    help=f"At --level ops, which: 10:13 for steps 10, 11 and 12, 3:6,100:103, or all; {DEFAULT} unless said. Forwards count "
-    "where nothing steps. A window is at most 60 s long.",
+    help=f"At --level ops, the steps: 10:13 for steps 10, 11 and 12, 3:6,100:103, or all; by default {DEFAULT}. Without an "
+    "optimizer, forwards count. A window is at most 60 s long.",
 )
-@click.option("--ops-stack", is_flag=True, help="At --level ops: also the lines that called operators, which costs much.")
+@click.option("--ops-stack", is_flag=True, help="At --level ops: also the lines that called operators, which is slow.")
 @click.option(
     "--nvml", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True, help="Sample GPUs through NVML."
 )
@@ -127,20 +127,20 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> str
     type=click.Choice(["off", "memory", "record"]),
     default="memory",
     show_default=True,
-    help="Processes that the script starts. memory: sample from outside what loader workers and others hold. record: those of "
-    "multiprocessing and forks that train, such as ranks of mp.spawn, also get a trace each: run.0.child-1.zprof and so on.",
+    help="Processes that the script starts. memory: sample their memory from outside. record: forks and processes of "
+    "multiprocessing that train, such as ranks of mp.spawn, also get a trace each: run.0.child-1.zprof and so on.",
 )
 @click.option("--live", is_flag=True, help="Show tiers, steps and bandwidths on the terminal while it runs.")
 @click.option(
     "--hang-after",
     callback=_patience,
     metavar="TIME",
-    help="Where nothing has been recorded for so long, note the stacks of all threads in the trace, and print them on stderr.",
+    help="If nothing has been recorded for this long, write the stacks of all threads to the trace and to stderr.",
 )
 @click.option(
     "--stacks-on",
     type=click.Choice(("USR1", "USR2")),
-    help="Print the stacks of all threads on stderr when this signal comes, unless the script sets a handler of its own.",
+    help="Print the stacks of all threads to stderr on this signal, unless the script sets its own handler.",
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
@@ -159,7 +159,7 @@ def run(
     module: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT as python would, and record it into a trace; what follows SCRIPT is the script's own.
+    """Run SCRIPT like python does, and record it into a trace. Arguments after SCRIPT are passed to it.
 
     \b
     zprof run train.py --epochs 3
@@ -167,8 +167,8 @@ def run(
     zprof run --level ops --ops-steps 10:13 train.py
     torchrun --nproc_per_node 2 -m zprof run train.py
 
-    Under torchrun or srun {rank} in the name of the trace becomes the rank: one file a rank. Exit code and signals are
-    those of the script. If it runs out of memory, what held the memory and what would have fitted is printed.
+    Under torchrun or srun, {rank} in the name of the trace becomes the rank: one file per rank. Exit code and signals are
+    those of the script. If it runs out of memory, zprof prints what held the memory and what would have fitted.
     """
     if level != "ops" and (ops_steps is not None or ops_stack):
         asked = "--ops-steps" if ops_steps is not None else "--ops-stack"

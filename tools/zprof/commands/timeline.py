@@ -25,10 +25,10 @@ SCRIPTS = tuple(f"timeline{part}.js" for part in ("", "_memory", "_lanes", "_rat
 @click.option("-f", "--force", is_flag=True, help="Overwrite the page if it is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON, for programs.")
 def timeline(runs: tuple[Path, ...], output: Path | None, force: bool, as_json: bool) -> None:
-    """Draw RUNs, one a rank, over time: memory by category, what ran, transfers, exposed waits. Those of the newest run in this
-    folder unless named.
+    """Plot RUNs, one per rank, over time: memory by category, what ran, transfers, exposed waits. The default is the newest
+    run in this folder.
 
-    The page holds all it needs and asks no network: open it in a browser, send it, keep it.
+    The page is one HTML file that needs no network: open it in a browser, send it, archive it.
 
     \b
     Example:  zprof timeline run.0.zprof run.1.zprof -o run.html
