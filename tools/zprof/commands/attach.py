@@ -61,9 +61,11 @@ def attach(
 
     \b
     zprof attach PID --record 30s
-        With the same Python 3.14 or newer in both processes, a zprof.Recorder runs inside PID for 30 s. Its hooks are then
-        removed; modules that it imported stay. Before 3.14, py-spy samples the Python stacks for 30 s into a file for
-        speedscope.app: no bytes, no steps, and nothing in the process is changed.
+        With the same Python 3.14 or newer in both processes, a zprof.Recorder
+        runs inside PID for 30 s. Its hooks are then removed; modules that it
+        imported stay. Before 3.14, py-spy samples the Python stacks for 30 s
+        into a file for speedscope.app: no bytes, no steps, and nothing in the
+        process is changed.
 
     Exit code 1 if the process is gone or is not Python, 4 if it cannot be inspected.
     """

@@ -44,10 +44,10 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
     RUN is a trace, or a folder of traces; several are the ranks of one run. The default is the newest run in this folder.
 
     \b
-    perfetto        Bytes by tier and category, samples, and spans: nested spans on
-                    their thread's track, transfers on separate tracks; all ranks
-                    on one clock. At most 40 MB: the shortest spans of each kind
-                    are left out, and it says how many. For level ops also
+    perfetto        Bytes by tier and category, samples, and spans: nested spans
+                    on their thread's track, transfers on separate tracks; all
+                    ranks on one clock. At most 40 MB: the shortest spans of each
+                    kind are left out, and it says how many. For level ops also
                     operators and kernels by thread and stream, with arrows from
                     each launch, in up to 48 MB more. Open it at
                     https://ui.perfetto.dev or in chrome://tracing.
