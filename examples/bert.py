@@ -1,4 +1,4 @@
-"""Masked-language pre-training of a BERT of transformers, on Python's own source as bytes.
+"""Masked-language pre-training of a BERT from transformers, on the bytes of Python's own source code.
 
     python examples/bert.py
     torchrun --nproc-per-node 2 examples/bert.py --policy examples/policies/teams_zero3_bf16.toml
@@ -33,7 +33,7 @@ def masked(inputs: Tensor, step: int) -> tuple[Tensor, Tensor]:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=100, type=click.IntRange(1), help="Training steps.")
-@click.option("--batch", default=32, type=click.IntRange(1), help="Windows of text a step on each rank.")
+@click.option("--batch", default=32, type=click.IntRange(1), help="Windows of text per step and rank.")
 @click.option("--hidden", default=128, type=click.IntRange(8), help="Width of the model, a multiple of 4.")
 @click.option("--layers", default=4, type=click.IntRange(1), help="Transformer blocks.")
 @click.option("--context", default=64, type=click.IntRange(8), help="Bytes in a window.")

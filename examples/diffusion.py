@@ -1,4 +1,4 @@
-"""Denoising diffusion with a UNet of diffusers, on images made here: bright discs on a dark ground.
+"""Denoising diffusion with a UNet from diffusers, on generated images: bright discs on a dark background.
 
     python examples/diffusion.py
     torchrun --nproc-per-node 2 examples/diffusion.py
@@ -30,7 +30,7 @@ def discs(count: int, size: int, generator: torch.Generator) -> Tensor:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=60, type=click.IntRange(1), help="Training steps.")
-@click.option("--batch", default=16, type=click.IntRange(1), help="Images a step on each rank.")
+@click.option("--batch", default=16, type=click.IntRange(1), help="Images per step and rank.")
 @click.option("--size", default=16, type=click.IntRange(8), help="Height and width, a multiple of 4.")
 @click.option("--width", default=32, type=click.IntRange(8), help="Channels of the first level, a multiple of 8.")
 @click.option("--policy", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A policy file.")

@@ -1,4 +1,4 @@
-"""A job that goes on when ranks or hosts are lost or come, under torchrun's elastic agent.
+"""A job that continues when ranks or hosts are lost or added, under torchrun's elastic agent.
 
     python examples/elastic.py
     torchrun --nnodes=1:4 --nproc-per-node=2 --max-restarts=10 --rdzv-backend=c10d --rdzv-id=job7 \
@@ -20,8 +20,8 @@ BATCH = 48  # of all ranks: the same vectors whatever their number is
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=100, type=click.IntRange(1), help="Training steps.")
-@click.option("--every", default=5, type=click.IntRange(1), help="Steps from one save to peers' memory to the next.")
-@click.option("--folder", default="runs", help="Where a checkpoint is written every ten of those.")
+@click.option("--every", default=5, type=click.IntRange(1), help="Steps between saves to peers' memory.")
+@click.option("--folder", default="runs", help="Where every tenth of those saves is also written as a checkpoint.")
 def main(steps: int, every: int, folder: str) -> None:
     """Learn the length of vectors; kill a rank (kill -9) and look."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ

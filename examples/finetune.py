@@ -1,10 +1,10 @@
-"""Train a small Llama on Python source with the Trainer of transformers, its states sharded over the ranks.
+"""Train a small Llama on Python source code with transformers' Trainer, sharded over the ranks.
 
     pip install '.[transformers]'
     torchrun --nproc-per-node 2 examples/finetune.py
     torchrun --nproc-per-node 2 examples/finetune.py --policy examples/policies/one_gpu_offload.toml
 
-The one line that names zhooks is the import of `Trainer`. To fine-tune weights of your own, load them in `language_model`.
+Only the import of `Trainer` names zhooks. To fine-tune your own weights, load them in `language_model`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def language_model(layers: int, width: int) -> LlamaForCausalLM:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=200, type=click.IntRange(1), help="Training steps.")
-@click.option("--batch", default=8, type=click.IntRange(1), help="Rows a step, on each rank.")
+@click.option("--batch", default=8, type=click.IntRange(1), help="Rows per step and rank.")
 @click.option("--layers", default=4, type=click.IntRange(1), help="Transformer blocks.")
 @click.option("--width", default=96, type=click.IntRange(16), help="Width of the model, a multiple of 16.")
 @click.option("--context", default=128, type=click.IntRange(2), help="Bytes in a row.")

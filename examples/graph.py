@@ -1,4 +1,4 @@
-"""Graph classification with torch_geometric: which of two random processes made a graph?
+"""Graph classification with torch_geometric: which of two random processes generated a graph?
 
     python examples/graph.py
     torchrun --nproc-per-node 2 examples/graph.py
@@ -53,7 +53,7 @@ class Network(nn.Module):
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=60, type=click.IntRange(1), help="Training steps.")
-@click.option("--batch", default=16, type=click.IntRange(1), help="Graphs a step on each rank.")
+@click.option("--batch", default=16, type=click.IntRange(1), help="Graphs per step and rank.")
 @click.option("--nodes", default=40, type=click.IntRange(8), help="Nodes of each graph.")
 @click.option("--width", default=64, type=click.IntRange(1), help="Width of the model.")
 @click.option("--policy", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A policy file.")

@@ -1,9 +1,9 @@
-"""Train LoRA adapters of PEFT on a frozen base in bf16, both sharded over the ranks, in a loop of one's own.
+"""Train PEFT's LoRA adapters on a frozen bf16 base, both sharded over the ranks, in your own training loop.
 
     pip install '.[transformers,peft]'
     torchrun --nproc-per-node 2 examples/lora.py
 
-The base takes 2 bytes a parameter over all ranks together; gradients and optimizer states exist for the adapters alone.
+The base takes 2 bytes per parameter in total over all ranks; only the adapters have gradients and optimizer states.
 """
 
 # torch leaves Tensor.backward without annotations.
@@ -24,7 +24,7 @@ from text import held_out_batch, read_corpus, share, standard_library, train_bat
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=100, type=click.IntRange(1), help="Training steps.")
-@click.option("--batch", default=8, type=click.IntRange(1), help="Rows a step, over all ranks.")
+@click.option("--batch", default=8, type=click.IntRange(1), help="Rows per step, over all ranks.")
 @click.option("--layers", default=4, type=click.IntRange(1), help="Transformer blocks.")
 @click.option("--width", default=96, type=click.IntRange(16), help="Width of the model, a multiple of 16.")
 @click.option("--rank", "lora_rank", default=8, type=click.IntRange(1), help="Rank of the adapters.")

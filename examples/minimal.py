@@ -1,4 +1,4 @@
-"""The smallest training loop under ZeRO: plain PyTorch, and one line.
+"""The smallest training loop with ZeRO: plain PyTorch plus one line.
 
     python examples/minimal.py
     torchrun --nproc-per-node 2 examples/minimal.py

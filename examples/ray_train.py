@@ -3,8 +3,8 @@
     pip install '.[ray]'
     python examples/ray_train.py --workers 2
 
-`zhooks.attach` stands where a script of Ray says `prepare_model`, which would wrap DistributedDataParallel around the model.
-Ray keeps what is reported: a worker that fails, or the same command with more `--steps`, goes on from there.
+`zhooks.attach` replaces Ray's `prepare_model`, which would wrap the model in DistributedDataParallel.
+Ray keeps reported checkpoints: after a worker fails, or with more `--steps`, the same command continues from there.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def train(job: dict[str, Any]) -> None:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--workers", default=2, type=click.IntRange(1), help="Processes; a GPU each where there are any, else a core.")
-@click.option("--steps", default=100, type=click.IntRange(1), help="Training steps, those of earlier runs among them.")
-@click.option("--every", default=50, type=click.IntRange(1), help="Steps between two reports with a checkpoint.")
-@click.option("--batch", default=16, type=click.IntRange(1), help="Windows a step, over all workers.")
+@click.option("--workers", default=2, type=click.IntRange(1), help="Processes, each with a GPU, or a core without GPUs.")
+@click.option("--steps", default=100, type=click.IntRange(1), help="Training steps, including those of earlier runs.")
+@click.option("--every", default=50, type=click.IntRange(1), help="Steps between reports with a checkpoint.")
+@click.option("--batch", default=16, type=click.IntRange(1), help="Windows per step, over all workers.")
 @click.option("--layers", default=4, type=click.IntRange(1), help="Transformer blocks.")
 @click.option("--dim", default=96, type=click.IntRange(8), help="Width of the model, a multiple of 8.")
 @click.option("--source", default=standard_library(), type=click.Path(exists=True, resolve_path=True), help="Sources.")
-@click.option("--out", default="ray", type=click.Path(resolve_path=True), help="Folder all workers see, for what is kept.")
+@click.option("--out", default="ray", type=click.Path(resolve_path=True), help="Folder that all workers see, for checkpoints.")
 def main(workers: int, **job: Any) -> None:
     """Train, and say what the loss of the last step was on rank 0."""
     if job["batch"] % workers:

@@ -1,4 +1,4 @@
-"""Replicas under torchft: one that is killed leaves the others training, and takes their state over when it returns.
+"""Replicas with torchft: when one is killed, the others keep training, and it copies their state when it returns.
 
     torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000      # once, on a machine that all see
     TORCHFT_LIGHTHOUSE=http://localhost:29510 torchrun --nproc-per-node=2 --master-port=29600 examples/replicas.py
@@ -21,7 +21,7 @@ BATCH = 16  # of a rank
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--steps", default=2000, type=click.IntRange(1), help="Training steps that count.")
+@click.option("--steps", default=2000, type=click.IntRange(1), help="Committed training steps.")
 @click.option("--replica", default=0, type=click.IntRange(0), help="Which replica this is.")
 def main(steps: int, replica: int) -> None:
     """Learn the length of vectors; kill one replica (kill -9), start it again and look."""

@@ -3,7 +3,7 @@
     pip install '.[trl]'
     torchrun --nproc-per-node 2 examples/sft.py
 
-The one line that names zhooks is the import of `SFTTrainer` and its configuration; DPO, KTO, GRPO and the others work alike.
+Only the import of `SFTTrainer` and its configuration names zhooks; DPO, KTO, GRPO and the others work the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def functions(source: Path, count: int) -> Iterator[dict[str, str]]:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=100, type=click.IntRange(1), help="Training steps.")
-@click.option("--batch", default=4, type=click.IntRange(1), help="Functions a step, on each rank.")
+@click.option("--batch", default=4, type=click.IntRange(1), help="Functions per step and rank.")
 @click.option("--layers", default=4, type=click.IntRange(1), help="Transformer blocks.")
 @click.option("--width", default=96, type=click.IntRange(16), help="Width of the model, a multiple of 16.")
 @click.option("--policy", default=None, type=click.Path(exists=True, path_type=Path), help="Policy file; stage 3 without one.")

@@ -1,11 +1,11 @@
-"""Jobs for ``zprof simulate``: a step of a GPT on hardware that is not here, at any number of ranks.
+"""Jobs for ``zprof simulate``: a step of a GPT on hardware you don't have, with any number of ranks.
 
     zprof simulate examples/simulate_gpt.py:small --hardware h100 --nodes 2 -o plan.zprof
     zprof simulate examples/simulate_gpt.py:billions --hardware h100 --nodes 128 --mesh replicate=16,shard=64
     zprof report plan.zprof
 
-A job is a function that returns two: ``build`` makes the model and its optimizer, whose parameters have shapes and take no
-memory; ``step`` is a step of the training loop on inputs that have shapes alone, and reads no value (no ``loss.item()``).
+A job is a function that returns two functions: ``build`` creates the model and its optimizer, whose parameters have shapes
+but no memory; ``step`` is a training step on inputs that have only shapes, and reads no values (no ``loss.item()``).
 """
 
 from __future__ import annotations

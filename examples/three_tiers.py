@@ -1,4 +1,4 @@
-"""One device that is too small: a policy file spreads the training state over device memory, host memory and disk.
+"""A model too large for its device: a policy file spreads the training state over device memory, host memory and disk.
 
     python examples/three_tiers.py
     python examples/three_tiers.py --policy examples/policies/one_gpu_infinity.toml
@@ -26,7 +26,7 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=30, type=click.IntRange(1), help="Training steps.")
-@click.option("--policy", default=POLICY, type=FILE, help="Which tier holds what.")
+@click.option("--policy", default=POLICY, type=FILE, help="A policy file.")
 @click.option("--dim", default=128, type=click.IntRange(8), help="Width of the model.")
 @click.option("--source", default=standard_library(), type=FOLDER, help="Text: *.py files.")
 def main(steps: int, policy: Path, dim: int, source: Path) -> None:

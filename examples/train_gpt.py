@@ -1,6 +1,6 @@
-"""Train a small GPT on the Python standard library's own source, sharded over ranks by one line: `zhooks.attach`.
+"""Train a small GPT on the source code of Python's standard library, sharded over ranks with one line: `zhooks.attach`.
 
-Run it with torchrun, or as it is for one process; the model is in `gpt.py`, the data in `text.py`:
+Run it with torchrun, or with python for one process; the model is in `gpt.py`, the data in `text.py`:
 
     torchrun --nproc-per-node 2 examples/train_gpt.py
     python examples/train_gpt.py --plain
@@ -392,25 +392,25 @@ def check_options(job: Job) -> None:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=1200, type=click.IntRange(1), help="Training steps.")
-@click.option("--seconds", default=540.0, type=click.FloatRange(0), help="Stop training after this time, set-up apart.")
-@click.option("--batch", default=16, type=click.IntRange(1, HELD_OUT_ROWS), help="Windows a step, over all ranks.")
+@click.option("--seconds", default=540.0, type=click.FloatRange(0), help="Stop training after this time, not counting set-up.")
+@click.option("--batch", default=16, type=click.IntRange(1, HELD_OUT_ROWS), help="Windows per step, over all ranks.")
 @click.option("--layers", default=4, type=click.IntRange(1), help="Transformer blocks.")
 @click.option("--dim", default=192, type=click.IntRange(2), help="Width of the model.")
 @click.option("--heads", default=6, type=click.IntRange(1), help="Attention heads.")
-@click.option("--context", default=128, type=click.IntRange(2, 8192), help="Bytes the model looks back.")
+@click.option("--context", default=128, type=click.IntRange(2, 8192), help="Context length in bytes.")
 @click.option("--lr", default=2e-3, type=click.FloatRange(0), help="Highest learning rate.")
 @click.option("--seed", default=0, type=click.IntRange(0, 2**32), help="Seed of weights, data order and sampling.")
 @click.option("--stage", type=click.IntRange(0, 3), help="ZeRO stage.  [default: 3]")
 @click.option("--policy", type=FILE, help="Policy file, instead of --stage.")
 @click.option(
-    "--precision", default="fp32", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of compute; masters stay in fp32."
+    "--precision", default="fp32", type=click.Choice(["fp32", "bf16", "fp16"]), help="Compute dtype; masters stay in fp32."
 )
 @click.option("--plain", is_flag=True, help="One process without zhooks, on the same batches.")
-@click.option("--check-plain", default=0, type=click.IntRange(0), help="Compare that many losses with the plain run's.")
+@click.option("--check-plain", default=0, type=click.IntRange(0), help="Compare this many losses with a plain run.")
 @click.option(
-    "--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="auto: a GPU each, else CPU."
+    "--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]), help="auto: one GPU per rank, else CPU."
 )
-@click.option("--source", default=standard_library, show_default="standard library", type=FOLDER, help="*.py files.")
+@click.option("--source", default=standard_library, show_default="standard library", type=FOLDER, help="Folder of *.py files.")
 @click.option("--out", default="out/gpt.safetensors", type=FILE, help="Where to write the trained weights.")
 @click.option("--json", type=FILE, help="Where to write losses and results.")
 def main(**options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Train the small GPT as a pipeline: its blocks in stages on different processes, each stage sharded over its data ranks.
+"""Train the small GPT as a pipeline: its blocks in stages on different processes, each sharded over its data-parallel ranks.
 
 Run it with torchrun; the model is in `gpt.py`, the data in `text.py`:
 
@@ -187,18 +187,18 @@ def check_options(job: Job, world: int) -> None:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=200, type=click.IntRange(1), help="Training steps.")
-@click.option("--batch", default=16, type=click.IntRange(1), help="Windows a step, over all data ranks.")
-@click.option("--microbatches", default=4, type=click.IntRange(1), help="Parts a data rank's share is cut into.")
-@click.option("--pp", default=2, type=click.IntRange(1), help="Ranks the stages are spread over.")
+@click.option("--batch", default=16, type=click.IntRange(1), help="Windows per step, over all data-parallel ranks.")
+@click.option("--microbatches", default=4, type=click.IntRange(1), help="Microbatches per step and data-parallel rank.")
+@click.option("--pp", default=2, type=click.IntRange(1), help="Pipeline-parallel ranks.")
 @click.option("--schedule", default="1f1b", type=click.Choice(list(SCHEDULES)), help="Order of the microbatches.")
 @click.option("--stage", default=3, type=click.IntRange(0, 3), help="ZeRO stage.")
 @click.option("--layers", default=4, type=click.IntRange(1), help="Transformer blocks.")
 @click.option("--dim", default=96, type=click.IntRange(2), help="Width of the model.")
 @click.option("--heads", default=6, type=click.IntRange(1), help="Attention heads.")
-@click.option("--context", default=64, type=click.IntRange(2, 8192), help="Bytes the model looks back.")
+@click.option("--context", default=64, type=click.IntRange(2, 8192), help="Context length in bytes.")
 @click.option("--lr", default=2e-3, type=click.FloatRange(0), help="Learning rate.")
 @click.option("--seed", default=0, type=click.IntRange(0, 2**32), help="Seed of weights and data order.")
-@click.option("--check-plain", default=0, type=click.IntRange(0), help="Compare that many losses with the plain model's.")
+@click.option("--check-plain", default=0, type=click.IntRange(0), help="Compare this many losses with a plain model.")
 @click.option(
     "--source",
     default=standard_library,

@@ -1,4 +1,4 @@
-"""Image classification with a ViT or a ResNet of transformers, on images made here: stripes of eight directions in noise.
+"""Image classification with a ViT or a ResNet from transformers, on generated images: stripes in eight directions with noise.
 
     python examples/vision.py
     torchrun --nproc-per-node 2 examples/vision.py --model resnet
@@ -44,7 +44,7 @@ def build(kind: str, size: int, width: int) -> nn.Module:
 @click.command(context_settings={"show_default": True})
 @click.option("--model", "kind", default="vit", type=click.Choice(["vit", "resnet"]), help="The network.")
 @click.option("--steps", default=60, type=click.IntRange(1), help="Training steps.")
-@click.option("--batch", default=32, type=click.IntRange(2), help="Images a step on each rank.")
+@click.option("--batch", default=32, type=click.IntRange(2), help="Images per step and rank.")
 @click.option("--size", default=32, type=click.IntRange(16), help="Height and width, a multiple of 8.")
 @click.option("--width", default=64, type=click.IntRange(8), help="Width of the model, a multiple of 8.")
 @click.option("--policy", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A policy file.")
