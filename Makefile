@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
-# Ranks of `make train`; unset means one a GPU, or two on CPU.
+# Ranks of `make train`; unset means one per GPU, or two on CPU.
 NPROC ?=
 ARGS ?=
 
@@ -16,10 +16,10 @@ help:
 	@echo 'make train   train a small GPT under torchrun (NPROC=ranks, ARGS="options of examples/train_gpt.py")'
 	@echo 'make test    lint, types and tests'
 	@echo 'make lint    ruff and mypy --strict'
-	@echo 'make coverage  the tests, slowly, and the share of the packages that they ran'
-	@echo 'make mutation  the share of small changes to four packages that their tests find (half an hour; ARGS="PACKAGE --sample N")'
+	@echo 'make coverage  the same tests with branch coverage (slow)'
+	@echo 'make mutation  mutation testing of four packages (half an hour; ARGS="PACKAGE --sample N")'
 	@echo 'make docs    build the documentation into site/; a warning is an error'
-	@echo 'make docs-serve  show it at http://127.0.0.1:8000, built anew when a page changes'
+	@echo 'make docs-serve  serve it at http://127.0.0.1:8000 and rebuild it when a page changes'
 	@echo 'make clean   remove $(VENV) and all caches'
 
 setup: $(STAMP)
@@ -32,7 +32,7 @@ $(STAMP): setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[test]'
 	touch $(STAMP)
 
-# One thread a rank on CPU: two ranks with a thread a core each would fight over the cores.
+# One thread per rank on CPU: with one thread per core, two ranks would compete for the cores.
 train: setup
 	set -e; nproc=$(NPROC); gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
 	test "$$gpus" -gt 0 || export OMP_NUM_THREADS=1; \
