@@ -363,9 +363,14 @@ def _forget() -> None:
     """Clear what libraries keep for a whole process, which the next job would find."""
     if "torch.distributed.tensor" in sys.modules:
         # DTensor remembers what operations gave, meshes of this job's group included.
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import DTensor, debug
 
-        _clear_sharding_prop_cache()
+        if hasattr(debug, "_clear_sharding_prop_cache"):
+            debug._clear_sharding_prop_cache()
+        else:
+            # torch 2.8 has one cache, and no name for clearing it.
+            dispatcher: Any = DTensor._op_dispatcher
+            dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     if "accelerate" in sys.modules:
         # Every Trainer makes this state, and the next Accelerator would have to agree with it.
         from accelerate.state import AcceleratorState, GradientState
