@@ -1,4 +1,4 @@
-"""Owns what one call to NVML can come to: a value within its bounds, or a failure said in one line.
+"""Owns what one call to a GPU's library can come to: a value within its bounds, or a failure said in one line.
 
 The quantities, counters and devices of `sampling` ask through it. It never lets what a driver or its bindings raise go on.
 """
@@ -59,7 +59,7 @@ class Failure:
         why: a few words on one line.
         final: asking again is in vain.
         lost: the whole device is gone.
-        code: NVML's number, None where the bindings or the bounds refused.
+        code: the library's number, None where the bindings or the bounds refused.
     """
 
     why: str

@@ -1,6 +1,6 @@
-"""Owns which devices NVML shows, MIG instances among them, and which of those a process computes on.
+"""Owns what a device is, which of them NVML shows, MIG instances among them, and which of those a process computes on.
 
-`sampling` asks for them once at the start. It reads no environment of its own and never looks at process numbers, which
+`nvml` asks for them once at the start. It reads no environment of its own and never looks at process numbers, which
 mean nothing inside a container.
 """
 
@@ -25,9 +25,9 @@ class Device:
     """A GPU, or an instance of one that is divided.
 
     Attributes:
-        label: "0", or "0:1" for the second instance of GPU 0, in NVML's order, which is that of the bus.
-        handle: NVML's, for what the device itself answers.
-        chip: NVML's, of the GPU it is or is a part of.
+        label: "0", or "0:1" for the second instance of GPU 0, in the order of the bus.
+        handle: its library's, for what the device itself answers.
+        chip: its library's, of the GPU it is or is a part of.
         instance: (GPU instance, compute instance) of a MIG instance; numbers that NVML did not say are -1.
         divided: a whole GPU whose memory and engines are given to MIG instances.
     """
