@@ -248,7 +248,7 @@ def test_recording_that_insists_on_nvml_is_refused_without_it(library: Path, tmp
         env=environment(library, tmp_path / "slots"),
     )
     assert done.returncode == 1
-    expected = "nvml: expected a GPU that NVML shows, found no driver"
+    expected = "nvml: expected a GPU that NVML, AMD SMI or Level Zero shows, found no driver"
     assert f"{CapabilityError.__name__}: {expected}" in done.stderr
 
 

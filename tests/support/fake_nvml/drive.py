@@ -18,8 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support import fake_nvml
+from tests.support import fake_gpus, fake_nvml
 from tests.support.waiting import soon
+from zprof.gpu import library
 from zprof.gpu.sampling import GpuSampler, open_gpus
 
 
@@ -38,8 +39,16 @@ def running(kind: str, about: list[Any]) -> Any:
     return SimpleNamespace(**{kind: module})
 
 
+def steered() -> fake_nvml.Slots:
+    """The slots of the fake library that the environment names."""
+    if path := os.environ.get("FAKE_NVML"):
+        return fake_nvml.Slots(Path(path))
+    library.DRM = Path(os.environ["FAKE_DRM"])
+    return next(kind(Path(os.environ[kind.variable])) for kind in fake_gpus.KINDS if kind.variable in os.environ)
+
+
 def main() -> None:
-    slots = fake_nvml.Slots(Path(os.environ["FAKE_NVML"]))
+    slots = steered()
     sampler: GpuSampler | None = None
     opened: list[GpuSampler] = []
     answers: list[Any] = []

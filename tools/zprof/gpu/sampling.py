@@ -7,13 +7,15 @@ device, no permission and a GPU that falls off the bus are states, each said in 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.errors import CapabilityError
 from zprof.clock import now_ns
 from zprof.gpu import nvml
-from zprof.gpu.library import Library, Opened
+from zprof.gpu.library import Library, Opened, kernel_shows
+from zprof.gpu.vendors import AMD, INTEL, Vendor
 from zprof.recording.sampler import Reading
 
 if TYPE_CHECKING:
@@ -26,23 +28,60 @@ __all__ = ["GpuSampler", "open_gpus"]
 
 
 def open_gpus(*, required: bool = False, everything: bool = False) -> GpuSampler:
-    """Open NVML and watch the devices of this process, or all of them.
+    """Open the first library that shows a device, and watch those of this process, or all of them.
 
     Args:
-        required: raise where nothing can be watched, instead of returning a sampler whose state says why.
+        required: raise where nothing can be watched, not even later, instead of returning a sampler whose state says why.
         everything: all devices, keyed by their place on the bus ("gpu0", "gpu0:1" for a MIG instance); otherwise those
-            that are left to this process, keyed as torch numbers them, so that "gpu0" is "cuda:0".
+            that are left to this process, keyed as torch numbers them, so that "gpu0" is "cuda:0" or "xpu:0".
     Raises:
         CapabilityError: ``required``, and no library shows this process a device.
     """
-    sampler = GpuSampler(nvml.opened(), everything=everything)
-    if required and not sampler.ok:
+    sampler = GpuSampler(_first(everything), everything=everything)
+    if required and not (sampler.ok or sampler.waits):
         sampler.close()
         raise CapabilityError(
-            f"nvml: expected a GPU that NVML shows, found {sampler.state()['state']} ({sampler.why}); "
+            f"nvml: expected a GPU that NVML, AMD SMI or Level Zero shows, found {sampler.state()['state']} ({sampler.why}); "
             f"install the driver, start the container with its GPUs (--gpus all), or record with --nvml auto"
         )
     return sampler
+
+
+def _first(everything: bool) -> Opened:
+    """The first library that shows devices; where none does, what NVML says, or the first other that is there at all."""
+    first = nvml.opened()
+    for vendor, begin in _OTHERS:
+        # Loading a library for nothing is left out: some take long, and some speak up, where the kernel has no such GPU.
+        if first.state == "ok" or not kernel_shows(vendor):
+            continue
+        other = begin(everything)
+        if other.state == "ok" or (first.state == "absent" and other.state != "absent"):
+            if first.library is not None:
+                first.library.close()
+            first = other
+        elif other.later is not None:
+            return replace(first, later=other.later, notes=(*first.notes, *other.notes))
+        else:
+            first = replace(first, notes=(*first.notes, f"a GPU of another vendor is not sampled: {other.why}"))
+    return first
+
+
+def _amd(everything: bool) -> Opened:
+    from zprof.gpu.amd import opened
+
+    return opened()
+
+
+def _intel(everything: bool) -> Opened:
+    from zprof.gpu.intel import opened, opened_later
+
+    if everything:
+        return opened()
+    return Opened(INTEL, "absent", "", notes=("Level Zero is asked once torch.xpu runs",), later=opened_later)
+
+
+#: Imported where the kernel shows a GPU of theirs.
+_OTHERS: tuple[tuple[Vendor, Callable[[bool], Opened]], ...] = ((AMD, _amd), (INTEL, _intel))
 
 
 class GpuSampler:
@@ -68,7 +107,7 @@ class GpuSampler:
         self._begin(opened)
 
     def _begin(self, opened: Opened) -> None:
-        self.vendor, self._library, self._driver = opened.vendor, opened.library, opened.driver
+        self.vendor, self._library, self._driver, self._later = opened.vendor, opened.library, opened.driver, opened.later
         self._state, self._why = opened.state, opened.why
         self._notes = list(opened.notes)
         self._of_host = list(opened.notes)
@@ -85,6 +124,11 @@ class GpuSampler:
     def ok(self) -> bool:
         """Whether any device is watched and answers."""
         return self._state == "ok" and self._library is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the library begins only once the script has begun to use its devices."""
+        return self._later is not None
 
     @property
     def why(self) -> str:
@@ -142,6 +186,8 @@ class GpuSampler:
             self._asking.release()
 
     def _sampled(self) -> Sequence[Reading]:
+        if self._later is not None and (opened := self._later()) is not None:
+            self._begin(opened)
         library = self._library
         if library is not None and self._found and not (self._everything or self._running) and library.running():
             self._look(library)
@@ -188,6 +234,7 @@ class GpuSampler:
 
     def close(self) -> None:
         """Stop watching and give the library back; again changes nothing."""
+        self._later = None
         if self._library is None:
             return
         # What answered is asked for after the end too, for the last note.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from zprof.gpu.answers import INT64_MAX
 
-__all__ = ["BOUNDS", "NVIDIA", "VENDORS", "Bounds", "Vendor", "quantity_of", "rows_of", "throttles"]
+__all__ = ["AMD", "BOUNDS", "INTEL", "NVIDIA", "VENDORS", "Bounds", "Vendor", "quantity_of", "rows_of", "throttles"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Vendor:
         reset: how a device is reset with it.
         variables: what hides devices from a process.
         remedy: where the library does not answer.
+        pci: its number on the bus.
         throttles: (bit of the mask, why clocks are held back).
     """
 
@@ -32,6 +33,7 @@ class Vendor:
     reset: str
     variables: tuple[str, ...]
     remedy: str
+    pci: int
     throttles: tuple[tuple[int, str], ...] = ()
 
 
@@ -42,6 +44,7 @@ NVIDIA = Vendor(
     reset="nvidia-smi --gpu-reset",
     variables=("CUDA_VISIBLE_DEVICES",),
     remedy="start the container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility, or reinstall the driver",
+    pci=0x10DE,
     throttles=(
         (0x1, "idle"),
         (0x2, "clock setting"),
@@ -56,8 +59,39 @@ NVIDIA = Vendor(
         (0x400, "reliability"),
     ),
 )
+AMD = Vendor(
+    prefix="amd",
+    library="AMD SMI",
+    tool="amd-smi",
+    reset="amd-smi reset --gpureset",
+    # ROCm's own comes first: HIP numbers what it leaves.
+    variables=("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    remedy="start the container with --device /dev/kfd --device /dev/dri, or install the package amd-smi-lib of this ROCm",
+    pci=0x1002,
+)
+INTEL = Vendor(
+    prefix="intel",
+    library="Level Zero",
+    tool="xpu-smi",
+    reset="xpu-smi config --reset",
+    variables=("ZE_AFFINITY_MASK",),
+    remedy="start the container with --device /dev/dri, or install the packages libze1 and libze-intel-gpu1",
+    pci=0x8086,
+    throttles=(
+        (0x1, "power cap"),
+        (0x2, "power cap (burst)"),
+        (0x4, "current limit"),
+        (0x8, "heat limit"),
+        (0x10, "power supply"),
+        (0x20, "clock setting"),
+        (0x40, "board limit"),
+        (0x80, "voltage"),
+        (0x100, "heat"),
+        (0x200, "power"),
+    ),
+)
 #: In the order in which they are looked for.
-VENDORS = (NVIDIA,)
+VENDORS = (NVIDIA, AMD, INTEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +111,7 @@ BOUNDS = {
     "energy": Bounds("mJ", 0, INT64_MAX),
     "temperature": Bounds("C", -50, 250),
     "sm clock": Bounds("MHz", 0, 100_000),
+    "core clock": Bounds("MHz", 0, 100_000),
     "memory clock": Bounds("MHz", 0, 100_000),
     "throttle": Bounds("mask", 0, INT64_MAX),
 }

@@ -74,7 +74,7 @@ def _device(device: dict[str, Any]) -> tuple[str, ...]:
         memory,
         power,
         level("temperature_c", "{} C"),
-        level("sm_clock_mhz", "{} MHz"),
+        level("sm_clock_mhz" if "sm_clock_mhz" in device else "core_clock_mhz", "{} MHz"),
         rate("pcie_tx_bytes_per_s"),
         rate("pcie_rx_bytes_per_s"),
         rate("nvlink_tx_bytes_per_s"),

@@ -38,6 +38,7 @@ _LEVELS = {
     "power": "power_mw",
     "temperature": "temperature_c",
     "sm clock": "sm_clock_mhz",
+    "core clock": "core_clock_mhz",
     "memory clock": "memory_clock_mhz",
 }
 
