@@ -21,8 +21,8 @@ from tests.support.paths import ROOT
 from zprof.gpu.answers import Unbelievable
 from zprof.gpu.counters import Total
 from zprof.gpu.devices import Device, visible_devices
-from zprof.gpu.quantities import throttles
-from zprof.gpu.sampling import open_nvml
+from zprof.gpu.sampling import open_gpus
+from zprof.gpu.vendors import throttles
 from zprof.recording.sampler import ProcessSampler, ReplaySampler, TorchSampler, cgroup_folder, process_samplers, torch_uuids
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -214,7 +214,7 @@ def test_nvml_that_does_not_serve_is_a_state_of_one_line(
 
 def test_without_the_library_the_state_is_absent_and_the_bindings_are_not_imported(tmp_path: Path) -> None:
     code = (
-        "import sys; from zprof.gpu.sampling import open_nvml; s = open_nvml(); print(s.state()['state'], s.sample(), s.why);"
+        "import sys; from zprof.gpu.sampling import open_gpus; s = open_gpus(); print(s.state()['state'], s.sample(), s.why);"
         "s.close(); print('pynvml' in sys.modules, 'torch' in sys.modules)"
     )
     # A file that is no library hides the one a machine with a driver has.
@@ -238,7 +238,7 @@ def test_a_gpu_that_is_lost_is_told_and_its_neighbour_goes_on(library: Path, tmp
 
 
 def test_recording_that_insists_on_nvml_is_refused_without_it(library: Path, tmp_path: Path) -> None:
-    code = "from zprof.gpu.sampling import open_nvml; open_nvml(required=True)"
+    code = "from zprof.gpu.sampling import open_gpus; open_gpus(required=True)"
     Slots(tmp_path / "slots", {"ret_init": 9})
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -248,7 +248,8 @@ def test_recording_that_insists_on_nvml_is_refused_without_it(library: Path, tmp
         env=environment(library, tmp_path / "slots"),
     )
     assert done.returncode == 1
-    assert f"{CapabilityError.__name__}: nvml: expected a GPU that NVML shows, found no driver" in done.stderr
+    expected = "nvml: expected a GPU that NVML, AMD SMI or Level Zero shows, found no driver"
+    assert f"{CapabilityError.__name__}: {expected}" in done.stderr
 
 
 @pytest.mark.parametrize("cases", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -293,7 +294,7 @@ def test_devices_are_keyed_anew_when_cuda_begins_to_run(library: Path, tmp_path:
     assert after["gpu0 nvml memory used"] == again["gpu0 nvml memory used"] == 1002 * MIB
     assert not any(name.startswith("gpu1") for name in after)
     assert [(device["key"], device["label"]) for device in state["devices"]] == [("gpu0", "2")]
-    assert state["notes"] == ["keyed anew when CUDA began to run; until then by the bus: gpu0 0, gpu1 1, gpu2 2"]
+    assert state["notes"] == ["keyed anew when torch began to compute on them; until then by the bus: gpu0 0, gpu1 1, gpu2 2"]
 
 
 def test_of_the_ranks_of_a_host_one_samples_each_gpu(library: Path, tmp_path: Path) -> None:
@@ -443,7 +444,7 @@ def test_on_a_gpu_the_driver_answers_and_agrees_with_torch() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU; the fake library holds the same but for the truth")
     torch.zeros(1, device="cuda")
-    sampler = open_nvml(required=True)
+    sampler = open_gpus(required=True)
     try:
         levels = {(what, key): value for what, key, value in sampler.sample()}
         state = sampler.state()

@@ -12,9 +12,9 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.support.paths import ROOT
 
@@ -95,47 +95,55 @@ DEFAULTS: dict[str, int] = {
     "process": 0,
     "process_memory": 0,
 }
-PLACES = {name: place for place, name in enumerate(DEFAULTS)}
 #: What the code under test does not steer: counters of calls.
 COUNTS = ("inits", "shutdowns", "throughput_calls", "gpm_time", "gpm_held")
 
 
 def build(folder: Path, *missing: str) -> Path:
     """Compile the library into ``folder``, without the functions named by ``missing`` ("FIELDS", "GPM", ...)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / "libnvidia-ml.so.1"
-    defines = [f"-DS_{name}={place}" for name, place in PLACES.items()] + [f"-DSLOTS={len(PLACES)}"]
+    return compiled(folder / "libnvidia-ml.so.1", HERE / "fake_nvml.c", DEFAULTS, *missing)
+
+
+def compiled(library: Path, source: Path, slots: Iterable[str], *missing: str) -> Path:
+    """Compile ``source``, which answers from ``slots``, to ``library``; the folder it is in."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    names = list(slots)
+    defines = [f"-DS_{name}={place}" for place, name in enumerate(names)] + [f"-DSLOTS={len(names)}"]
     defines += [f"-DNO_{name}" for name in missing]
-    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
-    command = ["gcc", *flags, *defines, "-o", str(library), str(HERE / "fake_nvml.c")]
+    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+    command = ["gcc", *flags, *defines, "-o", str(library), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    return folder
+    return library.parent
 
 
 class Slots:
     """The shared file, by the names of its slots."""
 
+    defaults: ClassVar = DEFAULTS
+    counts: ClassVar = COUNTS
+
     def __init__(self, path: Path, values: Mapping[str, int] = {}) -> None:
         self.path = path
+        self.places = {name: place for place, name in enumerate(self.defaults)}
         if not path.exists():
-            path.write_bytes(struct.pack(f"<{len(PLACES)}q", *DEFAULTS.values()))
+            path.write_bytes(struct.pack(f"<{len(self.places)}q", *self.defaults.values()))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
         self.set(values)
 
     def __getitem__(self, name: str) -> int:
-        return int(struct.unpack_from("<q", self._memory, 8 * PLACES[name])[0])
+        return int(struct.unpack_from("<q", self._memory, 8 * self.places[name])[0])
 
     def __setitem__(self, name: str, value: int) -> None:
-        struct.pack_into("<q", self._memory, 8 * PLACES[name], value)
+        struct.pack_into("<q", self._memory, 8 * self.places[name], value)
 
     def set(self, values: Mapping[str, int]) -> None:
         for name, value in values.items():
             self[name] = value
 
     def reset(self) -> None:
-        self.set({name: value for name, value in DEFAULTS.items() if name not in COUNTS})
+        self.set({name: value for name, value in self.defaults.items() if name not in self.counts})
 
 
 def environment(folder: Path, slots: Path, **more: str) -> dict[str, str]:
@@ -146,6 +154,11 @@ def environment(folder: Path, slots: Path, **more: str) -> dict[str, str]:
 
 def drive(folder: Path, slots: Path, script: Sequence[Mapping[str, Any]], **more: str) -> list[Any]:
     """Run `drive.py` on ``script`` against the library in ``folder``; the answer of each of its lines."""
+    return driven(script, environment(folder, slots, **more))
+
+
+def driven(script: Sequence[Mapping[str, Any]], env: Mapping[str, str]) -> list[Any]:
+    """Run `drive.py` on ``script``; the answer of each of its lines."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.support.fake_nvml.drive"],
         input=json.dumps(script),
@@ -153,7 +166,7 @@ def drive(folder: Path, slots: Path, script: Sequence[Mapping[str, Any]], **more
         text=True,
         timeout=600,
         cwd=ROOT,
-        env=environment(folder, slots, **more),
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)

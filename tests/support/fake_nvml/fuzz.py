@@ -14,13 +14,13 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.support.fake_nvml import COUNTS, PLACES, Slots
-from zprof.gpu.sampling import NvmlSampler, open_nvml
+from tests.support.fake_nvml import COUNTS, DEFAULTS, Slots
+from zprof.gpu.sampling import GpuSampler, open_gpus
 
 CODES = [*range(31), 999, -1, 77, 2**31 - 1, -(2**31)]
 VALUES = [0, 1, 2, 3, 7, 50, 100, 101, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**50, 2**62, 2**63 - 1]
 SMALL = {"block_us": 200, "stamp_step": 2**62, "text": 5, "lost": 3, "unreachable": 3, "mig": 2, "mig_gpu": 3, "nan": 1}
-STEERED = [name for name in PLACES if name not in COUNTS]
+STEERED = [name for name in DEFAULTS if name not in COUNTS]
 STATES = {"ok", "absent", "no driver", "no permission", "mismatch", "no devices", "lost", "failed"}
 VISIBLE = [None, "", "0", "1,0", "3", "-1", "GPU-0", "GPU-00000001", "MIG-0000", "MIG-GPU-00000000/7/0", "0,,1"]
 VISIBLE += ["x\n\x1b[0m", "9" * 40]
@@ -52,7 +52,7 @@ def one_line(text: object) -> bool:
     return isinstance(text, str) and text.isprintable() and len(text) < 1000
 
 
-def check_state(sampler: NvmlSampler) -> str:
+def check_state(sampler: GpuSampler) -> str:
     state = sampler.state()
     json.dumps(state)
     assert state["state"] in STATES, state
@@ -68,7 +68,7 @@ def check_state(sampler: NvmlSampler) -> str:
     return str(state["state"])
 
 
-def check_sample(sampler: NvmlSampler, slots: Slots, last: dict[tuple[str, str], int]) -> int:
+def check_sample(sampler: GpuSampler, slots: Slots, last: dict[tuple[str, str], int]) -> int:
     readings = sampler.sample()
     for what, key, value in readings:
         assert type(value) is int and -50 <= value < 2**63, (what, key, value)
@@ -101,7 +101,7 @@ def main() -> None:
         if visible is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
         try:
-            sampler = open_nvml(everything=chance.random() < 0.6)
+            sampler = open_gpus(everything=chance.random() < 0.6)
             states[check_state(sampler)] += 1
             last: dict[tuple[str, str], int] = {}
             for _ in range(chance.choice([1, 2, 5])):

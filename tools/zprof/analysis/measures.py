@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from zprof.analysis.coverage import Unseen
+from zprof.gpu.vendors import rows_of
 from zprof.rows import CATEGORIES, TIERS
 
 if TYPE_CHECKING:
@@ -344,9 +345,10 @@ def _joules(analysis: Analysis) -> Value:
     import numpy as np
 
     warm = analysis.steps.warm
-    counters = [pair for pair in analysis.ledger.samples("nvml energy").values() if len(pair[0]) > 1]
+    samples = (pair for what in rows_of("energy") for pair in analysis.ledger.samples(what).values())
+    counters = [pair for pair in samples if len(pair[0]) > 1]
     if not counters:
-        return Unseen("not sampled: NVML said no energy")
+        return Unseen("not sampled: no GPU said its energy")
     unseen = analysis.covered.steps() or warm.unseen or (None if analysis.steps.count else _NO_STEP)
     if unseen is not None:
         return unseen

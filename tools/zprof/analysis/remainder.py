@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offload.text import as_moment
+from zprof.gpu.vendors import rows_of
 
 if TYPE_CHECKING:
     from zprof.analysis.ledger import Ledger
@@ -171,8 +172,10 @@ def _on_cuda(ledger: Ledger, time_ns: int) -> list[Remainder]:
         what: _nearest(ledger, what, time_ns, key) for what, key in (("cuda allocated", device), ("cuda reserved", device))
     }
     # The container numbers GPUs as it sees them; with a single one in the trace there is nothing to mistake.
-    said["nvml memory used"] = _nearest(ledger, "nvml memory used", time_ns, f"gpu{device.partition(':')[2]}")
-    allocated, reserved, used = said["cuda allocated"], said["cuda reserved"], said["nvml memory used"]
+    key = f"gpu{device.partition(':')[2]}"
+    of_device = ((what, _nearest(ledger, what, time_ns, key)) for what in rows_of("memory used"))
+    measure, used = next(((what, found) for what, found in of_device if found is not None), ("", None))
+    allocated, reserved = said["cuda allocated"], said["cuda reserved"]
     lines = []
     if allocated:
         held = ledger.total(allocated[0], "device")
@@ -184,7 +187,7 @@ def _on_cuda(ledger: Ledger, time_ns: int) -> list[Remainder]:
         lines.append(_line("reserved, not given out", took, against, reserved[0], why))
     if reserved and used:
         why = "the CUDA context, libraries such as NCCL and cuBLAS, and other processes on this GPU"
-        took, against = ("nvml memory used", used[1]), ("cuda reserved", reserved[1])
+        took, against = (measure, used[1]), ("cuda reserved", reserved[1])
         lines.append(_line("on the device, outside torch", took, against, used[0], why))
     return lines
 

@@ -117,7 +117,11 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> str
 )
 @click.option("--ops-stack", is_flag=True, help="At --level ops: also the lines that called operators, which is slow.")
 @click.option(
-    "--nvml", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True, help="Sample GPUs through NVML."
+    "--nvml",
+    type=click.Choice(["auto", "on", "off"]),
+    default="auto",
+    show_default=True,
+    help="Sample GPUs through NVML, else AMD SMI or Level Zero.",
 )
 @click.option(
     "--interval", callback=_interval, default="100ms", show_default=True, metavar="TIME", help="Time between memory samples."

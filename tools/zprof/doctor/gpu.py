@@ -1,4 +1,4 @@
-"""Owns what ``zprof doctor`` finds of GPUs: torch's CUDA build, the driver, NVML, and whether they fit each other.
+"""Owns what ``zprof doctor`` finds of GPUs: torch's build, the driver, the GPUs' library, and whether they fit each other.
 
 `zprof.commands.doctor` prints it. It reads torch's build from its files and never imports torch.
 """
@@ -14,13 +14,18 @@ from pathlib import Path
 from offload.text import as_size
 from zprof.doctor.checks import FAIL, OK, WARN, Finding
 from zprof.gpu.answers import Failure, ask, one_line
-from zprof.gpu.sampling import NvmlSampler, open_nvml
+from zprof.gpu.sampling import GpuSampler, open_gpus
+from zprof.gpu.vendors import Vendor
 
 __all__ = ["gpu_findings", "has_gpu", "torch_build"]
 
 
-def torch_build() -> tuple[str, str | None] | None:
-    """(version, CUDA version or None) of the installed torch, as its own file says; None where there is none."""
+#: What torch is built for: name in its file -> as people call it.
+_RUNTIMES = (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU"))
+
+
+def torch_build() -> tuple[str, tuple[str, str] | None] | None:
+    """(version, ("CUDA", "12.8") or None) of the installed torch, as its own file says; None where there is none."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -29,8 +34,9 @@ def torch_build() -> tuple[str, str | None] | None:
     except (OSError, UnicodeDecodeError):
         return "unknown", None
     version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
-    cuda = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
-    return (version[1] if version else "unknown"), (cuda[1] if cuda else None)
+    found = ((known, re.search(rf"^{name}(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)) for name, known in _RUNTIMES)
+    built = next(((known, match[1]) for known, match in found if match is not None), None)
+    return (version[1] if version else "unknown"), built
 
 
 def has_gpu(root: Path = Path("/")) -> bool:
@@ -39,50 +45,50 @@ def has_gpu(root: Path = Path("/")) -> bool:
 
 
 def gpu_findings() -> Iterator[Finding]:
-    """Torch's build, the driver, NVML and its devices; a host without a GPU is well."""
+    """Torch's build, the driver, the GPUs' library and its devices; a host without a GPU is well."""
     build = torch_build()
-    cuda = None if build is None else build[1]
-    sampler = open_nvml(everything=True)
+    built = None if build is None else build[1]
+    sampler = open_gpus(everything=True)
     try:
         state = sampler.state()
         there = has_gpu() or sampler.ok
         if build is not None:
-            yield _build(build[0], cuda, there)
-        yield _nvml(sampler, state, there)
+            yield _build(build[0], built, there)
+        yield _library(sampler, state, there)
         if sampler.ok:
-            yield from _driver(state, cuda)
-        yield from _devices(state)
+            yield from _driver(state, built[1] if built is not None and built[0] == "CUDA" else None)
+        yield from _devices(state, sampler.vendor)
     finally:
         sampler.close()
 
 
-def _build(version: str, cuda: str | None, there: bool) -> Finding:
+def _build(version: str, built: tuple[str, str] | None, there: bool) -> Finding:
     name = "torch build"
-    if cuda is not None:
-        return Finding(name, OK, f"{version}, for CUDA {cuda}")
+    if built is not None:
+        return Finding(name, OK, f"{version}, for {' '.join(built)}")
     if there:
-        remedy = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
+        remedy = "install the build of torch for this GPU: https://pytorch.org/get-started/locally"
         return Finding(name, WARN, f"{version}, for CPU alone, on a host with a GPU", remedy)
     return Finding(name, OK, f"{version}, for CPU alone")
 
 
-def _nvml(sampler: NvmlSampler, state: dict[str, object], there: bool) -> Finding:
+def _library(sampler: GpuSampler, state: dict[str, object], there: bool) -> Finding:
+    name = sampler.vendor.library
     if sampler.ok:
         dropped = state["dropped"]
         assert isinstance(dropped, dict)
         missing = "; ".join(f"{what}: {why}" for what, why in list(dropped.items())[:4])
-        return Finding("NVML", OK, f"answers{f', without {one_line(missing, 300)}' if missing else ''}")
+        return Finding(name, OK, f"answers{f', without {one_line(missing, 300)}' if missing else ''}")
     if there or state["state"] not in ("absent", "no devices"):
-        remedy = "start the container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility, or reinstall the driver"
-        return Finding("NVML", WARN, f"{state['state']} ({sampler.why})", remedy)
-    return Finding("NVML", OK, f"{state['state']}: no GPU here; training runs on the CPU")
+        return Finding(name, WARN, f"{state['state']} ({sampler.why})", sampler.vendor.remedy)
+    return Finding(name, OK, f"{state['state']}: no GPU here; training runs on the CPU")
 
 
 def _driver(state: dict[str, object], cuda: str | None) -> Iterator[Finding]:
     version = ask(_driver_cuda)
     known = isinstance(version, int) and 1000 <= version < 1_000_000
     serves = f"{version // 1000}.{version % 1000 // 10}" if known and not isinstance(version, Failure) else "unknown"
-    found = f"{state['driver'] or 'unknown'}, for CUDA up to {serves}"
+    found = str(state["driver"] or "unknown") + (f", for CUDA up to {serves}" if known or cuda is not None else "")
     match = re.match(r"(\d+)\.(\d+)", cuda or "")
     if match is None or isinstance(version, Failure) or not known:
         yield Finding("driver", OK, found)
@@ -105,18 +111,18 @@ def _driver_cuda() -> int:
     return int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
 
 
-def _devices(state: dict[str, object]) -> Iterator[Finding]:
+def _devices(state: dict[str, object], vendor: Vendor) -> Iterator[Finding]:
     devices, notes = state["devices"], state["notes"]
     assert isinstance(devices, list) and isinstance(notes, list)
     for device in devices:
         memory = device.get("memory_nbytes")
         found = f"{device['name'] or 'a device'}{f', {as_size(memory)}' if memory else ''}"
         lost = device.get("lost")
-        remedy = "reset it (nvidia-smi --gpu-reset) or restart the host" if lost else ""
+        remedy = f"reset it ({vendor.reset}) or restart the host" if lost else ""
         yield Finding(f"GPU {device['label']}", WARN if lost else OK, f"{found}: {lost}" if lost else found, remedy)
     for note in notes:
-        yield Finding("GPUs", WARN, one_line(str(note), 300), "see nvidia-smi")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        name = "CUDA_VISIBLE_DEVICES"
-        yield Finding(name, OK, one_line(visible)) if visible else Finding(name, WARN, "empty: hides every GPU", "unset it")
+        yield Finding("GPUs", WARN, one_line(str(note), 300), f"see {vendor.tool}")
+    for name in vendor.variables:
+        visible = os.environ.get(name)
+        if visible is not None:
+            yield Finding(name, OK, one_line(visible)) if visible else Finding(name, WARN, "empty: hides every GPU", "unset it")

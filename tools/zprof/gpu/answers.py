@@ -1,4 +1,4 @@
-"""Owns what one call to NVML can come to: a value within its bounds, or a failure said in one line.
+"""Owns what one call to a GPU's library can come to: a value within its bounds, or a failure said in one line.
 
 The quantities, counters and devices of `sampling` ask through it. It never lets what a driver or its bindings raise go on.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["INT64_MAX", "Failure", "Nvml", "Unbelievable", "ask", "field_value", "one_line", "within"]
+__all__ = ["INT64_MAX", "Failure", "Nvml", "Refused", "Unbelievable", "ask", "field_value", "one_line", "within"]
 
 #: The module ``pynvml``, which ships no annotations; parts of it are missing in older releases.
 Nvml = Any
@@ -59,7 +59,7 @@ class Failure:
         why: a few words on one line.
         final: asking again is in vain.
         lost: the whole device is gone.
-        code: NVML's number, None where the bindings or the bounds refused.
+        code: the library's number, None where the bindings or the bounds refused.
     """
 
     why: str
@@ -72,6 +72,14 @@ class Unbelievable(ValueError):
     """An answer that came with success and cannot be true."""
 
 
+class Refused(Exception):
+    """What a C library says instead of a value; the fields are those of a `Failure`."""
+
+    def __init__(self, why: str, *, final: bool, lost: bool = False, code: int | None = None) -> None:
+        super().__init__(why)
+        self.failure = Failure(why, final, lost, code)
+
+
 def ask(call: Callable[[], Answer]) -> Answer | Failure:
     """The answer of ``call``, or why there is none.
 
@@ -80,6 +88,8 @@ def ask(call: Callable[[], Answer]) -> Answer | Failure:
     """
     try:
         return call()
+    except Refused as error:
+        return error.failure
     except Unbelievable as error:
         return Failure(one_line(str(error)), final=False)
     except AttributeError as error:

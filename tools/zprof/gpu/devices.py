@@ -1,6 +1,6 @@
-"""Owns which devices NVML shows, MIG instances among them, and which of those a process computes on.
+"""Owns what a device is, which of them NVML shows, MIG instances among them, and which of those a process computes on.
 
-`sampling` asks for them once at the start. It reads no environment of its own and never looks at process numbers, which
+`nvml` asks for them once at the start. It reads no environment of its own and never looks at process numbers, which
 mean nothing inside a container.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from zprof.gpu.answers import Failure, Nvml, ask, one_line
 
-__all__ = ["Device", "Visible", "found_devices", "visible_devices"]
+__all__ = ["Device", "Visible", "at_places", "found_devices", "visible_devices"]
 
 #: More devices than any host has; a larger count is an answer gone wrong, and each is asked for in turn.
 _MOST_DEVICES = 64
@@ -25,9 +25,10 @@ class Device:
     """A GPU, or an instance of one that is divided.
 
     Attributes:
-        label: "0", or "0:1" for the second instance of GPU 0, in NVML's order, which is that of the bus.
-        handle: NVML's, for what the device itself answers.
-        chip: NVML's, of the GPU it is or is a part of.
+        label: "0", or "0:1" for the second instance of GPU 0 and "0.1" for its second tile, in the order of the bus.
+        handle: its library's, for what the device itself answers.
+        chip: its library's, of the GPU it is or is a part of.
+        uuid: or where it is on the bus, where its library knows no UUID.
         instance: (GPU instance, compute instance) of a MIG instance; numbers that NVML did not say are -1.
         divided: a whole GPU whose memory and engines are given to MIG instances.
     """
@@ -145,6 +146,17 @@ def visible_devices(
         chosen = instances[:1]
         notes_.append("MIG: utilisation, power, energy, PCIe and NVLink are known of the whole GPU only and left out")
     return Visible(tuple(chosen), tuple(notes_))
+
+
+def at_places(devices: Sequence[Device], wanted: str, variable: str, library: str) -> tuple[list[Device], list[str]]:
+    """Those of ``devices`` at the places that ``wanted``, the value of ``variable``, lists, up to the first that is none."""
+    chosen: list[Device] = []
+    for token in (part.strip() for part in wanted.split(",")):
+        if not (token.isascii() and token.isdigit() and len(token) < 6 and int(token) < len(devices)):
+            said = f"{variable}: {one_line(token, 48)} is not the place of a device {library} shows"
+            return chosen, [said] if token else []
+        chosen.append(devices[int(token)])
+    return chosen, []
 
 
 def _computing(found: Sequence[Device], chip: Device) -> Device:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from zprof.gpu.answers import Failure, ask
-from zprof.gpu.sampling import opened
+from zprof.gpu.nvml import opened
 
 __all__ = ["processes_on_gpus"]
 
@@ -21,9 +21,9 @@ def processes_on_gpus() -> tuple[list[tuple[str, str, int, int | None]], str]:
     Processes are numbered as the driver numbers them, which is as the host does, also inside a container.
     """
     state = opened()
-    if state.nvml is None:
+    if state.library is None:
         return [], state.why
-    nvml = state.nvml
+    nvml = state.library.api
     found: list[tuple[str, str, int, int | None]] = []
     why = state.why
     for device in state.devices:
@@ -37,5 +37,5 @@ def processes_on_gpus() -> tuple[list[tuple[str, str, int, int | None]], str]:
             nbytes = each.usedGpuMemory
             known = isinstance(nbytes, int) and nbytes < _MOST_NBYTES
             found.append((f"gpu{device.label}", device.name, int(each.pid), nbytes if known else None))
-    ask(nvml.nvmlShutdown)
+    state.library.close()
     return found, why

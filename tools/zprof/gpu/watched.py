@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from zprof.gpu.answers import Failure, Nvml, ask
-from zprof.gpu.counters import Meter, Total, nvlink_sources, pcie_sources
+from zprof.gpu.answers import Failure, ask
+from zprof.gpu.counters import Meter, Total
 from zprof.gpu.devices import Device
-from zprof.gpu.quantities import ENERGY, QUANTITIES, Quantity, Scope
+from zprof.gpu.library import Library
+from zprof.gpu.quantities import Quantity, Scope
 from zprof.recording.sampler import Reading
 
 __all__ = ["Watched"]
 
 _STRIKES = 3
 _WHOLE_ONLY = "MIG: known of the whole GPU only"
-_BUSES = (("nvml pcie", pcie_sources), ("nvml nvlink", nvlink_sources))
 
 
 class _Answering:
@@ -32,30 +32,30 @@ class _Answering:
 class Watched:
     """One device: the quantities and buses that answer, and why the others do not."""
 
-    def __init__(self, nvml: Nvml, key: str, device: Device) -> None:
+    def __init__(self, library: Library, key: str, device: Device) -> None:
         self.key, self.device = key, device
         self.dropped: dict[str, str] = {}
         #: Why the device no longer answers at all; empty while it does.
         self.lost = ""
-        self._nvml = nvml
+        self._library = library
         self._energy = Total()
         self._memory_nbytes = 0
         part = device.instance is not None
         self._answering: list[_Answering] = []
         self._meters: dict[str, Meter] = {}
-        for quantity in (*QUANTITIES, ENERGY):
+        for quantity in (*library.quantities, library.energy):
             if part and quantity.scope is Scope.WHOLE:
                 self.dropped[quantity.what] = _WHOLE_ONLY
             else:
                 self._try(_Answering(quantity))
-        for bus, sources in _BUSES:
+        for bus, sources in library.buses:
             if part:
                 self.dropped[bus] = _WHOLE_ONLY
             elif not self.lost:
-                self._meters[bus] = Meter(sources(nvml, device.handle))
+                self._meters[bus] = Meter(sources(library.api, device.handle))
                 self._count(bus, [])
-        memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(device.handle).total)
-        if isinstance(memory, int) and memory < 1 << 50:
+        memory = ask(lambda: library.total(library.api, device.handle))
+        if isinstance(memory, int) and 0 < memory < 1 << 50:
             self._memory_nbytes = memory
 
     def sample(self) -> list[Reading]:
@@ -67,7 +67,7 @@ class Watched:
             value = self._read(answering)
             if value is not None:
                 what = answering.quantity.what
-                if answering.quantity is ENERGY:
+                if answering.quantity is self._library.energy:
                     self._energy.advance(value)
                     value = self._energy.value
                 readings.append((what, self.key, value))
@@ -103,7 +103,7 @@ class Watched:
         """A value, or None after a failure that was noted."""
         handle = self.device.handle if answering.quantity.scope is Scope.INSTANCE else self.device.chip
         _, reader = answering.readers[0]
-        value = ask(lambda: reader(self._nvml, handle))
+        value = ask(lambda: reader(self._library.api, handle))
         if not isinstance(value, Failure):
             answering.strikes = 0
             return value
@@ -124,7 +124,7 @@ class Watched:
         self._answering.append(answering)
         while answering in self._answering and not self.lost:
             if (value := self._read(answering)) is not None:
-                if answering.quantity is ENERGY:
+                if answering.quantity is self._library.energy:
                     self._energy.advance(value)
                 return
 
@@ -139,5 +139,3 @@ class Watched:
         if meter.lost:
             self.lost = self.lost or "GPU is lost"
         self.dropped[bus] = "; ".join(meter.failures)
-
-

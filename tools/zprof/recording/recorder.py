@@ -80,15 +80,15 @@ class Recorder:
         level: "events" costs the least and covers what zhooks places; "alloc" covers every torch storage; "stack" also the
             lines that allocated them; "ops" is "alloc" plus the operators of some steps. "auto" is "events" if zhooks is
             attached before the first step, else "alloc".
-        interval_s: seconds between samples of memory, allocator and NVML.
-        nvml: "auto" samples GPUs if NVML works, "on" requires it, "off" does not use it.
+        interval_s: seconds between samples of memory, allocator and GPUs.
+        nvml: "auto" samples GPUs if NVML, AMD SMI or Level Zero works, "on" requires one of them, "off" uses none.
         force: overwrite an existing file.
         children: "memory" samples the processes that this one starts, from outside; "off" does not.
         ops_steps: at level "ops", the steps whose operators are recorded: "10:13" for 10, 11 and 12, "3:6,100:103", or "all".
         ops_stack: at level "ops", also the lines that called them, which is expensive.
     Raises:
         ValueError: an argument is not one of those.
-        TraceError: the file exists already or cannot be made.  CapabilityError: ``nvml="on"`` and NVML does not answer.
+        TraceError: the file exists already or cannot be made.  CapabilityError: ``nvml="on"`` and none answers.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ __all__ = [
     "TorchSampler",
     "cgroup_folder",
     "process_samplers",
+    "torch_devices",
     "torch_uuids",
 ]
 
@@ -97,7 +98,7 @@ class TorchSampler:
     """
 
     def sample(self) -> Sequence[Reading]:
-        cuda = _running_cuda()
+        cuda = _running("cuda")
         if cuda is None:
             return ()
         readings: list[Reading] = []
@@ -143,12 +144,21 @@ def process_samplers() -> list[Sampler]:
 
 def torch_uuids() -> list[str] | None:
     """The devices this process computes on, by their UUIDs and as CUDA numbers them; None where CUDA does not run here yet."""
-    cuda = _running_cuda()
-    if cuda is None:
+    return torch_devices("cuda", lambda device: str(device.uuid))
+
+
+def torch_devices(kind: str, about: Callable[[Any], str]) -> list[str] | None:
+    """What ``about`` says of the properties of each device, in torch's order; None where it runs none, or does not know.
+
+    Args:
+        kind: "cuda", which is HIP too, or "xpu".
+    """
+    running = _running(kind)
+    if running is None:
         return None
     try:
-        return [str(cuda.get_device_properties(index).uuid) for index in range(cuda.device_count())]
-    except (AttributeError, RuntimeError, AssertionError):
+        return [about(running.get_device_properties(index)) for index in range(running.device_count())]
+    except (AttributeError, RuntimeError, AssertionError, TypeError, ValueError):
         return None
 
 
@@ -181,12 +191,12 @@ def _below(path: PurePosixPath, mounted: PurePosixPath, point: PurePosixPath) ->
     return str(point / inside).lstrip("/")
 
 
-def _running_cuda() -> Any:
-    """torch.cuda where torch is imported and CUDA runs, else None."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+def _running(kind: str) -> Any:
+    """torch.cuda or torch.xpu where torch is imported and it runs, else None."""
+    module = getattr(sys.modules.get("torch"), kind, None)
     try:
         # While torch is still being imported its parts come one by one.
-        return cuda if cuda is not None and cuda.is_initialized() else None
+        return module if module is not None and module.is_initialized() else None
     except AttributeError:
         return None
 

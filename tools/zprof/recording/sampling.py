@@ -40,9 +40,9 @@ class Sampling:
         Args:
             children: as of `ChildrenSampler`; None samples no children.
         Raises:
-            CapabilityError: ``nvml`` is "on" and NVML does not answer.
+            CapabilityError: ``nvml`` is "on" and no GPU's library answers.
         """
-        from zprof.gpu.sampling import open_nvml
+        from zprof.gpu.sampling import open_gpus
         from zprof.recording.sampler import process_samplers
 
         self._own.extend(process_samplers())
@@ -55,9 +55,7 @@ class Sampling:
 
             self._own.append(ChildrenSampler(children))
         if nvml != "off":
-            sampler = open_nvml(required=nvml == "on")
-            if sampler is not None:
-                self._own.append(sampler)
+            self._own.append(open_gpus(required=nvml == "on"))
 
     def sample(self, into: Callable[[str, str, int], None]) -> None:
         """Hand what all of them say now to ``into``, but nothing of a sampler that was left while it was asked."""

@@ -17,7 +17,7 @@ from zprof.analysis.bandwidth import VERBS
 from zprof.analysis.coverage import Unseen
 from zprof.analysis.ranks import clocks
 from zprof.analysis.spans import FIRST_LANE, SpanTable
-from zprof.gpu.quantities import ENERGY, QUANTITIES
+from zprof.gpu.vendors import BOUNDS, quantity_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,7 +44,7 @@ MOST_SPANS = 250_000
 MOST_TRACKS = 256
 _MOST_BESIDE = 16
 
-_UNITS = {quantity.what: quantity.unit for quantity in (*QUANTITIES, ENERGY)} | {"nvml throttle": "mask"}
+
 class Written(NamedTuple):
     """What an export says: how much it wrote and what opens it, and what of each trace could not be read."""
 
@@ -233,7 +233,8 @@ def full(what: str, key: str) -> str:
 
 def unit_of(what: str) -> str:
     """The unit of a sampled quantity; whatever is not known to be something else is bytes, as all levels are."""
-    return _UNITS.get(what, "bytes")
+    bounds = BOUNDS.get(quantity_of(what))
+    return "bytes" if bounds is None else bounds.unit
 
 
 def text(name: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.text import as_size
+from zprof.gpu.vendors import VENDORS, rows_of
 from zprof.rows import CATEGORIES, TIERS
 from zprof.show.pages.page import packed
 
@@ -32,19 +33,19 @@ _MEASURES = {
     "device": {
         "cuda allocated": "allocator: allocated",
         "cuda reserved": "allocator: reserved",
-        "nvml memory used": "NVML: used",
+        **{f"{vendor.prefix} memory used": f"{vendor.library}: used" for vendor in VENDORS},
     },
     "host": {"rss": "RSS growth", "pinned": "pinned"},
     "disk": {},
 }
-#: Sampler counter -> its name in the page, unit, divisor, and whether it counts up so that its slope is what matters.
+#: Quantity of a GPU -> its name in the page, unit, divisor, and whether it counts up so that its slope is what matters.
 _SAMPLES = {
-    "nvml utilisation": ("utilisation", "%", 1, False),
-    "nvml power": ("power", "W", 1000, False),
-    "nvml pcie tx": ("PCIe sent", "B/s", 1, True),
-    "nvml pcie rx": ("PCIe received", "B/s", 1, True),
-    "nvml nvlink tx": ("NVLink sent", "B/s", 1, True),
-    "nvml nvlink rx": ("NVLink received", "B/s", 1, True),
+    "utilisation": ("utilisation", "%", 1, False),
+    "power": ("power", "W", 1000, False),
+    "pcie tx": ("PCIe sent", "B/s", 1, True),
+    "pcie rx": ("PCIe received", "B/s", 1, True),
+    "nvlink tx": ("NVLink sent", "B/s", 1, True),
+    "nvlink rx": ("NVLink received", "B/s", 1, True),
 }
 
 
@@ -102,12 +103,13 @@ def held(ledger: Ledger, when: int | Moment, tiers: tuple[str, ...]) -> dict[str
 
 
 def device_samples(ledger: Ledger, clock: Clock) -> list[dict[str, Any]]:
-    """What NVML said over time: utilisation and power as they are, the counters of bytes as bytes a second."""
+    """What GPUs said over time: utilisation and power as they are, the counters of bytes as bytes a second."""
     import numpy as np
 
     found = []
-    for what, (name, unit, divisor, counts) in _SAMPLES.items():
-        for key, (time_ns, value) in sorted(ledger.samples(what).items()):
+    for quantity, (name, unit, divisor, counts) in _SAMPLES.items():
+        samples = [pair for what in rows_of(quantity) for pair in ledger.samples(what).items()]
+        for key, (time_ns, value) in sorted(samples, key=lambda pair: pair[0]):
             values = value.astype(np.float64) / divisor
             if counts:
                 if len(values) < 2:

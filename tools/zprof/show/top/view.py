@@ -45,14 +45,14 @@ def sheets(look: Look) -> list[Sheet]:
 
 
 def _devices(look: Look) -> Sheet:
-    state, why = look.nvml["state"], one_line(str(look.nvml["why"]))
+    state, why = look.gpus["state"], one_line(str(look.gpus["why"]))
     if not look.devices:
-        return Sheet("", (), ((f"no GPU: NVML is {state} ({why})",),))
-    columns = ("gpu", "name", "util", "memory", "power", "temp", "sm clock", "pcie tx/s", "pcie rx/s", "nvlink tx/s", "held by")
+        return Sheet("", (), ((f"no GPU: {look.vendor.library} is {state} ({why})",),))
+    columns = ("gpu", "name", "util", "memory", "power", "temp", "clock", "pcie tx/s", "pcie rx/s", "nvlink tx/s", "held by")
     rows = tuple(_device(device) for device in look.devices)
-    notes = look.nvml["notes"]
+    notes = look.gpus["notes"]
     said = [state, *(one_line(str(note)) for note in notes)] if isinstance(notes, list) else [state]
-    title = f"devices (NVML {'; '.join(str(part) for part in said)})"
+    title = f"devices ({look.vendor.library} {'; '.join(str(part) for part in said)})"
     return Sheet(title, columns, rows)
 
 
@@ -74,7 +74,7 @@ def _device(device: dict[str, Any]) -> tuple[str, ...]:
         memory,
         power,
         level("temperature_c", "{} C"),
-        level("sm_clock_mhz", "{} MHz"),
+        level("sm_clock_mhz" if "sm_clock_mhz" in device else "core_clock_mhz", "{} MHz"),
         rate("pcie_tx_bytes_per_s"),
         rate("pcie_rx_bytes_per_s"),
         rate("nvlink_tx_bytes_per_s"),

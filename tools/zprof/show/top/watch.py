@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from offload.budget import Machine
 from zprof.clock import now_ns, wall_ns
-from zprof.gpu.sampling import open_nvml
+from zprof.gpu.sampling import open_gpus
+from zprof.gpu.vendors import Vendor, quantity_of, throttles
 from zprof.rows import TraceError
 
 if TYPE_CHECKING:
@@ -24,20 +25,21 @@ __all__ = ["Look", "Watch"]
 #: Traces that changed this recently are looked into for runs that record.
 _RECENT_NS = 60_000_000_000
 _MOST_FOUND = 64
-#: Running totals, shown as rates: what of the sampler -> name here.
+#: Running totals, shown as rates: quantity -> name here.
 _RATES = {
-    "nvml pcie tx": "pcie_tx_bytes_per_s",
-    "nvml pcie rx": "pcie_rx_bytes_per_s",
-    "nvml nvlink tx": "nvlink_tx_bytes_per_s",
-    "nvml nvlink rx": "nvlink_rx_bytes_per_s",
+    "pcie tx": "pcie_tx_bytes_per_s",
+    "pcie rx": "pcie_rx_bytes_per_s",
+    "nvlink tx": "nvlink_tx_bytes_per_s",
+    "nvlink rx": "nvlink_rx_bytes_per_s",
 }
 _LEVELS = {
-    "nvml memory used": "memory_used_nbytes",
-    "nvml utilisation": "utilisation_percent",
-    "nvml power": "power_mw",
-    "nvml temperature": "temperature_c",
-    "nvml sm clock": "sm_clock_mhz",
-    "nvml memory clock": "memory_clock_mhz",
+    "memory used": "memory_used_nbytes",
+    "utilisation": "utilisation_percent",
+    "power": "power_mw",
+    "temperature": "temperature_c",
+    "sm clock": "sm_clock_mhz",
+    "core clock": "core_clock_mhz",
+    "memory clock": "memory_clock_mhz",
 }
 
 
@@ -47,7 +49,8 @@ class Look:
 
     Attributes:
         wall_ns: when.
-        nvml: the sampler's state.
+        vendor: of the devices, or NVIDIA where there are none.
+        gpus: the sampler's state.
         devices: a map each: key, name, uuid, memory_nbytes, levels and rates that answered, throttles in words.
         host: "total_nbytes", and "bounds", a map each: name and free bytes.
         runs: in the order of their paths.
@@ -55,7 +58,8 @@ class Look:
     """
 
     wall_ns: int
-    nvml: dict[str, object]
+    vendor: Vendor
+    gpus: dict[str, object]
     devices: list[dict[str, Any]]
     host: dict[str, Any]
     runs: list[Seen]
@@ -63,8 +67,8 @@ class Look:
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain values."""
-        state = {name: value for name, value in self.nvml.items() if name != "devices"}
-        body = {"wall_ns": self.wall_ns, "nvml": state, "devices": self.devices, "host": self.host}
+        state = {name: value for name, value in self.gpus.items() if name != "devices"}
+        body = {"wall_ns": self.wall_ns, self.vendor.prefix: state, "devices": self.devices, "host": self.host}
         return {**body, "runs": [asdict(run) for run in self.runs], "problems": self.problems}
 
 
@@ -84,14 +88,14 @@ class Watch:
         self._problems: dict[Path, str] = {}
         for path in paths:
             self._follow(path)
-        self._nvml = open_nvml(everything=True)
+        self._gpus = open_gpus(everything=True)
         self._before: dict[tuple[str, str], int] = {}
         self._before_ns = 0
 
     @property
     def has_rates(self) -> bool:
         """Whether a second look shows what the first cannot."""
-        return self._nvml.ok
+        return self._gpus.ok
 
     def look(self) -> Look:
         """Look once; rates are those since the look before, and missing in the first."""
@@ -99,18 +103,19 @@ class Watch:
         if self._find:
             self._find_runs()
         runs = [seen for path in sorted(self._runs) if (seen := self._seen(path)) is not None]
-        return Look(wall_ns(), self._nvml.state(), devices, self._host(), runs, list(self._problems.values()))
+        state, problems = self._gpus.state(), list(self._problems.values())
+        return Look(wall_ns(), self._gpus.vendor, state, devices, self._host(), runs, problems)
 
     def close(self) -> None:
-        """Give back NVML and the files."""
-        self._nvml.close()
+        """Give back the library and the files."""
+        self._gpus.close()
         for run in self._runs.values():
             run.close()
 
     def _devices(self) -> list[dict[str, Any]]:
-        now, readings = now_ns(), {(what, key): value for what, key, value in self._nvml.sample()}
+        now, readings = now_ns(), {(what, key): value for what, key, value in self._gpus.sample()}
         elapsed_s = (now - self._before_ns) / 1e9
-        known = self._nvml.state()["devices"]
+        known = self._gpus.state()["devices"]
         assert isinstance(known, list)
         devices = []
         for described in known:
@@ -118,14 +123,13 @@ class Watch:
             for (what, key), value in readings.items():
                 if key != device["key"]:
                     continue
-                if what in _LEVELS:
-                    device[_LEVELS[what]] = value
-                elif what == "nvml throttle":
-                    from zprof.gpu.quantities import throttles
-
-                    device["throttles"] = throttles(value)
-                elif what in _RATES and (what, key) in self._before and elapsed_s > 0:
-                    device[_RATES[what]] = max(0, value - self._before[what, key]) / elapsed_s
+                quantity = quantity_of(what)
+                if quantity in _LEVELS:
+                    device[_LEVELS[quantity]] = value
+                elif quantity == "throttle":
+                    device["throttles"] = throttles(value, self._gpus.vendor)
+                elif quantity in _RATES and (what, key) in self._before and elapsed_s > 0:
+                    device[_RATES[quantity]] = max(0, value - self._before[what, key]) / elapsed_s
             devices.append(device)
         self._before, self._before_ns = readings, now
         return devices
