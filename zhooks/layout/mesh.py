@@ -20,10 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload.errors import AttachError
@@ -100,7 +102,7 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
         replicate, tp, pp = (Axis(name, alone, 0) for name in (REPLICATE, TP, PP))
         shard, data, stage = (Axis(name, every, rank, (every,)) for name in (SHARD, DATA, STAGE))
         return Mesh(shard, replicate, tp, pp, data, stage, arrangement=_arranged((SHARD,), torch.arange(world)), averaged=world)
-    whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    whole = _whole(mesh)
     given = whole.mesh_dim_names or ((SHARD,) if whole.ndim == 1 else ())
     names = axis_names(given)
     members = sorted(whole.mesh.flatten().tolist())
@@ -109,6 +111,7 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
             f"mesh: expected every rank of the process group (0 to {dist.get_world_size() - 1}), found ranks {members}. "
             "Build the mesh over the whole group."
         )
+
     def axis(name: str, *along: str) -> Axis:
         dims = [dim for dim, which in enumerate(names) if which in along]
         rows = whole.mesh.permute([dim for dim in range(whole.ndim) if dim not in dims] + dims)
@@ -121,6 +124,16 @@ def resolve(mesh: DeviceMesh | None) -> Mesh:
     data, stage = axis(DATA, SHARD, REPLICATE), axis(STAGE, SHARD, REPLICATE, TP)
     averaged = data.world * (pp.world if EP in given else 1)
     return Mesh(shard, replicate, tp, pp, data, stage, names, _arranged(given, whole.mesh), averaged)
+
+
+def _whole(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was cut from, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    # torch 2.8 keeps that beside its meshes.
+    known: Any = getattr(device_mesh, "_mesh_resources", None)
+    found: DeviceMesh = mesh if known is None else known.get_root_mesh(mesh)
+    return found
 
 
 def axis_names(given: Sequence[str]) -> tuple[str, ...]:
