@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 __all__ = [
-    "COLLECTIVES", "Clock", "Lane", "Lanes", "Member", "Skew", "Straggler", "clocks", "lane_of", "members_of", "path_of",
+    "COLLECTIVES", "Clock", "Lane", "Lanes", "Member", "Skew", "Straggler", "clocks", "lane_of", "members_of", "paths_of",
     "skews", "stragglers", "traces_of",
 ]  # fmt: skip
 
@@ -214,18 +214,32 @@ def traces_of(runs: Sequence[str | Path]) -> list[Trace]:
     return [Trace.open(member.path) for member in members_of(runs)]
 
 
-def path_of(rank: int, runs: Sequence[str | Path]) -> Path:
-    """The trace of one rank among those that files and folders name.
+def paths_of(ranks: Sequence[int], runs: Sequence[str | Path]) -> list[Path]:
+    """The traces of these ranks among those that files and folders name, by rank.
+
+    Files whose names say other ranks are not opened, unless headers say otherwise than names do.
 
     Raises:
-        TraceError: as `members_of`, or none is of this rank.
+        TraceError: as `members_of`, or none is of one of these ranks.
     """
-    paths = {member.header.rank: member.path for member in members_of(runs)}
-    if rank not in paths:
-        here = sorted(paths)
-        found = f"rank(s) {', '.join(map(str, here[:8]))}{', ...' if len(here) > 8 else ''}"
-        raise TraceError(f"--rank {rank}: expected a trace of this rank in {runs[0]}, found {found}")
-    return paths[rank]
+    from zprof.trace.families import rank_of
+
+    wanted = set(ranks)
+    files = list(dict.fromkeys(path for run in runs for path in _files(Path(run))))
+    likely = [path for path in files if rank_of(path) in wanted]
+    found = _by_rank(likely) if likely else {}
+    if set(found) != wanted:
+        found = _by_rank(files)
+    for rank in ranks:
+        if rank not in found:
+            here = sorted(found)
+            others = f"rank(s) {', '.join(map(str, here[:8]))}{', ...' if len(here) > 8 else ''}"
+            raise TraceError(f"--rank {rank}: expected a trace of this rank in {runs[0]}, found {others}")
+    return [found[rank] for rank in sorted(wanted)]
+
+
+def _by_rank(files: Sequence[Path]) -> dict[int, Path]:
+    return {member.header.rank: member.path for member in members_of(files)}
 
 
 def _files(run: Path) -> Sequence[Path]:

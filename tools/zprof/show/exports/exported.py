@@ -6,8 +6,9 @@ of each verb.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from zprof.analysis.coverage import Unseen
 from zprof.analysis.ranks import clocks
 from zprof.analysis.spans import FIRST_LANE, SpanTable
 from zprof.gpu.quantities import ENERGY, QUANTITIES
+from zprof.trace.reader import Trace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,15 +29,14 @@ if TYPE_CHECKING:
     from zprof.analysis.operators import Operators
     from zprof.analysis.spans import Instants
     from zprof.trace.header import Header
-    from zprof.trace.reader import Trace
 
     Ints = NDArray[np.int64]
     Codes = NDArray[np.int32]
     Order = NDArray[np.intp]
 
 __all__ = [
-    "MOST_SPANS", "Read", "Track", "Written", "afford", "counted", "fairly", "full", "read", "rows_of", "shifts", "text",
-    "tracks", "unit_of",
+    "MOST_SPANS", "Read", "Track", "Written", "afford", "counted", "fairly", "full", "lost", "one_by_one", "read",
+    "rows_of", "shifts", "text", "tracks", "unit_of",
 ]  # fmt: skip
 
 #: Spans kept of one rank; a file that a browser opens holds fewer.
@@ -45,11 +46,13 @@ MOST_TRACKS = 256
 _MOST_BESIDE = 16
 
 _UNITS = {quantity.what: quantity.unit for quantity in (*QUANTITIES, ENERGY)} | {"nvml throttle": "mask"}
+
+
 class Written(NamedTuple):
-    """What an export says: how much it wrote and what opens it, and what of each trace could not be read."""
+    """What an export says: how much it wrote and what opens it, and a line for whatever of a trace is not in it."""
 
     said: str
-    damages: Sequence[str | None]
+    lost: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,23 @@ class Track:
     name: str
     on_thread: bool
     places: list[int]
+
+
+def one_by_one(paths: Iterable[Path]) -> Iterator[Trace]:
+    """The traces, each closed before the next is opened: a job's may be more than there may be open files."""
+    for path in paths:
+        trace = Trace.open(path)
+        try:
+            yield trace
+        finally:
+            trace.close()
+
+
+def lost(trace: Trace, damage: str | None) -> list[str]:
+    """What of ``trace`` cannot be in an export: ``damage``, and rows that were never written."""
+    count = trace.dropped
+    thinned = f"{count:,} rows were thinned out or lost while it was recorded: short events are missing" if count else ""
+    return [f"{trace.path}: {line}" for line in (damage, thinned) if line]
 
 
 def read(trace: Trace, *, points: int = 2000) -> Read:

@@ -14,11 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.text import as_duration, as_size
+from zprof.analysis.outliers import MANY
 
-__all__ = ["MANY", "ranks_lines", "ranks_table"]
+__all__ = ["ranks_lines", "ranks_table", "stands_out"]
 
-#: More ranks than this are shown by those that stand out.
-MANY = 16
 _MOST_SKEWS = 8
 #: Stragglers and clocks that have a line each.
 _MOST_LINES = 8
@@ -33,7 +32,7 @@ def ranks_table(report: Mapping[str, Any], top: int | None = None) -> list[Any]:
         top: so many ranks, also those that do not stand out.
     """
     ranks, runs = report["ranks"], report["runs"]
-    odd = {str(each["rank"]): _stands_out(each["odd"]) for each in ranks["outliers"]}
+    odd = {str(each["rank"]): stands_out(each["odd"]) for each in ranks["outliers"]}
     if len(runs) > (top or MANY):
         hosts = {str(run["rank"]): run["host"] for run in runs}
         most = MANY if top is None else top
@@ -65,7 +64,8 @@ def ranks_table(report: Mapping[str, Any], top: int | None = None) -> list[Any]:
     return lines
 
 
-def _stands_out(odds: Sequence[Mapping[str, Any]]) -> str:
+def stands_out(odds: Sequence[Mapping[str, Any]]) -> str:
+    """In which figures, and by how much: "own work +46%, waiting -86%"."""
     said = []
     for odd in odds:
         value, middle = (odd[f"{name}_bytes"] if f"{name}_bytes" in odd else odd[f"{name}_ms"] for name in ("value", "median"))
