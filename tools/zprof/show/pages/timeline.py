@@ -1,6 +1,7 @@
 """Owns the data of a timeline: several ranks on one clock, their lanes, memory and samples, and the summary above them.
 
-``zprof timeline`` calls `timeline`. It never draws: what it returns is what ``timeline.js`` reads.
+``zprof timeline`` calls `timeline`, or for many ranks `timeline_of_many`. It never draws: what it returns is what
+``timeline.js`` reads.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from offload.text import as_size
 from zprof.analysis.coverage import NOT_MEASURED
 from zprof.show.pages.lanes import LANES, MOST_SPANS, Kept, Spans, keep
 from zprof.show.pages.memory import Clock, device_samples, views
+from zprof.show.pages.ranks import chosen, overview
 from zprof.show.pages.units import units_table
 from zprof.show.pages.windows import marked, windows_of
-from zprof.show.report.findings import report_of
+from zprof.show.report.findings import Body, report_of
+from zprof.show.report.findings import report as report_files
 from zprof.show.report.summary import foremost
 from zprof.show.report.text import doubts, not_recorded
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Names", "peak_line", "timeline"]
+__all__ = ["Names", "peak_line", "timeline", "timeline_of_many"]
 
 #: A beginning shorter than this share of the run is shown with the rest; this much of the rest is shown before it.
 _LEAST_BEGINNING = 0.05
@@ -70,8 +75,26 @@ class Names:
         )
 
 
-def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Everything the page shows of these traces, one a rank."""
+def timeline_of_many(paths: Sequence[Path]) -> dict[str, Any]:
+    """As `timeline`, of more ranks than a page draws: the figures of all, read one trace at a time, and a few ranks drawn.
+
+    Raises:
+        TraceError: as `zprof.show.report.findings.report`.
+    """
+    from zprof.trace.reader import Trace
+
+    report = report_files(paths)
+    drawn = chosen(report)
+    traces = [Trace.open(run["file"]) for run in report["runs"] if run["rank"] in drawn]
+    return timeline(traces, report) | {"ranks": overview(report, drawn)}
+
+
+def timeline(traces: Sequence[Trace], report: Body | None = None) -> dict[str, Any]:
+    """Everything the page shows of these traces, one a rank.
+
+    Args:
+        report: that of more ranks than these, which the page's summary is of; theirs unless given.
+    """
     from zprof.analysis.analysis import Analysis
     from zprof.analysis.ranks import clocks as clocks_of
 
@@ -108,21 +131,22 @@ def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
         "runs": runs,
         "merged": {"spans": sum(map(len, flat)), "kept": sum(len(part.count) for part in kept), "below_ns": merge_ns},
         "whole": marked(windows[:whole] if merge_ns else [], clocks[0].tick_ns),
-        "report": _report(reads),
+        "ranks": None,
+        "report": _report(report_of(reads) if report is None else report),
         "units": units_table(reads, lanes, names, clocks[0].tick_ns),
         "notes": _notes(reads, [clock.by for clock in offsets]),
     }
 
 
-def _report(reads: Sequence[Analysis]) -> dict[str, Any]:
+def _report(report: Body) -> dict[str, Any]:
     """What the page takes from `zprof report` as it is, so that both say the same."""
-    report = report_of(reads)
     runs = report["runs"]
     first = foremost(runs)
     named = {run["rank"]: f"rank {run['rank']}: " if len(runs) > 1 else "" for run in runs}
     remedies = [f"{named[run['rank']]}{line}" for run in runs for line in run["mends"]]
     return {
         "summary": report["summary"],
+        "unreadable": report["unreadable"],
         "next": [each for each in report["next"] if not each["do"].startswith("zprof timeline")],
         "not_recorded": not_recorded(runs)[:_MOST_LINES],
         "doubts": list(doubts(report))[:_MOST_LINES],
