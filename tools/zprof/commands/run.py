@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -28,6 +28,9 @@ from zprof.recording.schedule import DEFAULT, Schedule
 from zprof.recording.surroundings import local_rank
 from zprof.running.child import Child, Ending, Kills, end_as
 from zprof.running.launch import Order
+
+if TYPE_CHECKING:
+    from zprof.running.gathering import Meeting
 
 __all__ = ["run"]
 
@@ -168,6 +171,21 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     help="While it runs, keep the same in FILE for a node exporter's --collector.textfile.directory. Needs {rank} in the name "
     "where there are several ranks, and .prom at its end; it is removed at the end.",
 )
+@click.option(
+    "--gather",
+    "gathers",
+    is_flag=True,
+    help="Where hosts share no folder: at the end, send each rank's trace to the folder of rank 0 through torchrun's store. "
+    "Nothing is sent where a script failed, and each trace stays where it is, too.",
+)
+@click.option(
+    "--gather-wait",
+    callback=_patience,
+    default="5min",
+    show_default=True,
+    metavar="TIME",
+    help="For how long ranks that have ended wait for others.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(
@@ -184,6 +202,8 @@ def run(
     stacks_on: str | None,
     prometheus: tuple[str, int] | None,
     prometheus_file: str | None,
+    gathers: bool,
+    gather_wait: float,
     module: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -194,6 +214,7 @@ def run(
     zprof run -o big.zprof --level alloc -m my_package.train
     zprof run --level ops --ops-steps 10:13 train.py
     zprof run --prometheus-file /var/lib/node_exporter/train.prom train.py
+    torchrun --nnodes 2 ... -m zprof run --gather train.py
     torchrun --nproc_per_node 2 -m zprof run train.py
 
     Under torchrun or srun, {rank} in the name of the trace becomes the rank: one file per rank. Exit code and signals are
@@ -206,6 +227,7 @@ def run(
     _check_script(command[0], module)
     rank, world = ranks()
     path = output_of(output, rank, world, force)
+    together = _meeting(path, rank, world) if gathers else None
     number = f"SIG{stacks_on}" if stacks_on else ""
     order = Order(
         str(path),
@@ -229,6 +251,8 @@ def run(
     with _published(prometheus, prometheus_file, path, rank, world) as look:
         ending = _watch(order, command[1:], path, look) if show else _wait(Child(order.arguments(command[1:])), look)
     try:
+        if together is not None:
+            _gather(together, path, ending, gather_wait)
         if _seen(path) not in (None, before) and (rank == 0 or ending.failed):
             _print_last_lines(path, ending, Kills.read().since(kills) if ending.failed else None, world)
     except KeyboardInterrupt:
@@ -281,6 +305,30 @@ def _published(
                 each()
 
         yield look
+
+
+def _meeting(path: Path, rank: int, world: int) -> Meeting | None:
+    from zprof.running.gathering import meeting, name_of_rank
+
+    if world > 1 and name_of_rank(path, rank, 0) is None:
+        found = f"--gather: expected traces called <run>.<rank>.zprof, found {path.name}"
+        raise Misuse(f"{found}; name them so with -o, such as -o {path.parent / 'run.{rank}.zprof'}")
+    return meeting(rank, world)
+
+
+def _gather(at: Meeting, path: Path, ending: Ending, patience_s: float) -> None:
+    from zprof.running.gathering import gather
+
+    if ending.failed:
+        # Its launcher is about to end the others, which must not wait for this one.
+        lines = [f"traces are not gathered, for the script failed; that of rank {at.rank} is {path.absolute()}"]
+    else:
+        try:
+            lines = gather(at, path, patience_s)
+        except Exception as error:
+            lines = [f"traces are not gathered: {type(error).__name__}: {error}; that of rank {at.rank} is {path.absolute()}"]
+    for line in lines:
+        click.echo(f"zprof: {line}", err=True)
 
 
 def _print_last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> None:
