@@ -16,7 +16,7 @@ import numpy as np
 from zprof.analysis.analysis import Analysis
 from zprof.analysis.bandwidth import VERBS
 from zprof.analysis.coverage import Unseen
-from zprof.analysis.ranks import clocks
+from zprof.analysis.ranks import Lane, clocks, lane_of
 from zprof.analysis.spans import FIRST_LANE, SpanTable
 from zprof.gpu.quantities import ENERGY, QUANTITIES
 from zprof.trace.reader import Trace
@@ -65,14 +65,14 @@ class Read:
         unfinished: of each span, whether it was still open.
         count: spans there were. unlisted_ns: the longest of those that are not in the table.
         spent_ns: (what, key) -> the time in all its spans.
-        lanes: the device's streams, by what stands for a thread in the table.
+        lane: what ranks are compared by. lanes: the device's streams, by what stands for a thread in the table.
         operators: torch's, where they were recorded.
     """
 
     trace: Trace
     ledger: Ledger
     covered: Coverage
-    end_clock: tuple[int, int] | None
+    lane: Lane
     failures: Instants
     lanes: dict[int, str]
     operators: Operators | None
@@ -140,7 +140,7 @@ def read(trace: Trace, *, points: int = 2000) -> Read:
     moved = (begin_ns[kept], end_ns[kept], nbytes[kept], thread[kept])
     table = SpanTable(trace.strings, names[0][kept], names[1][kept], *moved)
     operators = None if isinstance(analysis.operators, Unseen) else analysis.operators
-    facts = (trace, analysis.ledger, analysis.covered, analysis.end_clock, analysis.failures, analysis.lanes, operators)
+    facts = (trace, analysis.ledger, analysis.covered, lane_of(analysis), analysis.failures, analysis.lanes, operators)
     return Read(*facts, table, kept >= len(closed), len(begin_ns), unlisted_ns, spent)
 
 
@@ -177,7 +177,7 @@ def afford(reads: Sequence[Read], nbytes: Sequence[Ints], most: int) -> list[NDA
 
 def shifts(reads: Sequence[Read]) -> list[int]:
     """What to add to each rank's times so that all are of one clock on which the first thing known is at 0."""
-    apart = [clock.offset_ns for clock in clocks(reads)]
+    apart = [clock.offset_ns for clock in clocks([one.lane for one in reads])]
     begin = min(_begin_ns(one) + offset for one, offset in zip(reads, apart, strict=True))
     return [offset - begin for offset in apart]
 

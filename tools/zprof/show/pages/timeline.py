@@ -20,6 +20,7 @@ from zprof.show.pages.units import units_table
 from zprof.show.pages.windows import marked, windows_of
 from zprof.show.report.findings import Body, report_of
 from zprof.show.report.findings import report as report_files
+from zprof.show.report.ranks import proven_lines
 from zprof.show.report.summary import foremost
 from zprof.show.report.text import doubts, not_recorded
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from zprof.analysis.analysis import Analysis
+    from zprof.analysis.ranks import Clock as RankClock
     from zprof.trace.reader import Trace
 
     Ints = NDArray[np.int64]
@@ -97,11 +99,12 @@ def timeline(traces: Sequence[Trace], report: Body | None = None) -> dict[str, A
     """
     from zprof.analysis.analysis import Analysis
     from zprof.analysis.ranks import clocks as clocks_of
+    from zprof.analysis.ranks import lane_of
 
     points = max(_LEAST_POINTS, _MOST_POINTS // len(traces))
     drawn_spans = {what for lane in LANES for what in lane.whats}
     reads = [Analysis.of(trace, spans=drawn_spans, points=points) for trace in traces]
-    offsets = clocks_of(reads)
+    offsets = clocks_of([lane_of(read) for read in reads])
     edges = [_edges(read) for read in reads]
     start_ns = min(begin + clock.offset_ns for (begin, _), clock in zip(edges, offsets, strict=True))
     end_ns = max(end + clock.offset_ns for (_, end), clock in zip(edges, offsets, strict=True))
@@ -134,7 +137,7 @@ def timeline(traces: Sequence[Trace], report: Body | None = None) -> dict[str, A
         "ranks": None,
         "report": _report(report_of(reads) if report is None else report),
         "units": units_table(reads, lanes, names, clocks[0].tick_ns),
-        "notes": _notes(reads, [clock.by for clock in offsets]),
+        "notes": _notes(reads, offsets),
     }
 
 
@@ -199,12 +202,14 @@ def _begun(read: Analysis) -> list[int]:
     return begins
 
 
-def _notes(reads: Sequence[Analysis], by: Sequence[str]) -> list[str]:
+def _notes(reads: Sequence[Analysis], clocks: Sequence[RankClock]) -> list[str]:
     """What a reader must know to read the page right."""
     notes = []
-    walled = sum(each != by[0] for each in by)
+    walled = sum(clock.by == "wall" for clock in clocks)
     if walled:
-        notes.append(f"{walled} of {len(by)} ranks are from another host or boot: set beside the first by the wall clock.")
+        of = f"{walled} of {len(clocks)} ranks are from another host or boot"
+        notes.append(f"{of}: set beside the first by the wall clock.")
+    notes += proven_lines(clocks)
     for read in reads:
         header = read.trace.header
         rank = f"rank {header.rank}"
