@@ -12,7 +12,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["data_of", "unpacked"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["column", "data_of", "unpacked"]
 
 
 def unpacked(page: Path, element: str) -> bytes:
@@ -21,6 +24,11 @@ def unpacked(page: Path, element: str) -> bytes:
     found = re.search(rf'<script type="application/gzip" id="{element}">([A-Za-z0-9+/=]*)</script>', text)
     assert found, f"{page}: no packed {element}"
     return gzip.decompress(base64.b64decode(found[1], validate=True))
+
+
+def column(packed: dict[str, str]) -> NDArray[Any]:
+    """An array as the page's script reads it."""
+    return np.frombuffer(base64.b64decode(packed["b"], validate=True), np.dtype(packed["t"]).newbyteorder("<"))
 
 
 def data_of(page: Path) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import pytest
 
 from tests.support.many_ranks import LARGE, SLOW, job
 from tests.support.zprof_command import Zprof, zprof_in
-from tests.support.zprof_traces import HEADER, write_trace
+from tests.support.zprof_pages import column, data_of
+from tests.support.zprof_traces import HEADER, sample_rows, write_trace
 from zprof.analysis.outliers import distances, figures_of, spread
 from zprof.analysis.ranks import Lane, Lanes, skews
 
@@ -165,19 +166,118 @@ def test_what_is_said_of_many_traces_is_said_once(zprof: Zprof) -> None:
     )
 
 
+def test_what_to_run_next_names_just_the_files_that_were_read(zprof: Zprof) -> None:
+    job(Path("runs"), WORLD)
+    first = next_of(zprof, "runs")
+    assert first[0].startswith(f"zprof timeline runs --rank {LARGE} --rank ") and "zprof timeline runs" in first
+    for rank in range(WORLD):
+        os.utime(f"runs/job7.{rank}.zprof", (1_000_000_000, 1_000_000_000))
+    write_trace(Path("runs/job8.0.zprof"), sample_rows())
+    older = [f"runs/job7.{rank}.zprof" for rank in range(WORLD)]
+    assert "zprof timeline runs/job7.*.zprof" in next_of(zprof, *older), "the folder has a newer run"
+    assert f"zprof timeline {' '.join(older[:5])}" in next_of(zprof, *older[:5])
+
+
+def next_of(zprof: Zprof, *runs: str) -> list[str]:
+    return [each["do"] for each in json.loads(zprof("report", *runs, "--json").stdout)["next"]]
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_of_many_ranks_has_the_figures_of_all_and_draws_a_few(zprof: Zprof) -> None:
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'zhooks[pages]'")
+    job(Path("runs"), WORLD)
+    told = zprof("timeline", "runs", "-o", "page.html")
+    assert told.exit_code == 0, told.stderr
+    data = data_of(Path("page.html"))
+    drawn = {int(rank): why for rank, why in data["ranks"]["drawn"].items()}
+    assert drawn[LARGE] == "device peak +300%; highest device peak, 256 MiB" and "own work +46%" in drawn[SLOW]
+    assert len(drawn) == 3 and "nearest to the median" in drawn.values()
+    assert [run["rank"] for run in data["runs"]] == sorted(drawn)
+    for rank, why in drawn.items():
+        assert f"of {WORLD} ranks drawn: rank {rank}: {why}\n" in told.stdout
+    ranks = json.loads(zprof("report", "runs", "--json").stdout)["ranks"]
+    figures = {figure["name"]: figure for figure in data["ranks"]["figures"]}
+    assert list(figures) == ["step", "own work", "waiting", "device peak"]
+    assert column(figures["own work"]["values"]).tolist() == list(ranks["work_ms"].values())
+    assert column(figures["device peak"]["values"]).tolist() == list(ranks["peak_bytes"]["device"].values())
+    below = column(figures["waiting"]["apart"])
+    assert below[SLOW] < -3.5 and ranks["deviations"]["waiting"][str(SLOW)] == pytest.approx(below[SLOW])
+    assert column(data["ranks"]["farthest"]).tolist()[:2] == [LARGE, SLOW]
+    assert set(data["ranks"]["odd"]) == {str(LARGE), str(SLOW)} and data["ranks"]["files"] == "runs"
+    assert len(Path("page.html").read_bytes()) < 4 << 20
+    body = json.loads(zprof("timeline", "runs", "-f", "-o", "page.html", "--json").stdout)
+    assert body["ranks"] == WORLD and body["drawn"] == sorted(drawn)
+
+
+def test_a_page_of_many_ranks_is_made_though_one_trace_cannot_be_read(zprof: Zprof) -> None:
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'zhooks[pages]'")
+    job(Path("runs"), WORLD)
+    Path("runs/job7.3.zprof").write_bytes(b"torn")
+    told = zprof("timeline", "runs", "-o", "page.html")
+    assert told.exit_code == 1 and told.stderr.count("\n") == 1
+    assert told.stderr.startswith("left out: runs/job7.3.zprof: expected a trace of zprof, found something else")
+    assert data_of(Path("page.html"))["ranks"]["count"] == WORLD - 1
+
+
+def test_ranks_that_are_chosen_are_drawn_and_no_other_trace_is_opened(zprof: Zprof) -> None:
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'zhooks[pages]'")
+    job(Path("runs"), WORLD)
+    for rank in set(range(WORLD)) - {3, 40}:
+        Path(f"runs/job7.{rank}.zprof").write_bytes(b"torn")
+    told = zprof("timeline", "runs", "--rank", "40", "--rank", "3", "-o", "page.html")
+    assert told.exit_code == 0, told.stderr
+    data = data_of(Path("page.html"))
+    assert data["ranks"] is None and [run["rank"] for run in data["runs"]] == [3, 40]
+    body = json.loads(zprof("report", "runs", "--rank", "3", "--rank", "40", "--json").stdout)
+    assert [run["rank"] for run in body["runs"]] == [3, 40]
+
+
+# --- exports ----------------------------------------------------------------------------------------------------------
+
+
+def test_formats_that_hold_all_ranks_at_once_refuse_many_and_take_chosen_ones(zprof: Zprof) -> None:
+    job(Path("runs"), WORLD)
+    for kind in ("perfetto", "speedscope"):
+        told = zprof("export", "runs", "--format", kind, "-o", "out")
+        assert told.exit_code == 2 and not Path("out").exists()
+        assert told.stderr == (
+            f"--format {kind}: expected 16 ranks at most, found {WORLD}; choose some with --rank, said again for each; "
+            "zprof report says which stand out\n"
+        )
+    assert zprof("export", "runs", "--format", "perfetto", "--rank", "7", "--rank", "8", "-o", "out").exit_code == 0
+    events = json.loads(Path("out").read_bytes())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {name.partition(" (")[0] for name in names} == {"rank 7", "rank 8"}
+
+
 @pytest.mark.slow
-def test_a_thousand_ranks_are_reported_with_few_open_files_and_in_little_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "runs", "--json"],
+        ["timeline", "runs", "-o", "out", "--json"],
+        ["export", "runs", "--format", "csv", "-o", "out"],
+    ],
+    ids=["report", "timeline", "csv"],
+)
+def test_a_thousand_ranks_are_read_with_few_open_files_and_in_little_memory(tmp_path: Path, words: list[str]) -> None:
     job(tmp_path / "runs", 1000, steps=20, units=20)
 
     def bounded() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
-    code = "import resource, sys; from zprof.cli import main; main(['report', 'runs', '--json'], standalone_mode=False); "
+    code = f"import resource, sys; from zprof.cli import main; main({words!r}, standalone_mode=False); "
     code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, preexec_fn=bounded, timeout=1200
     )
     assert done.returncode == 0, done.stderr
-    body = json.loads(done.stdout)
-    assert len(body["runs"]) == 1000 and [each["rank"] for each in body["ranks"]["outliers"]] == [LARGE, SLOW]
-    assert int(done.stderr) << 10 < 400 << 20
+    assert int(done.stderr) << 10 < 300 << 20
+    if words[0] == "report":
+        body = json.loads(done.stdout)
+        assert len(body["runs"]) == 1000 and [each["rank"] for each in body["ranks"]["outliers"]] == [LARGE, SLOW]
+    elif words[0] == "timeline":
+        body = json.loads(done.stdout)
+        assert body["ranks"] == 1000 and {LARGE, SLOW} < set(body["drawn"]) and body["bytes"] < 5 << 20

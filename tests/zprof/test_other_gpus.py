@@ -98,7 +98,7 @@ def case(kind: Kind, values: Mapping[str, int]) -> str:
 @pytest.fixture(scope="module")
 def answers(libraries: dict[Kind, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     """The state and a sample after each of the cases; one process a library asks them all."""
-    found = {}
+    found: dict[str, tuple[Any, Any]] = {}
     for kind in (Amd, Intel):
         cases = [each[1] for each in (*UNSEEN, *STATES) if each[0] is kind]
         script = [step for values in cases for step in ({"set": {**kind.defaults, **values}}, ALL, SAMPLE)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import gzip
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +23,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.support.browser import Browser, opened, why_none
+from tests.support.many_ranks import LARGE, SLOW, job
 from tests.support.zprof_command import Zprof
-from tests.support.zprof_pages import data_of, unpacked
+from tests.support.zprof_pages import column, data_of, unpacked
 from tests.support.zprof_traces import MIB, sample_rows, write_trace
 from zprof.analysis.curves import module_of
 from zprof.rows import Row, RowKind
@@ -237,8 +240,8 @@ def test_the_table_of_units_has_the_figures_of_the_report(zprof: Zprof) -> None:
     assert zprof("timeline", "run.zprof").exit_code == 0
     units = data_of(Path("run.timeline.html"))["units"]
     run = json.loads(zprof("report", "run.zprof", "--json", "--by", "module").stdout)["runs"][0]
-    for tier, column in zip(units["tiers"], units["held"], strict=True):
-        held = {name: nbytes for name, nbytes in zip(units["name"], column, strict=True) if nbytes}
+    for tier, of_tier in zip(units["tiers"], units["held"], strict=True):
+        held = {name: nbytes for name, nbytes in zip(units["name"], of_tier, strict=True) if nbytes}
         assert held == run["tiers"][tier]["groups"]
     waited: Counter[tuple[str, str]] = Counter()
     for wait in run["waits"]:
@@ -453,6 +456,89 @@ def test_a_timeline_of_ranks_shows_one_or_all_of_them(zprof: Zprof, browser: Bro
     assert browser.run(shown) == 1
     assert browser.run("return document.getElementById('lanes-0').hidden")
     assert browser.complaints() == [] and browser.requests() == []
+
+
+#: Where the dots of a figure have a rank's, in pixels of the chart of all ranks.
+DOT = """
+const at = ranking.columns.findIndex((places) => RANKS.rank[places[0]] === arguments[0]);
+const figure = RANKS.figures.findIndex((each) => each.name === arguments[1]);
+return [LEFT + ((at + 0.5) / ranking.columns.length) * 0.88 * plotWidth(), 4 + (figure + 0.5) * BLOCK];
+"""
+
+
+def test_a_page_of_many_ranks_names_each_of_them_and_shows_what_ran_on_a_few(zprof: Zprof, browser: Browser) -> None:
+    job(Path("runs"), 50)
+    assert zprof("timeline", "runs", "-o", "page.html").exit_code == 0
+    browser.open(Path("page.html"))
+    assert browser.text("#ranks .say") == "2 ranks stand out of 50"
+    marks = "return [...document.querySelectorAll('#ranks-plot .scatterlayer .point')].map((each) => each.getBBox().width)"
+    sizes = browser.run(marks)
+    assert len(sizes) == 4 * 50 and sum(size > min(sizes) * 2 for size in sizes) == 3, "three dots stand out"
+    rows = "return [...document.querySelectorAll('#ranks-body tr')].map((row) => row.innerText)"
+    first, second, *others = browser.run(rows)
+    assert first.split()[:2] == [str(LARGE), "node1"] and "device peak +300%" in first and first.endswith("yes")
+    assert second.split()[:2] == [str(SLOW), "node0"] and "own work +46%" in second and len(others) == 14
+
+    browser.hover_at("#ranks-plot", *browser.run(DOT, SLOW, "own work"))
+    assert browser.text("#tip").startswith(f"rank {SLOW} on node0") and "own work 95.2 ms" in browser.text("#tip")
+    browser.click_at("#ranks-plot", *browser.run(DOT, SLOW, "own work"))
+    assert browser.text("#panel-title") == f"rank {SLOW} on node0" and "Stands out in own work" in browser.text("#panel-body")
+    browser.click("#rank-lanes")
+    sections = "[...document.querySelectorAll('section[id^=lanes-]')]"
+    (lanes,) = browser.run(f"return {sections}.filter((each) => !each.hidden).map((each) => each.innerText)")
+    assert lanes.startswith(f"What ran, rank {SLOW}") and "own work +46%" in lanes
+
+    browser.press("#ranks-order", "farthest")
+    browser.click_at("#ranks-plot", *browser.run(DOT, 20, "step"))
+    assert browser.text("#panel-title") == "rank 20 on node2"
+    assert browser.text("#rank-command") == "zprof timeline runs --rank 20"
+    browser.click("#ranks-more")
+    assert len(browser.run(rows)) == 50
+    assert browser.complaints() == [] and browser.requests() == []
+
+
+def test_more_ranks_than_columns_still_show_the_one_that_stands_out(zprof: Zprof, browser: Browser) -> None:
+    job(Path("runs"), 50)
+    assert zprof("timeline", "runs", "-o", "page.html").exit_code == 0
+    text = Path("page.html").read_text(encoding="utf-8")
+    data = data_of(Path("page.html"))
+    data["ranks"] = repeated(data["ranks"], 100)
+    Path("page.html").write_text(with_data(text, data), encoding="utf-8")
+    browser.open(Path("page.html"))
+    assert browser.run("return [ranking.columns.length, Math.max(...ranking.columns.map((each) => each.length))]") == [1200, 5]
+    place = "return ranking.columns.findIndex((places) => places.includes(arguments[0]))"
+    at = browser.run(place, LARGE)
+    x = browser.run("return LEFT + ((arguments[0] + 0.5) / 1200) * 0.88 * plotWidth()", at)
+    browser.hover_at("#ranks-plot", x, browser.run("return 4 + 3.5 * BLOCK"))
+    assert browser.text("#tip").startswith(f"rank {LARGE} on node1") and "the farthest of" in browser.text("#tip")
+    assert browser.complaints() == []
+
+
+def repeated(ranks: dict[str, Any], times: int) -> dict[str, Any]:
+    """As many more ranks like these, none of which stands out."""
+
+    def packed(values: NDArray[Any], kind: str) -> dict[str, str]:
+        return {"t": kind, "b": base64.b64encode(values.tobytes()).decode()}
+
+    count = ranks["count"] * times
+    usual = [at for at in range(ranks["count"]) if at not in (LARGE, SLOW)]
+    figures = []
+    for figure in ranks["figures"]:
+        columns = {}
+        for name, kind in (("values", "f8"), ("apart", "f4")):
+            first = column(figure[name])
+            columns[name] = packed(np.append(first, np.resize(first[usual], count - len(first))), kind)
+        figures.append(figure | columns)
+    numbers = np.arange(count, dtype=np.uint32)
+    host = np.append(column(ranks["host"]), np.zeros(count - ranks["count"], np.uint32))
+    order = np.append(column(ranks["farthest"]), numbers[ranks["count"] :])
+    whole = {"count": count, "rank": packed(numbers, "u4"), "host": packed(host, "u4"), "farthest": packed(order, "u4")}
+    return ranks | whole | {"figures": figures}
+
+
+def with_data(text: str, data: dict[str, Any]) -> str:
+    packed = base64.b64encode(gzip.compress(json.dumps(data).encode())).decode()
+    return re.sub(r'(id="data">)[^<]*', lambda found: found[1] + packed, text)
 
 
 def test_a_run_too_long_for_a_page_says_what_was_merged_and_keeps_steps_whole(

@@ -101,7 +101,7 @@ def test_the_keys_of_version_1_stay(report: Report) -> None:
         "verb count bytes busy_s bytes_per_s reached_bytes_per_s bench_bytes_per_s share_of_bench why"
     )
     assert set(told["ranks"]) == words(
-        "world missing clocks skew skew_every stragglers peak_bytes work_ms step_ms wait_ms scores outliers others"
+        "world missing clocks skew skew_every stragglers peak_bytes work_ms step_ms wait_ms scores deviations outliers others"
     )
     assert set(told["ranks"]["skew"][0]) == words("what key rank late_ns times count total_ns")
     assert set(told["next"][0]) == {"do", "why"}

@@ -26,8 +26,8 @@ class Amd(fake_nvml.Slots):
     variable: ClassVar = "FAKE_AMD"
     library: ClassVar = "libamd_smi.so"
     pci: ClassVar = "0x1002"
-    counts: ClassVar = ("inits", "shutdowns")
-    defaults: ClassVar = {
+    counts: ClassVar[tuple[str, ...]] = ("inits", "shutdowns")
+    defaults: ClassVar[Mapping[str, int]] = {
         "ret_init": 0, "ret_sockets": 0, "ret_processors": 0, "ret_total": 0, "ret_used": 0, "ret_activity": 0, "ret_energy": 0,
         "ret_hotspot": 0, "ret_edge": 0, "ret_clock": 0, "ret_asic": 0, "ret_bus": 0,
         "inits": 0, "shutdowns": 0, "count": 1, "text": 0, "block_us": 0,
@@ -44,8 +44,8 @@ class Intel(fake_nvml.Slots):
     variable: ClassVar = "FAKE_INTEL"
     library: ClassVar = "libze_loader.so.1"
     pci: ClassVar = "0x8086"
-    counts: ClassVar = ("inits",)
-    defaults: ClassVar = {
+    counts: ClassVar[tuple[str, ...]] = ("inits",)
+    defaults: ClassVar[Mapping[str, int]] = {
         "ret_init": 0, "ret_drivers": 0, "ret_devices": 0, "ret_device": 0, "ret_pci": 0, "ret_pci_stats": 0, "ret_memories": 0,
         "ret_memory": 0, "ret_memory_state": 0, "ret_engines": 0, "ret_engine": 0, "ret_activity": 0, "ret_powers": 0,
         "ret_power": 0, "ret_energy": 0, "ret_clocks": 0, "ret_clock": 0, "ret_clock_state": 0, "ret_sensors": 0,

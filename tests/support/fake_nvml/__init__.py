@@ -120,8 +120,8 @@ def compiled(library: Path, source: Path, slots: Iterable[str], *missing: str) -
 class Slots:
     """The shared file, by the names of its slots."""
 
-    defaults: ClassVar = DEFAULTS
-    counts: ClassVar = COUNTS
+    defaults: ClassVar[Mapping[str, int]] = DEFAULTS
+    counts: ClassVar[tuple[str, ...]] = COUNTS
 
     def __init__(self, path: Path, values: Mapping[str, int] = {}) -> None:
         self.path = path

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zprof.analysis.steps import Steps
     from zprof.trace.reader import Trace
 
-__all__ = ["Computed", "Reached", "Row", "computed", "hardware_of", "slowed"]
+__all__ = ["Computed", "Reached", "Row", "computed", "hardware_of", "last_batch", "slowed"]
 
 _PASSES = frozenset({"forward", "backward", "recompute", "step", "outside", "evaluation"})
 _OF_MODEL = frozenset({"forward", "backward", "outside", "evaluation"})
@@ -118,15 +118,14 @@ class Computed:
     @property
     def samples(self) -> float | None:
         """A step; None where no model was called with a tensor."""
-        found = [shape[0] * calls for _, shape, calls in self.batches if shape]
-        return sum(found) / self.steps if found else None
+        found = _samples(self.batches)
+        return None if found is None else found / self.steps
 
     @property
     def tokens(self) -> float | None:
         """A step; None where the model's input is not a matrix of integers, batch by sequence."""
-        if not self.batches or any("int" not in dtype or len(shape) != 2 for dtype, shape, _ in self.batches):
-            return None
-        return sum(shape[0] * shape[1] * calls for _, shape, calls in self.batches) / self.steps
+        found = _tokens(self.batches)
+        return None if found is None else found / self.steps
 
     def by_module(self) -> dict[str, Counter[str]]:
         """Module up to its first number -> FLOPs a step by pass, and "nbytes"; the most FLOPs first."""
@@ -194,6 +193,17 @@ def _flops_of(sums: Counter[str]) -> int:
     return sum(flops for name, flops in sums.items() if name != "nbytes")
 
 
+def _samples(batches: Sequence[tuple[str, tuple[int, ...], int]]) -> int | None:
+    found = [shape[0] * calls for _, shape, calls in batches if shape]
+    return sum(found) if found else None
+
+
+def _tokens(batches: Sequence[tuple[str, tuple[int, ...], int]]) -> int | None:
+    if not batches or any("int" not in dtype or len(shape) != 2 for dtype, shape, _ in batches):
+        return None
+    return sum(shape[0] * shape[1] * calls for _, shape, calls in batches)
+
+
 def hardware_of(found: Computed) -> Hardware | Unseen:
     """The profile of the device that the run computed on, where one is shipped."""
     if found.device_name != "cpu":
@@ -248,6 +258,17 @@ def computed(trace: Trace, steps: Steps, covered: Coverage) -> Computed | Unseen
         threads=counted[-1].threads,
         device_name=counted[-1].device_name,
     )
+
+
+def last_batch(trace: Trace) -> tuple[float | None, float | None]:
+    """(tokens, samples) of the model's input in the last counted step; None for what is not known."""
+    for note in reversed(trace.notes("compute")):
+        counted = _counted(note.body)
+        if counted is not None and counted.inputs:
+            first = counted.inputs[0][0]
+            inputs = [(dtype, shape, calls) for name, dtype, shape, calls in counted.inputs if name == first]
+            return _tokens(inputs), _samples(inputs)
+    return None, None
 
 
 def slowed(trace: Trace) -> list[tuple[int, int]]:

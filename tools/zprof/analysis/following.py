@@ -1,7 +1,7 @@
 """Owns what is known of a run while it is recorded: levels by tier, step time, bandwidths, and who waits for what.
 
-``zprof top`` and ``zprof run --live`` ask it again and again. It reads what was added to the trace since it last looked, chunk
-by chunk, keeps a window of the last seconds, and never writes.
+``zprof top``, ``zprof run --live`` and ``--prometheus`` ask it again and again. It reads what was added to the trace since it
+last looked, chunk by chunk, keeps a window of the last seconds, and never writes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zprof.analysis.compute import last_batch
 from zprof.analysis.coverage import Coverage, coverage
 from zprof.clock import wall_ns
-from zprof.rows import MOVES, PLACES, TIERS, RowKind
+from zprof.rows import CATEGORIES, MOVES, PLACES, TIERS, RowKind
 from zprof.trace.levels import TIER_OF, Levels, Open, walked
 from zprof.trace.reader import Trace
 
@@ -27,20 +28,25 @@ if TYPE_CHECKING:
 
     Int64s = NDArray[np.int64]
 
-__all__ = ["RunFollower", "Seen", "Unit"]
+__all__ = ["GPU_SAMPLES", "RECENT_STEPS", "WINDOW_NS", "RunFollower", "Seen", "Unit"]
 
 WINDOW_NS = 10_000_000_000
 #: A recorder writes at least every second; for how long a file may stay as it is before its run is
 #: asked for its end, or is silent.
 _UNCHANGED_NS = 2_000_000_000
 _STILL_NS = 15_000_000_000
-_MOST_STEPS = 21
+#: Step times are the median of so many.
+RECENT_STEPS = 20
+_MOST_STEPS = RECENT_STEPS + 1
 #: Of one wait, so that sums of them fit; a year.
 _MOST_NS = 1 << 55
 #: Quantities of which the last value is shown.
 _SAMPLES = (
     "rss", "cgroup memory", "cuda allocated", "cuda reserved", "pinned", "children count", "children rss", "children pss"
 )  # fmt: skip
+#: The same of each GPU.
+GPU_SAMPLES = ("nvml memory used", "nvml utilisation", "nvml power", "nvml temperature")
+_MOST_GPU_ROWS = 1024
 _TOP = 5
 
 
@@ -71,7 +77,13 @@ class Seen:
         unmeasured: why waits, and transfers without a rate, have no times; None where they have.
         holding, waiting: the units that hold most on the device, and that were waited for longest.
         damage: what of the file cannot be read, in one line.
-        elapsed_s: from the beginning of the recording to its last row.
+        elapsed_s: from the beginning of the recording to its last row. last_row_s: when that was, in seconds since 1970.
+        host: where it runs.
+        whole: the tiers all of whose bytes are recorded. known: tier -> the categories whose bytes are.
+        category_peaks: tier -> category -> the most it held.
+        sample_peaks: as ``samples``, the highest value.
+        gpus: GPU -> what was sampled of it last, such as "nvml power" in mW.
+        batch: (tokens, samples) of the last step whose operations were counted; None for what is not known.
     """
 
     path: str
@@ -94,6 +106,14 @@ class Seen:
     categories: dict[str, dict[str, int]]
     waited: float | None
     elapsed_s: float
+    last_row_s: float
+    host: str
+    whole: tuple[str, ...]
+    known: dict[str, tuple[str, ...]]
+    category_peaks: dict[str, dict[str, int]]
+    sample_peaks: dict[str, int]
+    gpus: dict[str, dict[str, int]]
+    batch: tuple[float | None, float | None]
 
 
 class _Window:
@@ -124,7 +144,11 @@ class RunFollower:
         self._held: Int64s = np.zeros(0, np.int64)
         self._totals: Int64s = np.zeros(len(TIERS), np.int64)
         self._peaks: Int64s = np.zeros(len(TIERS), np.int64)
+        self._by_place: Int64s = np.zeros(len(PLACES), np.int64)
+        self._place_peaks: Int64s = np.zeros(len(PLACES), np.int64)
         self._samples: dict[str, int] = {}
+        self._sample_peaks: dict[str, int] = {}
+        self._gpus: dict[str, dict[str, int]] = {}
         self._moved, self._waited, self._stepped = _Window(), _Window(), _Window()
         self._waits = _Waits()
         self._step_ends: dict[int, list[int]] = {}
@@ -160,6 +184,8 @@ class RunFollower:
         np.add.at(self._held, changes.series, changes.change)
         by_tier = walked(TIER_OF[changes.place], changes.change, self._totals)
         self._peaks[by_tier.group] = np.maximum(self._peaks[by_tier.group], by_tier.top)
+        by_place = walked(changes.place, changes.change, self._by_place)
+        self._place_peaks[by_place.group] = np.maximum(self._place_peaks[by_place.group], by_place.top)
         whole = rows.kind == RowKind.SPAN
         # A device's span says when it began, and how long it was.
         time_ns = np.where(whole, rows.time_ns + rows.ident, rows.time_ns)
@@ -175,14 +201,23 @@ class RunFollower:
         self._waited.add(time_ns[lanes], what[lanes], key[lanes], np.minimum(rows.ident[lanes], _MOST_NS))
         at = np.flatnonzero(self._is["step"][rows.what] & ends)
         self._take_steps(rows.key[at].astype(np.int64), time_ns[at])
-        sampled = np.flatnonzero(self._is["sample"][rows.what] & (rows.kind == RowKind.COUNTER))
+        self._take_samples(rows)
+        for window in (self._moved, self._waited, self._stepped):
+            window.since(since)
+
+    def _take_samples(self, rows: Rows) -> None:
+        counted, strings = rows.kind == RowKind.COUNTER, self._trace.strings
+        sampled = np.flatnonzero(self._is["sample"][rows.what] & counted)
         for at in sampled[-64:].tolist():
-            name, of = self._trace.strings[int(rows.what[at])], self._trace.strings[int(rows.key[at])]
+            name, of = strings[int(rows.what[at])], strings[int(rows.key[at])]
             # Of children the sum, which has no key.
             if not (of and name.startswith("children")):
                 self._samples[name] = int(rows.nbytes[at])
-        for window in (self._moved, self._waited, self._stepped):
-            window.since(since)
+        for what in np.unique(rows.what[sampled]).tolist():
+            highest = int(rows.nbytes[sampled][rows.what[sampled] == what].max())
+            self._sample_peaks[strings[what]] = max(self._sample_peaks.get(strings[what], 0), highest)
+        for at in np.flatnonzero(self._is["gpu"][rows.what] & counted)[-_MOST_GPU_ROWS:].tolist():
+            self._gpus.setdefault(strings[int(rows.key[at])], {})[strings[int(rows.what[at])]] = int(rows.nbytes[at])
 
     def _learn(self) -> None:
         """Which of the trace's strings name what; they only grow."""
@@ -195,6 +230,7 @@ class RunFollower:
             ("wait", lambda name: name.startswith("wait ")),
             ("step", lambda name: name == "step"),
             ("sample", lambda name: name in _SAMPLES),
+            ("gpu", lambda name: name in GPU_SAMPLES),
         ):
             known = self._is.get(kind, np.zeros(0, np.bool_))
             self._is[kind] = np.append(known, np.array([test(name) for name in fresh], np.bool_))
@@ -237,6 +273,14 @@ class RunFollower:
             categories=self._categories(),
             waited=min(1.0, waited / span) if covered.waits() is None else None,
             elapsed_s=elapsed / 1e9,
+            last_row_s=(header.wall_ns + elapsed) / 1e9,
+            host=header.host,
+            whole=tuple(tier for tier in TIERS if covered.tier(tier) is None),
+            known={tier: tuple(each for each in CATEGORIES if covered.place(each, tier) is None) for tier in covered.used},
+            category_peaks=self._category_peaks(),
+            sample_peaks=dict(self._sample_peaks),
+            gpus={gpu: dict(found) for gpu, found in self._gpus.items()},
+            batch=last_batch(self._trace),
         )
 
     def _damage(self) -> str | None:
@@ -276,6 +320,12 @@ class RunFollower:
         for (category, tier), nbytes in zip(PLACES, held.tolist(), strict=True):
             if nbytes:
                 found[tier][category] = nbytes
+        return found
+
+    def _category_peaks(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {tier: {} for tier in TIERS}
+        for (category, tier), nbytes in zip(PLACES, self._place_peaks.tolist(), strict=True):
+            found[tier][category] = nbytes
         return found
 
     def _bandwidth(self, span: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ Source: Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993): the modi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -19,8 +19,10 @@ from zprof.rows import TIERS
 if TYPE_CHECKING:
     from zprof.analysis.ranks import Lane
 
-__all__ = ["Distance", "Figure", "Odd", "Spread", "distances", "figures_of", "spread"]
+__all__ = ["MANY", "Distance", "Figure", "Odd", "Spread", "deviations", "distances", "figures_of", "spread"]
 
+#: More ranks than this are shown by those that stand out.
+MANY = 16
 #: The score from which a rank stands out.
 ODD = 3.5
 #: Of a normal distribution the median distance from the median is this share of the standard deviation.
@@ -101,7 +103,9 @@ def distances(figures: Sequence[Figure], ranks: Sequence[int]) -> list[Distance]
     scores: dict[int, float] = dict.fromkeys(ranks, 0.0)
     odds: dict[int, list[Odd]] = {rank: [] for rank in ranks}
     for figure in figures:
-        for rank, odd in _scored(figure):
+        middle = int(median(figure.values.values()))
+        for rank, apart in deviations(figure).items():
+            odd = Odd(figure.name, figure.values[rank], middle, abs(apart))
             scores[rank] = max(scores[rank], odd.score)
             if odd.score > ODD and abs(odd.value - odd.median) > (SLOW - 1) * figure.scale:
                 odds[rank].append(odd)
@@ -109,12 +113,12 @@ def distances(figures: Sequence[Figure], ranks: Sequence[int]) -> list[Distance]
     return sorted(found, key=lambda each: (not each.odds, -each.score, each.rank))
 
 
-def _scored(figure: Figure) -> Iterator[tuple[int, Odd]]:
+def deviations(figure: Figure) -> dict[int, float]:
+    """How many robust deviations each rank is above the median, or below it where that is negative."""
     middle = median(figure.values.values())
     apart = median(abs(value - middle) for value in figure.values.values())
     unit = max(_NORMAL * apart, _LEAST * figure.scale)
-    for rank, value in figure.values.items():
-        yield rank, Odd(figure.name, value, int(middle), abs(value - middle) / unit)
+    return {rank: (value - middle) / unit for rank, value in figure.values.items()}
 
 
 def spread(figure: Figure, without: Sequence[int] = ()) -> Spread | None:

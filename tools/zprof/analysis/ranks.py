@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from zprof.analysis.clock_bounds import SYNCHRONISING, bounds
 from zprof.rows import TraceError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 __all__ = [
-    "COLLECTIVES", "Clock", "Lane", "Lanes", "Member", "Skew", "Straggler", "clocks", "lane_of", "members_of", "path_of",
+    "COLLECTIVES", "Clock", "Lane", "Lanes", "Member", "Skew", "Straggler", "clocks", "lane_of", "members_of", "paths_of",
     "skews", "stragglers", "traces_of",
 ]  # fmt: skip
 
@@ -50,8 +51,11 @@ class Clock:
     """How a rank's monotonic clock reads on the first rank's.
 
     Attributes:
-        offset_ns: to be added. by: "monotonic" (one boot of one host: exact) or "wall" (as good as the hosts' clocks).
+        offset_ns: to be added. by: "monotonic" (one boot of one host: exact), "wall" (as good as the hosts' clocks), or
+            "collectives", where these prove the wall clocks to be wrong.
         drift_ns: how far the rank's two clocks moved apart during the recording; 0 where they cannot be compared.
+        bounds_ns: (least, most) that ``offset_ns`` can be, as collectives prove; None where they prove nothing.
+        wall_ns: what it would be by the wall clocks.
     """
 
     rank: int
@@ -59,19 +63,8 @@ class Clock:
     offset_ns: int
     by: str
     drift_ns: int
-
-
-class Timed(Protocol):
-    """What a rank's clock is known by.
-
-    Attributes:
-        end_clock: (monotonic, wall) as its recording ended; None where it does not say.
-    """
-
-    @property
-    def header(self) -> Header: ...
-    @property
-    def end_clock(self) -> tuple[int, int] | None: ...
+    bounds_ns: tuple[int, int] | None = None
+    wall_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +78,7 @@ class Lane:
         wait_ns: the median over steps of the time spent waiting, but for a loader; None as ``work_ns``.
         collectives: whether they were seen.
         peaks: tier -> bytes of what was recorded; None where nothing on it could be.
+        ends: of those in ``begins`` that keep ranks together, when each ended; none where rows were dropped.
     """
 
     header: Header
@@ -95,6 +89,7 @@ class Lane:
     peaks: Mapping[str, int | None]
     collectives: bool = True
     wait_ns: int | None = None
+    ends: Mapping[tuple[str, str], Int64s] = field(default_factory=dict)
 
 
 class Lanes:
@@ -116,20 +111,27 @@ class Lanes:
     def add(self, lane: Lane) -> None:
         """Keep ``lane``."""
         # Thousands of ranks have the same units, and each its own copy of their names.
-        begins = {self._pairs.setdefault(pair, pair): times for pair, times in lane.begins.items()}
-        self.all.append(_thinned(replace(lane, begins=begins), self.every))
-        self._count += sum(map(len, self.all[-1].begins.values()))
-        while self._count > max(self._most, sum(len(each.begins) for each in self.all)):
+        begins, ends = (
+            {self._pairs.setdefault(pair, pair): times for pair, times in of.items()} for of in (lane.begins, lane.ends)
+        )
+        self.all.append(_thinned(replace(lane, begins=begins, ends=ends), self.every))
+        self._count += _times(self.all[-1])
+        while self._count > max(self._most, sum(len(each.begins) + len(each.ends) for each in self.all)):
             self.every *= 2
             self.all = [_thinned(each, 2) for each in self.all]
-            self._count = sum(sum(map(len, each.begins.values())) for each in self.all)
+            self._count = sum(map(_times, self.all))
+
+
+def _times(lane: Lane) -> int:
+    return sum(map(len, lane.begins.values())) + sum(map(len, lane.ends.values()))
 
 
 def _thinned(lane: Lane, every: int) -> Lane:
     if every == 1:
         return lane
     # A view would keep all of it.
-    return replace(lane, begins={pair: times[::every].copy() for pair, times in lane.begins.items()})
+    begins, ends = ({pair: times[::every].copy() for pair, times in of.items()} for of in (lane.begins, lane.ends))
+    return replace(lane, begins=begins, ends=ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,18 +216,32 @@ def traces_of(runs: Sequence[str | Path]) -> list[Trace]:
     return [Trace.open(member.path) for member in members_of(runs)]
 
 
-def path_of(rank: int, runs: Sequence[str | Path]) -> Path:
-    """The trace of one rank among those that files and folders name.
+def paths_of(ranks: Sequence[int], runs: Sequence[str | Path]) -> list[Path]:
+    """The traces of these ranks among those that files and folders name, by rank.
+
+    Files whose names say other ranks are not opened, unless headers say otherwise than names do.
 
     Raises:
-        TraceError: as `members_of`, or none is of this rank.
+        TraceError: as `members_of`, or none is of one of these ranks.
     """
-    paths = {member.header.rank: member.path for member in members_of(runs)}
-    if rank not in paths:
-        here = sorted(paths)
-        found = f"rank(s) {', '.join(map(str, here[:8]))}{', ...' if len(here) > 8 else ''}"
-        raise TraceError(f"--rank {rank}: expected a trace of this rank in {runs[0]}, found {found}")
-    return paths[rank]
+    from zprof.trace.families import rank_of
+
+    wanted = set(ranks)
+    files = list(dict.fromkeys(path for run in runs for path in _files(Path(run))))
+    likely = [path for path in files if rank_of(path) in wanted]
+    found = _by_rank(likely) if likely else {}
+    if set(found) != wanted:
+        found = _by_rank(files)
+    for rank in ranks:
+        if rank not in found:
+            here = sorted(found)
+            others = f"rank(s) {', '.join(map(str, here[:8]))}{', ...' if len(here) > 8 else ''}"
+            raise TraceError(f"--rank {rank}: expected a trace of this rank in {runs[0]}, found {others}")
+    return [found[rank] for rank in sorted(wanted)]
+
+
+def _by_rank(files: Sequence[Path]) -> dict[int, Path]:
+    return {member.header.rank: member.path for member in members_of(files)}
 
 
 def _files(run: Path) -> Sequence[Path]:
@@ -246,15 +262,20 @@ def lane_of(analysis: Analysis) -> Lane:
 
     from zprof.trace.levels import starts_of
 
+    stalls, covered = analysis.stalls, analysis.covered
     begins: dict[tuple[str, str], Int64s] = {}
+    ends: dict[tuple[str, str], Int64s] = {}
     for what in COLLECTIVES:
         mine = analysis.table.of(what)
-        order = np.argsort(mine.key, kind="stable")
+        order = np.lexsort((mine.begin_ns, mine.key))
         keys = mine.key[order]
         starts = starts_of(keys)
-        for key, times in zip(keys[starts].tolist(), np.split(mine.begin_ns[order], starts[1:]), strict=False):
-            begins[what, mine.strings[key]] = np.sort(times)
-    stalls, covered = analysis.stalls, analysis.covered
+        columns = (np.split(column[order], starts[1:]) for column in (mine.begin_ns, mine.end_ns))
+        for key, begun, ended in zip(keys[starts].tolist(), *columns, strict=False):
+            pair = what, mine.strings[key]
+            begins[pair] = begun
+            if pair in SYNCHRONISING and not covered.dropped:
+                ends[pair] = ended
     # A rank that waits for its loader is late for the others, as one that computes for longer.
     work = stalls.steps.duration_ns - stalls.per_step_ns + stalls.data_ns
     counted = bool(stalls.steps.count) and covered.steps() is None and stalls.steps.unseen is None
@@ -268,21 +289,29 @@ def lane_of(analysis: Analysis) -> Lane:
         peaks=analysis.peaks,
         collectives=covered.sees_collectives(),
         wait_ns=int(np.median(stalls.per_step_ns - stalls.data_ns)) if waits_seen else None,
+        ends=ends,
     )
 
 
-def clocks(lanes: Sequence[Timed]) -> list[Clock]:
-    """Each rank's clock on that of the first: the same one within a boot of a host, through the wall clocks between hosts."""
+def clocks(lanes: Sequence[Lane]) -> list[Clock]:
+    """Each rank's clock on that of the first: the same one within a boot of a host, through the wall clocks between hosts,
+    unless collectives prove these to be wrong."""
     found = []
     first = lanes[0].header
-    for lane in lanes:
+    # Not the host's name: containers of one boot have names of their own. A rank that does not say its boot is alone.
+    hosts = [lane.header.boot or (lane.header.rank,) for lane in lanes]
+    proven = bounds(lanes, hosts)
+    for lane, host in zip(lanes, hosts, strict=True):
         header, end = lane.header, lane.end_clock
-        # Not the host's name: containers of one boot have names of their own.
-        same = header.boot == first.boot and header.boot != ""
         apart = (header.wall_ns - header.mono_ns) - (first.wall_ns - first.mono_ns)
         drift = 0 if end is None else (end[1] - end[0]) - (header.wall_ns - header.mono_ns)
-        by = "monotonic" if same or header is first else "wall"
-        found.append(Clock(header.rank, header.host, 0 if by == "monotonic" else apart, by, drift))
+        between = proven.get(host)
+        offset, by = apart, "wall"
+        if host == hosts[0]:
+            offset, by = 0, "monotonic"
+        elif between is not None and not between[0] <= apart <= between[1]:
+            offset, by = sum(between) // 2, "collectives"
+        found.append(Clock(header.rank, header.host, offset, by, drift, between, apart))
     return found
 
 

@@ -22,7 +22,7 @@ from zprof.analysis.growth import Grown
 from zprof.analysis.ledger import Ledger, Moment
 from zprof.analysis.measures import Value, measures
 from zprof.analysis.operators import Operators, columns
-from zprof.analysis.ranks import members_of, path_of
+from zprof.analysis.ranks import members_of, paths_of
 from zprof.analysis.spans import FIRST_LANE
 from zprof.rows import CATEGORIES, TIERS, TraceError
 from zprof.trace.children import recorded_children
@@ -99,7 +99,7 @@ class Run:
         """See `zprof.open`."""
         where = Path(path)
         if rank is not None:
-            return cls(Trace.open(path_of(rank, [where])))
+            return cls(Trace.open(paths_of([rank], [where])[0]))
         members = members_of([where])
         if len(members) > 1:
             first = members[0].header.rank

@@ -6,18 +6,24 @@ never writes over anything but a file.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from zprof.commands.check import printable
 from zprof.commands.naming import named_or_latest
+from zprof.problem import Misuse
 from zprof.rows import TraceError
+
+if TYPE_CHECKING:
+    from zprof.trace.reader import Trace
 
 __all__ = ["FORMATS", "export"]
 
-#: Format -> (its module, the suffix of a file that is not named).
+#: Format -> (its module, the suffix of a file that is not named). Those of `_TOGETHER` hold all ranks at once.
 FORMATS = {
     "perfetto": ("zprof.show.exports.perfetto", ".perfetto.json"),
     "speedscope": ("zprof.show.exports.speedscope", ".speedscope.json"),
@@ -26,6 +32,7 @@ FORMATS = {
     "prometheus": ("zprof.show.exports.prometheus", ".prom"),
     "tensorboard": ("zprof.show.exports.tensorboard", ".tensorboard"),
 }
+_TOGETHER = ("perfetto", "speedscope", "torch-snapshot")
 
 
 @click.command()
@@ -42,6 +49,7 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
     """Write RUN in another tool's format. Nothing is sent anywhere.
 
     RUN is a trace, or a folder of traces; several are the ranks of one run. The default is the newest run in this folder.
+    perfetto and speedscope take 16 ranks at most, chosen with --rank; csv, prometheus and tensorboard any number.
 
     \b
     perfetto        Bytes by tier and category, samples, and spans: nested spans
@@ -67,34 +75,49 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
     \b
     Examples:
       zprof export run.0.zprof run.1.zprof --format perfetto -o run.json
-      zprof export runs/ --format speedscope
+      zprof export runs/ --format speedscope --rank 3 --rank 517
       zprof export run.zprof --format torch-snapshot -o run.pickle
       zprof export run.zprof --format csv && duckdb -c "from 'run.csv' limit 9"
       zprof export run.zprof --format prometheus -o /var/lib/node/run.prom
       zprof export run.zprof --format tensorboard -o logs
     """
-    from zprof.analysis.ranks import traces_of
+    from zprof.analysis.ranks import members_of
 
     module, suffix = FORMATS[kind]
-    traces = traces_of(runs)
-    if kind == "torch-snapshot" and len(traces) > 1:
-        raise click.UsageError(f"torch-snapshot: expected one rank, found {len(traces)}; choose one with --rank")
-    path = output or traces[0].path.with_suffix(suffix)
-    if path.exists() and any(path.samefile(trace.path) for trace in traces):
+    members = members_of(runs)
+    paths = [member.path for member in members]
+    _check_count(kind, len(members))
+    path = output or paths[0].with_suffix(suffix)
+    if path.exists() and any(path.samefile(each) for each in paths):
         raise click.BadParameter(f"{printable(str(path))}: is the run itself; name another file", param_hint="-o")
     try:
         _writable(path, folder=kind == "tensorboard", force=force)
-        said, damages = import_module(module).write(traces, path)
+        said, lost = import_module(module).write(_opened(paths, together=kind in _TOGETHER), path)
     except OSError as error:
         reason = error.strerror or error
         raise TraceError(f"{printable(str(path))}: cannot be written: {reason}; name another with -o") from None
-    for trace, damage in zip(traces, damages, strict=True):
-        lost = trace.dropped
-        thinned = f"{lost:,} rows were thinned out or lost while it was recorded: short events are missing" if lost else ""
-        for line in filter(None, (damage, thinned)):
-            click.echo(f"{printable(str(trace.path))}: {printable(line)}", err=True)
-    predicted = "predicted; " if traces[0].header.simulated else ""
+    for line in lost:
+        click.echo(printable(line), err=True)
+    predicted = "predicted; " if members[0].header.simulated else ""
     click.echo(f"{printable(str(path))}: {predicted}{printable(said)}")
+
+
+def _check_count(kind: str, count: int) -> None:
+    """Refuse more ranks than the format, or one that holds all of them at once, can have."""
+    from zprof.analysis.outliers import MANY
+
+    if kind == "torch-snapshot" and count > 1:
+        raise click.UsageError(f"torch-snapshot: expected one rank, found {count}; choose one with --rank")
+    if kind in _TOGETHER and count > MANY:
+        whose = "choose some with --rank, said again for each; zprof report says which stand out"
+        raise Misuse(f"--format {kind}: expected {MANY} ranks at most, found {count:,}; {whose}")
+
+
+def _opened(paths: Sequence[Path], *, together: bool) -> Iterable[Trace]:
+    from zprof.show.exports.exported import one_by_one
+    from zprof.trace.reader import Trace
+
+    return [Trace.open(path) for path in paths] if together else one_by_one(paths)
 
 
 def _writable(path: Path, *, folder: bool, force: bool) -> None:

@@ -43,8 +43,8 @@ _MOST_NAME = 64
 #: Traces of the newest run that are named when it was not.
 _MOST_SAID = 8
 _MOST_ATTEMPTS = 10_000
-#: Where the rank that was asked for stands while a command's arguments are read.
-_RANK = "zprof.rank"
+#: Where the ranks that were asked for stand while a command's arguments are read.
+_RANKS = "zprof.ranks"
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -193,30 +193,30 @@ def latest(folder: Path = Path()) -> list[Path]:
 def named_or_latest(
     name: str, kind: click.ParamType[Any] | None = None, *, several: bool = True
 ) -> Callable[[_Command], _Command]:
-    """The argument RUN of a command that reads a run, and the option --rank that takes one rank of it.
+    """The argument RUN of a command that reads a run, and the option --rank that takes some ranks of it.
 
     RUN is what is named, or else the newest run here, which is said on stderr.
 
     Args:
-        several: it may be the traces of several ranks; else one of them must be chosen.
+        several: it may be the traces of several ranks, and --rank may be said again; else one of them must be chosen.
     """
 
     def choose(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        rank: int | None = ctx.meta.get(_RANK)
+        ranks: tuple[int, ...] = ctx.meta.get(_RANKS, ())
         if ctx.resilient_parsing:
             return value
         for folder in [Path(path) for path in (value if several else filter(None, [value])) if os.path.isdir(path)]:
             family = newest(folder)
             if family is not None and (said := family.line(folder)):
                 click.echo(f"zprof: {one_line(said)}", err=True)
-        if value and rank is None:
+        if value and not ranks:
             return value
         paths = [str(path) for path in (value if several else [value])] if value else [str(path) for path in latest()]
-        if rank is not None:
-            from zprof.analysis.ranks import path_of
+        if ranks:
+            from zprof.analysis.ranks import paths_of
 
-            whose = f"rank {rank} of the newest run"
-            paths = [str(path_of(rank, paths))]
+            whose = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of the newest run"
+            paths = [str(path) for path in paths_of(ranks, paths)]
         elif not several and len(paths) > 1:
             found = f"found {len(paths)} of the newest run here"
             raise Misuse(f"RUN: expected the trace of one rank, {found}; choose one with --rank, such as --rank 0")
@@ -233,10 +233,11 @@ def named_or_latest(
         command = click.option(
             "--rank",
             type=click.IntRange(min=0),
+            multiple=several,
             is_eager=True,
             expose_value=False,
             callback=_remember,
-            help="Read only this rank of RUN.",
+            help="Read only this rank of RUN" + ("; may be said again, for several." if several else "."),
         )(command)
         return click.argument(
             name,
@@ -250,5 +251,6 @@ def named_or_latest(
     return decorate
 
 
-def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
-    ctx.meta[_RANK] = value
+def _remember(ctx: click.Context, param: click.Parameter, value: int | tuple[int, ...] | None) -> None:
+    chosen = value if isinstance(value, tuple) else () if value is None else (value,)
+    ctx.meta[_RANKS] = tuple(dict.fromkeys(chosen))

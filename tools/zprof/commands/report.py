@@ -146,6 +146,7 @@ def report(
                   work_ms{} step_ms{} wait_ms{} by rank; skew and stragglers null
                   if not seen; skew_every (1 of so many collectives was compared)
         scores{}  by rank, the farthest first: robust deviations from the median
+      deviations{}{}  of each figure by rank: the same, negative below the median
         outliers[]  rank host score odd[]{score figure value_ms median_ms, or of a
                   tier's peak value_bytes median_bytes}
         others    count figures[]{count figure median_ms low_ms high_ms or ..._bytes}

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import re
+import socket
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -24,8 +25,12 @@ from zprof.problem import Misuse
 from zprof.recording.chosen import AUTO
 from zprof.recording.recorder import LEVELS, Children, Level, ranks
 from zprof.recording.schedule import DEFAULT, Schedule
+from zprof.recording.surroundings import local_rank
 from zprof.running.child import Child, Ending, Kills, end_as
 from zprof.running.launch import Order
+
+if TYPE_CHECKING:
+    from zprof.running.gathering import Meeting
 
 __all__ = ["run"]
 
@@ -45,6 +50,7 @@ _LAUNCHER_MODULES = {
     "accelerate.commands.launch": "accelerate",
     "deepspeed.launcher.runner": "deepspeed",
 }
+_ADDRESS = re.compile(r"(?:(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]\s]+)):)?(?P<port>\d{1,5})", re.ASCII)
 _SHORTEST_S, _LONGEST_S = 0.001, 3600.0
 _SHORTEST_PATIENCE_S, _LONGEST_PATIENCE_S = 0.1, 86400.0
 
@@ -84,6 +90,16 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> str
         return None if value is None else str(Schedule.of(value))
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+
+
+def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, int] | None:
+    """9400, 0.0.0.0:9400 or [::]:9400: host and port."""
+    if value is None:
+        return None
+    found = _ADDRESS.fullmatch(value)
+    if not found or not 1 <= int(found["port"]) <= 65535:
+        raise click.BadParameter(f"{value!r}: expected a port from 1 to 65535, such as 9400, or HOST:PORT such as 0.0.0.0:9400")
+    return found["v6"] or found["host"] or "127.0.0.1", int(found["port"])
 
 
 @click.command(
@@ -146,6 +162,34 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> str
     type=click.Choice(("USR1", "USR2")),
     help="Print the stacks of all threads to stderr on this signal, unless the script sets its own handler.",
 )
+@click.option(
+    "--prometheus",
+    callback=_address,
+    metavar="[HOST:]PORT",
+    help="While it runs, serve live figures for Prometheus at http://HOST:PORT/metrics; HOST is 127.0.0.1 unless said. Each "
+    "rank of a host has a port of its own: PORT for the first, PORT+1 for the next.",
+)
+@click.option(
+    "--prometheus-file",
+    metavar="FILE",
+    help="While it runs, keep the same in FILE for a node exporter's --collector.textfile.directory. Needs {rank} in the name "
+    "where there are several ranks, and .prom at its end; it is removed at the end.",
+)
+@click.option(
+    "--gather",
+    "gathers",
+    is_flag=True,
+    help="Where hosts share no folder: at the end, send each rank's trace to the folder of rank 0 through torchrun's store. "
+    "Nothing is sent where a script failed, and each trace stays where it is, too.",
+)
+@click.option(
+    "--gather-wait",
+    callback=_patience,
+    default="5min",
+    show_default=True,
+    metavar="TIME",
+    help="For how long ranks that have ended wait for others.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(
@@ -160,6 +204,10 @@ def run(
     live: bool,
     hang_after: float,
     stacks_on: str | None,
+    prometheus: tuple[str, int] | None,
+    prometheus_file: str | None,
+    gathers: bool,
+    gather_wait: float,
     module: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -169,6 +217,8 @@ def run(
     zprof run train.py --epochs 3
     zprof run -o big.zprof --level alloc -m my_package.train
     zprof run --level ops --ops-steps 10:13 train.py
+    zprof run --prometheus-file /var/lib/node_exporter/train.prom train.py
+    torchrun --nnodes 2 ... -m zprof run --gather train.py
     torchrun --nproc_per_node 2 -m zprof run train.py
 
     Under torchrun or srun, {rank} in the name of the trace becomes the rank: one file per rank. Exit code and signals are
@@ -181,6 +231,7 @@ def run(
     _check_script(command[0], module)
     rank, world = ranks()
     path = output_of(output, rank, world, force)
+    together = _meeting(path, rank, world) if gathers else None
     number = f"SIG{stacks_on}" if stacks_on else ""
     order = Order(
         str(path),
@@ -201,8 +252,11 @@ def run(
         _remove_children(path)
     before, kills = _seen(path), Kills.read()
     show = live and rank == 0
-    ending = _watch(order, command[1:], path) if show else _wait(Child(order.arguments(command[1:])))
+    with _published(prometheus, prometheus_file, path, rank, world) as look:
+        ending = _watch(order, command[1:], path, look) if show else _wait(Child(order.arguments(command[1:])), look)
     try:
+        if together is not None:
+            _gather(together, path, ending, gather_wait)
         if _seen(path) not in (None, before) and (rank == 0 or ending.failed):
             _print_last_lines(path, ending, Kills.read().since(kills) if ending.failed else None, world)
     except KeyboardInterrupt:
@@ -210,20 +264,75 @@ def run(
     raise click.exceptions.Exit(end_as(ending))
 
 
-def _wait(child: Child) -> Ending:
+def _wait(child: Child, look: Callable[[], None]) -> Ending:
     while True:
         ending = child.wait(1.0)
         if ending is not None:
             return ending
+        look()
 
 
-def _watch(order: Order, command: Sequence[str], path: Path) -> Ending:
+def _watch(order: Order, command: Sequence[str], path: Path, look: Callable[[], None]) -> Ending:
     if not sys.stderr.isatty():
         click.echo("zprof: --live: expected a terminal on stderr, found none; recording without it", err=True)
-        return _wait(Child(order.arguments(command)))
+        return _wait(Child(order.arguments(command)), look)
     from zprof.running.live import watch
 
-    return watch(order.arguments(command), path)
+    return watch(order.arguments(command), path, look)
+
+
+@contextmanager
+def _published(
+    address: tuple[str, int] | None, file: str | None, path: Path, rank: int, world: int
+) -> Iterator[Callable[[], None]]:
+    """Live figures for Prometheus, as far as they were asked for; what is given is called while the script runs.
+
+    Raises:
+        Problem: they cannot be had; the script has not been started.
+    """
+    looks: list[Callable[[], None]] = []
+    if file is not None and world > 1 and "{rank}" not in file:
+        why = f"expected {{rank}} in the name, for each of {world} ranks writes a file of its own"
+        raise Misuse(f"--prometheus-file {file}: {why}")
+    with ExitStack() as stack:
+        if address is not None or file is not None:
+            from zprof.show.live.published import served, written
+
+            host = socket.gethostname()
+            if file is not None:
+                looks.append(stack.enter_context(written(Path(file.replace("{rank}", str(rank))), path, rank, host)))
+            if address is not None:
+                stack.enter_context(served(address[0], address[1] + local_rank(), path, rank, host))
+
+        def look() -> None:
+            for each in looks:
+                each()
+
+        yield look
+
+
+def _meeting(path: Path, rank: int, world: int) -> Meeting | None:
+    from zprof.running.gathering import meeting, name_of_rank
+
+    if world > 1 and name_of_rank(path, rank, 0) is None:
+        found = f"--gather: expected traces called <run>.<rank>.zprof, found {path.name}"
+        raise Misuse(f"{found}; name them so with -o, such as -o {path.parent / 'run.{rank}.zprof'}")
+    return meeting(rank, world)
+
+
+def _gather(at: Meeting, path: Path, ending: Ending, patience_s: float) -> None:
+    from zprof.running.gathering import gather
+
+    if ending.failed:
+        # Its launcher is about to end the others, which must not wait for this one.
+        lines = [f"traces are not gathered, for the script failed; that of rank {at.rank} is {path.absolute()}"]
+    else:
+        try:
+            lines = gather(at, path, patience_s)
+        except Exception as error:
+            lines = [f"traces are not gathered: {type(error).__name__}: {error}; that of rank {at.rank} is {path.absolute()}"]
+    for line in lines:
+        click.echo(f"zprof: {line}", err=True)
 
 
 def _print_last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, world: int) -> None:

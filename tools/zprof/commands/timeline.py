@@ -1,4 +1,4 @@
-"""Owns ``zprof timeline``: one or several ranks' traces in, one page out.
+"""Owns ``zprof timeline``: the traces of any number of ranks in, one page out.
 
 `zprof.cli` loads it when it is called. It never draws: `pages.timeline` makes the data, `pages.page` the file.
 """
@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 
-from offload.text import as_duration
+from offload.text import as_duration, one_line
 from zprof.commands.naming import named_or_latest
+from zprof.problem import Problem
 
 __all__ = ["timeline"]
 
 #: In the order they run: each uses what those before it define.
-SCRIPTS = tuple(f"timeline{part}.js" for part in ("", "_memory", "_lanes", "_rates", "_page"))
+SCRIPTS = tuple(f"timeline{part}.js" for part in ("", "_memory", "_lanes", "_rates", "_ranks", "_page"))
+_MOST_UNREADABLE = 8
 
 
 @click.command()
@@ -28,33 +32,55 @@ def timeline(runs: tuple[Path, ...], output: Path | None, force: bool, as_json: 
     """Plot RUNs, one per rank, over time: memory by category, what ran, transfers, exposed waits. The default is the newest
     run in this folder.
 
+    Of more than 16 ranks the page shows the figures of all, outliers first, and plots a few: the farthest from the others,
+    those with the most work and the most memory, and one that is as most are. --rank plots others.
+
     The page is one HTML file that needs no network: open it in a browser, send it, archive it.
 
     \b
     Example:  zprof timeline run.0.zprof run.1.zprof -o run.html
     """
-    from zprof.analysis.ranks import traces_of
+    from zprof.analysis.outliers import MANY
+    from zprof.analysis.ranks import members_of, traces_of
     from zprof.commands.output import check_output, write_output
     from zprof.show.pages.page import page, page_path, plotly_source
-    from zprof.show.pages.timeline import peak_line
+    from zprof.show.pages.timeline import peak_line, timeline_of_many
     from zprof.show.pages.timeline import timeline as drawn
 
     path = output or page_path(runs, "timeline")
     check_output(path, runs, force=force)
     plotly_source()
-    traces = traces_of(runs)
+    unreadable: dict[Path, str] = {}
+    paths = [*(member.path for member in members_of(runs, unreadable)), *unreadable]
     # Again, for a run may be a folder that holds them.
-    check_output(path, [trace.path for trace in traces], force=force)
+    check_output(path, paths, force=force)
     title = f"zprof timeline: {path.name.removesuffix('.html').removesuffix('.timeline')}"
-    data = drawn(traces) | {"title": title}
+    data = (timeline_of_many(paths) if len(paths) > MANY else drawn(traces_of(paths))) | {"title": title}
+    named = data["ranks"]["files"] if data["ranks"] else shlex.join(map(str, runs))
     body = page(title, data, scripts=SCRIPTS).encode()
     write_output(path, body)
     merged = data["merged"]
+    count = data["ranks"]["count"] if data["ranks"] else len(data["runs"])
     if as_json:
-        said = {"page": str(path), "bytes": len(body), "merged": merged, "summary": data["report"]["summary"]}
-        click.echo(json.dumps(said, indent=2))
+        drawn_ranks = [run["rank"] for run in data["runs"]]
+        said = {"page": str(path), "bytes": len(body), "ranks": count, "drawn": drawn_ranks, "merged": merged}
+        click.echo(json.dumps(said | {"summary": data["report"]["summary"]}, indent=2))
+        _refuse_unreadable(data["report"]["unreadable"])
         return
     click.echo(f"{path}: {len(body) / 2**20:.1f} MiB, {peak_line(data)}")
+    for rank, why in data["ranks"]["drawn"].items() if data["ranks"] else ():
+        click.echo(f"of {count:,} ranks drawn: rank {rank}: {why}")
     if merged["below_ns"]:
         click.echo(f"{merged['spans']:,} spans as {merged['kept']:,}: those below {as_duration(merged['below_ns'])} are merged")
-    click.echo("Open it in a browser; for the same in the terminal: zprof report " + " ".join(map(str, runs)))
+    click.echo(f"Open it in a browser; for the same in the terminal: zprof report {named}")
+    _refuse_unreadable(data["report"]["unreadable"])
+
+
+def _refuse_unreadable(unreadable: Sequence[Mapping[str, str]]) -> None:
+    """The page is there; that ranks are missing in it is said as ``zprof report`` does."""
+    for each in unreadable[:_MOST_UNREADABLE]:
+        click.echo(f"left out: {one_line(each['why'])}", err=True)
+    if len(unreadable) > _MOST_UNREADABLE:
+        click.echo(f"left out: {len(unreadable) - _MOST_UNREADABLE:,} more traces that cannot be read", err=True)
+    if unreadable:
+        raise click.exceptions.Exit(Problem.exit_code)

@@ -14,7 +14,7 @@ from typing import Any
 from zprof.clock import now_ns, wall_ns
 from zprof.trace.header import Header, here
 
-__all__ = ["device", "header", "ranks"]
+__all__ = ["device", "header", "local_rank", "ranks"]
 
 
 def header(rank: int, world: int, level: str) -> Header:
@@ -48,6 +48,12 @@ def ranks() -> tuple[int, int]:
         if mine.isdecimal() and all_of.isdecimal() and int(mine) < int(all_of):
             return int(mine), int(all_of)
     return 0, 1
+
+
+def local_rank() -> int:
+    """Which of the ranks on this host it is, as torchrun or Slurm say; 0 without."""
+    found = (os.environ.get(name, "") for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+    return next((int(value) for value in found if value.isdecimal()), 0)
 
 
 def device() -> str | None:

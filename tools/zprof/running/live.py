@@ -1,11 +1,12 @@
 """Owns the view of a run that ``zprof run --live`` draws on the terminal while it waits for the script.
 
-`zprof.commands.run` calls `watch`. It only reads the growing trace, and one that cannot be read yet is simply not there yet.
+`zprof.commands.run` calls `watch`, and whoever else looks at a run from its beginning takes `Awaited`. It only reads the
+growing trace, and one that cannot be read yet is simply not there yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,20 @@ from zprof.rows import TraceError
 from zprof.running.child import Child, Ending
 from zprof.running.screen import Screen
 
-__all__ = ["watch"]
+__all__ = ["Awaited", "watch"]
 
 _REFRESH_S = 0.25
 _LOOK_NS = 1_000_000_000
 
 
-def watch(arguments: Sequence[str], path: Path) -> Ending:
-    """Run `zprof.running.launch` and show its trace below what the script prints, on stderr."""
+def watch(arguments: Sequence[str], path: Path, also: Callable[[], None]) -> Ending:
+    """Run `zprof.running.launch` and show its trace below what the script prints, on stderr; call ``also`` now and then."""
     from rich.console import Console
     from rich.live import Live
 
     console = Console(stderr=True)
     screen = Screen(console)
-    run, seen, looked_ns = _Awaited(path), None, 0
+    run, seen, looked_ns = Awaited(path), None, 0
     child = Child(arguments, screen.outputs)
     with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False) as live:
         screen.show()
@@ -41,12 +42,13 @@ def watch(arguments: Sequence[str], path: Path) -> Ending:
             if now_ns() - looked_ns > _LOOK_NS:
                 looked_ns = now_ns()
                 seen = run.look() or seen
+                also()
             live.update(_drawn(seen, screen.unfinished), refresh=True)
         screen.close()
     return ending
 
 
-class _Awaited:
+class Awaited:
     """A trace that is begun from now on: an older run's may lie at its path until then."""
 
     def __init__(self, path: Path) -> None:

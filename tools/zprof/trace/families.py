@@ -25,7 +25,7 @@ from zprof.trace.children import without_children
 if TYPE_CHECKING:
     from zprof.trace.header import Header
 
-__all__ = ["Family", "family_of", "member_name", "newest"]
+__all__ = ["Family", "family_of", "member_name", "newest", "rank_of"]
 
 _MEMBER = re.compile(r"(.+)\.(\d{1,7})(?:\.restart(\d{1,9}))?\.zprof", re.ASCII)
 
@@ -64,6 +64,12 @@ def family_of(path: Path) -> str:
     """The run that a trace's name says; "" for a name that says none."""
     found = _MEMBER.fullmatch(path.name)
     return found[1] if found else ""
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank that a trace's name says; None for a name that says none. Its header is what counts."""
+    found = _MEMBER.fullmatch(path.name)
+    return int(found[2]) if found else None
 
 
 def newest(folder: Path, *, alone: bool = False) -> Family | None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from zprof.rows import RowKind
-from zprof.show.exports.exported import Written, counted
+from zprof.show.exports.exported import Written, counted, lost
 from zprof.trace.reader import Trace
 from zprof.writing import committing
 
@@ -24,9 +24,9 @@ COLUMNS = ("rank", "kind", "what", "key", "nbytes", "time_ns", "thread", "ident"
 _KINDS = {int(kind): kind.name.lower() for kind in RowKind}
 
 
-def write(traces: Sequence[Trace], path: Path) -> Written:
+def write(traces: Iterable[Trace], path: Path) -> Written:
     """Write UTF-8 CSV with a heading; times are nanoseconds of each rank's monotonic clock."""
-    count = 0
+    count, missing = 0, list[str]()
     with committing(path) as file:
         lines = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
         out = csv.writer(lines)
@@ -40,6 +40,7 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
                     (rank, _KINDS[kind], strings[what], strings[key], *numbers)
                     for kind, what, key, *numbers in zip(*(column.tolist() for column in columns), strict=True)
                 )
+            missing += lost(trace, trace.damage)
         lines.detach()
     said = f"{counted(count, 'row')}; read nbytes, time_ns and ident as integers of 64 bits, what and key as text"
-    return Written(said, [trace.damage for trace in traces])
+    return Written(said, missing)

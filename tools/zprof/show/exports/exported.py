@@ -6,8 +6,9 @@ of each verb.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,9 +16,10 @@ import numpy as np
 from zprof.analysis.analysis import Analysis
 from zprof.analysis.bandwidth import VERBS
 from zprof.analysis.coverage import Unseen
-from zprof.analysis.ranks import clocks
+from zprof.analysis.ranks import Lane, clocks, lane_of
 from zprof.analysis.spans import FIRST_LANE, SpanTable
 from zprof.gpu.vendors import BOUNDS, quantity_of
+from zprof.trace.reader import Trace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,15 +29,14 @@ if TYPE_CHECKING:
     from zprof.analysis.operators import Operators
     from zprof.analysis.spans import Instants
     from zprof.trace.header import Header
-    from zprof.trace.reader import Trace
 
     Ints = NDArray[np.int64]
     Codes = NDArray[np.int32]
     Order = NDArray[np.intp]
 
 __all__ = [
-    "MOST_SPANS", "Read", "Track", "Written", "afford", "counted", "fairly", "full", "read", "rows_of", "shifts", "text",
-    "tracks", "unit_of",
+    "MOST_SPANS", "Read", "Track", "Written", "afford", "counted", "fairly", "full", "lost", "one_by_one", "read",
+    "rows_of", "shifts", "text", "tracks", "unit_of",
 ]  # fmt: skip
 
 #: Spans kept of one rank; a file that a browser opens holds fewer.
@@ -46,10 +47,10 @@ _MOST_BESIDE = 16
 
 
 class Written(NamedTuple):
-    """What an export says: how much it wrote and what opens it, and what of each trace could not be read."""
+    """What an export says: how much it wrote and what opens it, and a line for whatever of a trace is not in it."""
 
     said: str
-    damages: Sequence[str | None]
+    lost: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,14 @@ class Read:
         unfinished: of each span, whether it was still open.
         count: spans there were. unlisted_ns: the longest of those that are not in the table.
         spent_ns: (what, key) -> the time in all its spans.
-        lanes: the device's streams, by what stands for a thread in the table.
+        lane: what ranks are compared by. lanes: the device's streams, by what stands for a thread in the table.
         operators: torch's, where they were recorded.
     """
 
     trace: Trace
     ledger: Ledger
     covered: Coverage
-    end_clock: tuple[int, int] | None
+    lane: Lane
     failures: Instants
     lanes: dict[int, str]
     operators: Operators | None
@@ -100,6 +101,23 @@ class Track:
     places: list[int]
 
 
+def one_by_one(paths: Iterable[Path]) -> Iterator[Trace]:
+    """The traces, each closed before the next is opened: a job's may be more than there may be open files."""
+    for path in paths:
+        trace = Trace.open(path)
+        try:
+            yield trace
+        finally:
+            trace.close()
+
+
+def lost(trace: Trace, damage: str | None) -> list[str]:
+    """What of ``trace`` cannot be in an export: ``damage``, and rows that were never written."""
+    count = trace.dropped
+    thinned = f"{count:,} rows were thinned out or lost while it was recorded: short events are missing" if count else ""
+    return [f"{trace.path}: {line}" for line in (damage, thinned) if line]
+
+
 def read(trace: Trace, *, points: int = 2000) -> Read:
     """Read ``trace`` once.
 
@@ -120,7 +138,7 @@ def read(trace: Trace, *, points: int = 2000) -> Read:
     moved = (begin_ns[kept], end_ns[kept], nbytes[kept], thread[kept])
     table = SpanTable(trace.strings, names[0][kept], names[1][kept], *moved)
     operators = None if isinstance(analysis.operators, Unseen) else analysis.operators
-    facts = (trace, analysis.ledger, analysis.covered, analysis.end_clock, analysis.failures, analysis.lanes, operators)
+    facts = (trace, analysis.ledger, analysis.covered, lane_of(analysis), analysis.failures, analysis.lanes, operators)
     return Read(*facts, table, kept >= len(closed), len(begin_ns), unlisted_ns, spent)
 
 
@@ -157,7 +175,7 @@ def afford(reads: Sequence[Read], nbytes: Sequence[Ints], most: int) -> list[NDA
 
 def shifts(reads: Sequence[Read]) -> list[int]:
     """What to add to each rank's times so that all are of one clock on which the first thing known is at 0."""
-    apart = [clock.offset_ns for clock in clocks(reads)]
+    apart = [clock.offset_ns for clock in clocks([one.lane for one in reads])]
     begin = min(_begin_ns(one) + offset for one, offset in zip(reads, apart, strict=True))
     return [offset - begin for offset in apart]
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from offload.text import as_duration
-from zprof.show.exports.exported import Read, Written, afford, counted, full, read, shifts, text, tracks, unit_of
+from zprof.show.exports.exported import Read, Written, afford, counted, full, lost, read, shifts, text, tracks, unit_of
 from zprof.show.exports.perfetto_operators import OperatorLines
 from zprof.trace.reader import Trace
 from zprof.writing import committing
@@ -72,7 +72,7 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     beside = f", {counted(drawn, 'event')} of operators" if drawn else ""
     beside += f" ({undrawn:,} of the shortest left out)" if undrawn else ""
     said = f"{counted(written, 'span')}{left_out}{beside}; open it at https://ui.perfetto.dev"
-    return Written(said, [one.ledger.damage for one in reads])
+    return Written(said, [line for one in reads for line in lost(one.trace, one.ledger.damage)])
 
 
 def _json(value: object) -> str:

@@ -1,8 +1,8 @@
 """Owns the export to Prometheus' text format: every measure a run saw as a gauge, one sample a rank.
 
-`commands.export` calls `write`; prometheus_client writes the format. Names follow Prometheus' rules: base units, bytes,
-seconds, joules and ratios, at their end; samples have no time of their own, which a node exporter's textfile folder would
-refuse.
+`commands.export` calls `write`, `prometheus_live` takes names and labels from here; prometheus_client writes the format. Names
+follow Prometheus' rules: base units, bytes, seconds, joules and ratios, at their end; samples have no time of their own, which
+a node exporter's textfile folder would refuse.
 
 Source: https://prometheus.io/docs/practices/naming/.
 """
@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import CapabilityError
 from zprof.analysis.analysis import Analysis
 from zprof.analysis.measures import MEASURES, Measure, measures, numbers
-from zprof.show.exports.exported import Written, counted, text
+from zprof.show.exports.exported import Written, counted, lost, text
+from zprof.trace.families import family_of
 from zprof.trace.reader import Trace
 from zprof.writing import committed
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["client", "exposition", "gauges", "named", "write"]
+__all__ = ["client", "exposition", "gauges", "labels", "named", "write"]
 
 #: Unit of a measure -> (end of the name, what to multiply by).
 _UNITS = {
@@ -42,25 +43,30 @@ _COUNTS = {"children.count": "children", "step.count": "steps", "oom.count": "fa
 _UNIT_WORDS = re.compile(r"[._](ms|percent|bytes_per_s)$|(?<=\.)(ms|bytes|joules)_(?=per_step$)")
 
 
-def write(traces: Sequence[Trace], path: Path) -> Written:
-    """Write UTF-8 text; labels are rank, host and the run's file.
+def write(traces: Iterable[Trace], path: Path) -> Written:
+    """Write UTF-8 text; see `labels`.
 
     Raises:
         CapabilityError: prometheus_client is not installed.
     """
     client()
-    found, damages = [], []
+    found, missing = [], list[str]()
     for trace in traces:
         analysis = Analysis.of(trace)
-        labels = {"rank": str(trace.header.rank), "host": text(trace.header.host), "run": text(trace.path.name)}
-        found.append((labels, numbers(measures(analysis))))
-        damages.append(analysis.ledger.damage)
+        found.append((labels(trace.path, trace.header.rank, trace.header.host), numbers(measures(analysis))))
+        missing += lost(trace, analysis.ledger.damage)
     families = list(gauges(found))
     # Its reader is another user.
     committed(path, exposition(families), mode=0o644)
     count = sum(len(family.samples) for family in families)
     said = f"{counted(count, 'sample')}; put it into a node exporter's --collector.textfile.directory, its name ending in .prom"
-    return Written(said, damages)
+    return Written(said, missing)
+
+
+def labels(path: Path, rank: int, host: str) -> dict[str, str]:
+    """What tells a rank's samples from others. The run is what names of its ranks' traces share, or the file's own name; a
+    label "job" is Prometheus' own."""
+    return {"rank": str(rank), "host": text(host), "run": text(family_of(path) or path.name)}
 
 
 def client() -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zprof.allocator.recordings import snapshot_of
 from zprof.allocator.snapshot import plain
-from zprof.show.exports.exported import Written, counted
+from zprof.show.exports.exported import Written, counted, lost
 from zprof.trace.reader import Trace
 from zprof.writing import committed
 
@@ -30,4 +30,4 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     committed(path, pickle.dumps(plain(snapshot), protocol=4))
     how = "as the allocator said it" if trace.notes("snapshot") else "addresses by a model of torch's CUDA allocator"
     said = f"{counted(len(snapshot.segments), 'segment')}, {how}; open it at https://pytorch.org/memory_viz"
-    return Written(said, [trace.damage])
+    return Written(said, lost(trace, trace.damage))

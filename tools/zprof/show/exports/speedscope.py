@@ -19,7 +19,7 @@ import numpy as np
 from zprof.analysis.bandwidth import VERBS
 from zprof.analysis.ledger import Ledger
 from zprof.rows import BEFORE_STACK, TraceError
-from zprof.show.exports.exported import Read, Track, Written, afford, counted, full, read, shifts, text, tracks
+from zprof.show.exports.exported import Read, Track, Written, afford, counted, full, lost, read, shifts, text, tracks
 from zprof.trace.reader import Trace
 from zprof.writing import committed
 
@@ -87,7 +87,7 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     whole = all(mine.all() and one.count == len(mine) for one, mine in zip(reads, kept, strict=True))
     left_out = "" if whole else ", the longest of their threads"
     said = f"{counted(len(profiles), 'profile')}, {counted(drawn, 'span')}{left_out}; open it at https://www.speedscope.app"
-    return Written(said, [one.ledger.damage for one in reads])
+    return Written(said, [line for one in reads for line in lost(one.trace, one.ledger.damage)])
 
 
 def _costs(one: Read) -> Any:

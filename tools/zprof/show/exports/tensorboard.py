@@ -11,14 +11,14 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from offload.errors import CapabilityError
 from zprof.analysis.analysis import Analysis
 from zprof.rows import TraceError
-from zprof.show.exports.exported import Written, counted, full, text, unit_of
+from zprof.show.exports.exported import Written, counted, full, lost, text, unit_of
 from zprof.trace.reader import Trace
 
 __all__ = ["write"]
@@ -28,7 +28,7 @@ _EVENTS = re.compile(r"events\.out\.tfevents\.\d+\.zprof")
 _VERSION = "brain.Event:2"
 
 
-def write(traces: Sequence[Trace], path: Path) -> Written:
+def write(traces: Iterable[Trace], path: Path) -> Written:
     """Write a folder with one event file a rank, whole or not at all.
 
     Raises:
@@ -38,12 +38,12 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
     if path.exists():
         _ours(path)
     passing = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    count, damages = 0, []
+    count, missing = 0, list[str]()
     try:
         passing.mkdir()
         for trace in traces:
             analysis = Analysis.of(trace)
-            damages.append(analysis.ledger.damage)
+            missing += lost(trace, analysis.ledger.damage)
             count += _written(passing / f"rank{trace.header.rank}", analysis)
         if path.exists():
             _remove(path)
@@ -53,7 +53,7 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
         shutil.rmtree(passing, ignore_errors=True)
     # Without the last option it would draw every second point or fewer.
     opened = f"tensorboard --logdir {shlex.quote(str(path))} --samples_per_plugin scalars={_POINTS + 1}"
-    return Written(f"{counted(count, 'scalar')}; {opened}", damages)
+    return Written(f"{counted(count, 'scalar')}; {opened}", missing)
 
 
 def _tensorboard() -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """Owns the data of a timeline: several ranks on one clock, their lanes, memory and samples, and the summary above them.
 
-``zprof timeline`` calls `timeline`. It never draws: what it returns is what ``timeline.js`` reads.
+``zprof timeline`` calls `timeline`, or for many ranks `timeline_of_many`. It never draws: what it returns is what
+``timeline.js`` reads.
 """
 
 from __future__ import annotations
@@ -14,22 +15,28 @@ from offload.text import as_size
 from zprof.analysis.coverage import NOT_MEASURED
 from zprof.show.pages.lanes import LANES, MOST_SPANS, Kept, Spans, keep
 from zprof.show.pages.memory import Clock, device_samples, views
+from zprof.show.pages.ranks import chosen, overview
 from zprof.show.pages.units import units_table
 from zprof.show.pages.windows import marked, windows_of
-from zprof.show.report.findings import report_of
+from zprof.show.report.findings import Body, report_of
+from zprof.show.report.findings import report as report_files
+from zprof.show.report.ranks import proven_lines
 from zprof.show.report.summary import foremost
 from zprof.show.report.text import doubts, not_recorded
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
 
     from zprof.analysis.analysis import Analysis
+    from zprof.analysis.ranks import Clock as RankClock
     from zprof.trace.reader import Trace
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Names", "peak_line", "timeline"]
+__all__ = ["Names", "peak_line", "timeline", "timeline_of_many"]
 
 #: A beginning shorter than this share of the run is shown with the rest; this much of the rest is shown before it.
 _LEAST_BEGINNING = 0.05
@@ -70,15 +77,34 @@ class Names:
         )
 
 
-def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Everything the page shows of these traces, one a rank."""
+def timeline_of_many(paths: Sequence[Path]) -> dict[str, Any]:
+    """As `timeline`, of more ranks than a page draws: the figures of all, read one trace at a time, and a few ranks drawn.
+
+    Raises:
+        TraceError: as `zprof.show.report.findings.report`.
+    """
+    from zprof.trace.reader import Trace
+
+    report = report_files(paths)
+    drawn = chosen(report)
+    traces = [Trace.open(run["file"]) for run in report["runs"] if run["rank"] in drawn]
+    return timeline(traces, report) | {"ranks": overview(report, drawn)}
+
+
+def timeline(traces: Sequence[Trace], report: Body | None = None) -> dict[str, Any]:
+    """Everything the page shows of these traces, one a rank.
+
+    Args:
+        report: that of more ranks than these, which the page's summary is of; theirs unless given.
+    """
     from zprof.analysis.analysis import Analysis
     from zprof.analysis.ranks import clocks as clocks_of
+    from zprof.analysis.ranks import lane_of
 
     points = max(_LEAST_POINTS, _MOST_POINTS // len(traces))
     drawn_spans = {what for lane in LANES for what in lane.whats}
     reads = [Analysis.of(trace, spans=drawn_spans, points=points) for trace in traces]
-    offsets = clocks_of(reads)
+    offsets = clocks_of([lane_of(read) for read in reads])
     edges = [_edges(read) for read in reads]
     start_ns = min(begin + clock.offset_ns for (begin, _), clock in zip(edges, offsets, strict=True))
     end_ns = max(end + clock.offset_ns for (_, end), clock in zip(edges, offsets, strict=True))
@@ -108,21 +134,22 @@ def timeline(traces: Sequence[Trace]) -> dict[str, Any]:
         "runs": runs,
         "merged": {"spans": sum(map(len, flat)), "kept": sum(len(part.count) for part in kept), "below_ns": merge_ns},
         "whole": marked(windows[:whole] if merge_ns else [], clocks[0].tick_ns),
-        "report": _report(reads),
+        "ranks": None,
+        "report": _report(report_of(reads) if report is None else report),
         "units": units_table(reads, lanes, names, clocks[0].tick_ns),
-        "notes": _notes(reads, [clock.by for clock in offsets]),
+        "notes": _notes(reads, offsets),
     }
 
 
-def _report(reads: Sequence[Analysis]) -> dict[str, Any]:
+def _report(report: Body) -> dict[str, Any]:
     """What the page takes from `zprof report` as it is, so that both say the same."""
-    report = report_of(reads)
     runs = report["runs"]
     first = foremost(runs)
     named = {run["rank"]: f"rank {run['rank']}: " if len(runs) > 1 else "" for run in runs}
     remedies = [f"{named[run['rank']]}{line}" for run in runs for line in run["mends"]]
     return {
         "summary": report["summary"],
+        "unreadable": report["unreadable"],
         "next": [each for each in report["next"] if not each["do"].startswith("zprof timeline")],
         "not_recorded": not_recorded(runs)[:_MOST_LINES],
         "doubts": list(doubts(report))[:_MOST_LINES],
@@ -175,12 +202,14 @@ def _begun(read: Analysis) -> list[int]:
     return begins
 
 
-def _notes(reads: Sequence[Analysis], by: Sequence[str]) -> list[str]:
+def _notes(reads: Sequence[Analysis], clocks: Sequence[RankClock]) -> list[str]:
     """What a reader must know to read the page right."""
     notes = []
-    walled = sum(each != by[0] for each in by)
+    walled = sum(clock.by == "wall" for clock in clocks)
     if walled:
-        notes.append(f"{walled} of {len(by)} ranks are from another host or boot: set beside the first by the wall clock.")
+        of = f"{walled} of {len(clocks)} ranks are from another host or boot"
+        notes.append(f"{of}: set beside the first by the wall clock.")
+    notes += proven_lines(clocks)
     for read in reads:
         header = read.trace.header
         rank = f"rank {header.rank}"

@@ -111,7 +111,7 @@ function fillUnits() {
 
 function unitTable() {
   const all = UNITS.all > UNITS.name.length ? `the ${UNITS.name.length.toLocaleString("en")} weightiest of ${plural(UNITS.all, "unit")}` : plural(UNITS.all, "unit");
-  const made = section("units", "Units and modules", el("span", { class: "say" }, `${all}; a click on a heading sorts, Find filters`));
+  const made = section("units", "Units and modules", el("span", { class: "say" }, `${RANKS ? `of the ${plural(DATA.runs.length, "rank")} drawn: ` : ""}${all}; a click on a heading sorts, Find filters`));
   if (UNITS.unseen) made.append(el("p", { class: "note" }, `Waits: ${UNITS.unseen}.`));
   if (!COLUMNS.length) {
     made.append(el("p", { class: "note" }, "Nothing was recorded of any unit."));
@@ -170,8 +170,8 @@ function wholeWindows() {
 
 function toolbar() {
   const rank = el("select", { id: "rank", onchange: (event) => chooseRun(Number(event.target.value)) },
-    DATA.runs.length > 1 && el("option", { value: "-1", selected: state.run < 0 }, `all ${DATA.runs.length} ranks`),
-    DATA.runs.map((run, i) => el("option", { value: String(i), selected: state.run === i }, run.label)));
+    DATA.runs.length > 1 && el("option", { value: "-1", selected: state.run < 0 }, RANKS ? `the ${DATA.runs.length} drawn` : `all ${DATA.runs.length} ranks`),
+    DATA.runs.map((run, i) => el("option", { value: String(i), selected: state.run === i }, run.why ? `${run.label}: ${run.why}` : run.label)));
   rank.disabled = DATA.runs.length < 2;
   const tier = el("select", { id: "tier", onchange: (event) => { state.view = event.target.value; fillMemoryLegend(); drawAll(); } });
   const button = (id, label, title, action) => el("button", { id, type: "button", "aria-label": title, title, onclick: action }, label);
@@ -188,7 +188,8 @@ function toolbar() {
 start(() => {
   const first = DATA.runs[0];
   const events = sum(DATA.runs.map((run) => run.events));
-  const about = [plural(DATA.runs.length, "rank"), `${first.device} on ${first.host}`, `level ${first.level}`, plural(events, "event"), first.argv].filter(Boolean).join(" · ");
+  const count = RANKS ? `${plural(RANKS.count, "rank")}, ${DATA.runs.length} drawn` : plural(DATA.runs.length, "rank");
+  const about = [count, `${first.device} on ${first.host}`, `level ${first.level}`, plural(events, "event"), first.argv].filter(Boolean).join(" · ");
   const main = el("main", {});
   const page = document.getElementById("page");
   page.append(el("header", {}, el("h1", {}, DATA.title), el("div", { class: "about" }, about), themeButton()));
@@ -197,6 +198,7 @@ start(() => {
   if (DATA.focus) page.append(el("p", { class: "note", id: "before" }, `The recording began ${duration(DATA.focus.before_ns / 1e6)} before the ${DATA.focus.what}. "Whole run" shows that, too.`));
   page.append(el("div", { class: "split" }, main, panel), cross, tip);
 
+  if (RANKS) main.append(ranksSection());
   const memory = section("memory", "Memory over time", el("div", { class: "legend", id: "memory-legend" }));
   main.append(memory);
   addPlot(memory, "memory-plot", "Memory over time", makeMemory, hoverMemory, (point) => {
@@ -204,7 +206,7 @@ start(() => {
     if (runs.length === 1 && Math.abs(viewOf(runs[0]).peak.at * TICK_MS - point.ms) < (8 / plotWidth()) * (state.end - state.begin)) showPeak(false);
   });
   DATA.runs.forEach((run, i) => {
-    const say = DATA.runs.length > 1 ? `${run.device} on ${run.host}` : "click a span for its details; drag to zoom, double-click for the whole run";
+    const say = DATA.runs.length > 1 ? [run.why, `${run.device} on ${run.host}`].filter(Boolean).join("; ") : "click a span for its details; drag to zoom, double-click for the whole run";
     const lanes = section(`lanes-${i}`, DATA.runs.length > 1 ? `What ran, ${run.label}` : "What ran", el("span", { class: "say" }, say), i === 0 && wholeWindows());
     main.append(lanes);
     addPlot(lanes, `lanes-plot-${i}`, `What ran on ${run.label}`, () => makeLanes(run), (point) => hoverLanes(run, point), (point) => pick(run, point));
@@ -219,6 +221,11 @@ start(() => {
 
   fillViews();
   fillUnits();
+  if (RANKS) {
+    fillRanks();
+    for (const redraw of [themed, resized]) redraw.push(drawRanks);
+    window.addEventListener("resize", drawRanks);
+  }
   themed.push(drawAll);
   resized.push(drawAll);
   window.addEventListener("resize", () => zoom(state.begin, state.end));

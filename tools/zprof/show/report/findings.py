@@ -24,7 +24,7 @@ from zprof.analysis.curves import By, group_of, lines_recorded
 from zprof.analysis.ledger import Ledger, Moment
 from zprof.analysis.measures import measures
 from zprof.analysis.operators import OperatorBy, operators_recorded
-from zprof.analysis.outliers import Figure, distances, figures_of, spread
+from zprof.analysis.outliers import Figure, deviations, distances, figures_of, spread
 from zprof.analysis.prefetch import setting
 from zprof.analysis.ranks import Lane, Lanes, clocks, lane_of, members_of, skews, stragglers
 from zprof.analysis.remainder import Remainder, fullest_sample, peak_sample
@@ -374,6 +374,9 @@ def _apart(lanes: Sequence[Lane]) -> Body:
     spreads = [(figure, spread(figure, [each.rank for each in odd])) for figure in figures]
     return {
         "scores": {str(each.rank): each.score for each in found},
+        "deviations": {
+            figure.name: {str(rank): apart for rank, apart in deviations(figure).items()} for figure in figures
+        },
         "outliers": [
             {
                 "rank": each.rank,

@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
+import glob
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
+from zprof.analysis.outliers import MANY
 from zprof.recording.children import PYTHON
 from zprof.trace.children import reported_together
-from zprof.trace.families import newest
+from zprof.trace.families import family_of, newest
 
-__all__ = ["following"]
+__all__ = ["following", "named"]
 
 MOST = 4
+#: So many files are named one by one.
+_FEW = 4
 #: A remainder above this share of what was said is worth a finer recording.
 LARGE = 0.1
 
@@ -27,7 +31,7 @@ def following(report: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _all(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    run, files = report["runs"][0], _named(report["runs"])
+    run, files = report["runs"][0], named(report)
     ranks = report["ranks"]
     folder = Path(run["file"]).parent
     family = newest(folder) if ranks and ranks["missing"] else None
@@ -49,6 +53,9 @@ def _all(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield _recorded_again(report), "a good part of memory is not explained; this level sees every storage"
     if any(line["name"].startswith("reserved") for line in large):
         yield f"zprof frag {shlex.quote(run['file'])}", "the allocator reserved a good part that is not in use"
+    if len(report["runs"]) > MANY and ranks["outliers"]:
+        pair = " ".join(f"--rank {rank}" for rank in _farthest_and_nearest(ranks))
+        yield f"zprof timeline {files} {pair}", "draws the rank that stands out most beside the one nearest to the median"
     if run["waits"]:
         yield f"zprof timeline {files}", "shows each wait beside the compute it holds up"
     if run["rates"] and not run["simulated"] and not any(rate["bench_bytes_per_s"] for rate in run["rates"]):
@@ -72,9 +79,23 @@ def _recorded_again(report: Mapping[str, Any]) -> str:
     return f"{command} -o alloc.{{rank}}.zprof --level alloc {script}"
 
 
-def _named(runs: list[Mapping[str, Any]]) -> str:
-    """The files, or their folders where they are many."""
-    if len(runs) <= 4:
-        return " ".join(shlex.quote(run["file"]) for run in runs)
-    folders = {str(PurePath(run["file"]).parent) for run in runs}
-    return " ".join(shlex.quote(folder) for folder in sorted(folders))
+def _farthest_and_nearest(ranks: Mapping[str, Any]) -> tuple[int, int]:
+    scores = ranks["scores"]
+    return ranks["outliers"][0]["rank"], int(min(scores, key=lambda rank: (scores[rank], int(rank))))
+
+
+def named(report: Mapping[str, Any]) -> str:
+    """What names just these files: where they are many their folder, if it has no newer run, or a pattern for a shell."""
+    files = [run["file"] for run in report["runs"]]
+    paths = {*map(Path, files), *(Path(each["file"]) for each in report["unreadable"])}
+    folders = {path.parent for path in paths}
+    if len(files) <= _FEW or len(folders) > 1:
+        return shlex.join(files)
+    (folder,) = folders
+    family = newest(folder)
+    if family is not None and set(family.paths) == paths:
+        return shlex.quote(str(folder))
+    name = family_of(Path(files[0]))
+    if name and set(folder.glob(f"{glob.escape(name)}.*.zprof")) == paths:
+        return f"{shlex.quote(str(folder / name))}.*.zprof"
+    return shlex.join(files)

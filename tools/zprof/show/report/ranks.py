@@ -14,11 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.text import as_duration, as_size
+from zprof.analysis.outliers import MANY
+from zprof.analysis.ranks import Clock
 
-__all__ = ["MANY", "ranks_lines", "ranks_table"]
+__all__ = ["proven_lines", "ranks_lines", "ranks_table", "stands_out"]
 
-#: More ranks than this are shown by those that stand out.
-MANY = 16
 _MOST_SKEWS = 8
 #: Stragglers and clocks that have a line each.
 _MOST_LINES = 8
@@ -33,7 +33,7 @@ def ranks_table(report: Mapping[str, Any], top: int | None = None) -> list[Any]:
         top: so many ranks, also those that do not stand out.
     """
     ranks, runs = report["ranks"], report["runs"]
-    odd = {str(each["rank"]): _stands_out(each["odd"]) for each in ranks["outliers"]}
+    odd = {str(each["rank"]): stands_out(each["odd"]) for each in ranks["outliers"]}
     if len(runs) > (top or MANY):
         hosts = {str(run["rank"]): run["host"] for run in runs}
         most = MANY if top is None else top
@@ -65,7 +65,8 @@ def ranks_table(report: Mapping[str, Any], top: int | None = None) -> list[Any]:
     return lines
 
 
-def _stands_out(odds: Sequence[Mapping[str, Any]]) -> str:
+def stands_out(odds: Sequence[Mapping[str, Any]]) -> str:
+    """In which figures, and by how much: "own work +46%, waiting -86%"."""
     said = []
     for odd in odds:
         value, middle = (odd[f"{name}_bytes"] if f"{name}_bytes" in odd else odd[f"{name}_ms"] for name in ("value", "median"))
@@ -118,6 +119,7 @@ def ranks_lines(ranks: Mapping[str, Any], top: int | None = None, *, simulated: 
     elsewhere = [str(clock["rank"]) for clock in ranks["clocks"] if clock["by"] == "wall"]
     if elsewhere:
         lines.append(Text(f"rank(s) {_listed(elsewhere)}: put beside the first by wall clock, so skews may be clock error"))
+    lines += map(Text, proven_lines([Clock(**clock) for clock in ranks["clocks"]]))
     moved = [clock for clock in ranks["clocks"] if clock["by"] == "wall" and abs(clock["drift_ns"]) > MOST_DRIFT_NS]
     for clock in sorted(moved, key=lambda clock: -abs(clock["drift_ns"]))[:_MOST_LINES]:
         by = f"{as_duration(clock['drift_ns'])} against its monotonic one"
@@ -128,6 +130,24 @@ def ranks_lines(ranks: Mapping[str, Any], top: int | None = None, *, simulated: 
         lines.append(Text(f"simulated: this rank stands for all {ranks['world']}"))
     elif ranks["missing"]:
         lines.append(Text(f"not in this report, of {ranks['world']} ranks: {_listed(ranks['missing'])}"))
+    return lines
+
+
+def proven_lines(clocks: Sequence[Clock]) -> list[str]:
+    """Of hosts whose wall clocks collectives prove to be wrong: by how much, and how well the offset is known."""
+    of_host: dict[tuple[int, int], list[Clock]] = {}
+    for clock in clocks:
+        if clock.by == "collectives" and clock.bounds_ns is not None:
+            least, most = clock.bounds_ns
+            of_host.setdefault((least, most), []).append(clock)
+    lines = []
+    for (least, most), mine in list(of_host.items())[:_MOST_LINES]:
+        off = mine[0].wall_ns - mine[0].offset_ns
+        wrong = f"its wall clock is {as_duration(abs(off))} {'behind' if off < 0 else 'ahead of'} the first rank's"
+        within = f"put beside it by collectives, to within {as_duration((most - least + 1) // 2)}"
+        lines.append(f"rank(s) {_listed([clock.rank for clock in mine])}: {wrong}; {within}")
+    if len(of_host) > _MOST_LINES:
+        lines.append(f"and {len(of_host) - _MOST_LINES:,} more hosts whose wall clocks are wrong, put right by collectives")
     return lines
 
 

@@ -17,12 +17,13 @@ from rich.text import Text
 
 from offload.text import as_duration, as_moment, as_size
 from zprof.analysis.coverage import NOT_MEASURED
+from zprof.analysis.outliers import MANY
 from zprof.show.report.children import children_lines, children_rows, recorded_rows
 from zprof.show.report.compute import compute_lines
 from zprof.show.report.large_batch import advised
 from zprof.show.report.loading import loading_line, loading_rows
 from zprof.show.report.operators import operators_section
-from zprof.show.report.ranks import MANY, ranks_lines, ranks_table
+from zprof.show.report.ranks import ranks_lines, ranks_table
 from zprof.show.report.summary import foremost
 
 __all__ = ["doubts", "not_recorded", "plain", "show", "sized"]
