@@ -32,7 +32,7 @@ from zhooks.attachment import (
 )
 from zhooks.build import build_units, open_tiers, restore_units
 from zhooks.checkpoint import StockState, remove_dead_jobs
-from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refused_by_all
+from zhooks.comm import CONTROL, Call, Comm, Progress, all_or_none, meet, open_comm, refuse_unconnected, refused_by_all
 from zhooks.compiled import keep_outside_graphs
 from zhooks.optim import Closures, Optimizers, Owners, Rounding, Steps, watch_steps
 from zhooks.plan import DeviceBudget, Plan, Request, ignored_here, look, read
@@ -91,6 +91,7 @@ def attach(
 
 def attach_requested(request: Callable[[], Request]) -> Attachment:
     """Attach what ``request`` returns; what it raises on one rank is raised on all.  Collective, but for ``request``."""
+    refuse_unconnected()
     meeting = meet()
     # What is trained later must not be made of inference tensors; the first of the two would turn gradients on.
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:

@@ -11,7 +11,7 @@ from zhooks.comm.chunks import Chunk, chunks_of, even, gather, in_order, norms_o
 from zhooks.comm.fetch_bytes import Move, Span, fetch
 from zhooks.comm.progress import LastInputs, Progress
 from zhooks.comm.rearrange import another_mesh, close_unused, rearranged
-from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts, refused_by_all
+from zhooks.comm.rendezvous import Facts, Meeting, meet, policy_facts, refuse_unconnected, refused_by_all
 from zhooks.comm.transport import CONTROL, GATHER, REDUCE, Call, Nbytes, Transport
 from zhooks.comm.virtual_group import check_no_group, join_on_paper, ranks_on_paper
 from zhooks.comm.virtual_stages import Stages, stages_on_paper
@@ -59,6 +59,7 @@ __all__ = [
     "ranks_on_paper",
     "read",
     "rearranged",
+    "refuse_unconnected",
     "refused_by_all",
     "reopen_comm",
     "same_text",

@@ -9,6 +9,7 @@ tensor, and waits for nothing longer than ``[comm] timeout_s``.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from zhooks.comm.agreed_failure import AgreedFailure
 from zhooks.comm.processes import Process, ended
 from zhooks.comm.virtual_group import BACKEND
 
-__all__ = ["Facts", "Meeting", "difference", "error_of", "meet", "policy_facts", "refused_by_all"]
+__all__ = ["Facts", "Meeting", "difference", "error_of", "meet", "policy_facts", "refuse_unconnected", "refused_by_all"]
 
 #: What a rank knows of one subject: its keys, and their values as text.
 Facts = dict[str, str]
@@ -223,6 +224,22 @@ def meet(verb: str = "attach") -> Meeting | None:
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in _ON_PAPER:
         return None
     return Meeting(verb)
+
+
+def refuse_unconnected() -> None:
+    """Raise where torchrun has started other ranks, and this process has no group with them.
+
+    Raises:
+        AttachError: so it is; every rank would train a model of its own.
+    """
+    world = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_initialized() or not dist.is_torchelastic_launched() or world == "1":
+        return
+    raise AttachError(
+        f"attach: expected a process group, because torchrun started this process as rank {os.environ.get('RANK')} of {world}, "
+        "found none: every rank would train a model of its own. Call torch.distributed.init_process_group() before attach; "
+        "for independent runs, set WORLD_SIZE=1."
+    )
 
 
 @contextmanager

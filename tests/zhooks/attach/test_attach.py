@@ -404,3 +404,14 @@ def test_the_model_is_walked_as_often_however_many_units_it_has(meta: bool) -> N
         counts.append((attached, model.walks))
         attachment.detach()
     assert counts[0] == counts[1]
+
+
+def test_ranks_that_torchrun_started_are_refused_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "job", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    model = net()
+    with pytest.raises(zhooks.AttachError, match=r"rank 1 of 2, found none.*init_process_group\(\) before attach"):
+        zhooks.attach(model)
+    assert not hooks_left(model)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    zhooks.attach(model).detach()
