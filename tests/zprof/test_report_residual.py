@@ -142,3 +142,15 @@ def test_a_recorded_run_reports_what_memory_says() -> None:
     assert inputs[0] == inputs[1] == inputs[2] == kept["activation inputs"]
     assert found["activations", "device"][0] == sum(kept.values())
     attachment.detach()
+
+
+def test_the_formula_is_of_one_forward_however_many_steps_were_recorded() -> None:
+    attachment = attached(3)
+    made.remove(attachment)
+    optimizer = torch.optim.SGD(attachment.model.parameters(), lr=0.1)
+    with attachment.observe(zprof.Recorder("run.zprof")):
+        for _ in range(4):
+            backward(attachment, forward(attachment))
+            optimizer.step()
+    assert told("run.zprof")["formula"]["count"] == len(attachment.model.blocks)
+    attachment.detach()

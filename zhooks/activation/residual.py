@@ -173,6 +173,10 @@ class Residual:
         if failed:
             self._refuse()
 
+    def forget_calls(self) -> None:
+        """A pass begins, whether saved-tensor hooks run in it or not."""
+        self._calls.clear()
+
     def entering(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A forward enters a unit."""
         for value in (*args, *kwargs.values()):

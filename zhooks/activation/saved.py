@@ -129,8 +129,10 @@ class SavedParameters:
             unit: a unit is entered through the module.
         """
         self.where = where
-        if begins is not None and self.partition is not None:
-            self.partition.begin(begins)
+        if begins is not None:
+            self.residual.forget_calls()
+            if self.partition is not None:
+                self.partition.begin(begins)
         if unit and self.residual.counts and not in_backward():
             self.residual.entering(module, args, kwargs)
         if self.recompute is not None:
