@@ -33,7 +33,11 @@ def cannot_admit(tier: Tier, key: str, nbytes: int, *, used: int, limit: int, no
     # Rounded figures can look as if it fitted.
     short = f"{as_size(used + nbytes - limit)} short" if used + nbytes > limit else "no hole is large enough"
     said = f" {note}" if note else ""
-    return BudgetError(f"{tier.value} tier cannot admit {key} ({as_size(nbytes)}): {held}, {short}{said}; {_REMEDIES[tier]}")
+    remedy = _REMEDIES[tier]
+    if key.startswith("staging of "):
+        # Values on their way to or from a slower tier: that tier is chosen already.
+        remedy = f"raise [budget] {tier.value}, or name smaller units in [units]"
+    return BudgetError(f"{tier.value} tier cannot admit {key} ({as_size(nbytes)}): {held}, {short}{said}; {remedy}")
 
 
 class Budget:
