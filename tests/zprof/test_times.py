@@ -337,6 +337,14 @@ def test_a_wait_inside_another_is_the_outer_ones_and_named_as_its_cause(tmp_path
     assert found.share == 0.5
 
 
+def test_what_is_fetched_for_an_optimizer_names_the_tier_of_its_states(tmp_path: Path) -> None:
+    rows = spanned(("wait fetch", "optimizer/exp_avg/a", 0, 8), ("wait fetch", "param/a", 8, 10), ("step", "SGD", 0, 20))
+    table = spans_of(traced(tmp_path, rows))
+    first, second = stalls(table, steps_of(table)).units
+    assert first.settings[0] == "[optimizer] tier" and "[parameter] tier" not in first.settings
+    assert "[parameter] tier" in second.settings
+
+
 def test_the_keys_a_stall_names_are_keys_of_a_policy_or_arguments_of_a_loader() -> None:
     policy, loader = Policy(), inspect.signature(DataLoader).parameters
     for what, names in SETTINGS.items():

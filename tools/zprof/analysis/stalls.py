@@ -27,6 +27,7 @@ SETTINGS = {
     "gather": ("[schedule] prefetch", "[schedule] reshard_after_forward", "[precision] param"),
     "gather activation": ("[schedule] prefetch", "[activation] partition", "[activation] min_bytes"),
     "fetch": ("[schedule] prefetch", "[parameter] tier", "[optimizer] tier", "[disk] threads"),
+    "fetch optimizer": ("[optimizer] tier", "[disk] threads"),
     "reduce": ("[schedule] max_reductions", "[precision] reduce"),
     "stash": ("[activation] min_bytes", "[activation] keep"),
     "unstash": ("[activation] keep", "[activation] checkpoint"),
@@ -64,6 +65,8 @@ class Stall:
     @property
     def settings(self) -> tuple[str, ...]:
         """The keys of a policy that bear on it."""
+        if self.what == "fetch" and self.key.startswith("optimizer/"):
+            return SETTINGS["fetch optimizer"]
         return SETTINGS.get(self.what, ())
 
 

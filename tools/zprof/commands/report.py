@@ -93,7 +93,7 @@ def report(
                   was named) argv versions duration_s
                   rows dropped_rows damage below_zero (series that end
                   below zero) bench_problem end{exit reason}
-                  steps{count marked_by first_unseen (why the first is only its
+                  steps{count timed (those that times are of) marked_by first_unseen (why the first is only its
                   update, null where it is whole)}
         tiers{}   of device, host, disk, if used: bytes at_s step peak_bytes
                   budget_bytes memory_bytes (of a GPU, by its profile) groups{} categories{} not_recorded[] (the

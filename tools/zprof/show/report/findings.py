@@ -170,6 +170,7 @@ def _run(
         "end": {"exit": ends[-1].get("exit"), "reason": ends[-1].get("reason", "")} if ends else None,
         "steps": {
             "count": steps.count,
+            "timed": analysis.usual.count,
             "marked_by": steps.source,
             "first_unseen": None if steps.unseen is None else steps.unseen.why,
         },

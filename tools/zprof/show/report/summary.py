@@ -12,7 +12,7 @@ from typing import Any
 from offload.text import as_duration, as_moment, as_size
 from zprof.show.report.next_commands import LARGE
 
-__all__ = ["foremost", "summary"]
+__all__ = ["foremost", "slowest", "summary"]
 
 Run = Mapping[str, Any]
 #: {"about", "figure", "what", "remedy", "act"}: all texts that may be "", but for "act", whether somebody should do something.
@@ -21,6 +21,8 @@ Finding = dict[str, Any]
 _MOST = 12
 #: Of the time of a step, in percent: less is no reason to act.
 _MUCH_WAITING = 5.0
+#: From so many steps on a share of them says more than the slowest.
+_MANY_STEPS = 20
 _MOST_CATEGORIES = 3
 
 
@@ -61,14 +63,30 @@ def _ended(run: Run) -> Iterator[Finding]:
         yield _finding("end", "not whole", run["damage"], act=True)
 
 
+def slowest(run: Run) -> str:
+    """How long steps take at most; of a few of them no share is worth telling."""
+    figures = run["measures"]
+    if run["steps"]["timed"] < _MANY_STEPS:
+        return f"the slowest took {_took(figures['step.max_ms'])}"
+    return f"95 of 100 take at most {_took(figures['step.p95_ms'])}"
+
+
+def _of_steps(steps: Mapping[str, Any]) -> str:
+    """Which steps the figures of time are of."""
+    count, timed = steps["count"], steps["timed"]
+    if timed == count:
+        return f"{count} step{'' if count == 1 else 's'}"
+    others = "the first" if timed == count - 1 else "the first and those that the recording itself slowed down"
+    return f"{timed} of {count} steps, without {others}"
+
+
 def _step(run: Run) -> Iterator[Finding]:
     figures = run["measures"]
     count = run["steps"]["count"]
     if figures["step.median_ms"] is None:
         yield _finding("step", "not seen" if count else "none", _why(run, "step.median_ms"))
         return
-    first = " after the first" if count > 1 else ""
-    what = f"the median{first} of {count} steps; 95 of 100 take at most {_took(figures['step.p95_ms'])}"
+    what = f"the median of {_of_steps(run['steps'])}; {slowest(run)}"
     passes = {"forward": "forward", "backward": "backward", "update": "optimizer", "outside": "outside all three"}
     spent = {word: figures[f"{name}.ms_per_step"] for name, word in passes.items()}
     shares = ""

@@ -24,7 +24,7 @@ from zprof.show.report.large_batch import advised
 from zprof.show.report.loading import loading_line, loading_rows
 from zprof.show.report.operators import operators_section
 from zprof.show.report.ranks import ranks_lines, ranks_table
-from zprof.show.report.summary import foremost
+from zprof.show.report.summary import foremost, slowest
 
 __all__ = ["doubts", "not_recorded", "plain", "show", "sized"]
 
@@ -319,7 +319,7 @@ def _times(run: Run, most: int) -> list[Any]:
         why = run["unseen"]["step.median_ms"]
         lines = [Text(plain(why if run["steps"]["count"] else f"{why}: the whole recording counts as one"))]
     else:
-        pace = f"step {_took(figures['step.median_ms'])} median, {_took(figures['step.p95_ms'])} at most in 95 of 100"
+        pace = f"step {_took(figures['step.median_ms'])} median, {slowest(run)}"
         why = run["unseen"].get("exposed.ms_per_step", "")
         waiting = f"waiting was {NOT_MEASURED}" if why.startswith(NOT_MEASURED) else "waiting was not seen"
         if "exposed.ms_per_step" in figures:
