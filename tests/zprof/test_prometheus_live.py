@@ -123,11 +123,12 @@ def test_gpus_have_a_label_and_base_units(tmp_path: Path) -> None:
         Row(RowKind.COUNTER, "nvml memory used", "gpu1", 1 << 30, 1_000_000_006),
         Row(RowKind.COUNTER, "nvml utilisation", "gpu1", 87, 1_000_000_007),
         Row(RowKind.COUNTER, "nvml power", "gpu1", 300_000, 1_000_000_009),
+        Row(RowKind.COUNTER, "amd power", "gpu2", 400_000, 1_000_000_009),
     ]
     found = shown(dataclasses.replace(seen_of(write_trace(tmp_path / "run.zprof", rows)), state="recording"))
     of_gpus = {name: of for name, of in found.items() if "_gpu_" in name}
     assert {name: {dict(key)["gpu"]: value for key, value in of.items()} for name, of in of_gpus.items()} == {
-        "zprof_gpu_power_watts": {"gpu1": 300.0},
+        "zprof_gpu_power_watts": {"gpu1": 300.0, "gpu2": 400.0},
         "zprof_gpu_memory_used_bytes": {"gpu1": 1 << 30},
         "zprof_gpu_utilisation_ratio": {"gpu1": 0.87},
     }

@@ -17,6 +17,7 @@ import numpy as np
 from zprof.analysis.compute import last_batch
 from zprof.analysis.coverage import Coverage, coverage
 from zprof.clock import wall_ns
+from zprof.gpu.vendors import quantity_of
 from zprof.rows import CATEGORIES, MOVES, PLACES, TIERS, RowKind
 from zprof.trace.levels import TIER_OF, Levels, Open, walked
 from zprof.trace.reader import Trace
@@ -44,8 +45,8 @@ _MOST_NS = 1 << 55
 _SAMPLES = (
     "rss", "cgroup memory", "cuda allocated", "cuda reserved", "pinned", "children count", "children rss", "children pss"
 )  # fmt: skip
-#: The same of each GPU.
-GPU_SAMPLES = ("nvml memory used", "nvml utilisation", "nvml power", "nvml temperature")
+#: The same of each GPU, whoever made it.
+GPU_SAMPLES = ("memory used", "utilisation", "power", "temperature")
 _MOST_GPU_ROWS = 1024
 _TOP = 5
 
@@ -82,7 +83,7 @@ class Seen:
         whole: the tiers all of whose bytes are recorded. known: tier -> the categories whose bytes are.
         category_peaks: tier -> category -> the most it held.
         sample_peaks: as ``samples``, the highest value.
-        gpus: GPU -> what was sampled of it last, such as "nvml power" in mW.
+        gpus: GPU -> what was sampled of it last, such as "power" in mW.
         batch: (tokens, samples) of the last step whose operations were counted; None for what is not known.
     """
 
@@ -217,7 +218,8 @@ class RunFollower:
             highest = int(rows.nbytes[sampled][rows.what[sampled] == what].max())
             self._sample_peaks[strings[what]] = max(self._sample_peaks.get(strings[what], 0), highest)
         for at in np.flatnonzero(self._is["gpu"][rows.what] & counted)[-_MOST_GPU_ROWS:].tolist():
-            self._gpus.setdefault(strings[int(rows.key[at])], {})[strings[int(rows.what[at])]] = int(rows.nbytes[at])
+            quantity = quantity_of(strings[int(rows.what[at])])
+            self._gpus.setdefault(strings[int(rows.key[at])], {})[quantity] = int(rows.nbytes[at])
 
     def _learn(self) -> None:
         """Which of the trace's strings name what; they only grow."""
@@ -230,7 +232,7 @@ class RunFollower:
             ("wait", lambda name: name.startswith("wait ")),
             ("step", lambda name: name == "step"),
             ("sample", lambda name: name in _SAMPLES),
-            ("gpu", lambda name: name in GPU_SAMPLES),
+            ("gpu", lambda name: quantity_of(name) in GPU_SAMPLES),
         ):
             known = self._is.get(kind, np.zeros(0, np.bool_))
             self._is[kind] = np.append(known, np.array([test(name) for name in fresh], np.bool_))

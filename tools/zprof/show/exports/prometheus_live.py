@@ -49,10 +49,10 @@ _SAMPLED = {
 }
 #: Of each GPU: what the sampler calls it -> name, meaning, and what to multiply by.
 _GPU = {
-    "nvml memory used": ("zprof_gpu_memory_used_bytes", "Memory of the GPU in use, by NVML.", 1.0),
-    "nvml utilisation": ("zprof_gpu_utilisation_ratio", "Share of time in which the GPU ran any kernel, by NVML.", 1e-2),
-    "nvml power": ("zprof_gpu_power_watts", "What the GPU draws, by NVML.", 1e-3),
-    "nvml temperature": ("zprof_gpu_temperature_celsius", "How hot the GPU is, by NVML.", 1.0),
+    "memory used": ("zprof_gpu_memory_used_bytes", "Memory of the GPU in use, by its vendor's library.", 1.0),
+    "utilisation": ("zprof_gpu_utilisation_ratio", "Share of time in which the GPU ran any kernel, by the same.", 1e-2),
+    "power": ("zprof_gpu_power_watts", "What the GPU draws, by the same.", 1e-3),
+    "temperature": ("zprof_gpu_temperature_celsius", "How hot the GPU is, by the same.", 1.0),
 }
 
 
