@@ -9,7 +9,6 @@ tensor, and waits for nothing longer than ``[comm] timeout_s``.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from torch.distributed import distributed_c10d
 from offload import errors
 from offload.errors import AttachError, DivergenceError, ZhooksError
 from offload.policy import Policy
+from offload.shards import launched_among
 from zhooks.comm.agreed_failure import AgreedFailure
 from zhooks.comm.processes import Process, ended
 from zhooks.comm.virtual_group import BACKEND
@@ -232,13 +232,13 @@ def refuse_unconnected() -> None:
     Raises:
         AttachError: so it is; every rank would train a model of its own.
     """
-    world = os.environ.get("WORLD_SIZE", "1")
-    if dist.is_initialized() or not dist.is_torchelastic_launched() or world == "1":
+    launched = launched_among()
+    if dist.is_initialized() or launched is None or launched[1] == "1":
         return
     raise AttachError(
-        f"attach: expected a process group, because torchrun started this process as rank {os.environ.get('RANK')} of {world}, "
-        "found none: every rank would train a model of its own. Call torch.distributed.init_process_group() before attach; "
-        "for independent runs, set WORLD_SIZE=1."
+        f"attach: expected a process group, because torchrun started this process as rank {launched[0]} of {launched[1]}, "
+        "found none: every rank would train a model of its own. Call torch.distributed.init_process_group() before attach; for "
+        "independent runs, set WORLD_SIZE=1."
     )
 
 
