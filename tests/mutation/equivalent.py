@@ -31,4 +31,5 @@ EQUIVALENT: dict[str, str] = {
     "zhooks/run/schedule.py: self._last = -1 -> self._last = - 2": "no unit has a number below 0",
     "zhooks/run/paths.py: path.used = frozenset(number for number in flags if number < count) -> "
     "path.used = frozenset(number for number in flags if number is not count)": "none is a unit's number",
+    "zhooks/layout/tp_division.py: if TYPE_CHECKING: -> if not TYPE_CHECKING:": "what is imported there is there anyway",
 }

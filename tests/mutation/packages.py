@@ -32,7 +32,7 @@ PACKAGES = {
     "layout": Package(
         _sources("zhooks/layout"),
         Tests(
-            _in("zhooks/layout", "layout", "tiling", "units", "precision_rules"),
+            _in("zhooks/layout", "flat_kind", "layout", "tiling", "units", "precision_rules"),
             (*_in("zhooks/layout", "mesh", "precision_parallel"), *_in("zhooks/plan", "ignored", "quantised")),
         ),
     ),
