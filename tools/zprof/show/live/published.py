@@ -28,7 +28,7 @@ from zprof.clock import now_ns
 from zprof.problem import CapabilityProblem, Problem
 from zprof.running.child import PASSED_ON
 from zprof.running.live import Awaited
-from zprof.writing import committed
+from zprof.writing import committing
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -167,10 +167,14 @@ class _File:
         from zprof.show.exports.prometheus import exposition
 
         self._written_ns = now_ns()
-        if self._identity is not None and os.path.lexists(self._path) and not self._is_mine():
-            raise OSError(errno.EEXIST, "another file lies there now")
         # Its reader is another user.
-        committed(self._path, exposition(self._figures.collect()), mode=0o644)
+        with committing(self._path, mode=0o644) as file:
+            file.write(exposition(self._figures.collect()))
+            file.flush()
+            os.fsync(file.fileno())
+            # Last of all: what came before may have taken long.
+            if self._identity is not None and os.path.lexists(self._path) and not self._is_mine():
+                raise OSError(errno.EEXIST, "another file lies there now")
         found = self._path.lstat()
         self._identity = found.st_dev, found.st_ino
 
