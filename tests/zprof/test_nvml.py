@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import CapabilityError
-from tests.support.fake_nvml import MIB, Slots, build, drive, environment
+from tests.support.fake_nvml import ALL, CLOSE, MIB, MINE, SAMPLE, STATE, Slots, build, drive, environment
 from tests.support.paths import ROOT
 from zprof.gpu.answers import Unbelievable
 from zprof.gpu.counters import Total
@@ -26,11 +26,6 @@ from zprof.gpu.vendors import throttles
 from zprof.recording.sampler import ProcessSampler, ReplaySampler, TorchSampler, cgroup_folder, process_samplers, torch_uuids
 
 pytestmark = pytest.mark.filterwarnings("error")
-ALL: dict[str, Any] = {"open": {"everything": True}}
-MINE: dict[str, Any] = {"open": {}}
-SAMPLE: dict[str, Any] = {"sample": True}
-STATE: dict[str, Any] = {"state": True}
-CLOSE: dict[str, Any] = {"close": True}
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_gpus import MIB, Amd, Intel, build, drive, environment
+from tests.support.fake_nvml import ALL, CLOSE, MINE, SAMPLE, STATE
 from tests.support.paths import ROOT
 from zprof.gpu import amd, intel
 from zprof.gpu.answers import Refused, Unbelievable
@@ -23,11 +24,6 @@ from zprof.gpu.vendors import AMD, INTEL, quantity_of, rows_of, throttles
 pytestmark = pytest.mark.filterwarnings("error")
 Kind = type[Amd] | type[Intel]
 BOTH = pytest.mark.parametrize("kind", [Amd, Intel], ids=["amd", "intel"])
-ALL: dict[str, Any] = {"open": {"everything": True}}
-MINE: dict[str, Any] = {"open": {}}
-SAMPLE: dict[str, Any] = {"sample": True}
-STATE: dict[str, Any] = {"state": True}
-CLOSE: dict[str, Any] = {"close": True}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@
 static volatile int64_t *slots;
 #define VALUE(name) (slots[S_##name])
 
-static int load_slots(const char *variable) {
+static inline int load_slots(const char *variable) {
     const char *path = getenv(variable);
     if (slots) return 1;
     int handle = path ? open(path, O_RDWR) : -1;
@@ -28,7 +28,7 @@ static int load_slots(const char *variable) {
     return 1;
 }
 
-static void put_text(char *out, size_t size, const char *value) {
+static inline void put_text(char *out, size_t size, const char *value) {
     memset(out, 0, size);
     switch (VALUE(text)) {
     case 1: snprintf(out, size, "\xff\xfe%s\x80", value); break;
@@ -43,7 +43,7 @@ typedef struct { const char *name; long value; } layout_t;
 #define SIZE(type) {#type, (long)sizeof(type)}
 #define AT(type, member) {#type "." #member, (long)offsetof(type, member)}
 
-static long find_layout(const layout_t *table, size_t count, const char *name) {
+static inline long find_layout(const layout_t *table, size_t count, const char *name) {
     for (size_t place = 0; place < count; place++)
         if (!strcmp(table[place].name, name)) return table[place].value;
     return -1;

@@ -95,6 +95,12 @@ DEFAULTS: dict[str, int] = {
     "process": 0,
     "process_memory": 0,
 }
+#: Steps of a script of `drive.py`: watch all devices, or those of this process; what the sampler says; its end.
+ALL: dict[str, Any] = {"open": {"everything": True}}
+MINE: dict[str, Any] = {"open": {}}
+SAMPLE: dict[str, Any] = {"sample": True}
+STATE: dict[str, Any] = {"state": True}
+CLOSE: dict[str, Any] = {"close": True}
 #: What the code under test does not steer: counters of calls.
 COUNTS = ("inits", "shutdowns", "throughput_calls", "gpm_time", "gpm_held")
 

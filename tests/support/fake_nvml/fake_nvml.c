@@ -3,34 +3,13 @@
    Every function answers with the return code in its slot of the file named by FAKE_NVML, and with values from other slots.
    tests/fake_nvml/__init__.py owns the order of the slots and passes it as -DS_<name>=<place>. */
 
-#include <fcntl.h>
-#include <math.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
+#include "../fake_gpus/slots.h"
 
 typedef int nvmlReturn_t;
 typedef void *nvmlDevice_t;
 enum { UNINITIALIZED = 1, INVALID = 2, UNSUPPORTED = 3, NOT_FOUND = 6, LOST = 15, UNKNOWN = 999 };
 
-static volatile int64_t *slots;
-
-static int load(void) {
-    const char *path = getenv("FAKE_NVML");
-    if (slots) return 1;
-    int handle = path ? open(path, O_RDWR) : -1;
-    if (handle < 0) return 0;
-    void *memory = mmap(NULL, SLOTS * sizeof(int64_t), PROT_READ | PROT_WRITE, MAP_SHARED, handle, 0);
-    close(handle);
-    if (memory == MAP_FAILED) return 0;
-    slots = memory;
-    return 1;
-}
-
-#define VALUE(name) (slots[S_##name])
+static int load(void) { return load_slots("FAKE_NVML"); }
 
 /* A handle is a number: 0x1000 + GPU, or 0x2000 + 16 * GPU + instance. */
 static int gpu_of(nvmlDevice_t device) {
@@ -59,17 +38,6 @@ static int begin(nvmlDevice_t device, int64_t code) {
 #define WHOLE(device) \
     if (instance_of(device) >= 0) return UNSUPPORTED;
 
-static void text(char *out, unsigned size, const char *value) {
-    memset(out, 0, size);
-    switch (VALUE(text)) {
-    case 1: snprintf(out, size, "\xff\xfe%s\x80", value); break;
-    case 2: memset(out, 'x', size); break;
-    case 3: break;
-    case 4: snprintf(out, size, "a\x1b[31m\n\r%s", value); break;
-    default: snprintf(out, size, "%s", value);
-    }
-}
-
 nvmlReturn_t nvmlInitWithFlags(unsigned flags) {
     (void)flags;
     if (!load()) return UNKNOWN;
@@ -88,7 +56,7 @@ const char *nvmlErrorString(nvmlReturn_t code) {
 }
 nvmlReturn_t nvmlSystemGetDriverVersion(char *out, unsigned size) {
     if (!load()) return UNKNOWN;
-    text(out, size, "570.12.34");
+    put_text(out, size, "570.12.34");
     return (int)VALUE(ret_driver);
 }
 nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version) {
@@ -112,7 +80,7 @@ nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *out, unsigned size) {
     char name[64];
     BEGIN(device, name)
     snprintf(name, sizeof name, instance_of(device) >= 0 ? "Fake H200 MIG 1g.18gb" : gpu_of(device) == VALUE(other) - 1 ? "Fake T4" : "Fake H200");
-    text(out, size, name);
+    put_text(out, size, name);
     return 0;
 }
 nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *out, unsigned size) {
@@ -122,7 +90,7 @@ nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *out, unsigned size) {
         snprintf(uuid, sizeof uuid, "MIG-%04d%04d-0000-0000-0000-000000000000", gpu_of(device), instance_of(device));
     else
         snprintf(uuid, sizeof uuid, "GPU-%08d-0000-0000-0000-000000000000", gpu_of(device));
-    text(out, size, uuid);
+    put_text(out, size, uuid);
     return 0;
 }
 
