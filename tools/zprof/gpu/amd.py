@@ -20,7 +20,7 @@ from ctypes import byref, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zprof.gpu.answers import Failure, Refused, Unbelievable, ask, one_line
-from zprof.gpu.library import Calls, Library, Opened, Rate, measured, text_of
+from zprof.gpu.library import Calls, Library, Opened, Rate, begun, measured, text_of
 from zprof.gpu.vendors import AMD
 from zprof.recording.sampler import torch_devices
 
@@ -148,15 +148,9 @@ def opened() -> Opened:
     if isinstance(loaded, Failure):
         return Opened(AMD, "absent", f"no AMD SMI: {loaded.why}")
     smi = Calls(loaded, _WORDS, _FINAL)
-    begun = ask(lambda: smi("amdsmi_init", c_uint64(_INIT_GPUS)))
-    if isinstance(begun, Failure):
-        return Opened(AMD, _STATES.get(begun.code or 0, "failed"), f"AMD SMI does not start: {begun.why}")
-    found = ask(lambda: _devices(smi))
-    if isinstance(found, Failure):
-        return Opened(AMD, _STATES.get(found.code or 0, "failed"), f"AMD SMI shows no devices: {found.why}")
-    if not found:
-        return Opened(AMD, "no devices", "AMD SMI shows no devices")
-    return Opened(AMD, "ok", "", _library(smi), devices=tuple(found))
+    return begun(
+        AMD, _STATES, lambda: smi("amdsmi_init", c_uint64(_INIT_GPUS)), lambda: (_devices(smi), ""), lambda: _library(smi)
+    )
 
 
 def _load() -> ctypes.CDLL:

@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zprof.gpu.answers import Failure, Refused, Unbelievable, ask, one_line
-from zprof.gpu.library import Calls, Counted, Library, Opened, Rate, measured, text_of
+from zprof.gpu.library import Calls, Counted, Library, Opened, Rate, begun, measured, text_of
 from zprof.gpu.vendors import INTEL
 from zprof.recording.sampler import torch_devices
 
@@ -365,16 +365,7 @@ def opened() -> Opened:
         zes = Calls(ctypes.CDLL(_NAME), _WORDS, _FINAL, _LOST)
     except OSError as error:
         return Opened(INTEL, "absent", f"no Level Zero: {one_line(str(error))}")
-    begun = ask(lambda: zes("zesInit", c_uint32(0)))
-    if isinstance(begun, Failure):
-        return Opened(INTEL, _STATES.get(begun.code or 0, "failed"), f"Level Zero does not start: {begun.why}")
-    found = ask(lambda: _devices(zes))
-    if isinstance(found, Failure):
-        return Opened(INTEL, _STATES.get(found.code or 0, "failed"), f"Level Zero shows no devices: {found.why}")
-    devices, driver = found
-    if not devices:
-        return Opened(INTEL, "no devices", "Level Zero shows no devices")
-    return Opened(INTEL, "ok", "", _library(zes), driver, tuple(devices))
+    return begun(INTEL, _STATES, lambda: zes("zesInit", c_uint32(0)), lambda: _devices(zes), lambda: _library(zes))
 
 
 def opened_later() -> Opened | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zprof.clock import now_ns
-from zprof.gpu.answers import Refused, Unbelievable, one_line
+from zprof.gpu.answers import Failure, Refused, Unbelievable, ask, one_line
 
 if TYPE_CHECKING:
     # Imported where a library answers: a start without a GPU does without them.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zprof.gpu.quantities import Quantity
     from zprof.gpu.vendors import Vendor
 
-__all__ = ["Calls", "Counted", "Library", "Opened", "Rate", "kernel_shows", "measured", "text_of"]
+__all__ = ["Calls", "Counted", "Library", "Opened", "Rate", "begun", "kernel_shows", "measured", "text_of"]
 
 #: Where the kernel lists GPUs, whoever made them.
 DRM = Path("/sys/class/drm")
@@ -185,6 +185,35 @@ class Counted:
 
     def close(self) -> None:
         pass
+
+
+def begun(
+    vendor: Vendor,
+    states: Mapping[int, str],
+    begin: Callable[[], object],
+    devices: Callable[[], tuple[Sequence[Device], str]],
+    library: Callable[[], Library],
+) -> Opened:
+    """How it goes to begin a library that was loaded.
+
+    Args:
+        states: code of a call that failed -> the state; "failed" for any other.
+        devices: in the order of the bus, and the driver's version.
+    """
+
+    def failed(failure: Failure, what: str) -> Opened:
+        return Opened(vendor, states.get(failure.code or 0, "failed"), f"{vendor.library} {what}: {failure.why}")
+
+    started = ask(begin)
+    if isinstance(started, Failure):
+        return failed(started, "does not start")
+    shown = ask(devices)
+    if isinstance(shown, Failure):
+        return failed(shown, "shows no devices")
+    found, driver = shown
+    if not found:
+        return Opened(vendor, "no devices", f"{vendor.library} shows no devices")
+    return Opened(vendor, "ok", "", library(), driver, tuple(found))
 
 
 def measured(vendor: Vendor, quantity: str, call: str, read: Callable[[Any], float]) -> Quantity:
