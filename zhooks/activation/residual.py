@@ -154,7 +154,6 @@ class Residual:
                 self._over, self._peak = False, Levels()
                 if stash is not None:
                     stash.account.begin_peaks()
-            self._calls.clear()
             self.counted = True
             self._tell()
         return self
