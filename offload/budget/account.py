@@ -13,8 +13,10 @@ from typing import Any
 from offload.events import Bus
 from offload.tier import Tier
 
-__all__ = ["Account", "owner_of"]
+__all__ = ["STAGING", "Account", "owner_of"]
 
+#: What ``owner_of`` says of values on their way to or from a slower tier.
+STAGING = ("communication", "staging")
 _CATEGORIES = {"parameter": "parameter", "copy": "parameter", "gradient": "gradient", "optimizer": "optimizer"}
 
 
@@ -27,7 +29,7 @@ def owner_of(key: str) -> tuple[str, str]:
     if head in _CATEGORIES and name:
         return _CATEGORIES[head], name.partition("/")[2] if head == "optimizer" else name
     if head.startswith("staging of "):
-        return "communication", "staging"
+        return STAGING
     label, activation, _ = key.rpartition(" activation ")
     return ("activation", label) if activation else ("other", key)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from offload.budget.account import Account
+from offload.budget.account import STAGING, Account, owner_of
 from offload.errors import BudgetError
 from offload.text import UNITS, as_size
 from offload.tier import Tier
@@ -34,8 +34,8 @@ def cannot_admit(tier: Tier, key: str, nbytes: int, *, used: int, limit: int, no
     short = f"{as_size(used + nbytes - limit)} short" if used + nbytes > limit else "no hole is large enough"
     said = f" {note}" if note else ""
     remedy = _REMEDIES[tier]
-    if key.startswith("staging of "):
-        # Values on their way to or from a slower tier: that tier is chosen already.
+    if owner_of(key) == STAGING:
+        # The slower tier is chosen already.
         remedy = f"raise [budget] {tier.value}, or name smaller units in [units]"
     return BudgetError(f"{tier.value} tier cannot admit {key} ({as_size(nbytes)}): {held}, {short}{said}; {remedy}")
 
