@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from offload.text import as_duration, one_line
+from offload.text import as_duration
 from zprof.commands.naming import named_or_latest
 from zprof.problem import Problem
 
@@ -20,7 +20,6 @@ __all__ = ["timeline"]
 
 #: In the order they run: each uses what those before it define.
 SCRIPTS = tuple(f"timeline{part}.js" for part in ("", "_memory", "_lanes", "_rates", "_ranks", "_page"))
-_MOST_UNREADABLE = 8
 
 
 @click.command()
@@ -78,9 +77,9 @@ def timeline(runs: tuple[Path, ...], output: Path | None, force: bool, as_json: 
 
 def _refuse_unreadable(unreadable: Sequence[Mapping[str, str]]) -> None:
     """The page is there; that ranks are missing in it is said as ``zprof report`` does."""
-    for each in unreadable[:_MOST_UNREADABLE]:
-        click.echo(f"left out: {one_line(each['why'])}", err=True)
-    if len(unreadable) > _MOST_UNREADABLE:
-        click.echo(f"left out: {len(unreadable) - _MOST_UNREADABLE:,} more traces that cannot be read", err=True)
     if unreadable:
+        from zprof.show.report.text import left_out
+
+        for line in left_out(unreadable):
+            click.echo(line, err=True)
         raise click.exceptions.Exit(Problem.exit_code)

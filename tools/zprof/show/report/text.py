@@ -26,7 +26,7 @@ from zprof.show.report.operators import operators_section
 from zprof.show.report.ranks import ranks_lines, ranks_table
 from zprof.show.report.summary import foremost, slowest
 
-__all__ = ["doubts", "not_recorded", "plain", "show", "sized"]
+__all__ = ["doubts", "left_out", "not_recorded", "plain", "show", "sized"]
 
 Run = Mapping[str, Any]
 
@@ -411,11 +411,15 @@ def doubts(report: Mapping[str, Any]) -> Iterator[str]:
     for doubt, of in found.items():
         more = f" and {len(of) - _MOST_FILES:,} more" if len(of) > _MOST_FILES else ""
         yield f"{', '.join(file for file, _ in of[:_MOST_FILES])}{more}: {of[0][1] if len(of) == 1 else doubt}"
-    unreadable = report["unreadable"]
+    yield from left_out(report["unreadable"], ": zprof report --json")
+
+
+def left_out(unreadable: Sequence[Mapping[str, str]], all_of_them: str = "") -> Iterator[str]:
+    """A line for each trace that cannot be read, but for many; ``all_of_them`` says where those are."""
     for each in unreadable[:_MOST_UNREADABLE]:
         yield f"left out: {plain(each['why'])}"
     if len(unreadable) > _MOST_UNREADABLE:
-        yield f"left out: {len(unreadable) - _MOST_UNREADABLE:,} more traces that cannot be read: zprof report --json"
+        yield f"left out: {len(unreadable) - _MOST_UNREADABLE:,} more traces that cannot be read{all_of_them}"
 
 
 def _doubts(run: Run) -> Iterator[str]:
