@@ -17,6 +17,9 @@ from zprof.cli import main
 
 #: Called with the words of a command line, none of which need be text.
 Zprof = Callable[..., Result]
+#: What launchers say to a rank begins with one of these; the environment without it.
+LAUNCHERS = ("RANK", "LOCAL_", "WORLD_", "SLURM_", "TORCHELASTIC_")
+NOT_LAUNCHED = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 #: The name of `write_results`, for a pool of ranks.
 WRITE_RESULTS = f"{__name__}:write_results"
 

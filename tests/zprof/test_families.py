@@ -12,13 +12,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 import zprof as package
+from tests.support.zprof_command import LAUNCHERS
 from tests.support.zprof_traces import HEADER, sample_rows, write_trace
 from zprof.cli import main
 from zprof.commands.naming import output_of
 from zprof.problem import Problem
 from zprof.trace.families import newest
 
-LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "SLURM_", "TORCHELASTIC_")
 SECOND_NS = 1_000_000_000
 
 

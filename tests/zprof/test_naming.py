@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.zprof_command import NOT_LAUNCHED
 from tests.support.zprof_traces import sample_rows, write_trace
 from zprof.cli import main
 from zprof.trace.reader import Trace
 
-LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "SLURM_", "TORCHELASTIC_")
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 #: One rank after the other: the later ones see what the earlier have left.
 LAUNCHER = """
 import os, subprocess, sys
@@ -35,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zprof", "run", *words]
-    return subprocess.run(command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, env=NOT_LAUNCHED | environment, capture_output=True, text=True, timeout=600)
 
 
 def zprof(*words: str) -> Result:
@@ -67,7 +66,7 @@ def test_a_run_is_numbered_above_all_others_whatever_their_ranks() -> None:
 def test_ranks_that_begin_one_after_the_other_agree_on_the_number() -> None:
     Path("launcher.py").write_text(LAUNCHER)
     for given in (("a0", "a1"), ("b0", "b1", "b2"), ("c0", "c1")):
-        subprocess.run([sys.executable, "launcher.py", *given], env=ENVIRONMENT, check=True, timeout=600, capture_output=True)
+        subprocess.run([sys.executable, "launcher.py", *given], env=NOT_LAUNCHED, check=True, timeout=600, capture_output=True)
     assert recorded() == {
         f"run{number}.{rank}.zprof": (f"{name}{rank}",)
         for number, name, ranks in (("", "a", 2), ("-2", "b", 3), ("-3", "c", 2))

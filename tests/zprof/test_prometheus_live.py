@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip install 'zhooks[prometheus]'")
 
 from tests.support.waiting import soon
-from tests.support.zprof_command import Zprof
+from tests.support.zprof_command import NOT_LAUNCHED, Zprof
 from tests.support.zprof_exports import promtool
 from tests.support.zprof_formats import check_exposition
 from tests.support.zprof_traces import sample_rows, write_trace
@@ -27,9 +27,6 @@ from zprof.analysis.following import RunFollower, Seen
 from zprof.rows import Row, RowKind
 from zprof.show.exports.prometheus import exposition, labels
 from zprof.show.exports.prometheus_live import families
-
-LAUNCHERS = ("RANK", "LOCAL_", "WORLD_", "SLURM_", "TORCHELASTIC_")
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 
 #: Trains until it is told to end, and says when its first steps are over.
 TRAINS = """
@@ -54,7 +51,7 @@ def training(at: Path, *options: str, **environment: str) -> Iterator[subprocess
     """A script that trains under ``zprof run`` until the block ends."""
     (at / "train.py").write_text(TRAINS)
     words = [sys.executable, "-m", "zprof", "run", *options, "train.py"]
-    told = ENVIRONMENT | environment
+    told = NOT_LAUNCHED | environment
     running = subprocess.Popen(words, cwd=at, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         yield running

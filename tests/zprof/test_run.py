@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import forked
 from tests.support.waiting import soon
+from tests.support.zprof_command import NOT_LAUNCHED
 from tests.support.zprof_traces import HEADER, sample_rows, write_trace
 from zprof.analysis.following import RunFollower
 from zprof.rows import Row, RowKind, TraceError, placed
@@ -23,8 +24,6 @@ from zprof.trace.writer import Writer
 
 ZPROF = [sys.executable, "-m", "zprof", "run"]
 #: What launchers set for ranks must not reach these runs from outside.
-LAUNCHERS = ("RANK", "WORLD_", "SLURM_", "TORCHELASTIC_")
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 
 ENDINGS = """
 import sys, os
@@ -49,14 +48,14 @@ if mode.isdecimal(): sys.exit(int(mode))
 
 
 def zprof(*words: str, at: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    told = {**ENVIRONMENT, **environment}
+    told = {**NOT_LAUNCHED, **environment}
     return subprocess.run(
         [*ZPROF, *words], cwd=at, env=told, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
     )
 
 
 def python(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=at, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    return subprocess.run([sys.executable, *words], cwd=at, env=NOT_LAUNCHED, capture_output=True, text=True, timeout=600)
 
 
 def theirs(text: str) -> str:
@@ -186,7 +185,7 @@ def started(*words: str, at: Path, start_new_session: bool = False) -> subproces
     run = subprocess.Popen(
         [*ZPROF, *words],
         cwd=at,
-        env=ENVIRONMENT,
+        env=NOT_LAUNCHED,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -340,7 +339,7 @@ def on_a_terminal(words: Sequence[str], at: Path, wait_for: str = "", send: byte
     pid, master = pty.fork()
     if not pid:
         os.chdir(at)
-        os.execve(sys.executable, [*ZPROF, *words], ENVIRONMENT)
+        os.execve(sys.executable, [*ZPROF, *words], NOT_LAUNCHED)
     shown = b""
     while True:
         try:
@@ -432,7 +431,7 @@ def test_under_torchrun_each_rank_has_its_trace_and_one_speaks(tmp_path: Path) -
     # The launcher has imported torch already; it starts both ranks as ever.
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     words = [*launcher, "-m", "zprof", "run", script(tmp_path, "")]
-    run = forked.python(*words, at=tmp_path, environment=ENVIRONMENT)
+    run = forked.python(*words, at=tmp_path, environment=NOT_LAUNCHED)
     assert run.returncode == 0, run.stderr
     traces = [Trace.open(tmp_path / f"run.{rank}.zprof") for rank in (0, 1)]
     assert [(trace.header.rank, trace.header.world, trace.damage) for trace in traces] == [(0, 2, None), (1, 2, None)]
@@ -441,7 +440,7 @@ def test_under_torchrun_each_rank_has_its_trace_and_one_speaks(tmp_path: Path) -
 
 def test_ranks_that_share_a_model_each_record_what_they_gather(tmp_path: Path) -> None:
     words = ("-m", "zprof", "run", script(tmp_path, TRAINS))
-    for rank, ended in enumerate(forked.launch(2, *words, at=tmp_path, environment=ENVIRONMENT)):
+    for rank, ended in enumerate(forked.launch(2, *words, at=tmp_path, environment=NOT_LAUNCHED)):
         assert ended.returncode == 0, ended.stderr
         trace = Trace.open(tmp_path / f"run.{rank}.zprof")
         assert trace.damage is None and "gather" in words_of(trace)
