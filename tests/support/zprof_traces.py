@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from zprof.analysis.spans import Pairing, SpanTable
-from zprof.rows import Row, RowKind, placed
+from zprof.rows import Row, RowKind, TraceError, placed
 from zprof.trace.header import VERSION, Header
 from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
@@ -143,6 +143,14 @@ def sample_rows(*, steps: int = 5, units: int = 8, level: str = "events", start_
         held = 200 * MIB + (units * SHARD * 4) + step * 64 * KIB
         yield row(RowKind.COUNTER, "rss", "", held, thread=3)
         yield row(RowKind.COUNTER, "cgroup memory", "", held + 20 * MIB, thread=3)
+
+
+def begun(path: Path) -> Trace | None:
+    """A trace that is being written, as far as it is there; None before its header is."""
+    try:
+        return Trace.growing(path)
+    except (FileNotFoundError, TraceError):
+        return None
 
 
 def rows_of(trace: Trace) -> Iterator[Row]:

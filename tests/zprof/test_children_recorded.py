@@ -17,7 +17,7 @@ import pytest
 from tests.support import forked
 from tests.support.waiting import soon
 from tests.support.zprof_command import Zprof
-from tests.support.zprof_traces import HEADER, MIB, sample_rows, write_trace
+from tests.support.zprof_traces import HEADER, MIB, begun, sample_rows, write_trace
 from zprof import open as open_run
 from zprof.living.jobs import of_processes
 from zprof.rows import Row, RowKind, placed
@@ -229,7 +229,8 @@ started(hangs)
     own = tmp_path / "run.0.child-1.zprof"
 
     def noted(path: Path) -> list[dict[str, Any]]:
-        return [note.body for note in Trace.growing(path).notes("hang")] if path.exists() else []
+        trace = begun(path)
+        return [] if trace is None else [note.body for note in trace.notes("hang")]
 
     try:
         assert soon(lambda: any("hangs" in str(note["threads"]) for note in noted(own)), 300)
@@ -253,9 +254,10 @@ def test_ranks_that_a_script_forks_are_known_to_hang_by_their_recordings(tmp_pat
     pids: list[int] = []
 
     def labels() -> list[str]:
-        if not own.exists():
+        trace = begun(own)
+        if trace is None:
             return []
-        job = of_processes([Trace.growing(own).header.pid])
+        job = of_processes([trace.header.pid])
         pids[:] = [member.process.pid for member in job.members if member.process is not None]
         return [member.label for member in job.members]
 

@@ -13,9 +13,9 @@ import pytest
 from tests.support import forked
 from tests.support.waiting import soon
 from tests.support.zprof_command import Zprof
+from tests.support.zprof_traces import begun
 from zprof.living import stacks
 from zprof.recording.recorder import Recorder
-from zprof.rows import TraceError
 from zprof.running.silence import Silence
 from zprof.trace.reader import Trace
 
@@ -44,11 +44,8 @@ def run(tmp_path: Path, *words: str) -> forked.Running:
 
 
 def hangs_noted(path: Path) -> list[dict[str, object]]:
-    try:
-        return [note.body for note in Trace.growing(path).notes("hang")]
-    except (FileNotFoundError, TraceError):
-        # It is there before its header is.
-        return []
+    trace = begun(path)
+    return [] if trace is None else [note.body for note in trace.notes("hang")]
 
 
 def test_a_silence_leaves_every_stack_in_the_trace_and_on_stderr_once(tmp_path: Path, zprof: Zprof) -> None:
