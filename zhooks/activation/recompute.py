@@ -276,16 +276,18 @@ def _checkpoint() -> Make:
     names = list(inspect.signature(make).parameters) if make is not None else []
     fixed = ["fn", "preserve_rng_state", "context_fn", "determinism_check", "debug"]
     early = ["early_stop"] if "early_stop" in names else []
-    if make is None or names != [*fixed, *early, "args", "kwargs"]:
+    # Selective checkpointing's tensors, of which there are none here.
+    by_name = {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in names else {}
+    if make is None or names != [*fixed, *early, "args", *by_name, "kwargs"]:
         raise CapabilityError(
             f"[activation] checkpoint: expected torch {torch.__version__} to have a checkpoint that hooks can drive "
             f"({_CALLED}._checkpoint_without_reentrant_generator), found {names or 'none'}; "
-            'use torch 2.8 to 2.13, or checkpoint = "none" and torch.utils.checkpoint in the model'
+            'use torch 2.8 to 2.15, or checkpoint = "none" and torch.utils.checkpoint in the model'
         )
     more = [True] * len(early)
 
     def made(run: Callable[..., None], contexts: Callable[[], Any], given: list[Tensor]) -> Generator[None, None, None]:
-        generator: Generator[None, None, None] = make(run, True, contexts, "default", False, *more, *given)
+        generator: Generator[None, None, None] = make(run, True, contexts, "default", False, *more, *given, **by_name)
         return generator
 
     return made

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.errors import ScaleError, ShardedOpError
@@ -102,12 +103,17 @@ def prove(scaler: Scaler) -> None:
     if frame is None:
         return
     held = frame.f_locals
-    roots = [root.grad_fn for root in held.get("t_outputs", ()) if root.grad_fn is not None]
-    scaled = _walk(roots, scaler)
+    scaled = _walk([node for root in held.get("t_outputs", ()) if (node := _node(root)) is not None], scaler)
     rest = held.get("args", ())
     for wanted in rest[3] if len(rest) > 3 else ():
-        if isinstance(wanted, Tensor) and wanted.grad_fn is not None and scaled.get(wanted.grad_fn):
-            raise _around(f"autograd.grad() of a value inside the model ({wanted.grad_fn.name()})")
+        node = _node(wanted)
+        if node is not None and not hasattr(node, "variable") and scaled.get(node):
+            raise _around(f"autograd.grad() of a value inside the model ({node.name()})")
+
+
+def _node(place: Tensor | GradientEdge) -> Any:
+    """The node of the graph that computed a value or, where a backward is given an edge, the one it leads to."""
+    return place.node if isinstance(place, GradientEdge) else place.grad_fn
 
 
 def _walk(roots: list[Any], scaler: Scaler) -> dict[Any, bool]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import zhooks
 from tests.support.on_ranks import on_ranks
@@ -95,6 +96,23 @@ def test_autograd_grad_and_a_model_that_returns_its_loss() -> None:
     assert out["loss"].item() == pytest.approx(reference["loss"].item())
 
 
+@on_ranks(2)
+def test_a_backward_from_an_edge_of_the_graph_is_one_from_its_value() -> None:
+    plain, (model, _) = build(), attached({"loss_scale": 1024.0})
+    inputs, wanted = batch(0, 0)
+    ours = inputs.clone().requires_grad_()
+    theirs = inputs.clone().requires_grad_()
+    start = torch.tensor(0.5)
+    root, leaf = get_gradient_edge((model(ours) - wanted).square().mean()), get_gradient_edge(ours)
+    torch.autograd.backward(root, start, retain_graph=True)
+    (asked,) = torch.autograd.grad(root, leaf, start)
+    (plain(theirs) - wanted).square().mean().backward(start)
+    for mine in (grad_of(ours), asked):
+        assert torch.allclose(mine, grad_of(theirs), rtol=1e-5, atol=1e-7)
+    for (at, mine), his in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine.grad.full_tensor(), grad_of(his), rtol=1e-5, atol=1e-7), at
+
+
 @on_ranks(1)
 def test_a_generator_and_its_judge_may_have_scales_of_their_own() -> None:
     ours, plain = [build(), nn.Linear(4, 1)], [build(), nn.Linear(4, 1)]
@@ -131,6 +149,15 @@ def hooked_alone(model: Model, inputs: Tensor, wanted: Tensor) -> None:
 def inner_gradient(model: Model, inputs: Tensor, wanted: Tensor) -> None:
     kept: list[Tensor] = []
     handle = model.body[2].register_forward_hook(lambda module, args, out: kept.append(out))
+    try:
+        torch.autograd.grad((model(inputs) - wanted).square().mean(), kept[0])
+    finally:
+        handle.remove()
+
+
+def inner_edge(model: Model, inputs: Tensor, wanted: Tensor) -> None:
+    kept: list[Any] = []
+    handle = model.body[2].register_forward_hook(lambda module, args, out: kept.append(get_gradient_edge(out)))
     try:
         torch.autograd.grad((model(inputs) - wanted).square().mean(), kept[0])
     finally:
@@ -179,6 +206,7 @@ REFUSED: dict[str, tuple[Callable[[Model, Tensor, Tensor], None], type[Exception
     "hooked_value": (hooked_value, zhooks.ScaleError, "a value inside the model, computed"),
     "hooked_alone": (hooked_alone, zhooks.ScaleError, "a value inside the model, computed"),
     "inner_gradient": (inner_gradient, zhooks.ScaleError, "of a value inside the model"),
+    "inner_edge": (inner_edge, zhooks.ScaleError, "of a value inside the model"),
     "smuggled": (smuggled, zhooks.ScaleError, r"shape \[32\] that wants a gradient and entered"),
     "graph_of_gradients": (graph_of_gradients, zhooks.ShardedOpError, "create_graph=True"),
     "closure": (closure, zhooks.ShardedOpError, "expected a step without closure"),
