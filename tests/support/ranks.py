@@ -339,8 +339,10 @@ def _leave(world: int) -> bytes:
     import torch.distributed as dist
 
     try:
-        # Work handles and meshes kept alive by cycles would outlive the group they belong to.
-        gc.collect()
+        # Work handles and meshes kept alive by cycles would outlive the group they belong to, and of a model that was not
+        # detached the shared memory: what it frees may free more.
+        while gc.collect():
+            pass
         if world > 1:
             dist.barrier()
             dist.destroy_process_group()
