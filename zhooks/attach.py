@@ -182,8 +182,8 @@ class Attachment(
         undo.callback(lambda: self._tiers.end_steps())
         begin(self._steps, watch_steps)
         if self._comm.failure is not None:
-            undo.callback(setattr, self._comm.failure, "progress", None)
-            self._comm.failure.progress = self._progress
+            undo.callback(self._comm.failure.ask, None)
+            self._comm.failure.ask(self._progress)
         self._tiers.step(self.policy, self._bus, self._units, runtime, self._rounding, self._optimizers)
         begin(
             Closures(

@@ -67,9 +67,10 @@ class SameGathers:
     def _progress(self) -> str:
         """Where the ranks are that have come here, all of which raise.  Collective over them."""
         failure, world = self._comm.failure, self._comm.world
-        if failure is None or failure.progress is None:
+        here = None if failure is None else failure.progress()
+        if here is None:
             return ""
-        every = texts_of(world, Call(CONTROL, "compare progress", "all units"), json.dumps(asdict(failure.progress())))
+        every = texts_of(world, Call(CONTROL, "compare progress", "all units"), json.dumps(asdict(here)))
         said = zip(world.axis.ranks, map(json.loads, every), strict=True)
         return describe_progress({rank: Progress(**one) for rank, one in said})
 

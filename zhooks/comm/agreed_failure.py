@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 from offload.errors import DivergenceError
 from zhooks.comm.processes import Process, ended
@@ -90,12 +91,23 @@ class AgreedFailure:
         self.timeout_s, self._transports = timeout_s, list[Interrupted]()
         self.epoch = 0
         self.verdict: Verdict | None = None
-        #: Where this rank is; None where nobody can say.
-        self.progress: Callable[[], Progress] | None = None
+        self._asked: WeakMethod[Callable[[], Progress]] | None = None
 
     @property
     def _at(self) -> str:
         return f"{self._root}/failure {self.epoch}"
+
+    def ask(self, asked: Callable[[], Progress] | None) -> None:
+        """This method says where the rank is; None where nobody can.
+
+        Held weakly: every gradient leads here, see Note [Group and owner] in ``tensor/group.py``.
+        """
+        self._asked = None if asked is None else WeakMethod(asked)
+
+    def progress(self) -> Progress | None:
+        """Where this rank is; None where nobody can say."""
+        asked = None if self._asked is None else self._asked()
+        return None if asked is None else asked()
 
     def watch(self, transports: Iterable[Interrupted]) -> None:
         """These are interrupted when something fails."""
@@ -134,14 +146,15 @@ class AgreedFailure:
         return self.verdict.error(call, axis)
 
     def _call_roll(self, kind: str, found: str, waited: list[int]) -> Verdict:
-        progress = None if self.progress is None else asdict(self.progress())
+        here = self.progress()
+        progress = None if here is None else asdict(here)
         self._say(f"here {self.rank}", json.dumps([kind, found, waited, progress]))
         self._say("open", "")
         deadline = time.monotonic() + grace_of(self.timeout_s)
         while not self._has("verdict"):
-            here = [rank for rank in self.processes if self._has(f"here {rank}")]
-            if self._ended(waited) or len(here) == len(self.processes) or time.monotonic() > deadline:
-                self._decide(here)
+            present = [rank for rank in self.processes if self._has(f"here {rank}")]
+            if self._ended(waited) or len(present) == len(self.processes) or time.monotonic() > deadline:
+                self._decide(present)
                 break
             time.sleep(_PAUSE_S)
         said = json.loads(bytes(self._store.get(f"{self._at}/verdict")).decode())

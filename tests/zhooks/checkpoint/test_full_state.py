@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.events import Recorder
-from tests.support.inside import flats_of, runtime_of, units_of
+from tests.support.inside import comm_of, flats_of, runtime_of, units_of
 from tests.support.on_ranks import from_first, on_ranks, place
 from tests.support.ranks import Pool
 from tests.support.values import full, same, sharded
@@ -478,6 +478,24 @@ def test_nothing_of_an_attachment_outlives_a_model_that_is_dropped_without_detac
     del kept
     gc.collect()
     assert [flat() for flat in flats] == [None] * len(flats)
+
+
+@on_ranks(2, stage=(1, 2, 3), transport=("shm", "p2p", "stock"))
+def test_a_model_that_is_dropped_without_detach_goes_with_its_gradients_and_its_shared_memory(
+    stage: int, transport: str
+) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, "stage": stage, "comm": {"transport": transport}})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    gone = [weakref.ref(each) for each in (model, attachment, comm_of(attachment).shard, *model.parameters())]
+    assert all(param.grad is not None for param in model.parameters())
+    del attachment, optimizer, model
+    while gc.collect():
+        pass
+    assert [one() for one in gone] == [None] * len(gone)
 
 
 @on_ranks(2)
