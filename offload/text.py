@@ -113,8 +113,8 @@ def as_duration(ns: float, digits: int = 3) -> str:
         return f"-{as_duration(-ns, digits)}"
     rounded = float(f"{ns:.{digits}g}")
     if rounded >= _TIME_UNITS["min"]:
-        minutes, seconds = divmod(round(ns / 1e9), 60)
-        return f"{minutes} min {seconds} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+        seconds, minutes = round(ns / 1e9), round(ns / 60e9)
+        return f"{seconds // 60} min {seconds % 60} s" if seconds < 3600 else f"{minutes // 60} h {minutes % 60} min"
     unit = next((unit for unit in ("s", "ms", "us", "ns") if rounded >= _TIME_UNITS[unit]), "ns" if rounded else "ms")
     return f"{rounded / _TIME_UNITS[unit]:.{digits}g} {unit}"
 

@@ -30,6 +30,8 @@ def test_a_price_below_a_cent_has_three_digits(price: float, said: str) -> None:
         (59_960_000_000, "1 min 0 s"),
         (134_000_000_000, "2 min 14 s"),
         (7_260_000_000_000, "2 h 1 min"),
+        (3_995_963_673_058, "1 h 7 min"),
+        (7_199_000_000_000, "2 h 0 min"),
         (-3_400_000, "-3.4 ms"),
     ],
 )
