@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 examples/finetune.py
     torchrun --nproc-per-node 2 examples/finetune.py --policy examples/policies/one_gpu_offload.toml
 
-Only the import of `Trainer` names zhooks. To fine-tune your own weights, load them in `language_model`.
+Two things differ from a script for transformers' own `Trainer`: where `Trainer` is imported from, and its argument `zhooks`,
+the policy. To fine-tune your own weights, load them in `language_model`.
 """
 
 from __future__ import annotations

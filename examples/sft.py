@@ -3,7 +3,8 @@
     pip install '.[trl]'
     torchrun --nproc-per-node 2 examples/sft.py
 
-Only the import of `SFTTrainer` and its configuration names zhooks; DPO, KTO, GRPO and the others work the same way.
+Two things differ from a script for TRL itself: where `SFTTrainer` and `SFTConfig` are imported from, and the argument `zhooks`,
+the policy. DPO, KTO, GRPO and the others work the same way.
 """
 
 from __future__ import annotations
