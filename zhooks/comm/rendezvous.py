@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -43,6 +42,8 @@ _SHOWN = 200
 _MOST_TEXT = 2048
 #: So often a rank that waits looks whether the others still run.
 LOOK_S = 0.5
+#: Between two questions to the store: at first, and at most, where the ranks of a large job ask one server.
+_FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.1
 _COMPARISON = "comparison of settings"
 #: What describes a rank's own machine; of budgets the least of all ranks counts anyway.
 _OWN_TABLES = ("budget", "disk", "host")
@@ -154,22 +155,31 @@ class Meeting:
             self.say("settings", json.dumps([]))
 
     def _wait(self, key: str, what: str) -> None:
-        deadline = time.monotonic() + self.timeout_s
+        """Ask for the key until it is there: of a wait in the store that runs out, torch prints warnings on every rank."""
+        began = looked = time.monotonic()
+        pause = _FIRST_PAUSE_S
         while True:
-            left = deadline - time.monotonic()
+            failed = None
             try:
-                self._store.wait([key], timedelta(seconds=max(0.001, min(LOOK_S, left))))
-                return
-            except RuntimeError as error:  # a DistStoreError of a TCPStore; a FileStore's is no more than this
+                if self._store.check([key]):
+                    return
+            except RuntimeError as error:  # the store is gone, with the rank that served it
+                failed = error
+            now = time.monotonic()
+            late = now - began >= self.timeout_s
+            if failed is not None or late or now - looked >= LOOK_S:
+                looked = now
                 over = self._ended()
                 if over:
                     raise DivergenceError(
                         f"rank {self._rank} in {self._verb}: expected every rank to come to the {what}, found "
                         f"{' and '.join(f'rank {rank}' for rank in over)} gone: killed, or ended by an error of its own. Look "
                         "at that rank's own output first."
-                    ) from error
-                if left <= LOOK_S or not self._is_there():
-                    raise DivergenceError(self._absent(what, error)) from error
+                    ) from failed
+                if failed is not None or late:
+                    raise DivergenceError(self._absent(what, failed)) from failed
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_S)
 
     def _ended(self) -> list[int]:
         """Ranks that had come to this meeting, and whose processes have ended; of those the first that were seen so.
@@ -188,22 +198,14 @@ class Meeting:
         except RuntimeError:  # the store is gone, with the rank that served it
             return ended(self._processes)
 
-    def _is_there(self) -> bool:
-        """The store answers."""
-        try:
-            self._store.check([f"{self._at}/looked"])
-        except RuntimeError:
-            return False
-        return True
-
-    def _absent(self, what: str, error: RuntimeError) -> str:
+    def _absent(self, what: str, failed: RuntimeError | None) -> str:
         expected = f"rank {self._rank} in {self._verb}: expected every rank to"
         try:
             every = range(self._world)
             attached = {other: self._store.add(f"{self._counted}/of {other}", 0) for other in every}
             steps = {other: self._store.add(f"{self._at}/steps/{other}", 0) for other in every}
-        except RuntimeError:  # the store is gone, with the rank that served it
-            attached, steps = {}, {}
+        except RuntimeError as error:  # the store is gone, with the rank that served it
+            attached, steps, failed = {}, {}, failed or error
         fewer = ", ".join(f"rank {other} {number}" for other, number in attached.items() if number < self._count)
         if fewer:
             return (
@@ -212,7 +214,8 @@ class Meeting:
                 "or raise [comm] timeout_s."
             )
         late = ", ".join(f"rank {other}" for other, number in steps.items() if number < self._steps)
-        found = f"that {late} did not" if late else f"that the process group's store said: {str(error).splitlines()[0]}"
+        lost = f"that the process group's store said: {str(failed).splitlines()[0]}" if failed else "that this took longer"
+        found = f"that {late} did not" if late else lost
         return (
             f"{expected} come to the {what} within {self.timeout_s} s, found {found}. Look at that rank's own error first; "
             "where it is merely slow, raise [comm] timeout_s."
