@@ -17,6 +17,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -44,6 +45,14 @@ HELD_OUT_ROWS = 512
 WARMUP_STEPS = 50
 #: How far a sharded run may be from the plain one, in nats a byte: the two add the same numbers in another order.
 TOLERANCE = 1e-4
+#: Options to go on with, and what they show.
+TO_TRY = {
+    "--stage 0": "the memory table when less is sharded (also 1 and 2)",
+    "--check-plain 50": "the same losses as in one process without zhooks",
+    "--precision bf16": "16-bit compute (or fp16, with a loss scale)",
+    "--policy examples/policies/checkpoint_units.toml": "a policy file: this one recomputes activations",
+    "--layers 8 --dim 384 --steps 3000 --seconds 3600": "a larger model, which takes longer",
+}
 #: How far a loss computed in 16 bits may be from the same weights' in fp32.
 TOLERANCE_16 = 2e-2
 
@@ -345,20 +354,28 @@ def report(job: Job, result: Result, console: Console) -> None:
     """The comparison with the plain run, what to try next, and the JSON file."""
     if result.plain_losses:
         console.print(f"first {job.check_plain} losses: at most {result.plain_difference:.1e} from the plain run's")
-    console.print(
-        "\nWhat to try next\n"
-        "  --stage 0 (or 1, 2)     the memory table when less is sharded\n"
-        "  --check-plain 50        the same losses as without ranks\n"
-        "  --precision bf16        16-bit compute (or fp16, under a loss scale)\n"
-        "  --policy policy.toml    your own policy; a first one is the two lines\n"
-        "                            [precision]\n"
-        '                            param = "bf16"\n'
-        "  --layers 8 --dim 384    a larger model; give it more --steps and --seconds\n"
-        "  zhooks.attach(model)    in your own training loop"
-    )
+    console.print("\nWhat to try next")
+    for options, why in TO_TRY.items():
+        console.print(f"  {why}:\n    {command(options)}")
+    console.print(f"  zhooks.attach(model) in your own training loop:\n    {command('', 'your_script.py')}")
     if job.json is not None and not console.quiet:
         facts = asdict(result) | {"plain_difference": result.plain_difference}
         job.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def command(options: str, script: str = "") -> str:
+    """How to run this program with other options, or another one, in the way in which it was started."""
+    made, local, world = (os.environ.get(name, "") for name in ("TRAIN_GPT_MAKE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if made and not script:
+        return f'{made} ARGS="{options}"'
+    if local == world != "":
+        # The Makefile's virtual environment need not be active.
+        torchrun = os.path.relpath(Path(sys.executable).with_name("torchrun")) if made else "torchrun"
+        threads = os.environ.get("OMP_NUM_THREADS", "") if made else ""
+        start = f"OMP_NUM_THREADS={threads} {torchrun}" if threads else torchrun
+        return f"{start} --nproc-per-node {local} {script or sys.argv[0]} {options}".rstrip()
+    # Of several nodes each has its own command.
+    return f"{'python' if world in ('', '1') else '...'} {script or sys.argv[0]} {options}".rstrip()
 
 
 def check_options(job: Job) -> None:

@@ -8,6 +8,7 @@ It never judges what is learned: three steps learn nothing.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -52,6 +53,7 @@ def test_make_train_trains_as_the_plain_model_and_saves_what_loads(
     assert code == 0, complained
     assert "Warning" not in complained, complained
     assert "on cpu" in said and "What to try next" in said
+    assert f"\n    torchrun --nproc-per-node 2 {PROGRAM} --stage 0\n" in said
     assert re.search(r"first 3 losses: at most \S+ from the plain run's", said)
     assert re.search(r"^\s*parameter\b.*", said, re.MULTILINE), "the memory table"
     found = json.loads((tmp_path / "result.json").read_text())
@@ -61,3 +63,15 @@ def test_make_train_trains_as_the_plain_model_and_saves_what_loads(
     assert sum(tensor.numel() for tensor in saved.values()) >= found["parameters"] > 0
     assert all(torch.isfinite(tensor).all() for tensor in saved.values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "result.json"]
+
+
+def test_what_to_try_next_is_said_as_make_started_it(tmp_path: Path) -> None:
+    made = subprocess.run(["make", "-n", "train", "NPROC=2"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    [command] = re.findall(r"export TRAIN_GPT_MAKE='([^']*)'", made.stdout)
+    options = [str(word) for pair in (SMALL | {"--steps": 1, "--check-plain": 0}).items() for word in pair]
+    told = {**os.environ, "TRAIN_GPT_MAKE": command, "OMP_NUM_THREADS": "1"}
+    ranks = launch(2, PROGRAM, *options, "--device", "cpu", "--source", str(ROOT / "zhooks"), at=tmp_path, environment=told)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr
+    assert '\n    make train NPROC=2 ARGS="--stage 0"\n' in ranks[0].stdout
+    [own] = re.findall(r"OMP_NUM_THREADS=1 (\S+) --nproc-per-node 2 your_script.py\n", ranks[0].stdout)
+    assert (tmp_path / own).resolve() == Path(sys.executable).with_name("torchrun").resolve()
