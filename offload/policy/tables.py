@@ -340,7 +340,8 @@ class Disk(Table):
         expected="the path of a folder",
         does="The folder of the scratch files, created if missing; best on NVMe, never on a network file system. "
         "~ is your home directory.",
-        why="Unset is the system's folder for temporary files.",
+        why="Unset is the system's folder for temporary files (TMPDIR, else /tmp). If that is a tmpfs, its files take memory, "
+        "and attach warns.",
     )
     block: Size = words(
         4 << 20,

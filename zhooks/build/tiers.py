@@ -6,6 +6,7 @@ everything on the device has tiers that do nothing.  It never touches a paramete
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
@@ -109,7 +110,11 @@ class StoredTiers(Tiers):
         self.store, self._admitted = store, admitted
 
     def change(self, policy: Policy, device: torch.device, units: Sequence[UnitPlan], comm: Comm, bus: Bus) -> Tiers:
-        return StoredTiers(self.store, admit(policy, device, units, comm, self.store.device))
+        admitted = admit(policy, device, units, comm, self.store.device)
+        if not self._admitted.on_disk:
+            with all_or_none(comm.stage, "apply"):
+                _warn_of_memory(policy, admitted, self.store.device, comm)
+        return StoredTiers(self.store, admitted)
 
     def bound(self) -> None:
         self.store.change_limits(self._admitted.limits)
@@ -170,8 +175,21 @@ def open_store(policy: Policy, device: torch.device, admitted: Admission, comm: 
             seam.start()
             if admitted.on_disk:
                 assert store.disk.path
+            _warn_of_memory(policy, admitted, seam, comm)
         undo.pop_all()
     return store
+
+
+def _warn_of_memory(policy: Policy, admitted: Admission, seam: Device, comm: Comm) -> None:
+    """Say once that the folder which nobody chose holds its files in memory, so that the disk tier saves none."""
+    chosen, first = policy.disk, comm.world.axis.ranks[comm.world.axis.rank] == 0
+    wanted = admitted.on_disk or policy.activation.tier == "disk"
+    if first and wanted and chosen.path is None and seam.facts.is_memory(chosen.folder):
+        warnings.warn(
+            f"[disk] path is unset, and the system's folder for temporary files, {chosen.folder}, is on a tmpfs, which keeps "
+            'files in memory: tier = "disk" takes as much memory as "host". Set [disk] path to a folder on a disk.',
+            stacklevel=2,
+        )
 
 
 def _fits(policy: Policy, seam: Device, need: Need, comm: Comm) -> None:
