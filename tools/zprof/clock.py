@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["now_ns", "wall_ns"]
+__all__ = ["boot_ns", "now_ns", "wall_ns"]
 
 #: Nanoseconds on the clock of ``offload.events``: monotonic, comparable between processes of one boot of one host.
 now_ns = time.perf_counter_ns
 #: Nanoseconds since 1970; may jump, comparable between hosts as far as they are set alike.
 wall_ns = time.time_ns
+
+
+def boot_ns() -> int:
+    """Nanoseconds since this machine's boot, as the kernel counts when a process began."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)

@@ -58,6 +58,7 @@ _TABLE: tuple[Measure, ...] = (
     Measure("pinned.peak", "bytes", "more", "Most page-locked host memory that was sampled."),
     Measure("cuda.allocated.peak", "bytes", "more", "Most bytes the CUDA allocator had given out, at a sample."),
     Measure("cuda.reserved.peak", "bytes", "more", "Most bytes the CUDA allocator held, at a sample."),
+    Measure("startup.ms", "ms", "more", "From the start of the process to the first step: imports, attach, the first batch."),
     Measure("step.count", "count", "", "Optimizer steps recorded."),
     Measure("step.first_ms", "ms", "more", "The first step, which fills pools and learns the order of use."),
     Measure("step.median_ms", "ms", "more", "The median step after the first."),
@@ -90,6 +91,7 @@ _TABLE: tuple[Measure, ...] = (
     Measure("rows.dropped", "count", "more", "Rows that were recorded and are not in the file: figures are then less sure."),
 )
 _NO_STEP = Unseen("no optimizer step was recorded")
+_NO_START = Unseen("not recorded: the recording began in a program that ran already; zprof run records it from the start")
 _TOO_SHORT = Unseen("sampled over less than half of the steps")
 #: Waits that zhooks names, and those for torch.distributed; a measure each.
 _WAITS = (
@@ -146,6 +148,7 @@ def measures(
         "rows.dropped": float(analysis.trace.dropped),
         "growth.bytes_per_step": grown if isinstance(grown, Unseen) else float(sum(each.per_step for each in grown)),
         "energy.joules_per_step": _joules(analysis),
+        "startup.ms": _started(analysis),
     }
     for part in (_held(analysis, within), _sampled(analysis), _stepped(analysis), _moved(analysis)):
         found |= part
@@ -219,6 +222,20 @@ def _stepped(analysis: Analysis) -> dict[str, Value]:
         whys = (None, steps.unseen, *[usual.unseen] * 3)
         found = {f"step.{name}": why or float(figure) for name, figure, why in zip(names, figures, whys, strict=True)}
     return found | _passes(analysis, unseen) | _waited(analysis, unseen)
+
+
+def _started(analysis: Analysis) -> Value:
+    """By the host, which issues the first step when it has come so far."""
+    header, steps = analysis.header, analysis.steps
+    if header.simulated:
+        return Unseen("not simulated: a simulation begins with its first step")
+    if not header.process_ns:
+        return _NO_START
+    unseen = analysis.covered.steps() or (None if steps.count else _NO_STEP)
+    if unseen is not None or steps.unseen is not None:
+        return unseen or Unseen("not recorded: when the first step began, because its forward was not seen")
+    took_ns = int(steps.issued[0, 0]) - header.process_ns
+    return took_ns / 1e6 if took_ns >= 0 else Unseen("not recorded: the trace's header says that the process began later")
 
 
 def _passes(analysis: Analysis, unseen: Unseen | None) -> dict[str, Value]:

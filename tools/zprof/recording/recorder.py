@@ -140,6 +140,8 @@ class Recorder:
         self._device: str | None = None
         self._zhooks = False
         self._ended = False
+        #: The program is recorded from its start.
+        self.whole = False
         #: The trace's header says so, which with the process tells this recording from all others; 0 before.
         self.began_ns = 0
         #: Rows are taken: between ``start`` and ``close``, in this process only.
@@ -244,7 +246,7 @@ class Recorder:
         children = _loader_workers if self._children == "memory" else None
         self._sampling.open(resident=self.level != "events", nvml=self._nvml, children=children)
         # Of readers that know no operators, which are in notes beside.
-        about = header(self.rank, self.world, "alloc" if self.level == "ops" else self.level)
+        about = header(self.rank, self.world, "alloc" if self.level == "ops" else self.level, whole=self.whole)
         self._queue.writer = Writer(self.path, about, force=self._force)
         self.began_ns = about.mono_ns
         with suppress(OSError, ValueError):  # Without it a kill loses what was not written yet.

@@ -9,16 +9,22 @@ from __future__ import annotations
 import os
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from zprof.clock import now_ns, wall_ns
+from zprof.clock import boot_ns, now_ns, wall_ns
+from zprof.recording import kernel_files
 from zprof.trace.header import Header, here
 
-__all__ = ["device", "header", "local_rank", "ranks"]
+__all__ = ["device", "header", "local_rank", "process_ns", "ranks"]
 
 
-def header(rank: int, world: int, level: str) -> Header:
-    """This process, now."""
+def header(rank: int, world: int, level: str, *, whole: bool = False) -> Header:
+    """This process, now.
+
+    Args:
+        whole: its program is recorded from the start.
+    """
     host, boot = here()
     return Header(
         rank=rank,
@@ -33,7 +39,22 @@ def header(rank: int, world: int, level: str) -> Header:
         rss_nbytes=_rss_nbytes(),
         argv=tuple(sys.argv),
         versions=_versions(),
+        process_ns=process_ns() if whole else 0,
     )
+
+
+def process_ns(root: Path = Path("/")) -> int:
+    """When this process began, on the clock of rows; 0 where the kernel does not say.
+
+    Args:
+        root: where /proc is; "/" outside tests.
+    """
+    # The name before may hold anything. The 22nd field, of which the third is the first here, is in ticks since the boot.
+    fields = kernel_files.read(root / "proc/self/stat").rpartition(b")")[2].split()
+    if len(fields) < 20 or not fields[19].isdigit():
+        return 0
+    age_ns = boot_ns() - int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    return max(0, now_ns() - age_ns) if age_ns >= 0 else 0
 
 
 def ranks() -> tuple[int, int]:

@@ -83,6 +83,10 @@ class Order:
 class TorchRecorder(Recorder):
     """A recorder that may start before torch is loaded, and never loads it: what needs torch begins when it is there."""
 
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.whole = True
+
     def _start_part(self, module: str) -> None:
         when_imported("torch", lambda: super(TorchRecorder, self)._start_part(module) if self.open else None)
 

@@ -45,6 +45,7 @@ class Header:
         rss_nbytes: resident memory of the process when the recording began.
         versions: of what was imported, e.g. {"torch": "2.13"}.
         simulated: the hardware profile a simulation was of, whose times and bytes are predicted; "" for what was measured.
+        process_ns: when the process began, on the clock of mono_ns, if its program is recorded from the start; else 0.
     """
 
     version: int = VERSION
@@ -61,6 +62,7 @@ class Header:
     argv: tuple[str, ...]
     versions: dict[str, str]
     simulated: str = ""
+    process_ns: int = 0
 
     def packed(self) -> dict[str, object]:
         """The header as a map of plain values, over-long texts cut so that every header written can be read."""
@@ -134,9 +136,10 @@ _CHECKS: dict[str, _Check] = {
     "argv": ("a list of short texts", _is_argv),
     "versions": ("a map of short texts", _is_versions),
     "simulated": _TEXT,
+    "process_ns": _TIME,
 }
 #: Of keys that older files lack.
-_DEFAULTS = {"simulated": ""}
+_DEFAULTS: dict[str, object] = {"simulated": "", "process_ns": 0}
 
 
 def _cut(text: str) -> str:

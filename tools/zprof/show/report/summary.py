@@ -18,7 +18,7 @@ Run = Mapping[str, Any]
 #: {"about", "figure", "what", "remedy", "act"}: all texts that may be "", but for "act", whether somebody should do something.
 Finding = dict[str, Any]
 
-_MOST = 12
+_MOST = 13
 #: Of the time of a step, in percent: less is no reason to act.
 _MUCH_WAITING = 5.0
 #: From so many steps on a share of them says more than the slowest.
@@ -31,7 +31,7 @@ def summary(report: Mapping[str, Any]) -> list[Finding]:
     runs, ranks = report["runs"], report["ranks"]
     run = foremost(runs)
     of = f"rank {run['rank']}: " if len(runs) > 1 else ""
-    found = [*_ended(run), *_step(run), *_waits(run), *_memory(run)]
+    found = [*_ended(run), *_step(run), *_waits(run), *_memory(run), *_startup(run)]
     found = [each | {"what": of + each["what"]} for each in found]
     # Of ranks alike the first one's is enough.
     found += [each for run in runs for each in _grew(run)][:1]
@@ -78,6 +78,15 @@ def _of_steps(steps: Mapping[str, Any]) -> str:
         return f"{count} step{'' if count == 1 else 's'}"
     others = "the first" if timed == count - 1 else "the first and those that the recording itself slowed down"
     return f"{timed} of {count} steps, without {others}"
+
+
+def _startup(run: Run) -> Iterator[Finding]:
+    took = run["measures"]["startup.ms"]
+    if took is not None:
+        what = "from the start of the process to the first step: imports, attach, the first batch"
+        yield _finding("start-up", _took(took), what)
+    elif run["steps"]["count"] and not run["simulated"]:
+        yield _finding("start-up", "not recorded", _why(run, "startup.ms"))
 
 
 def _step(run: Run) -> Iterator[Finding]:
@@ -195,7 +204,7 @@ def _unexplained(run: Run) -> Iterator[Finding]:
 
 def _why(run: Run, measure: str) -> str:
     why: str = run["unseen"][measure]
-    return why.removeprefix("not seen: ")
+    return why.removeprefix("not seen: ").removeprefix("not recorded: ")
 
 
 def _took(ms: float) -> str:
