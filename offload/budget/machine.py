@@ -40,12 +40,16 @@ class Bound:
         free: bytes it still allows; may be negative.
         remedy: what raises it.
         shared: the ranks that it bounds together.
+        limit: bytes in all; None where it is no number that somebody set.
+        most: bytes that ever counted against it at once; None where nobody knows.
     """
 
     name: str
     free: int
     remedy: str
     shared: Shared = Shared.MACHINE
+    limit: int | None = None
+    most: int | None = None
 
     @property
     def of_process(self) -> bool:
@@ -138,7 +142,8 @@ class Machine:
                 continue
             held = max(0, usage - _reclaimable(self._read(f"{folder}/memory.stat"), version))
             name = f"cgroup /{folder} (limit {as_size(limit)}, {as_size(held)} in use)"
-            bounds.append(Bound(name, limit - held, "raise the container's or the job's memory limit", Shared.CONTAINER))
+            remedy = "raise the container's or the job's memory limit"
+            bounds.append(Bound(name, limit - held, remedy, Shared.CONTAINER, limit))
         return bounds
 
     def _process_bounds(self, pinned: bool) -> list[Bound]:
@@ -156,7 +161,8 @@ class Machine:
             remedy = f"raise it with ulimit {option} unlimited"
             remedy += " (docker run --ulimit memlock=-1)" if option == "-l" else ""
             said = f"{name} (limit {as_size(limit)}, {as_size(held)} in use)"
-            bounds.append(Bound(said, limit - held, remedy, Shared.PROCESS))
+            most = status.get("VmPeak") if name == "RLIMIT_AS" else None
+            bounds.append(Bound(said, limit - held, remedy, Shared.PROCESS, limit, most))
         return bounds
 
     def _read(self, path: str) -> str:

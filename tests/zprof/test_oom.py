@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.budget import Budget, cannot_admit, preflight
+from offload.budget import Bound, Budget, Machine, Shared, cannot_admit, preflight
 from offload.errors import BudgetError
 from offload.policy import Policy
 from offload.tier import Tier
@@ -98,6 +98,52 @@ def test_what_numpy_and_torch_could_not_make_is_known_to_the_byte() -> None:
         assert failure.nbytes == nbytes
         assert failure.short is not None
         assert 0 < failure.short <= nbytes
+
+
+GIB = 1 << 30
+REFUSED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes. Error code 12"
+MACHINE = Bound("available memory (MemAvailable)", 13 * GIB // 5, "end other processes")
+
+
+def space(free: int, most: int) -> Bound:
+    """Address space is limited to 6 GiB."""
+    return Bound("RLIMIT_AS (limit 6 GiB)", free, "raise it with ulimit -v unlimited", Shared.PROCESS, 6 * GIB, most)
+
+
+def refused_by(patched: pytest.MonkeyPatch, nbytes: int, *bounds: Bound, before: str = "") -> Any:
+    """What is known of a request on a machine with these bounds."""
+    patched.setattr(Machine, "memory_bounds", lambda self, pinned=False: list(bounds))
+    failure = failure_of(RuntimeError(before + REFUSED.format(nbytes)))
+    assert failure is not None and failure.nbytes == nbytes
+    return failure
+
+
+def test_the_limit_that_refused_is_named_though_the_error_has_freed_memory_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = refused_by(monkeypatch, 412 * MIB, MACHINE, space(free=4 * GIB, most=6 * GIB - 300 * MIB))
+    assert (found.bound, found.limit, found.free, found.short) == ("RLIMIT_AS", 6 * GIB, 300 * MIB, 112 * MIB)
+    assert found.given_back == 4 * GIB - 300 * MIB and "ulimit -v" in found.remedy
+    full = refused_by(monkeypatch, 412 * MIB, MACHINE, space(free=100 * MIB, most=7 * GIB))
+    assert (full.free, full.short, full.given_back) == (100 * MIB, 312 * MIB, 0)
+    before = refused_by(monkeypatch, 412 * MIB, MACHINE, space(free=4 * GIB, most=7 * GIB))
+    assert (before.free, before.short) == (0, 412 * MIB), "it was larger once than it is allowed now"
+
+
+def test_a_limit_that_cannot_have_refused_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = space(free=5 * GIB, most=GIB)
+    found = refused_by(monkeypatch, 412 * MIB, MACHINE, far)
+    assert (found.bound, found.free, found.short, found.remedy) == ("the system", None, None, "")
+    larger = refused_by(monkeypatch, 3 * GIB, MACHINE, far)
+    assert (larger.bound, larger.short) == ("available memory", 3 * GIB - MACHINE.free)
+    data = Bound("RLIMIT_DATA (limit 6 GiB)", 4 * GIB, "raise it with ulimit -d unlimited", Shared.PROCESS, 6 * GIB)
+    unsure = refused_by(monkeypatch, 412 * MIB, MACHINE, far, data)
+    assert (unsure.bound, unsure.limit, unsure.free, unsure.short) == ("RLIMIT_DATA", 6 * GIB, None, None)
+
+
+def test_a_loader_worker_has_the_same_limit_but_not_the_same_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    caught = "Caught RuntimeError in DataLoader worker process 1.\n"
+    found = refused_by(monkeypatch, 412 * MIB, MACHINE, space(free=100 * MIB, most=GIB), before=caught)
+    assert (found.bound, found.key, found.limit) == ("RLIMIT_AS", "loader worker 1", 6 * GIB)
+    assert (found.free, found.short, found.resident) == (None, None, None)
 
 
 def test_what_attach_refuses_is_read_too() -> None:
@@ -502,6 +548,34 @@ def test_where_nothing_lets_a_whole_step_fit_that_is_said(tmp_path: Path) -> Non
     changes = proposed(failed.stderr)
     assert changes and Verdict.NOT_THE_STEP.value in failed.stderr
     assert python("train.py", "40", *changes, at=tmp_path).returncode == 1
+
+
+FREED = """
+import resource, torch, zhooks
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+zhooks.attach(model)
+rows, kept = torch.ones(1 << 15, 256), [torch.ones(1 << 22) for _ in range(8)]
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), resource.RLIM_INFINITY))
+try:
+    model(rows)
+finally:
+    kept.clear()
+"""
+
+
+def test_a_forward_under_ulimit_v_whose_activations_were_not_recorded_is_advised_on_them(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FREED)
+    failed = python("-m", "zprof", "run", "train.py", at=tmp_path)
+    said = [line.removeprefix("zprof: ") for line in failed.stderr[failed.stderr.index("zprof: out of memory") :].splitlines()]
+    assert said[0].startswith("out of memory: RLIMIT_AS refused 32 MiB, in forward: "), failed.stderr
+    assert " in use, " in said[0] and " left, " in said[0] and " short" in said[0]
+    assert said[1].startswith("RLIMIT_AS limits this process, not the machine") and "ulimit -v unlimited" in said[1]
+    assert "of what was in use was freed since" in said[2], "128 MiB that would else be taken for what was left"
+    [advice] = [line for line in said if line.startswith("activations were not recorded: ")]
+    assert '[activation] checkpoint = "unit" or half the batch' in advice and "--level alloc" in advice
+    assert python("-m", "zprof", "oom", at=tmp_path).stdout.splitlines()[:3] == said[:3]
 
 
 TORN = """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.text import as_size
 from zprof.analysis.coverage import Unseen
+from zprof.analysis.prefetch import setting
 from zprof.analysis.remainder import peak_sample
 from zprof.oom.case import Case, case_of, recorded
 from zprof.oom.fit import Remedy, remedies
@@ -29,6 +30,10 @@ _MOST_KEYS, _MOST_REMEDIES = 5, 6
 _OF_THE_HOST = ("kill", "cpu", "memory", "shm")
 #: Of what all hold, the loader workers' share from which on a line speaks of them.
 _GOOD_PART = 0.1
+#: What an allocator of this process was refused by the kernel.
+_OF_THE_PROCESS = ("cpu", "memory")
+#: Of what counts against a limit, the share from which on what was freed since deserves a word.
+_MUCH_FREED = 0.01
 _MORE_SHM = (
     "give it more: docker run --shm-size=8g or --ipc=host, or mount -o remount,size=8G /dev/shm",
     "or have less on its way: fewer loader workers (num_workers), a smaller prefetch_factor, smaller batches",
@@ -84,7 +89,23 @@ def explained(analysis: Analysis) -> Explained | None:
 def _facts(analysis: Analysis, case: Case) -> list[str]:
     whole = not any(analysis.covered.tier(tier) for tier in analysis.ledger.tiers)
     held = (*_table(case.held, whole=whole), *_top(case.held, case.plight.pool))
-    return [_headline(case.failure, case.phase, case.plight.idle), *held, *under_it(analysis, case.failure)]
+    head = (_headline(case.failure, case.phase, case.plight.idle), *_limit_lines(case.failure))
+    return [*head, *held, *_not_recorded(analysis, case), *under_it(analysis, case.failure)]
+
+
+def _not_recorded(analysis: Analysis, case: Case) -> list[str]:
+    """What reduces activations, which were not recorded, so that no change below can be about them."""
+    passes = case.phase in ("forward", "backward") and case.failure.kind != "budget"
+    if not passes or analysis.covered.place("activation", "device") is None:
+        return []
+    policy = case.plight.policy
+    if policy is None:
+        known = "torch.utils.checkpoint around each block or half the batch reduces"
+    elif setting(policy, "activation", "checkpoint") == "unit":
+        known = "half the batch reduces"
+    else:
+        known = '[activation] checkpoint = "unit" or half the batch reduces'
+    return [f"activations were not recorded: {known} them; zprof run --level alloc shows by how much"]
 
 
 def _headline(failure: Failure, phase: str, idle: int) -> str:
@@ -93,10 +114,11 @@ def _headline(failure: Failure, phase: str, idle: int) -> str:
     where = failure.bound or f"{failure.tier} memory"
     key = f" for {_plain(failure.key)}" if failure.key else ""
     facts = []
-    if failure.limit is not None and failure.kind != "kill":
-        facts.append(f"limit {as_size(failure.limit)}")
-    if failure.free is not None:
-        facts.append(f"{as_size(failure.free)} free")
+    if failure.kind in _OF_THE_PROCESS and failure.limit is not None and failure.free is not None:
+        facts += [f"{as_size(failure.limit - failure.free)} of {as_size(failure.limit)} in use, {as_size(failure.free)} left"]
+    else:
+        facts += [f"limit {as_size(failure.limit)}"] if failure.limit is not None and failure.kind != "kill" else []
+        facts += [f"{as_size(failure.free)} free"] if failure.free is not None else []
     if failure.short is not None:
         facts.append(f"{as_size(failure.short)} short")
     if idle:
@@ -106,6 +128,20 @@ def _headline(failure: Failure, phase: str, idle: int) -> str:
     if failure.kind == "kill":
         return f"out of memory: {where}: {_plain(failure.message)}{during}"
     return f"out of memory: {where} refused {asked}{key}{during}{': ' if facts else ''}{', '.join(facts)}"
+
+
+def _limit_lines(failure: Failure) -> list[str]:
+    """What the limit of a process is, which the memory of the machine has nothing to do with."""
+    if not failure.remedy:
+        return []
+    counts = "private memory that is mapped, used or not"
+    if failure.bound == "RLIMIT_AS":
+        resident = f" (at most {as_size(failure.resident)} was in memory)" if failure.resident else ""
+        counts = f"address space, used or not{resident}"
+    lines = [f"{failure.bound} limits this process, not the machine, and counts {counts}; {failure.remedy} before the start"]
+    if failure.limit and (failure.given_back or 0) > _MUCH_FREED * failure.limit:
+        lines.append(f"{as_size(failure.given_back or 0)} of what was in use was freed since, as the error left the script")
+    return lines
 
 
 def _table(held: Mapping[tuple[str, str, str], int], *, whole: bool) -> list[str]:

@@ -2,6 +2,11 @@
 
 `running.launch` and the notebook magic ask it before the error leaves, and write the answer into the trace. It never imports
 torch, and takes every figure from the error's own words or from the system: what neither says stays unknown.
+
+Note: [Who refuses]
+    The kernel refuses to map memory where the process would exceed a limit of its own (RLIMIT_AS, RLIMIT_DATA). Where memory
+    itself runs out, in the machine or in a cgroup, it ends a process instead. So where the process has such limits one of them
+    refused, however little the machine has left, unless the request was larger than the machine.
 """
 
 from __future__ import annotations
@@ -10,12 +15,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.budget import Machine
+from offload.budget import Bound, Machine
 from offload.errors import BudgetError, PolicyError
 from offload.text import parse_size
 from zprof.oom.deaths import death_of
@@ -46,7 +51,9 @@ class Failure:
         tier: where memory was asked for.
         nbytes: how much was asked for. key: what for, where the error says.
         limit: what bounds the tier. free: what was left of it. short: how much more the request needed.
-        bound: the name of what bounds it, e.g. "[budget] host".
+        bound: the name of what bounds it, e.g. "[budget] host". remedy: what raises a limit of the process.
+        given_back: of what counts against that limit, bytes freed while the error was on its way here.
+        resident: the most of the process that was ever in memory, where address space is limited.
         idle: freed, and kept by the allocator: torch's on CUDA, else malloc. host_free: what the host could still take then.
         states: of that, states of optimizers that were still to be made.
         step_gradients, step_states: what the step, of a script without zhooks, had still to make when it failed.
@@ -69,6 +76,9 @@ class Failure:
     step_gradients: int | None = None
     step_states: int | None = None
     exact: bool = True
+    remedy: str = ""
+    given_back: int | None = None
+    resident: int | None = None
 
 
 def failure_of(error: BaseException | None, kept_back: int = 0) -> Failure | None:
@@ -136,15 +146,53 @@ def _cuda(text: str) -> Failure:
 
 
 def _process(kind: str, text: str, asked: int | None, kept_back: int) -> Failure:
-    """An allocation of this process that the system refused: beside the tightest of what bounded it."""
-    # Limits of a process count what is mapped, others what was touched.
-    left = [(bound.free - kept_back * bound.of_process, bound) for bound in Machine().memory_bounds()]
-    free, tightest = min(left, key=lambda each: each[0])
-    short = None if asked is None or asked <= free else asked - free
-    limit = _bytes_in(rf"\(limit {_SIZE}", tightest.name)
-    name = tightest.name.partition(" (")[0]
-    facts = (asked, "", limit, max(0, free), short, name, _kept_by_malloc())
-    return Failure(kind, _tier(), text, *facts, exact=asked is not None)
+    """An allocation of this process that the system refused: beside what refused it, see Note: [Who refuses]."""
+    machine = Machine()
+    worker = re.search(r"in DataLoader worker process (\d+)", text)
+    by, free = _refused_by(machine.memory_bounds(), asked, kept_back)
+    own = by is not None and by.of_process
+    failure = Failure(
+        kind,
+        _tier(),
+        text,
+        nbytes=asked,
+        limit=None if by is None else by.limit,
+        bound="the system" if by is None else by.name.partition(" (")[0],
+        remedy=by.remedy if by is not None and own else "",
+        exact=asked is not None,
+    )
+    if worker is not None:
+        # It has the same limits, but what it had of them is gone with it.
+        return replace(failure, key=f"loader worker {worker[1]}")
+    failure = replace(failure, idle=_kept_by_malloc())
+    if by is None or free is None:
+        return failure
+    return replace(
+        failure,
+        free=max(0, free),
+        short=None if asked is None or asked <= free else asked - free,
+        given_back=max(0, by.free - kept_back - free) if own else None,
+        resident=machine.resident()[1] if by.name.startswith("RLIMIT_AS") else None,
+    )
+
+
+def _refused_by(bounds: Sequence[Bound], asked: int | None, kept_back: int) -> tuple[Bound | None, int | None]:
+    """What refused it, and what was left of that then; None where it is not known. See Note: [Who refuses]."""
+    now = [(bound, bound.free - kept_back * bound.of_process) for bound in bounds]
+    own = [(bound, left) for bound, left in now if bound.of_process]
+    if asked is None:
+        return min(own or now, key=lambda each: each[1])
+    # The error has freed memory on its way here: at its fullest the process may have had less left.
+    known = [(bound, bound.limit, bound.most) for bound, _ in own]
+    fullest = [(bound, max(0, limit - most)) for bound, limit, most in known if limit is not None and most is not None]
+    for exceeded in (*own, *fullest):
+        if exceeded[1] < asked:
+            return exceeded
+    unsure = [bound for bound, _ in own if bound.most is None]
+    if unsure:
+        return unsure[0], None
+    tightest = min((each for each in now if not each[0].of_process), key=lambda each: each[1])
+    return tightest if tightest[1] < asked else (None, None)
 
 
 def _kept_by_malloc() -> int | None:
