@@ -49,7 +49,7 @@ def test_every_figure_is_one_of_the_report(zprof: Zprof) -> None:
     assert found["step"]["what"].startswith("the median of 4 of 5 steps, without the first; the slowest took ")
     assert found["waits"]["figure"] == f"{run['measures']['exposed.percent']:.1f} %"
     first = run["waits"][0]
-    assert f"most for {first['what']} {first['unit']}, " in found["waits"]["what"]
+    assert f"mostly for {first['what']} {first['unit']}, " in found["waits"]["what"]
     assert found["waits"]["act"] and found["waits"]["remedy"] == run["mends"][0]
     assert found["device"]["figure"] == f"{round(run['tiers']['device']['bytes'] / MIB)} MiB"
     assert "activation 116 MiB" in found["device"]["what"] and "in step 0" in found["device"]["what"]
@@ -130,7 +130,7 @@ def test_a_loop_that_waits_for_its_data_is_something_to_act_on(zprof: Zprof) -> 
     write_trace(Path("run.zprof"), slow_loader(), level="alloc", zhooks=False, notes=note)
     report = reported(zprof, "run.zprof")
     waits = said(report)["waits"]
-    assert waits["act"] and waits["figure"] == "60.0 %" and "most for data Numbers, 600 ms of it" in waits["what"]
+    assert waits["act"] and waits["figure"] == "60.0 %" and "mostly for data Numbers, 600 ms a step" in waits["what"]
     assert waits["remedy"] == report["runs"][0]["data"]["advice"][0] != ""
 
 

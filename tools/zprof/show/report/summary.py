@@ -68,7 +68,7 @@ def slowest(run: Run) -> str:
     figures = run["measures"]
     if run["steps"]["timed"] < _MANY_STEPS:
         return f"the slowest took {_took(figures['step.max_ms'])}"
-    return f"95 of 100 take at most {_took(figures['step.p95_ms'])}"
+    return f"95 % took at most {_took(figures['step.p95_ms'])}"
 
 
 def _of_steps(steps: Mapping[str, Any]) -> str:
@@ -115,11 +115,11 @@ def _waits(run: Run) -> Iterator[Finding]:
         yield _finding("waits", "not seen", _why(run, name))
         return
     if not run["waits"]:
-        yield _finding("waits", "none", "nothing that was recorded stood still for a transfer")
+        yield _finding("waits", "none", "no recorded thread waited for a transfer")
         return
     first = run["waits"][0]
-    longest = f"{' '.join(filter(None, (first['what'], first['unit'])))}, {_took(first['ms_per_step'])}"
-    what = f"of the steps' time was waiting, {_took(spent)} a step on average; most for {longest} of it"
+    longest = f"{' '.join(filter(None, (first['what'], first['unit'])))}, {_took(first['ms_per_step'])} a step"
+    what = f"of the step time was spent waiting, {_took(spent)} a step on average; mostly for {longest}"
     if share < _MUCH_WAITING:
         yield _finding("waits", f"{share:.1f} %", what)
         return
@@ -134,7 +134,7 @@ def _memory(run: Run) -> Iterator[Finding]:
         if not held["peak_bytes"] and not held["not_recorded"]:
             continue
         step = "" if held["step"] is None else f", in step {held['step']}"
-        at = f"the most that was {'recorded' if held['not_recorded'] else 'held'}, at {as_moment(held['at_s'] * 1e9)}{step}"
+        at = f"{'recorded' if held['not_recorded'] else 'held'} at the peak, at {as_moment(held['at_s'] * 1e9)}{step}"
         parts = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in list(held["categories"].items())[:_MOST_CATEGORIES])
         holder = next(iter(held["holders"]), None)
         most = f"most in {holder['name']} ({as_size(holder['bytes'])})" if holder and len(held["holders"]) > 1 else ""
@@ -144,12 +144,12 @@ def _memory(run: Run) -> Iterator[Finding]:
         yield _finding("memory", "not seen", "nothing was held that the recording saw")
     if run["rss"]:
         rss = run["rss"]
-        what = f"the most that was resident, at {as_moment(rss['at_s'] * 1e9)}, python and libraries included"
+        what = f"resident at most, at {as_moment(rss['at_s'] * 1e9)}, including Python and libraries"
         yield _finding("process", as_size(rss["peak_bytes"]), what)
     under = run["children"]
     if under and under["bytes"]:
-        with_it = f"; {as_size(under['tree_bytes'])} at most with this process" if under["tree_bytes"] is not None else ""
-        what = f"the most that processes under it held, at {as_moment(under['at_s'] * 1e9)}, what they share counted once"
+        with_it = f"; {as_size(under['tree_bytes'])} at most together with this process" if under["tree_bytes"] is not None else ""
+        what = f"held by child processes at most, at {as_moment(under['at_s'] * 1e9)}, shared memory counted once"
         yield _finding("children", as_size(under["bytes"]), what + with_it)
 
 
@@ -190,7 +190,7 @@ def _grew(run: Run) -> Iterator[Finding]:
 def _slow(ranks: Mapping[str, Any] | None) -> Iterator[Finding]:
     for slow in (ranks or {}).get("stragglers") or ():
         more = f"{slow['work_ns'] / slow['median_ns'] - 1:.0%} more than the median rank"
-        what = f"of a step rank {slow['rank']} works itself, {more}: the others wait for it"
+        what = f"is rank {slow['rank']}'s own work per step, {more}: the others wait for it"
         yield _finding("slow rank", as_duration(slow["work_ns"]), what, act=True)
 
 
