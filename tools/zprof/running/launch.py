@@ -41,6 +41,7 @@ from zprof.trace.children import CHILD, child_path, recorded_children
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 __all__ = ["Order", "TorchRecorder", "main", "record_child"]
 
@@ -83,7 +84,7 @@ class Order:
 class TorchRecorder(Recorder):
     """A recorder that may start before torch is loaded, and never loads it: what needs torch begins when it is there."""
 
-    def __init__(self, path: str, **options: Any) -> None:
+    def __init__(self, path: str | Path, **options: Any) -> None:
         super().__init__(path, **options)
         self.whole = True
 

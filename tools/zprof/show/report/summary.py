@@ -148,7 +148,7 @@ def _memory(run: Run) -> Iterator[Finding]:
         yield _finding("process", as_size(rss["peak_bytes"]), what)
     under = run["children"]
     if under and under["bytes"]:
-        with_it = f"; {as_size(under['tree_bytes'])} at most together with this process" if under["tree_bytes"] is not None else ""
+        with_it = f"; {as_size(under['tree_bytes'])} at most with this process" if under["tree_bytes"] is not None else ""
         what = f"held by child processes at most, at {as_moment(under['at_s'] * 1e9)}, shared memory counted once"
         yield _finding("children", as_size(under["bytes"]), what + with_it)
 
