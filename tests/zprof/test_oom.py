@@ -528,7 +528,7 @@ def proposed(stderr: str) -> list[str]:
 
 def test_each_change_proposed_to_a_first_step_that_failed_lets_the_whole_run_finish(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BLOCKS)
-    failed = python("-m", "zprof", "run", "--level", "alloc", "train.py", "170", at=tmp_path)
+    failed = python("-m", "zprof", "run", "--level", "alloc", "train.py", "190", at=tmp_path)
     assert failed.returncode == 1 and "DefaultCPUAllocator" in failed.stderr, failed.stderr
     # Of 16 MiB of parameters: as many of gradients, and twice as many of Adam's.
     assert "gradients of 16 MiB and states of 32.1 MiB still to be made" in failed.stderr
@@ -536,7 +536,7 @@ def test_each_change_proposed_to_a_first_step_that_failed_lets_the_whole_run_fin
     changes = proposed(failed.stderr)
     assert changes == ["half the batch", "torch.utils.checkpoint around each block"]
     for change in changes:
-        again = python("train.py", "170", change, at=tmp_path)
+        again = python("train.py", "190", change, at=tmp_path)
         assert again.returncode == 0, (change, again.stderr)
 
 
