@@ -40,7 +40,8 @@ def test_transforms_are_refused_by_name_and_the_model_goes_on() -> None:
     attachment = zhooks.attach(model)
     for named, call in REFUSED.items():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, as it loads what jvp decomposes
+            for kind in (DeprecationWarning, FutureWarning):  # torch's own, as it loads what jvp decomposes
+                warnings.simplefilter("ignore", kind)
             with pytest.raises(ShardedOpError, match=rf"inside torch\.func \({named}\)\. Use backward\(\)"):
                 call(model)
     for refused in (lambda: jacrev(model)(X[0]), lambda: vjp(model, X)):
