@@ -249,7 +249,7 @@ class Bus:
             if self._remove(observer):
                 warnings.warn(
                     f"observer {type(observer).__name__} raised {type(raised).__name__}: {raised} "
-                    f"on {kind} {what} {key}; it is detached and hears no further events",
+                    f"on {kind} {what} {key}; it is detached and receives no further events",
                     RuntimeWarning,
                     stacklevel=3,
                 )

@@ -282,8 +282,8 @@ def test_a_report_says_what_processes_under_it_held_and_who(zprof: Zprof, tmp_pa
     measures = report["measures"]
     assert (measures["children.peak"], measures["children.count"], measures["tree.peak"]) == (350 * MIB, 3, 450 * MIB)
     text = zprof("report").stdout
-    assert "processes under it" in text and "38% of a core" in text and "\x1b" not in text
-    assert "350 MiB at most, at 3.000 s, what they share counted once; 450 MiB at most with this process" in text
+    assert "child processes" in text and "38% of a core" in text and "\x1b" not in text
+    assert "350 MiB at most, at 3.000 s, shared memory counted once; 450 MiB at most with this process" in text
 
 
 def test_a_limit_on_children_is_kept_without_any_and_not_where_nobody_looked(zprof: Zprof, tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_loader_worker_that_the_kernel_ends_for_want_of_memory_is_named(tmp_pa
     assert headline.startswith(f"zprof: out of memory: cgroup {folder} (limit 700 MiB): the kernel ended ")
     # Whom it chooses is the kernel's affair; mostly it is a worker.
     assert "(pid " in headline or "the process for want of memory" in headline
-    under = next(line for line in said.splitlines() if line.startswith("zprof: under it at most "))
+    under = next(line for line in said.splitlines() if line.startswith("zprof: child processes held at most "))
     assert "(2 loader workers" in under and "; with the process at most " in under
     assert under.endswith("; the limit counts them, too")
     assert "zprof: of 2 loader workers each one fewer (num_workers) saves about " in said

@@ -132,7 +132,7 @@ def difference(found: ParamRanges | None, spec: ParamShard) -> str:
             return f"parameter {spec.name} of {what} {other} where the checkpoint has {one}"
     if cuts_of(spec.shape, laid_of(spec), found.laid) is None:
         return (
-            f"parameter {spec.name} whose part over tp lies in memory with strides {list(spec.part_stride)} where the "
+            f"parameter {spec.name} whose tp part is stored with strides {list(spec.part_stride)} where the "
             f"checkpoint has {list(found.laid.stride)}"
         )
     return ""

@@ -128,8 +128,9 @@ class ShardGroup:
     def _check(self, transport: Transport, name: str) -> None:
         if transport.closed:
             raise ShardedOpError(
-                f"tensor of {name}: expected an attached model, found that it was detached and its ranks have parted. Take "
-                "full_tensor() or norms before detach(), or what the plain model has; to_local() still is this rank's range."
+                f"tensor of {name}: expected an attached model, found that it was detached, so that its ranks no longer "
+                "exchange values. Take full_tensor() or norms before detach(), or what the plain model has; to_local() still "
+                "is this rank's range."
             )
 
     def ranks(self) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ class StoredTensor(torch.Tensor):
         if func in _OF_MEMORY:
             raise ShardedOpError(
                 f"{func.__name__} of an optimizer state of shape {list(args[0].shape)}: expected memory, found a state that "
-                f"lies on the {args[0]._block.tier.value} tier between steps. Take a clone() of it first."
+                f"is on the {args[0]._block.tier.value} tier between steps. Take a clone() of it first."
             )
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_VALUES:

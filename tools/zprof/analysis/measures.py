@@ -52,7 +52,7 @@ _TABLE: tuple[Measure, ...] = (
     Measure("children.peak", "bytes", "more", "Most memory of processes under this one; what they share counts once (PSS)."),
     Measure("children.rss.peak", "bytes", "more", "The same in resident bytes: what they share counts for each."),
     Measure("children.count", "count", "more", "Most processes under this one at once."),
-    Measure("tree.peak", "bytes", "more", "Most memory of the process and those under it; what they share counts once (PSS)."),
+    Measure("tree.peak", "bytes", "more", "Most memory of the process and its children; shared memory counts once (PSS)."),
     Measure("tree.shared.peak", "bytes", "more", "Most shared memory among it, such as batches that loader workers hand over."),
     Measure("shm.peak", "bytes", "more", "Most bytes of all files in /dev/shm, whosever they are."),
     Measure("pinned.peak", "bytes", "more", "Most page-locked host memory that was sampled."),

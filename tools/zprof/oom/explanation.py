@@ -175,7 +175,7 @@ def under_it(analysis: Analysis, failure: Failure) -> list[str]:
     if failure.kind not in _OF_THE_HOST or isinstance(found, Unseen) or not found.pss_nbytes:
         return []
     kinds = ", ".join(f"{kind.most} {kind.name}" for kind in found.kinds)
-    line = f"under it at most {as_size(found.pss_nbytes)}, what they share counted once ({kinds} at most)"
+    line = f"child processes held at most {as_size(found.pss_nbytes)}, shared memory counted once ({kinds} at most)"
     if found.tree_nbytes is not None:
         line += f"; with the process at most {as_size(found.tree_nbytes)}"
     if found.shared_nbytes:

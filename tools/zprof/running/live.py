@@ -87,7 +87,7 @@ def _drawn(seen: Seen | None, unfinished: str) -> Any:
         text += f", rss {as_size(seen.samples['rss'])}"
     if seen.samples.get("children count"):
         nbytes = seen.samples.get("children pss") or seen.samples.get("children rss", 0)
-        text += f", {seen.samples['children count']} processes under it {as_size(nbytes)}"
+        text += f", {seen.samples['children count']} child processes {as_size(nbytes)}"
     if seen.unmeasured is not None:
         text += f", waits {NOT_MEASURED}"
     elif seen.waited is not None and seen.waited >= 0.005:

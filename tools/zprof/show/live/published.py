@@ -174,7 +174,7 @@ class _File:
             os.fsync(file.fileno())
             # Last of all: what came before may have taken long.
             if self._identity is not None and os.path.lexists(self._path) and not self._is_mine():
-                raise OSError(errno.EEXIST, "another file lies there now")
+                raise OSError(errno.EEXIST, "another file is there now")
         found = self._path.lstat()
         self._identity = found.st_dev, found.st_ino
 

@@ -70,7 +70,7 @@ def children_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 def children_lines(found: Mapping[str, Any], shm_bytes: float | None) -> Iterator[str]:
     """What they held together; ``shm_bytes`` is the most of all files in /dev/shm."""
     if found["bytes"] is not None:
-        line = f"{as_size(found['bytes'])} at most, at {as_moment(found['at_s'] * 1e9)}, what they share counted once"
+        line = f"{as_size(found['bytes'])} at most, at {as_moment(found['at_s'] * 1e9)}, shared memory counted once"
         if found["tree_bytes"] is not None:
             line += f"; {as_size(found['tree_bytes'])} at most with this process"
         if found["shared_bytes"]:

@@ -39,11 +39,11 @@ def _all(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"zprof report {shlex.quote(str(folder))}", "more ranks are in this folder; together they show who is late"
     if run["recorded_children"]:
         children = [(child["file"], child["rank"], child["world"]) for child in run["recorded_children"]]
-        why = f"what trained under it, recorded too: {len(children)} process{'es' * (len(children) > 1)}"
+        why = f"child processes that trained and were recorded: {len(children)} process{'es' * (len(children) > 1)}"
         yield f"zprof report {reported_together(children)}", why
     elif not run["steps"]["count"] and any(kind["name"] == PYTHON for kind in (run["children"] or {"kinds": ()})["kinds"]):
         script = " ".join(map(shlex.quote, run["argv"])) or "SCRIPT"
-        why = "it took no optimizer step itself; Python processes under it that train get traces of their own so"
+        why = "it took no optimizer step itself; this way its Python child processes that train get traces of their own"
         yield f"zprof run --children record {script}", why
     large = [line for line in run["reconciliation"] if line["said_bytes"] > 0 and line["bytes"] > LARGE * line["said_bytes"]]
     if run["simulated"]:

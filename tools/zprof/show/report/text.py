@@ -67,7 +67,7 @@ def show(report: Mapping[str, Any], *, top: int | None = None) -> None:
     if not run["simulated"]:
         # There is no process that could say more than the ledger.
         _section(console, "reconciliation", _reconciled(run))
-        _section(console, "processes under it", _children(run))
+        _section(console, "child processes", _children(run))
         _section(console, "children that were recorded", _recorded(run, top or _MOST_RECORDED))
     predicted = " (predicted)" if run["simulated"] else ""
     _section(console, f"time{predicted}", _times(run, top or _MOST_WAITS))
