@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -20,27 +21,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests.mutation.changes import Change, sample, sites
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.packages import PACKAGES
+from tests.mutation.reach import Reach
 from tests.mutation.run import Copy, Verdict
 
-_copies: dict[str, Copy] = {}
+_copies: dict[Path, Copy] = {}
 
 
-def _judge(name: str, change: Change) -> Verdict:
-    """In a worker, which has one copy of the checkout for a package."""
-    tests = PACKAGES[name].tests
-    if name not in _copies:
-        copy = Copy(Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_root)))
-        copy.measure(tests)
-        _copies[name] = copy
-    return _copies[name].judge(change, tests)
-
-
-def _begin(root: str) -> None:
-    global _root
-    _root = root
-
-
-_root = ""
+def _judge(change: Change, measured: Path, reach: Reach) -> Verdict:
+    """In a worker, which has a copy of its own for a package."""
+    if measured not in _copies:
+        _copies[measured] = Copy(Path(tempfile.mkdtemp(dir=measured.parent)), measured)
+    return _copies[measured].judge(change, reach)
 
 
 def main() -> int:
@@ -50,6 +41,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
     parser.add_argument("--jobs", type=int, default=2, help="changes tried at a time (2)")
     parser.add_argument("--only", default="", help="changes of the sample whose text holds this")
+    parser.add_argument("--tests", nargs="+", help="files or folders of tests in place of the package's")
     given = parser.parse_args()
     unknown = False
     with tempfile.TemporaryDirectory(prefix="mutation-") as root:
@@ -57,14 +49,18 @@ def main() -> int:
             places = sites(PACKAGES[name].paths)
             chosen = [change for change in sample(places, given.sample, given.seed) if given.only in str(change)]
             print(f"{name}: {len(chosen)} changes at {len(places)} places, seed {given.seed}", flush=True)
+            measured = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=root))
+            reach = Copy(measured).measure(PACKAGES[name].paths, given.tests or PACKAGES[name].tests)
+            seconds = sum(ran.seconds for ran in reach.ran)
+            print(f"{name}: {len(reach.ran)} tests, {seconds:.0f} s where nothing is changed", flush=True)
             missed, same = 0, 0
-            with ProcessPoolExecutor(given.jobs, get_context("fork"), _begin, (root,)) as workers:
-                for verdict in workers.map(_judge, [name] * len(chosen), chosen):
+            with ProcessPoolExecutor(given.jobs, get_context("fork")) as workers:
+                for verdict in workers.map(partial(_judge, measured=measured, reach=reach), chosen):
                     known = EQUIVALENT.get(verdict.change.key)
                     same += known is not None
                     missed += verdict.found_by is None and known is None
-                    why = verdict.found_by or ("NOT FOUND" if known is None else f"not found: {known}")
-                    print(f"{verdict.change}\n    {why}", flush=True)
+                    no = f"NOT FOUND by {verdict.tried} tests" if known is None else f"not found: {known}"
+                    print(f"{verdict.change}\n    {verdict.found_by or no}", flush=True)
             counted = len(chosen) - same
             found = counted - missed
             print(f"{name}: {found} of {counted} found ({found / max(1, counted):.1%}), {same} change nothing", flush=True)

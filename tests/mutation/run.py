@@ -10,14 +10,15 @@ Note: [Forks]
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import pytest
 import torch
 
 from tests.mutation.changes import Change
+from tests.mutation.reach import Marked, Reach, Watch, marked, read
 from tests.support.paths import ROOT
 
 COPIED = ("benchmarks", "offload", "zhooks", "tools", "tests", "setup.cfg", "pyproject.toml")
@@ -32,74 +34,78 @@ OURS = frozenset({"offload", "zhooks", "zprof", "tests"})
 #: What is changed may allocate or write without end.
 MOST_NBYTES = 8 << 30
 #: Times as long as the tests take on what is unchanged, and as many seconds on top.
-PATIENCE, PATIENCE_S = 5.0, 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Tests:
-    """What may find a change: the quick tests first, the others for what these let through."""
-
-    quick: tuple[str, ...]
-    others: tuple[str, ...] = ()
+PATIENCE, PATIENCE_S = 5.0, 90.0
+_times = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What found a change: the first test that failed, or that there was no end; None where nothing has."""
+    """What found a change: the first test that failed, or that there was no end; None where none of those ``tried`` has."""
 
     change: Change
+    tried: int
     found_by: str | None
 
 
 class Copy:
-    """A copy of the checkout in a folder of its own; one run at a time."""
+    """A copy of the checkout, or of another copy with what that has compiled, in a folder of its own; one run at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._limits: dict[tuple[str, ...], float] = {}
-        self._changed = 0
+    def __init__(self, folder: Path, of: Path = ROOT) -> None:
+        self.folder = folder
         for name in COPIED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            if (of / name).is_dir():
+                shutil.copytree(of / name, folder / name, ignore=shutil.ignore_patterns("__pycache__") if of == ROOT else None)
             else:
-                shutil.copy2(ROOT / name, folder / name)
+                shutil.copy2(of / name, folder / name)
 
-    def measure(self, tests: Tests) -> None:
-        """Run them on what is unchanged: how long they take.
+    def measure(self, sources: Sequence[str], tests: Sequence[str]) -> Reach:
+        """Run the tests on what is unchanged: which of them run which lines, and how long they take.
 
         Raises:
             RuntimeError: one of them fails.
         """
-        for chosen in (tests.quick, tests.others):
-            if chosen:
-                # The first run compiles modules for those that follow.
-                began = time.monotonic()
-                found = self._run(chosen, None)
-                if found is not None:
-                    raise RuntimeError(f"{found} fails without any change")
-                self._limits[chosen] = PATIENCE * (time.monotonic() - began) + PATIENCE_S
+        mapping, told = self.folder / "marks", self.folder / "ran"
+        found: dict[str, Marked] = {}
+        with ExitStack() as changed:
+            for path in sources:
+                before = sum(one.count for one in found.values())
+                found[path] = marked((ROOT / path).read_text(encoding="utf-8"), before, mapping)
+                changed.enter_context(self._with(path, found[path].source))
+            mapping.write_bytes(bytes(1 + sum(one.count for one in found.values())))
+            failed = self._run(tests, None, (mapping, told))
+        if failed is not None:
+            raise RuntimeError(f"{failed} fails without any change")
+        return Reach(found, read(told))
 
-    def judge(self, change: Change, tests: Tests) -> Verdict:
-        """Which test finds the change."""
-        path = self._folder / change.path
-        before = path.read_bytes()
-        path.write_text(change.source, encoding="utf-8")
+    def judge(self, change: Change, reach: Reach) -> Verdict:
+        """Which test finds the change, of those that run what it changes."""
+        ran = reach.of(change.path, change.line)
+        if not ran:
+            return Verdict(change, 0, None)
+        limit_s = PATIENCE * sum(one.seconds for one in ran) + PATIENCE_S
+        with self._with(change.path, change.source):
+            return Verdict(change, len(ran), self._run([one.name for one in ran], limit_s))
+
+    @contextmanager
+    def _with(self, path: str, source: str) -> Iterator[None]:
+        """Another source in place of a file's own."""
+        file = self.folder / path
+        before = file.read_bytes()
+        file.write_text(source, encoding="utf-8")
         # Compiled modules are known by time and size of their source, and a change may leave both.
-        self._changed += 1
-        os.utime(path, (self._changed, self._changed))
+        changed = next(_times)
+        os.utime(file, (changed, changed))
         try:
-            for chosen in (tests.quick, tests.others):
-                if chosen and (found := self._run(chosen, self._limits[chosen])) is not None:
-                    return Verdict(change, found)
-            return Verdict(change, None)
+            yield
         finally:
-            path.write_bytes(before)
+            file.write_bytes(before)
 
-    def _run(self, chosen: Sequence[str], limit_s: float | None) -> str | None:
-        log = self._folder / "log"
+    def _run(self, tests: Sequence[str], limit_s: float | None, marks: tuple[Path, Path] | None = None) -> str | None:
+        """The first test that fails; ``marks`` are the file of marks and where tests are to be measured into."""
+        log = self.folder / "log"
         fork = os.fork()
         if fork == 0:
-            _test(self._folder, log, chosen, keep_compiled=limit_s is None)
+            _test(self.folder, log, tests, marks)
         ended = _ended(fork, limit_s)
         if ended is None:
             return "no end"
@@ -110,7 +116,7 @@ class Copy:
         return failed[0].partition(" - ")[0] if failed else f"ended with {ended}: {lines[-1:]}"
 
 
-def _test(folder: Path, log: Path, chosen: Sequence[str], *, keep_compiled: bool) -> None:
+def _test(folder: Path, log: Path, tests: Sequence[str], marks: tuple[Path, Path] | None) -> None:
     """The fork's side; it never returns."""
     try:
         os.setsid()
@@ -124,11 +130,18 @@ def _test(folder: Path, log: Path, chosen: Sequence[str], *, keep_compiled: bool
             del sys.modules[name]
         sys.path[:] = [str(folder), str(folder / "tools"), *(entry for entry in sys.path if not _ours(entry))]
         sys.path_importer_cache.clear()
-        if not keep_compiled:
+        options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
+        if marks is not None:
+            # This run compiles modules for those that follow.
+            mapping, told = marks
+            watch = Watch(mapping)
+            ended = int(pytest.main([*options, *tests], plugins=[watch]))
+            watch.write(told)
+        else:
             sys.dont_write_bytecode = True
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
-        ended = int(pytest.main([*options, *chosen]))
+            # Some of a function's cases are marked as slow by what the others are: those here have been chosen among all.
+            ended = int(pytest.main([*options, "-m", "", *tests]))
         sys.stdout.flush()
         os._exit(ended)
     finally:
