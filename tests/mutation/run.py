@@ -11,6 +11,7 @@ Note: [Forks]
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import resource
 import shutil
@@ -33,8 +34,10 @@ COPIED = ("benchmarks", "offload", "zhooks", "tools", "tests", "setup.cfg", "pyp
 OURS = frozenset({"offload", "zhooks", "zprof", "tests"})
 #: What is changed may allocate or write without end.
 MOST_NBYTES = 8 << 30
-#: Times as long as the tests take on what is unchanged, and as many seconds on top.
-PATIENCE, PATIENCE_S = 5.0, 90.0
+#: Of the processor, for one process: times as long as the tests take on what is unchanged, and as many seconds on top.
+PATIENCE, PATIENCE_S = 5.0, 60.0
+#: Of the clock, as many times more: what waits for ever uses no processor, and a busy machine is slow.
+BUSY = 10.0
 _times = itertools.count(1)
 
 
@@ -72,7 +75,7 @@ class Copy:
                 found[path] = marked((ROOT / path).read_text(encoding="utf-8"), before, mapping)
                 changed.enter_context(self._with(path, found[path].source))
             mapping.write_bytes(bytes(1 + sum(one.count for one in found.values())))
-            failed = self._run(tests, None, (mapping, told))
+            failed = self._run(tests, math.inf, (mapping, told))
         if failed is not None:
             raise RuntimeError(f"{failed} fails without any change")
         return Reach(found, read(told))
@@ -100,13 +103,13 @@ class Copy:
         finally:
             file.write_bytes(before)
 
-    def _run(self, tests: Sequence[str], limit_s: float | None, marks: tuple[Path, Path] | None = None) -> str | None:
+    def _run(self, tests: Sequence[str], limit_s: float, marks: tuple[Path, Path] | None = None) -> str | None:
         """The first test that fails; ``marks`` are the file of marks and where tests are to be measured into."""
         log = self.folder / "log"
         fork = os.fork()
         if fork == 0:
-            _test(self.folder, log, tests, marks)
-        ended = _ended(fork, limit_s)
+            _test(self.folder, log, tests, limit_s, marks)
+        ended = _ended(fork, BUSY * limit_s)
         if ended is None:
             return "no end"
         if os.WIFEXITED(ended) and os.WEXITSTATUS(ended) == pytest.ExitCode.OK:
@@ -116,7 +119,7 @@ class Copy:
         return failed[0].partition(" - ")[0] if failed else f"ended with {ended}: {lines[-1:]}"
 
 
-def _test(folder: Path, log: Path, tests: Sequence[str], marks: tuple[Path, Path] | None) -> None:
+def _test(folder: Path, log: Path, tests: Sequence[str], limit_s: float, marks: tuple[Path, Path] | None) -> None:
     """The fork's side; it never returns."""
     try:
         os.setsid()
@@ -126,6 +129,8 @@ def _test(folder: Path, log: Path, tests: Sequence[str], marks: tuple[Path, Path
         os.chdir(folder)
         for kind in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
             resource.setrlimit(kind, (MOST_NBYTES, resource.getrlimit(kind)[1]))
+        if math.isfinite(limit_s):
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit_s), resource.getrlimit(resource.RLIMIT_CPU)[1]))
         for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
             del sys.modules[name]
         sys.path[:] = [str(folder), str(folder / "tools"), *(entry for entry in sys.path if not _ours(entry))]
@@ -152,15 +157,15 @@ def _ours(entry: str) -> bool:
     return entry == "" or Path(entry).resolve() in (ROOT, ROOT / "tools")
 
 
-def _ended(fork: int, limit_s: float | None) -> int | None:
+def _ended(fork: int, limit_s: float) -> int | None:
     """How it ended; None where it had to be killed, with all it started."""
-    deadline = None if limit_s is None else time.monotonic() + limit_s
+    deadline = time.monotonic() + limit_s
     status: int | None = None
     while status is None:
         pid, ended = os.waitpid(fork, os.WNOHANG)
         if pid:
             status = ended
-        elif deadline is not None and time.monotonic() > deadline:
+        elif time.monotonic() > deadline:
             break
         else:
             time.sleep(0.02)
