@@ -5,7 +5,8 @@
 Note: [Forks]
     Importing torch takes longer than most tests.  So this process imports torch and what tests need of others, and nothing of
     this repository that a fork could keep from before the change: what is here of it, a fork forgets before it imports the
-    copy.  The ranks that tests start are forks of a server that the fork starts, so they import the copy, too.
+    copy.  The ranks that tests start are forks of a server, and that is a fork of this fork before it has imported anything of
+    ours: a server that is started as usual would spend longer on importing torch than most changes take.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -29,6 +34,7 @@ import torch
 from tests.mutation.changes import Change
 from tests.mutation.reach import Marked, Reach, Watch, marked, read
 from tests.support.paths import ROOT
+from tests.support.ranks import PRELOADED
 
 COPIED = ("benchmarks", "offload", "zhooks", "tools", "tests", "setup.cfg", "pyproject.toml")
 OURS = frozenset({"offload", "zhooks", "zprof", "tests"})
@@ -135,22 +141,52 @@ def _test(folder: Path, log: Path, tests: Sequence[str], limit_s: float, marks: 
             del sys.modules[name]
         sys.path[:] = [str(folder), str(folder / "tools"), *(entry for entry in sys.path if not _ours(entry))]
         sys.path_importer_cache.clear()
+        # The run that measures compiles modules for those that follow.
+        if marks is None:
+            sys.dont_write_bytecode = True
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        _fork_server()
         options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
         if marks is not None:
-            # This run compiles modules for those that follow.
             mapping, told = marks
             watch = Watch(mapping)
             ended = int(pytest.main([*options, *tests], plugins=[watch]))
             watch.write(told)
         else:
-            sys.dont_write_bytecode = True
-            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
             # Some of a function's cases are marked as slow by what the others are: those here have been chosen among all.
             ended = int(pytest.main([*options, "-m", "", *tests]))
         sys.stdout.flush()
         os._exit(ended)
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(70)
+
+
+def _fork_server() -> None:
+    """Start the server of ranks as a fork of this process."""
+    from tests.support.ranks import forks
+
+    started = util.spawnv_passfds
+
+    def forked(path: bytes, words: Sequence[str], kept: Sequence[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                # What it would not have if it were started: it ends when nobody holds the other end of a pipe.
+                for begin, end in pairwise([2, *sorted(kept), resource.getrlimit(resource.RLIMIT_NOFILE)[0]]):
+                    os.closerange(begin + 1, end)
+                exec(words[-1], {})
+            finally:
+                os._exit(1)
+        return pid
+
+    util.spawnv_passfds = forked  # type: ignore[assignment]
+    try:
+        forks()
+    finally:
+        util.spawnv_passfds = started
 
 
 def _ours(entry: str) -> bool:
@@ -177,3 +213,7 @@ def _ended(fork: int, limit_s: float) -> int | None:
 
 
 torch.set_num_threads(1)
+for _name in PRELOADED:
+    # What is a plugin of pytest's, too, pytest wants to import itself.
+    if _name not in {*OURS, "hypothesis"}:
+        import_module(_name)
