@@ -81,7 +81,7 @@ class Copy:
                 found[path] = marked((ROOT / path).read_text(encoding="utf-8"), before, mapping)
                 changed.enter_context(self._with(path, found[path].source))
             mapping.write_bytes(bytes(1 + sum(one.count for one in found.values())))
-            failed = self._run(tests, math.inf, (mapping, told))
+            failed = self._run(tests, math.inf, math.inf, (mapping, told))
         if failed is not None:
             raise RuntimeError(f"{failed} fails without any change")
         return Reach(found, read(told))
@@ -92,8 +92,9 @@ class Copy:
         if not ran:
             return Verdict(change, 0, None)
         limit_s = PATIENCE * sum(one.seconds for one in ran) + PATIENCE_S
+        silent_s = BUSY * max(one.seconds for one in reach.ran) + PATIENCE_S
         with self._with(change.path, change.source):
-            return Verdict(change, len(ran), self._run([one.name for one in ran], limit_s))
+            return Verdict(change, len(ran), self._run([one.name for one in ran], limit_s, silent_s))
 
     @contextmanager
     def _with(self, path: str, source: str) -> Iterator[None]:
@@ -109,12 +110,18 @@ class Copy:
         finally:
             file.write_bytes(before)
 
-    def _run(self, tests: Sequence[str], limit_s: float, marks: tuple[Path, Path] | None = None) -> str | None:
-        """The first test that fails; ``marks`` are the file of marks and where tests are to be measured into."""
+    def _run(self, tests: Sequence[str], limit_s: float, silent_s: float, marks: tuple[Path, Path] | None = None) -> str | None:
+        """The first test that fails.
+
+        Args:
+            limit_s: for all of them, of the processor.
+            silent_s: for ranks to answer, by the clock: they wait for each other where one of them is wrong.
+            marks: the file of marks, and where tests are to be measured into.
+        """
         log = self.folder / "log"
         fork = os.fork()
         if fork == 0:
-            _test(self.folder, log, tests, limit_s, marks)
+            _test(self.folder, log, tests, limit_s, silent_s, marks)
         ended = _ended(fork, BUSY * limit_s)
         if ended is None:
             return "no end"
@@ -125,7 +132,9 @@ class Copy:
         return failed[0].partition(" - ")[0] if failed else f"ended with {ended}: {lines[-1:]}"
 
 
-def _test(folder: Path, log: Path, tests: Sequence[str], limit_s: float, marks: tuple[Path, Path] | None) -> None:
+def _test(
+    folder: Path, log: Path, tests: Sequence[str], limit_s: float, silent_s: float, marks: tuple[Path, Path] | None
+) -> None:
     """The fork's side; it never returns."""
     try:
         os.setsid()
@@ -145,7 +154,7 @@ def _test(folder: Path, log: Path, tests: Sequence[str], limit_s: float, marks: 
         if marks is None:
             sys.dont_write_bytecode = True
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        _fork_server()
+        _fork_server(silent_s)
         options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
         if marks is not None:
             mapping, told = marks
@@ -164,10 +173,11 @@ def _test(folder: Path, log: Path, tests: Sequence[str], limit_s: float, marks: 
         os._exit(70)
 
 
-def _fork_server() -> None:
+def _fork_server(silent_s: float) -> None:
     """Start the server of ranks as a fork of this process."""
-    from tests.support.ranks import forks
+    from tests.support import ranks
 
+    ranks.LIMIT_S = min(ranks.LIMIT_S, silent_s)
     started = util.spawnv_passfds
 
     def forked(path: bytes, words: Sequence[str], kept: Sequence[int]) -> int:
@@ -184,7 +194,7 @@ def _fork_server() -> None:
 
     util.spawnv_passfds = forked  # type: ignore[assignment]
     try:
-        forks()
+        ranks.forks()
     finally:
         util.spawnv_passfds = started
 
