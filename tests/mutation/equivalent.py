@@ -31,5 +31,19 @@ EQUIVALENT: dict[str, str] = {
     "zhooks/run/schedule.py: self._last = -1 -> self._last = - 2": "no unit has a number below 0",
     "zhooks/run/paths.py: path.used = frozenset(number for number in flags if number < count) -> "
     "path.used = frozenset(number for number in flags if number is not count)": "none is a unit's number",
+    "zhooks/layout/unit_plan.py: @dataclass(frozen=True, slots=True) "
+    "-> @dataclass(frozen=True, slots=False)": "nobody gives it other attributes",
+    "zhooks/layout/frozen_subclass.py: @dataclass(frozen=True, slots=True, eq=False) "
+    "-> @dataclass(frozen=False, slots=True, eq=False)": "nobody assigns to it",
     "zhooks/layout/tp_division.py: if TYPE_CHECKING: -> if not TYPE_CHECKING:": "what is imported there is there anyway",
+    "zhooks/grad/gradient.py: ends = [start + numel for start, numel in zip(layout.starts, layout.numels, strict=True)] -> "
+    "ends = [start & numel for start, numel in zip(layout.starts, layout.numels, strict=True)]": "what is cleared is filled",
+    "zhooks/grad/gradient.py: if own is None or len(chunk.starts) > 1: -> "
+    "if own is None or len(chunk.starts) != 1:": "a long gradient's chunks have a start for each rank",
+    "zhooks/grad/gradient.py: if number == 0 and tensor.data_ptr() + start * tensor.element_size() == out.data_ptr(): -> "
+    "if number == 0 and tensor.data_ptr() & start * tensor.element_size() == out.data_ptr():": "it is copied onto itself",
+    "zhooks/grad/reduction.py: if self.into is Into.APART: -> if self.into == Into.APART:": "a member equals itself alone",
+    "zhooks/grad/reduce.py: self._seen[flat.number] = present if seen is None else "
+    "[a or b for a, b in zip(present, seen, strict=True)] -> self._seen[flat.number] = present if seen is None else "
+    "[a or b for a, b in zip(present, seen, strict=False)]": "a flat has one number of parameters",
 }
