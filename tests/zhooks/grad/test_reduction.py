@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import zhooks
+from offload.events import During
+from tests.support.inside import comm_of, runtime_of
 from zhooks.comm import DONE, Chunk, chunks_of
-from zhooks.grad.reduction import Sent
+from zhooks.grad.reduce_hooks import ReduceHooks
+from zhooks.grad.reduction import Reduction, Sent
 from zhooks.layout import flat_layout
 
 
@@ -50,3 +55,36 @@ def test_a_chunk_counts_no_memory_of_the_gradient_itself() -> None:
     assert counted(partial, out, True) == (32, 0), "it lands in the shard"
     assert counted(partial, partial, False) == (32, 0), "the sum is made where the partial sum is"
     assert counted(partial, partial, True) == (0, 0), "and that is the shard"
+
+
+class Timed:
+    """A work that a stream has done, where it says from when to when."""
+
+    def __init__(self, begin: Any, end: Any) -> None:
+        self.during = None if end is None else During(begin, end)
+
+    def wait(self) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("works", "expected"),
+    [
+        ([("a", "b"), ("c", "d"), ("e", "f")], ("a", "f")),
+        ([("a", "b")], ("a", "b")),
+        ([(None, None), ("c", "d")], ("c", "d")),
+        ([(None, None)], None),
+        ([], None),
+    ],
+)
+def test_a_reduction_lasts_from_the_begin_of_its_first_work_to_the_end_of_its_last(works: Any, expected: Any) -> None:
+    attachment = zhooks.attach(nn.Linear(2, 2))
+    (gradient,) = runtime_of(attachment).reducer.gradients.values()
+    reduction = Reduction(gradient, comm_of(attachment).shard, 1, ReduceHooks())
+    for work in works:
+        reduction.timed(Timed(*work))
+    found = reduction.during
+    assert found == (None if expected is None else During(*expected))
+    attachment.detach()
