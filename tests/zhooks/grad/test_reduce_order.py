@@ -129,6 +129,24 @@ def test_ranks_that_use_other_units_reduce_in_one_order() -> None:
             assert len(once) == len(set(once)), "nothing is given up that is still to come"
 
 
+class Stem(Branches):
+    """One block that always runs and needs its weights in backward, below branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.branches = self.layers[:1], self.branches[:2]
+
+    def forward(self, x: Tensor, chosen: Chosen) -> Tensor:
+        return super().forward(x.detach().requires_grad_(), chosen)
+
+
+@on_ranks(2)
+def test_a_rank_that_comes_to_the_first_unit_has_started_all_it_has_skipped() -> None:
+    chosen: list[tuple[Chosen, Chosen]] = [((), (0, 1)), ((0, 1), ()), ((0,), (1,))]
+    policy = {"stage": 3, "schedule": {"prefetch": 0, "max_reductions": 1}}
+    as_plain(Stem, policy | EACH, chosen=chosen)
+
+
 @on_ranks(4)
 def test_ranks_that_use_other_parameters_reduce_in_one_order_over_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
