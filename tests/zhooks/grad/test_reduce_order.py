@@ -129,6 +129,13 @@ def test_ranks_that_use_other_units_reduce_in_one_order() -> None:
             assert len(once) == len(set(once)), "nothing is given up that is still to come"
 
 
+@on_ranks(2)
+def test_the_order_of_the_first_backward_stays_whatever_others_complete_first() -> None:
+    turns: list[Chosen] = [(0, 1, 2), (2, 1, 0), (2, 1, 0)]
+    first, second, third = as_plain(Branches, {"stage": 2} | EACH, chosen=[(turn, turn) for turn in turns])
+    assert second == third and set(first) == set(second)
+
+
 class Stem(Branches):
     """One block that always runs and needs its weights in backward, below branches."""
 
