@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.balance import longest_first
-from tests.selection import COLLECTED, FOUR_RANKS, covering, row_of, starts_ranks
+from tests.selection import COLLECTED, FOUR_RANKS, covering, in_matrix, owing, row_of, starts_ranks
 from tests.support.paths import SEARCH_PATH
 from tests.support.ranks import Pool
 
@@ -57,8 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if isinstance(item, pytest.Function) and starts_ranks(item) and item.get_closest_marker("slow") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for same in cases.values():
-        kept = set(covering([row_of(item.callspec.params) for item in same]))
+    for name, same in cases.items():
+        rows = [row_of(item.callspec.params) for item in same]
+        kept = set(covering(rows, owing(rows, every_world=in_matrix(name))))
         for place, item in enumerate(same):
             if place not in kept:
                 item.add_marker(pytest.mark.slow)

@@ -5,9 +5,10 @@ It knows no test by name, and looks at nothing but parameters: a product of tier
 the default run growing with it.
 
 Note: [What a default run owes]
-Every value of every factor, every world among them, and every value on two ranks where it ever meets two: the configuration
-that most people train in. The parity matrix has every stage at every world. A default run chooses few cases that hold all that;
-a test that starts no ranks is cheap, and runs whole.
+Every value of every factor, and every value on two ranks where it ever meets two: the configuration that most people train in.
+Of worlds those below four, and four where the test has no case on two: a mesh of two axes. What holds on two ranks and on four
+is shown on four by the parity matrix, which has every stage at every world, and by a run of the slow cases. A default run
+chooses few cases that hold all that; a test that starts no ranks is cheap, and runs whole.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ Row = Mapping[str, Hashable]
 Fact = frozenset[tuple[str, Hashable]]
 
 MAIN_WORLD = 2
+#: More ranks cost more than they show where there are cases on two.
+LARGEST_WORLD = 3
 #: All that this session has collected, before any of it is deselected.
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 #: What the name of every case on four ranks holds.
@@ -32,6 +35,11 @@ FOUR_RANKS = "world4"
 def starts_ranks(item: pytest.Item) -> bool:
     """Whether this is a case of several that asks for a pool of ranks."""
     return hasattr(item, "callspec") and "ranks" in item.fixturenames and "ranks" not in item.callspec.params  # type: ignore[attr-defined]
+
+
+def in_matrix(name: str) -> bool:
+    """Whether a test of this name has its every world in a default run."""
+    return name.startswith("tests/parity/")
 
 
 def row_of(params: Mapping[str, Any]) -> dict[str, Hashable]:
@@ -48,6 +56,18 @@ def owed(row: Row) -> set[Fact]:
     if row.get("world") == MAIN_WORLD:
         facts += [{("world", MAIN_WORLD), choice} for choice in row.items()]
     return {frozenset(fact) for fact in facts}
+
+
+def owing(rows: Sequence[Row], *, every_world: bool) -> Callable[[Row], set[Fact]]:
+    """What each case shows of that which is owed of a test with these cases; see Note [What a default run owes]."""
+    if every_world or all(row.get("world") != MAIN_WORLD for row in rows):
+        return owed
+    return lambda row: {fact for fact in owed(row) if not any(map(_large, fact))}
+
+
+def _large(choice: tuple[str, Hashable]) -> bool:
+    name, value = choice
+    return name == "world" and isinstance(value, int) and value > LARGEST_WORLD
 
 
 def covering(rows: Sequence[Row], wanted: Callable[[Row], set[Fact]] = owed) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.balance import SECONDS, longest_first
-from tests.selection import COLLECTED, FOUR_RANKS, covering, owed, row_of, starts_ranks
+from tests.selection import COLLECTED, FOUR_RANKS, covering, in_matrix, owing, row_of, starts_ranks
 
 
 def product(**factors: tuple[Hashable, ...]) -> list[dict[str, Hashable]]:
@@ -27,6 +27,19 @@ def test_every_value_every_world_and_every_value_on_two_ranks_is_chosen() -> Non
     assert {row["tier"] for row in chosen if row["world"] == 2} == {"device", "host", "disk"}
     assert {row["reshard"] for row in chosen if row["world"] == 2} == {True, False}
     assert len(chosen) == 6, "a case for each stage on two ranks, and one for each other world, of 72"
+
+
+def test_four_ranks_are_chosen_only_where_no_case_has_two() -> None:
+    rows = product(world=(1, 2, 4), tier=("device", "host"))
+    chosen = [rows[place] for place in covering(rows, owing(rows, every_world=False))]
+    assert {row["world"] for row in chosen} == {1, 2}
+    assert {row["tier"] for row in chosen if row["world"] == 2} == {"device", "host"}
+    every = covering(rows, owing(rows, every_world=True))
+    assert {rows[place]["world"] for place in every} == {1, 2, 4}
+    four = product(world=(3, 4), tier=("device", "host"))
+    assert {four[place]["world"] for place in covering(four, owing(four, every_world=False))} == {3, 4}
+    alone = [*product(world=(2,), tier=("device",)), {"world": 4, "tier": "disk"}]
+    assert covering(alone, owing(alone, every_world=False)) == [0, 1], "a value that only four ranks have"
 
 
 def test_of_a_table_whose_every_line_has_a_value_of_its_own_all_is_chosen() -> None:
@@ -66,7 +79,7 @@ def test_choices_given_as_a_mapping_are_factors_and_what_cannot_be_compared_is_i
 
 
 def test_a_default_run_of_this_suite_holds_what_it_owes(pytestconfig: pytest.Config) -> None:
-    """Of every function with cases on ranks: each value, each world, each value on two ranks."""
+    """Of every function with cases on ranks: each value, each world that is owed, each value on two ranks."""
     cases: dict[str, list[pytest.Function]] = {}
     for item in everything(pytestconfig):
         if starts_ranks(item):
@@ -77,7 +90,8 @@ def test_a_default_run_of_this_suite_holds_what_it_owes(pytestconfig: pytest.Con
         ours = [item for item in same if not _slow_by_its_author(item)]
         default = [item for item in ours if item.get_closest_marker("slow") is None]
         fewer += len(default) < len(ours)
-        shown, all_there_is = (set().union(*(owed(row_of(i.callspec.params)) for i in some), ()) for some in (default, ours))
+        wanted = owing([row_of(item.callspec.params) for item in ours], every_world=in_matrix(name))
+        shown, all_there_is = (set().union(*(wanted(row_of(i.callspec.params)) for i in some), ()) for some in (default, ours))
         lacking += [f"{name} lacks {sorted(map(str, fact))}" for fact in all_there_is - shown]
     assert not lacking
     assert fewer > 50, "or nothing was chosen"
