@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from offload.events import Event, Kind, TimeMark, leave
 from offload.events import listen as listen_everywhere
@@ -91,6 +91,9 @@ class Recorder:
         TraceError: the file exists already or cannot be made.  CapabilityError: ``nvml="on"`` and none answers.
     """
 
+    #: The program is recorded from its start.
+    whole: ClassVar[bool] = False
+
     def __init__(
         self,
         path: str | Path,
@@ -140,8 +143,6 @@ class Recorder:
         self._device: str | None = None
         self._zhooks = False
         self._ended = False
-        #: The program is recorded from its start.
-        self.whole = False
         #: The trace's header says so, which with the process tells this recording from all others; 0 before.
         self.began_ns = 0
         #: Rows are taken: between ``start`` and ``close``, in this process only.

@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from offload.errors import ZhooksError
 from zprof.recording.recorder import Children, Level, Recorder, leave_inherited
@@ -41,7 +41,6 @@ from zprof.trace.children import CHILD, child_path, recorded_children
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 __all__ = ["Order", "TorchRecorder", "main", "record_child"]
 
@@ -84,9 +83,7 @@ class Order:
 class TorchRecorder(Recorder):
     """A recorder that may start before torch is loaded, and never loads it: what needs torch begins when it is there."""
 
-    def __init__(self, path: str | Path, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.whole = True
+    whole: ClassVar[bool] = True
 
     def _start_part(self, module: str) -> None:
         when_imported("torch", lambda: super(TorchRecorder, self)._start_part(module) if self.open else None)
