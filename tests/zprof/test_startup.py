@@ -48,7 +48,7 @@ def test_a_report_has_a_line_of_it(zprof: Zprof) -> None:
 
 
 def test_the_kernel_says_when_a_process_began_whatever_its_name(tmp_path: Path) -> None:
-    stat = tmp_path / "proc/self/stat"
+    stat = tmp_path / f"proc/{os.getpid()}/stat"
     stat.parent.mkdir(parents=True)
     ticks = (boot_ns() - 5 * SECOND) * os.sysconf("SC_CLK_TCK") // SECOND
     stat.write_text(f"7 (a) b (c) {' '.join(['S', *map(str, range(1, 19))])} {ticks} 0 0\n")

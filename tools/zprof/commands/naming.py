@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,9 @@ from typing import Any, TypeVar
 import click
 
 from offload.text import one_line
+from zprof.clock import boot_ns, wall_ns
 from zprof.problem import Misuse, Problem
+from zprof.recording.processes import stat_of
 from zprof.trace.families import member_name, newest
 
 __all__ = ["RUN", "latest", "named_or_latest", "output_of"]
@@ -169,13 +170,8 @@ def _next_name(job: _Job, folder: Path = Path()) -> str:
 
 def _parent_began_s() -> float | None:
     """When the process that started this one began, as `time.time` counts; None where the system does not say."""
-    try:
-        fields = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        since_boot_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-        # Field 22 of proc(5), of which two stand before the bracket.
-        return time.time() - since_boot_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return None
+    stat = stat_of(os.getppid())
+    return None if stat is None else (wall_ns() - boot_ns() + stat.began_ns) / 1e9
 
 
 def latest(folder: Path = Path()) -> list[Path]:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zprof.clock import now_ns
+from zprof.clock import boot_ns, now_ns
 from zprof.recording.processes import Shares, Stat, command, descendants, executable, queued_ns, shares
 from zprof.recording.sampler import Reading
 
@@ -144,7 +144,7 @@ class ChildrenSampler:
         return True
 
     def _look(self) -> list[Reading]:
-        settled = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - _SETTLED_NS
+        settled = boot_ns() - _SETTLED_NS
         there = descendants(self._pid, self._root)
         self._zombies = sum(stat.zombie for stat in there)
         living = {(stat.pid, stat.start): stat for stat in there if not stat.zombie and stat.began_ns <= settled}

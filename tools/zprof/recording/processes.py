@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zprof.recording import kernel_files
 
-__all__ = ["Shares", "Stat", "command", "descendants", "executable", "queued_ns", "shares"]
+__all__ = ["Shares", "Stat", "command", "descendants", "executable", "queued_ns", "shares", "stat_of"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -62,7 +62,7 @@ def descendants(pid: int, root: Path = Path("/")) -> list[Stat]:
         waiting = [pid]
         while waiting:
             for child in _children(waiting.pop(), root):
-                stat = _stat(child, root)
+                stat = stat_of(child, root)
                 if stat is not None:
                     found.append(stat)
                     waiting.append(child)
@@ -70,7 +70,7 @@ def descendants(pid: int, root: Path = Path("/")) -> list[Stat]:
     # A kernel built without these files: every process is looked at.
     of: dict[int, list[Stat]] = {}
     for name in os.listdir(root / "proc"):
-        stat = _stat(int(name), root) if name.isdecimal() else None
+        stat = stat_of(int(name), root) if name.isdecimal() else None
         if stat is not None:
             of.setdefault(stat.parent, []).append(stat)
     waiting = [pid]
@@ -92,7 +92,8 @@ def _children(pid: int, root: Path) -> Iterator[int]:
             yield int(child)
 
 
-def _stat(pid: int, root: Path) -> Stat | None:
+def stat_of(pid: int, root: Path = Path("/")) -> Stat | None:
+    """One process; None where it has gone."""
     before, _, after = kernel_files.read(f"{root}/proc/{pid}/stat").rpartition(b")")
     # proc(5) counts from 1; what follows the name begins with field 3.
     fields = after.split()

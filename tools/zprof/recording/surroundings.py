@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zprof.clock import boot_ns, now_ns, wall_ns
-from zprof.recording import kernel_files
+from zprof.recording.processes import stat_of
 from zprof.trace.header import Header, here
 
 __all__ = ["device", "header", "local_rank", "process_ns", "ranks"]
@@ -49,11 +49,10 @@ def process_ns(root: Path = Path("/")) -> int:
     Args:
         root: where /proc is; "/" outside tests.
     """
-    # The name before may hold anything. The 22nd field, of which the third is the first here, is in ticks since the boot.
-    fields = kernel_files.read(root / "proc/self/stat").rpartition(b")")[2].split()
-    if len(fields) < 20 or not fields[19].isdigit():
+    stat = stat_of(os.getpid(), root)
+    if stat is None:
         return 0
-    age_ns = boot_ns() - int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    age_ns = boot_ns() - stat.began_ns
     return max(0, now_ns() - age_ns) if age_ns >= 0 else 0
 
 
