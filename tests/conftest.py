@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.balance import longest_first
 from tests.selection import COLLECTED, FOUR_RANKS, covering, in_matrix, owing, row_of, starts_ranks
+from tests.support.collector import collect_all
 from tests.support.paths import SEARCH_PATH
 from tests.support.ranks import Pool
 
@@ -152,7 +153,5 @@ def alone() -> None:
 
 
 def _put_out_of_sight() -> None:
-    # What ends with a finalizer is gone only at the next collection.
-    while gc.collect():
-        continue
+    collect_all()
     gc.freeze()

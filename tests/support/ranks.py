@@ -36,6 +36,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.collector import collect_all
 from tests.support.parent import end_with_parent
 from tests.support.waiting import soon
 
@@ -340,9 +341,8 @@ def _leave(world: int) -> bytes:
 
     try:
         # Work handles and meshes kept alive by cycles would outlive the group they belong to, and of a model that was not
-        # detached the shared memory: what it frees may free more.
-        while gc.collect():
-            pass
+        # detached the shared memory.
+        collect_all()
         if world > 1:
             dist.barrier()
             dist.destroy_process_group()

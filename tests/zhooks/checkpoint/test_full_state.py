@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import zhooks
 from offload.events import Recorder
+from tests.support.collector import collect_all
 from tests.support.inside import comm_of, flats_of, runtime_of, units_of
 from tests.support.on_ranks import from_first, on_ranks, place
 from tests.support.ranks import Pool
@@ -493,8 +494,7 @@ def test_a_model_that_is_dropped_without_detach_goes_with_its_gradients_and_its_
     gone = [weakref.ref(each) for each in (model, attachment, comm_of(attachment).shard, *model.parameters())]
     assert all(param.grad is not None for param in model.parameters())
     del attachment, optimizer, model
-    while gc.collect():
-        pass
+    collect_all()
     assert [one() for one in gone] == [None] * len(gone)
 
 
