@@ -146,15 +146,15 @@ class AgreedFailure:
         return self.verdict.error(call, axis)
 
     def _call_roll(self, kind: str, found: str, waited: list[int]) -> Verdict:
-        here = self.progress()
-        progress = None if here is None else asdict(here)
+        at = self.progress()
+        progress = None if at is None else asdict(at)
         self._say(f"here {self.rank}", json.dumps([kind, found, waited, progress]))
         self._say("open", "")
         deadline = time.monotonic() + grace_of(self.timeout_s)
         while not self._has("verdict"):
-            present = [rank for rank in self.processes if self._has(f"here {rank}")]
-            if self._ended(waited) or len(present) == len(self.processes) or time.monotonic() > deadline:
-                self._decide(present)
+            here = [rank for rank in self.processes if self._has(f"here {rank}")]
+            if self._ended(waited) or len(here) == len(self.processes) or time.monotonic() > deadline:
+                self._decide(here)
                 break
             time.sleep(_PAUSE_S)
         said = json.loads(bytes(self._store.get(f"{self._at}/verdict")).decode())
