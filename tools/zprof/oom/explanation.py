@@ -115,10 +115,13 @@ def _headline(failure: Failure, phase: str, idle: int) -> str:
     key = f" for {_plain(failure.key)}" if failure.key else ""
     facts = []
     if failure.kind in _OF_THE_PROCESS and failure.limit is not None and failure.free is not None:
-        facts += [f"{as_size(failure.limit - failure.free)} of {as_size(failure.limit)} in use, {as_size(failure.free)} left"]
+        used = as_size(failure.limit - failure.free)
+        facts.append(f"{used} of {as_size(failure.limit)} in use, {as_size(failure.free)} left")
     else:
-        facts += [f"limit {as_size(failure.limit)}"] if failure.limit is not None and failure.kind != "kill" else []
-        facts += [f"{as_size(failure.free)} free"] if failure.free is not None else []
+        if failure.limit is not None and failure.kind != "kill":
+            facts.append(f"limit {as_size(failure.limit)}")
+        if failure.free is not None:
+            facts.append(f"{as_size(failure.free)} free")
     if failure.short is not None:
         facts.append(f"{as_size(failure.short)} short")
     if idle:
