@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--known", action="store_true", help="try changes that are known to change nothing, too")
     parser.add_argument("--tests", nargs="+", help="files or folders of tests in place of the package's")
     given = parser.parse_args()
-    unknown = False
+    escaped = False
     with tempfile.TemporaryDirectory(prefix="mutation-") as root:
         for name in given.package or PACKAGES:
             places = sites(PACKAGES[name].paths)
@@ -66,8 +66,8 @@ def main() -> int:
             found = len(tried) - missed
             share = found / max(1, len(tried))
             print(f"{name}: {found} of {len(tried)} found ({share:.1%}), {len(same)} change nothing", flush=True)
-            unknown |= missed > 0
-    return int(unknown)
+            escaped |= missed > 0
+    return int(escaped)
 
 
 if __name__ == "__main__":
