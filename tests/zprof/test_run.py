@@ -23,7 +23,6 @@ from zprof.trace.reader import Trace
 from zprof.trace.writer import Writer
 
 ZPROF = [sys.executable, "-m", "zprof", "run"]
-#: What launchers set for ranks must not reach these runs from outside.
 
 ENDINGS = """
 import sys, os
