@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -238,11 +239,16 @@ def _pipelined(pp: Axis, data: Axis, averaged: int) -> bool:
 
 
 def _versions() -> Facts:
+    return {"torch": torch.__version__, "zhooks": _own_version()}
+
+
+@cache
+def _own_version() -> str:
+    """Read once: a package's metadata are a file, which takes milliseconds to parse."""
     try:
-        own = metadata.version("zhooks")
+        return metadata.version("zhooks")
     except metadata.PackageNotFoundError:  # run from its folder
-        own = "of no package"
-    return {"torch": torch.__version__, "zhooks": own}
+        return "of no package"
 
 
 def _open_axis(
