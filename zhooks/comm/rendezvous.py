@@ -42,8 +42,8 @@ _SHOWN = 200
 _MOST_TEXT = 2048
 #: So often a rank that waits looks whether the others still run.
 LOOK_S = 0.5
-#: Between two questions to the store: at first, and at most, where the ranks of a large job ask one server.
-_FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.1
+#: Between two questions to the store: at first, and at most by the number of ranks, for all of them ask one server.
+_FIRST_PAUSE_S, _PAUSE_A_RANK_S, _PAUSE_S = 0.001, 0.0005, 0.1
 _COMPARISON = "comparison of settings"
 #: What describes a rank's own machine; of budgets the least of all ranks counts anyway.
 _OWN_TABLES = ("budget", "disk", "host")
@@ -158,6 +158,7 @@ class Meeting:
         """Ask for the key until it is there: of a wait in the store that runs out, torch prints warnings on every rank."""
         began = looked = time.monotonic()
         pause = _FIRST_PAUSE_S
+        longest = min(_PAUSE_S, max(_FIRST_PAUSE_S, _PAUSE_A_RANK_S * self._world))
         while True:
             failed = None
             try:
@@ -179,7 +180,7 @@ class Meeting:
                 if failed is not None or late:
                     raise DivergenceError(self._absent(what, failed)) from failed
             time.sleep(pause)
-            pause = min(2 * pause, _PAUSE_S)
+            pause = min(2 * pause, longest)
 
     def _ended(self) -> list[int]:
         """Ranks that had come to this meeting, and whose processes have ended; of those the first that were seen so.
