@@ -68,7 +68,7 @@ class Levels:
 
 def training(policy: dict[str, Any]) -> tuple[zhooks.Attachment, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 8))
     attachment = zhooks.attach(model, policy={"units": {"min_numel": 0}, **policy})
     return attachment, torch.optim.AdamW(model.parameters(), lr=0.01)
 

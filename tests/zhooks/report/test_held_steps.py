@@ -87,7 +87,7 @@ TENSE: dict[str, dict[str, Any]] = {
     "all on disk": {"stage": 3, **{cell: {"tier": "disk"} for cell in ("parameter", "gradient", "optimizer")}},
     "activations": {"stage": 3, "activation": {"tier": "host", "keep": 0}},
     "activations on disk": {"stage": 1, "activation": {"tier": "disk", "keep": 0}, "precision": {"param": "bf16"}},
-    "recomputed": {"stage": 3, "activation": {"checkpoint": "unit"}, **TIERED},
+    "recomputed": {"stage": 3, "units": {"names": ["0"], "min_numel": 0}, "activation": {"checkpoint": "unit"}, **TIERED},
     "overlap": {"stage": 2, "optimizer": {"tier": "host", "overlap": True}},
     "numba": {"stage": 3, "optimizer": {"tier": "host", "kernel": "numba"}, "precision": {"param": "bf16"}},
 }

@@ -5,6 +5,7 @@ pytest runs it on ranks over Gloo, all data from fixed seeds. It trains nothing.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -234,7 +235,10 @@ def test_reductions_of_unequal_ranks_or_of_values_that_are_not_finite_are_left_o
 def test_updates_in_backward_and_recomputation_are_measured_alike() -> None:
     for policy in ({"optimizer": {"overlap": True}}, {"activation": {"checkpoint": "unit"}}):
         model = made()
-        attachment = zhooks.attach(model, policy=UNITS | policy)
+        # A block, which can be recomputed; a single layer keeps its inputs alone.
+        model.add_module("first", nn.Sequential(model.first))
+        with warnings.catch_warnings(action="error"):
+            attachment = zhooks.attach(model, policy=UNITS | policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with attachment.noise_scale(ROWS, decay=1.0) as noise:
             for number in range(3):
