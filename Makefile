@@ -45,7 +45,9 @@ lint: setup
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy --strict zhooks offload tools/zprof tests benchmarks
 
-# Two processes: most tests wait for other ranks, for disks or for children, so one alone leaves the cores idle.
+# Two processes: most tests wait for other ranks, for disks or for children, so one alone leaves the cores idle. Hundreds of the
+# programs that tests start import the packages, which are compiled once unless the environment forbids it.
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
 
