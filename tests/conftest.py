@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.balance import longest_first
-from tests.selection import COLLECTED, FOUR_RANKS, covering, in_matrix, owing, row_of, starts_ranks
+from tests.selection import COLLECTED, FOUR_RANKS, case_of, covering, file_of, starts_ranks
 from tests.support.collector import collect_all
 from tests.support.paths import SEARCH_PATH
 from tests.support.ranks import Pool
@@ -54,14 +54,13 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Mark slow what a default run can do without, of the tests whose every case starts ranks; sort what is left for xdist."""
     config.stash[COLLECTED] = list(items)
-    cases: dict[str, list[pytest.Function]] = {}
+    files: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and starts_ranks(item) and item.get_closest_marker("slow") is None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, same in cases.items():
-        rows = [row_of(item.callspec.params) for item in same]
-        kept = set(covering(rows, owing(rows, every_world=in_matrix(name))))
-        for place, item in enumerate(same):
+            files.setdefault(file_of(item.nodeid), []).append(item)
+    for beside in files.values():
+        kept = set(covering([case_of(item) for item in beside]))
+        for place, item in enumerate(beside):
             if place not in kept:
                 item.add_marker(pytest.mark.slow)
     yield

@@ -5,41 +5,71 @@ It knows no test by name, and looks at nothing but parameters: a product of tier
 the default run growing with it.
 
 Note: [What a default run owes]
-Every value of every factor, and every value on two ranks where it ever meets two: the configuration that most people train in.
-Of worlds those below four, and four where the test has no case on two: a mesh of two axes. What holds on two ranks and on four
-is shown on four by the parity matrix, which has every stage at every world, and by a run of the slow cases. A default run
-chooses few cases that hold all that; a test that starts no ranks is cheap, and runs whole.
+Of a test, one case, on two ranks where it has any: the configuration that most people train in; and every value of its own
+factors, on two ranks where they ever meet two. World, stage, tier and transport are factors of most tests: of these, each
+value in a file, and each on two ranks, by whichever of its tests. Of worlds those below four, and four where a test has
+nothing else: a mesh of two axes. What holds on two ranks and on four is shown on four by the parity matrix, which owes all
+of this by test, and by a run of the slow cases. A default run chooses few cases that hold all that; a test that starts no
+ranks is cheap, and runs whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 #: Of a case: its parameters by name, as text where they cannot be compared.
 Row = Mapping[str, Hashable]
-#: A set of (factor, value), one or two, that some case must have.
-Fact = frozenset[tuple[str, Hashable]]
+#: That a test runs, or that a value of a factor is met by it or in its file; alone, or on two ranks.
+Fact = tuple[Hashable, ...]
 
 MAIN_WORLD = 2
 #: More ranks cost more than they show where there are cases on two.
 LARGEST_WORLD = 3
+#: What a test seldom has to itself: how the model that it trains is trained.
+SHARED = frozenset({"world", "stage", "tier", "transport"})
+#: The fixtures that start ranks, and the world of those that have always one; of ``ranks`` it is a parameter.
+POOLS: Mapping[str, int | None] = {"ranks": None, "ranks2": 2, "ranks1": 1}
 #: All that this session has collected, before any of it is deselected.
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 #: What the name of every case on four ranks holds.
 FOUR_RANKS = "world4"
 
 
+class Case(NamedTuple):
+    """One case of a parametrised test."""
+
+    test: str
+    """The test's identifier without its parameters: "tests/a/test_b.py::test_c"."""
+    row: Row
+
+
 def starts_ranks(item: pytest.Item) -> bool:
     """Whether this is a case of several that asks for a pool of ranks."""
-    return hasattr(item, "callspec") and "ranks" in item.fixturenames and "ranks" not in item.callspec.params  # type: ignore[attr-defined]
+    return hasattr(item, "callspec") and any(
+        pool in item.fixturenames and pool not in item.callspec.params  # type: ignore[attr-defined]
+        for pool in POOLS
+    )
 
 
-def in_matrix(name: str) -> bool:
-    """Whether a test of this name has its every world in a default run."""
-    return name.startswith("tests/parity/")
+def case_of(item: pytest.Function) -> Case:
+    """What is known of the choice of one that ``starts_ranks``."""
+    row = row_of(item.callspec.params)
+    for pool, world in POOLS.items():
+        if world is not None and pool in item.fixturenames:
+            row.setdefault("world", world)
+    return Case(item.nodeid.partition("[")[0], row)
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def in_matrix(test: str) -> bool:
+    """Whether this test has its every world in a default run, and shares no factor with others."""
+    return test.startswith("tests/parity/")
 
 
 def row_of(params: Mapping[str, Any]) -> dict[str, Hashable]:
@@ -50,36 +80,27 @@ def row_of(params: Mapping[str, Any]) -> dict[str, Hashable]:
     return row
 
 
-def owed(row: Row) -> set[Fact]:
-    """What this case shows of that which a default run must show."""
-    facts = [{choice} for choice in row.items()]
-    if row.get("world") == MAIN_WORLD:
-        facts += [{("world", MAIN_WORLD), choice} for choice in row.items()]
-    return {frozenset(fact) for fact in facts}
+def owed(case: Case) -> set[Fact]:
+    """What this case shows of that which a default run must show; see Note [What a default run owes]."""
+    whole = in_matrix(case.test)
+    facts: list[Fact] = [(case.test,)]
+    for name, value in case.row.items():
+        if whole or not _large(name, value):
+            facts.append((file_of(case.test) if name in SHARED and not whole else case.test, name, value))
+    on_two = [(*fact, "on two ranks") for fact in facts] if case.row.get("world") == MAIN_WORLD else []
+    return {*facts, *on_two}
 
 
-def owing(rows: Sequence[Row], *, every_world: bool) -> Callable[[Row], set[Fact]]:
-    """What each case shows of that which is owed of a test with these cases; see Note [What a default run owes]."""
-    if every_world or all(row.get("world") != MAIN_WORLD for row in rows):
-        return owed
-    return lambda row: {fact for fact in owed(row) if not any(map(_large, fact))}
+def covering(cases: Sequence[Case], wanted: Callable[[Case], set[Fact]] = owed) -> list[int]:
+    """The places of few cases that show all that any of them shows, in order; the same ones every time.
 
-
-def _large(choice: tuple[str, Hashable]) -> bool:
-    name, value = choice
-    return name == "world" and isinstance(value, int) and value > LARGEST_WORLD
-
-
-def covering(rows: Sequence[Row], wanted: Callable[[Row], set[Fact]] = owed) -> list[int]:
-    """The places of few rows that show all that any row shows, in order; the same ones every time.
-
-    Greedy: the row with most that is still missing comes next, the main configuration first among equals.
+    Greedy: the case with most that is still missing comes next, the main configuration first among equals.
     """
-    shown = [wanted(row) for row in rows]
+    shown = [wanted(case) for case in cases]
     missing = set().union(*shown)
     places: list[int] = []
     while missing:
-        best = max(range(len(rows)), key=lambda place: (len(shown[place] & missing), *_main(rows[place]), -place))
+        best = max(range(len(cases)), key=lambda place: (len(shown[place] & missing), *_main(cases[place].row), -place))
         places.append(best)
         missing -= shown[best]
     return sorted(places)
@@ -87,6 +108,10 @@ def covering(rows: Sequence[Row], wanted: Callable[[Row], set[Fact]] = owed) -> 
 
 def _main(row: Row) -> tuple[bool, bool]:
     return row.get("world") == MAIN_WORLD, row.get("stage") == 3
+
+
+def _large(name: str, value: Hashable) -> bool:
+    return name == "world" and isinstance(value, int) and value > LARGEST_WORLD
 
 
 def _plain(value: Any) -> Hashable:

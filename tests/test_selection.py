@@ -6,45 +6,72 @@ pytest runs it; the suite's own cases are those of this very session, collected 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
 
 from tests.balance import SECONDS, longest_first
-from tests.selection import COLLECTED, FOUR_RANKS, covering, in_matrix, owing, row_of, starts_ranks
+from tests.selection import COLLECTED, FOUR_RANKS, SHARED, Case, case_of, covering, in_matrix, row_of, starts_ranks
+
+TRAINS = "tests/a/test_loop.py::test_it_trains"
+SAVES = "tests/a/test_loop.py::test_it_saves"
 
 
-def product(**factors: tuple[Hashable, ...]) -> list[dict[str, Hashable]]:
-    return [dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())]
+def product(test: str = TRAINS, **factors: tuple[Hashable, ...]) -> list[Case]:
+    return [Case(test, dict(zip(factors, row, strict=True))) for row in itertools.product(*factors.values())]
 
 
-def test_every_value_every_world_and_every_value_on_two_ranks_is_chosen() -> None:
-    rows = product(world=(1, 2, 4), stage=(0, 1, 2, 3), tier=("device", "host", "disk"), reshard=(True, False))
-    chosen = [rows[place] for place in covering(rows)]
-    assert {row["world"] for row in chosen} == {1, 2, 4}
-    assert {row["stage"] for row in chosen if row["world"] == 2} == {0, 1, 2, 3}
-    assert {row["tier"] for row in chosen if row["world"] == 2} == {"device", "host", "disk"}
-    assert {row["reshard"] for row in chosen if row["world"] == 2} == {True, False}
-    assert len(chosen) == 6, "a case for each stage on two ranks, and one for each other world, of 72"
+def chosen_of(cases: list[Case]) -> list[Case]:
+    return [cases[place] for place in covering(cases)]
 
 
-def test_four_ranks_are_chosen_only_where_no_case_has_two() -> None:
-    rows = product(world=(1, 2, 4), tier=("device", "host"))
-    chosen = [rows[place] for place in covering(rows, owing(rows, every_world=False))]
-    assert {row["world"] for row in chosen} == {1, 2}
-    assert {row["tier"] for row in chosen if row["world"] == 2} == {"device", "host"}
-    every = covering(rows, owing(rows, every_world=True))
-    assert {rows[place]["world"] for place in every} == {1, 2, 4}
-    four = product(world=(3, 4), tier=("device", "host"))
-    assert {four[place]["world"] for place in covering(four, owing(four, every_world=False))} == {3, 4}
-    alone = [*product(world=(2,), tier=("device",)), {"world": 4, "tier": "disk"}]
-    assert covering(alone, owing(alone, every_world=False)) == [0, 1], "a value that only four ranks have"
+def values(cases: list[Case], factor: str, *, world: int | None = None) -> set[Hashable]:
+    return {row[factor] for _, row in cases if factor in row and world in (None, row.get("world"))}
+
+
+def test_every_value_of_a_test_is_chosen_and_every_value_on_two_ranks() -> None:
+    cases = product(world=(1, 2), stage=(0, 1, 2, 3), tier=("device", "host", "disk"), reshard=(True, False))
+    chosen = chosen_of(cases)
+    assert values(chosen, "world") == {1, 2}
+    assert values(chosen, "stage", world=2) == {0, 1, 2, 3}
+    assert values(chosen, "tier", world=2) == {"device", "host", "disk"}
+    assert values(chosen, "reshard", world=2) == {True, False}
+    assert len(chosen) == 5, "a case for each stage on two ranks, and one on one rank, of 48"
+
+
+def test_tests_of_a_file_share_stages_and_tiers_and_each_has_its_own_values() -> None:
+    factors: dict[str, tuple[Hashable, ...]] = {"world": (1, 2), "stage": (0, 1, 2, 3), "tier": ("device", "host")}
+    cases = [*product(**factors, reshard=(True, False)), *product(SAVES, **factors)]
+    chosen = chosen_of(cases)
+    assert values(chosen, "stage", world=2) == {0, 1, 2, 3} and values(chosen, "tier", world=2) == {"device", "host"}
+    trains, saves = ([case for case in chosen if case.test == test] for test in (TRAINS, SAVES))
+    assert values(trains, "reshard", world=2) == {True, False} and values(saves, "world") >= {2}
+    assert len(chosen) == 5, "four stages on two ranks and one case on one rank, between both tests"
+    apart = [*cases, *product("tests/a/test_other.py::test_it_trains", **factors)]
+    assert values([case for case in chosen_of(apart) if "other" in case.test], "stage", world=2) == {0, 1, 2, 3}
+
+
+def test_four_ranks_are_chosen_only_where_a_test_has_nothing_else() -> None:
+    cases = product(world=(1, 2, 4), tier=("device", "host"))
+    assert values(chosen_of(cases), "world") == {1, 2}
+    assert values(chosen_of(product("tests/parity/test_a.py::test_b", world=(1, 2, 4), tier=("device",))), "world") == {1, 2, 4}
+    four = product(world=(4,), kind=("sgd", "adam"))
+    assert chosen_of(four) == four
+    alone = [*product(world=(2,), kind=("sgd",)), Case(TRAINS, {"world": 4, "kind": "adam"})]
+    assert covering(alone) == [0, 1], "a value that only four ranks have"
+
+
+def test_the_parity_matrix_shares_nothing() -> None:
+    tests = [f"tests/parity/test_a.py::{name}" for name in ("test_b", "test_c")]
+    cases = [case for test in tests for case in product(test, world=(1, 2), stage=(0, 1))]
+    assert all(values([case for case in chosen_of(cases) if case.test == test], "stage", world=2) == {0, 1} for test in tests)
 
 
 def test_of_a_table_whose_every_line_has_a_value_of_its_own_all_is_chosen() -> None:
-    rows = [{"text": f"line {number}", "fails": number % 2} for number in range(20)]
-    assert covering(rows) == list(range(20))
+    cases = [Case(TRAINS, {"text": f"line {number}", "fails": number % 2}) for number in range(20)]
+    assert covering(cases) == list(range(20))
 
 
 def test_workers_take_the_longest_files_first_and_the_tests_of_a_file_one_after_another() -> None:
@@ -60,16 +87,14 @@ def test_every_file_whose_time_is_known_is_there() -> None:
 
 
 def test_a_pair_that_no_case_has_is_not_asked_for() -> None:
-    rows = [{"world": 1, "stage": 0}, {"world": 2, "stage": 3}]
-    assert covering(rows) == [0, 1]
+    assert covering([Case(TRAINS, {"world": 1, "stage": 0}), Case(TRAINS, {"world": 2, "stage": 3})]) == [0, 1]
 
 
 def test_the_choice_is_the_same_every_time_and_prefers_two_ranks_and_stage_3() -> None:
-    rows = product(world=(1, 2), tier=("device", "host"), stage=(1, 3))
-    assert covering(rows) == covering(rows)
-    assert rows[covering([{**row, "world": "unseen"} for row in rows])[0]]["stage"] in (1, 3)
-    alike = [{"stage": stage, "of": "one"} for stage in (1, 3)]
-    assert covering(alike, lambda row: {frozenset({("of", row["of"])})}) == [1]
+    cases = product(world=(1, 2), tier=("device", "host"), stage=(1, 3))
+    assert covering(cases) == covering(cases)
+    alike = [Case(TRAINS, {"stage": stage, "of": "one"}) for stage in (1, 3)]
+    assert covering(alike, lambda case: {("of", case.row["of"])}) == [1]
 
 
 def test_choices_given_as_a_mapping_are_factors_and_what_cannot_be_compared_is_its_text() -> None:
@@ -79,24 +104,35 @@ def test_choices_given_as_a_mapping_are_factors_and_what_cannot_be_compared_is_i
 
 
 def test_a_default_run_of_this_suite_holds_what_it_owes(pytestconfig: pytest.Config) -> None:
-    """Of every function with cases on ranks: each value, each world that is owed, each value on two ranks."""
-    cases: dict[str, list[pytest.Function]] = {}
+    """Of every function with cases on ranks a case and each of its values, of every file each stage and tier; on two ranks."""
+    functions: dict[str, list[pytest.Function]] = {}
     for item in everything(pytestconfig):
         if starts_ranks(item):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    assert len(cases) > 400
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    assert len(functions) > 400
     fewer, lacking = 0, []
-    for name, same in cases.items():
-        ours = [item for item in same if not _slow_by_its_author(item)]
-        default = [item for item in ours if item.get_closest_marker("slow") is None]
+    wanted, shown = defaultdict[str, set[object]](set), defaultdict[str, set[object]](set)
+    for name, same in functions.items():
+        ours = [case_of(item) for item in same if not _slow_by_its_author(item)]
+        default = [case_of(item) for item in same if item.get_closest_marker("slow") is None]
         fewer += len(default) < len(ours)
-        wanted = owing([row_of(item.callspec.params) for item in ours], every_world=in_matrix(name))
-        shown, all_there_is = (set().union(*(wanted(row_of(i.callspec.params)) for i in some), ()) for some in (default, ours))
-        lacking += [f"{name} lacks {sorted(map(str, fact))}" for fact in all_there_is - shown]
+        if ours and not default:
+            lacking.append(f"{name} has no case at all")
+        for cases, found in ((ours, wanted), (default, shown)):
+            for test, row in cases:
+                on_two = {(*choice, "on two ranks") for choice in row.items() if row.get("world") == 2}
+                for factor, value, *where in {*row.items(), *on_two}:
+                    shares = factor in SHARED and not in_matrix(test)
+                    if in_matrix(test) or (factor, value) != ("world", 4):
+                        found[test.partition("::")[0] if shares else test].add((factor, value, *where))
+    lacking += [f"{owner} lacks {fact}" for owner, facts in wanted.items() for fact in facts - shown[owner]]
     assert not lacking
     assert fewer > 50, "or nothing was chosen"
-    all_of_them = itertools.chain.from_iterable(cases.values())
-    on_four = [i for i in all_of_them if "ranks4" in i.fixturenames or row_of(i.callspec.params).get("world") == 4]
+    on_four = [
+        i
+        for i in itertools.chain.from_iterable(functions.values())
+        if "ranks4" in i.fixturenames or case_of(i).row.get("world") == 4
+    ]
     assert on_four and all(FOUR_RANKS in item.nodeid.partition("[")[2] for item in on_four), "one worker owns the pool of four"
 
 
