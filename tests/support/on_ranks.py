@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,15 @@ Job = Callable[..., Any]
 def on_ranks(*worlds: int, limit_s: float = LIMIT_S, **choices: tuple[Any, ...]) -> Callable[[Job], Any]:
     """Run the function on every rank of each world, for each combination of ``choices``, given as keywords.
 
+    A choice that is made by ``slow`` is left to a run of the slow cases.
     ``limit_s`` is for what may take longer than others: no job is given less than ``LIMIT_S``.
     """
 
     def decorate(job: Job) -> Any:
         cases = [
-            pytest.param(world, dict(zip(choices, row, strict=True)), id="-".join([f"world{world}", *map(str, row)]))
+            pytest.param(world, chosen, id="-".join([f"world{world}", *named]), marks=marks)
             for world in worlds
-            for row in itertools.product(*choices.values())
+            for chosen, named, marks in combinations(choices)
         ]
 
         @pytest.mark.parametrize(("world", "chosen"), cases)
@@ -45,6 +47,26 @@ def on_ranks(*worlds: int, limit_s: float = LIMIT_S, **choices: tuple[Any, ...])
         return test
 
     return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class _Slow:
+    value: Any
+
+
+def slow(*values: Any) -> tuple[Any, ...]:
+    """Choices that a default run does without."""
+    return tuple(map(_Slow, values))
+
+
+def combinations(
+    choices: Mapping[str, tuple[Any, ...]],
+) -> Iterator[tuple[dict[str, Any], list[str], list[pytest.MarkDecorator]]]:
+    """Each combination of ``choices``: the value of each, how each is named, and the marks of the whole."""
+    for row in itertools.product(*choices.values()):
+        values = [choice.value if isinstance(choice, _Slow) else choice for choice in row]
+        marks = [pytest.mark.slow] if any(isinstance(choice, _Slow) for choice in row) else []
+        yield dict(zip(choices, values, strict=True)), list(map(str, values)), marks
 
 
 def place() -> tuple[int, int]:

@@ -6,7 +6,6 @@ everything takes the same time.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from offload.virtual import Machine, Operation
+from tests.support.on_ranks import combinations
 from tests.support.ranks import Pool
 
 
@@ -47,12 +47,12 @@ class Flat:
 
 
 def on_virtual(**choices: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any]:
-    """Run the function in the session's process for the virtual device, for each combination of ``choices``."""
+    """Run the function in the session's process for the virtual device, for each combination of ``choices``, as `on_ranks`."""
 
     def decorate(job: Callable[..., Any]) -> Any:
         cases = [
-            pytest.param(dict(zip(choices, row, strict=True)), id="-".join(map(str, row)) or "virtual")
-            for row in itertools.product(*choices.values())
+            pytest.param(chosen, id="-".join(named) or "virtual", marks=marks)
+            for chosen, named, marks in combinations(choices)
         ]
 
         @pytest.mark.parametrize("chosen", cases)
