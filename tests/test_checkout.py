@@ -22,7 +22,7 @@ def test_tests_import_this_checkout() -> None:
     assert [module.__path__[0] for module in (zhooks, offload, zprof)] == [str(place) for place in PLACES.values()]
 
 
-@pytest.mark.parametrize("start", ["fresh", "forked"])
+@pytest.mark.parametrize("start", ["forked", pytest.param("fresh", marks=pytest.mark.slow)])
 def test_a_process_that_a_test_starts_in_another_folder_imports_this_checkout(start: str, tmp_path: Path) -> None:
     if start == "forked":
         done = forked.python("-c", SHOWN, at=tmp_path)

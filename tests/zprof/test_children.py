@@ -348,6 +348,7 @@ def test_a_loader_worker_that_the_kernel_ends_for_want_of_memory_is_named(tmp_pa
     assert "zprof: of 2 loader workers each one fewer (num_workers) saves about " in said
 
 
+@pytest.mark.slow
 def test_a_full_dev_shm_is_told_from_other_failures_of_loader_workers(tmp_path: Path) -> None:
     (tmp_path / "load.py").write_text(LOADING)
     prepare = """

@@ -29,6 +29,8 @@ from zprof.trace.reader import Trace
 
 BEGIN, END, INSTANT, COUNTER, ALLOC, FREE, SPAN = RowKind
 START = HEADER.mono_ns
+
+
 @pytest.fixture
 def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Export:
     return exporting(tmp_path, monkeypatch)
@@ -149,6 +151,7 @@ def test_ranks_are_processes_on_one_clock(export: Export) -> None:
     assert len({event["tid"] for event in events if event["name"] == "thread_name"}) == 3
 
 
+@pytest.mark.slow
 def test_a_file_stays_below_40_megabytes_and_says_what_it_left_out(export: Export) -> None:
     def rows() -> Iterator[Row]:
         for number in range(120_000):
@@ -224,6 +227,7 @@ def test_the_lines_that_made_a_storage_stand_below_its_module_the_outermost_firs
     assert whole["profiles"][0]["samples"] == [[0, 1, 2, 3, 4]] and whole["profiles"][0]["weights"] == [MIB]
 
 
+@pytest.mark.slow
 def test_hundred_thousand_frames_and_paths_of_any_depth_stay_small(export: Export) -> None:
     what = placed("parameter", "device")
     rows = [Row(COUNTER, what, f"m.{number}.w{number}", number + 1, START + 5) for number in range(120_000)]

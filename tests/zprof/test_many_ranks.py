@@ -185,6 +185,7 @@ def next_of(zprof: Zprof, *runs: str) -> list[str]:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_page_of_many_ranks_has_the_figures_of_all_and_draws_a_few(zprof: Zprof) -> None:
     pytest.importorskip("plotly", reason="needs plotly: pip install 'zhooks[pages]'")
     job(Path("runs"), WORLD)

@@ -63,6 +63,7 @@ def test_a_run_is_numbered_above_all_others_whatever_their_ranks() -> None:
     assert Path("run-5.0.zprof").is_file()
 
 
+@pytest.mark.slow
 def test_ranks_that_begin_one_after_the_other_agree_on_the_number() -> None:
     Path("launcher.py").write_text(LAUNCHER)
     for given in (("a0", "a1"), ("b0", "b1", "b2"), ("c0", "c1")):

@@ -247,7 +247,7 @@ def test_recording_that_insists_on_nvml_is_refused_without_it(library: Path, tmp
     assert f"{CapabilityError.__name__}: {expected}" in done.stderr
 
 
-@pytest.mark.parametrize("cases", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutated_answers_give_a_right_reading_or_a_state_of_one_line(library: Path, tmp_path: Path, cases: int) -> None:
     Slots(tmp_path / "slots")
     done = subprocess.run(

@@ -592,6 +592,7 @@ torch.empty(16 << 20)
 """
 
 
+@pytest.mark.slow
 def test_what_malloc_keeps_of_what_was_freed_is_offered_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TORN)
     failed = fresh("-m", "zprof", "run", "--level", "alloc", "train.py", at=tmp_path)
@@ -645,8 +646,8 @@ if sys.argv[3:]:
 @pytest.mark.parametrize(
     ("left_mib", "limit"),
     [
-        (4, "RLIMIT_AS"),
         (60, "RLIMIT_DATA"),
+        pytest.param(4, "RLIMIT_AS", marks=pytest.mark.slow),
         pytest.param(4, "RLIMIT_DATA", marks=pytest.mark.slow),
         pytest.param(60, "RLIMIT_AS", marks=pytest.mark.slow),
     ],

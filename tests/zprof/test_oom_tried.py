@@ -99,6 +99,7 @@ def body(made: Path, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_without_a_job_what_is_offered_says_that_it_was_not_tried(made: Path) -> None:
     found = result(made, "untried")
     assert found["code"] == 0 and found["out"].startswith("out of memory: [budget] device refused ")
@@ -106,6 +107,7 @@ def test_without_a_job_what_is_offered_says_that_it_was_not_tried(made: Path) ->
     assert found["out"].rstrip().splitlines()[-1].startswith("zprof oom RUN --job module:function --hardware FILE tries each")
 
 
+@pytest.mark.slow
 def test_what_the_simulator_says_of_a_real_run_s_remedies_is_so(made: Path) -> None:
     found = body(made, "real")
     assert result(made, "real")["code"] == 0 and found["failure"]["bound"] == "[budget] device"

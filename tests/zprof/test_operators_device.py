@@ -202,6 +202,7 @@ def inside(arrow: dict[str, Any], slices: Sequence[dict[str, Any]]) -> str:
     return str(min(holding, key=lambda each: each["dur"])["name"])
 
 
+@pytest.mark.slow
 def test_a_million_events_are_read_in_chunks_and_drawn_within_the_bound(tmp_path: Path) -> None:
     count = 1 << 18
     begin = BEGIN + np.arange(count) * 100

@@ -79,6 +79,7 @@ def test_the_import_of_a_torch_that_zprof_does_not_know_succeeds(tmp_path: Path)
     assert run["measures"]["device.peak"] is None and "not followed, not with torch 2.99" in run["unseen"]["device.peak"]
 
 
+@pytest.mark.slow
 def test_a_name_that_torch_lacks_costs_what_needs_it_and_is_said_once(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", NAMES], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

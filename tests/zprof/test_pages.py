@@ -410,6 +410,7 @@ def test_a_timeline_is_drawn_and_answers_clicks_without_a_complaint_or_a_request
     assert browser.complaints() == [] and browser.requests() == []
 
 
+@pytest.mark.slow
 def test_what_was_before_the_first_step_is_seen_when_zoomed_out_and_times_are_in_their_unit(
     zprof: Zprof, browser: Browser
 ) -> None:
@@ -429,6 +430,7 @@ def test_what_was_before_the_first_step_is_seen_when_zoomed_out_and_times_are_in
     assert browser.complaints() == [] and browser.requests() == []
 
 
+@pytest.mark.slow
 def test_a_model_much_smaller_than_the_process_has_a_scale_of_its_own(zprof: Zprof, browser: Browser) -> None:
     rss = [Row(RowKind.COUNTER, "rss", "", (200 << 20) + (number << 30), 1_000_000_000 + number) for number in range(1, 4)]
     write_trace(Path("run.zprof"), [*rss, *sample_rows(steps=2, units=3, level="alloc", start_ns=1_000_000_010)])
@@ -444,6 +446,7 @@ def test_a_model_much_smaller_than_the_process_has_a_scale_of_its_own(zprof: Zpr
     assert browser.complaints() == [] and browser.requests() == []
 
 
+@pytest.mark.slow
 def test_a_timeline_of_ranks_shows_one_or_all_of_them(zprof: Zprof, browser: Browser) -> None:
     for rank in range(2):
         rows = sample_rows(steps=2, units=3, start_ns=1_000_000_000 + rank * 1_000_000)
@@ -497,6 +500,7 @@ def test_a_page_of_many_ranks_names_each_of_them_and_shows_what_ran_on_a_few(zpr
     assert browser.complaints() == [] and browser.requests() == []
 
 
+@pytest.mark.slow
 def test_more_ranks_than_columns_still_show_the_one_that_stands_out(zprof: Zprof, browser: Browser) -> None:
     job(Path("runs"), 50)
     assert zprof("timeline", "runs", "-o", "page.html").exit_code == 0
@@ -541,6 +545,7 @@ def with_data(text: str, data: dict[str, Any]) -> str:
     return re.sub(r'(id="data">)[^<]*', lambda found: found[1] + packed, text)
 
 
+@pytest.mark.slow
 def test_a_run_too_long_for_a_page_says_what_was_merged_and_keeps_steps_whole(
     zprof: Zprof, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -629,6 +634,7 @@ def drawn_in(pixels: NDArray[np.uint8], color: str) -> int:
     return int((np.abs(pixels.astype(int) - wanted).max(axis=2) <= 3).sum())
 
 
+@pytest.mark.slow
 def test_a_page_is_light_or_dark_as_the_system_is_and_draws_each_category_in_both(zprof: Zprof, browser: Browser) -> None:
     write_trace(Path("run.zprof"), sample_rows(steps=3, units=6, level="alloc"), level="alloc")
     assert zprof("timeline", "run.zprof").exit_code == 0 and zprof("flamegraph", "run.zprof").exit_code == 0
@@ -677,6 +683,7 @@ def overlapping_reads(begin_ns: int) -> Iterator[Row]:
         yield Row(RowKind.END, "disk read", f"optim/block.{number}", MIB, begin_ns + 300_000_000 + number * 10_000_000)
 
 
+@pytest.mark.slow
 def test_labels_of_spans_that_lie_over_one_another_do_not(zprof: Zprof, browser: Browser) -> None:
     rows = list(sample_rows(steps=2, units=3))
     write_trace(Path("run.zprof"), [*rows, *overlapping_reads(rows[-1].time_ns)])
@@ -686,6 +693,7 @@ def test_labels_of_spans_that_lie_over_one_another_do_not(zprof: Zprof, browser:
     assert count > 1 and overlapping == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_units_can_be_read_sorted_and_found(zprof: Zprof, browser: Browser, units: int) -> None:
     write_trace(Path("run.zprof"), sample_rows(steps=2, units=units), level="events")

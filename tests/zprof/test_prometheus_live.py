@@ -150,6 +150,7 @@ def test_ranks_of_a_run_share_its_name() -> None:
 # --- while a script runs ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_file_has_the_figures_while_the_script_runs_and_is_gone_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "train.prom"
     with training(tmp_path, "--prometheus-file", "train.prom") as running:
@@ -204,6 +205,7 @@ def test_an_endpoint_is_scraped_while_the_script_runs_and_passes_its_signals_on(
         urlopen(f"http://127.0.0.1:{port + 1}/metrics", timeout=60)
 
 
+@pytest.mark.slow
 def test_what_a_killed_wait_left_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
     path = tmp_path / "train.prom"
     with training(tmp_path, "--prometheus-file", "train.prom") as running:

@@ -264,7 +264,7 @@ def test_a_forked_child_records_nothing_and_ends(path: Path) -> None:
     assert rows_of(path, "child") == [] and not Trace.open(path).notes("child") and ending(path)["exit"] == 0
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_of_a_loader_record_nothing(path: Path, method: str) -> None:
     with zprof.record(path, nvml="off") as recorder:
         # A range: what is spawned imports nothing of ours to have it.
@@ -535,6 +535,7 @@ def test_rows_reach_the_file_within_a_second_however_rarely_is_sampled(path: Pat
 # What it keeps.
 
 
+@pytest.mark.slow
 def test_a_long_recording_keeps_nothing(path: Path) -> None:
     attachment, optimizer = training({"stage": 3})
     marks: list[tuple[int, int]] = []

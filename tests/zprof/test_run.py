@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,10 @@ def python(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=at, env=NOT_LAUNCHED, capture_output=True, text=True, timeout=600)
 
 
+def slowly(*values: Any) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def theirs(text: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("zprof: "))
 
@@ -67,7 +72,7 @@ def script(at: Path, text: str, name: str = "script.py") -> str:
     return name
 
 
-@pytest.mark.parametrize("mode", ["0", "7", "300", "raise", "text", "interrupt", "hook", "group", "_exit", "abort"])
+@pytest.mark.parametrize("mode", ["0", "7", "raise", "abort", *slowly("300", "text", "interrupt", "hook", "group", "_exit")])
 def test_a_script_prints_raises_and_ends_as_under_plain_python(mode: str, tmp_path: Path) -> None:
     script(tmp_path, ENDINGS, "below/script.py")
     plain = python("below/script.py", mode, "--", "-f", at=tmp_path)
@@ -82,6 +87,7 @@ def test_a_script_prints_raises_and_ends_as_under_plain_python(mode: str, tmp_pa
         assert end.body["exit"] == {"7": 7, "300": 300, "_exit": 9}.get(mode, 0 if mode == "0" else 1)
 
 
+@pytest.mark.slow
 def test_an_error_within_an_operation_is_shown_without_what_listens_to_it(tmp_path: Path) -> None:
     script(
         tmp_path,
@@ -107,6 +113,7 @@ def test_a_reader_that_goes_away_ends_a_command_as_it_ends_cat(tmp_path: Path) -
         assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b""), words
 
 
+@pytest.mark.slow
 def test_modules_folders_and_scripts_that_do_not_compile_are_as_under_plain_python(tmp_path: Path) -> None:
     script(tmp_path, "", "pkg/__init__.py")
     script(tmp_path, "import sys; print(sys.argv, sys.path[0], __spec__.name, __package__); raise ValueError", "pkg/mod.py")
@@ -209,7 +216,7 @@ sys.exit(10 * len(heard) + len(set(heard)))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, *slowly(signal.SIGHUP, signal.SIGUSR1)])
 def test_a_signal_sent_to_zprof_reaches_the_script_once(number: signal.Signals, tmp_path: Path) -> None:
     run = started(script(tmp_path, HEARS), number.name, at=tmp_path)
     run.send_signal(number)

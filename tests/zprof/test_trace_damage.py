@@ -160,7 +160,7 @@ def resealed(data: bytes) -> bytes:
     return bytes(out)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_ten_times_a_thousand_mutated_files_are_read_or_refused_in_one_line(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     sources = []

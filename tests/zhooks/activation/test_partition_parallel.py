@@ -75,6 +75,7 @@ def compare(rows: list[tuple[int, str, str, bool]]) -> None:
             assert keys == ([f"blocks.{n}" for n in reversed(range(LAYERS))] if cut else []), (stage, tier)
 
 
+@pytest.mark.slow
 @on_ranks(4, limit_s=180.0)
 def test_compositions_train_as_the_plain_model() -> None:
     compare(DIAGONAL)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.inside import flats_of, runtime_of, short_waits
 from tests.support.moving import arranged
-from tests.support.on_ranks import folder, on_ranks
+from tests.support.on_ranks import folder, on_ranks, slow
 from tests.support.values import full, same
 
 #: Long: nobody is given up but inside ``short_waits``.
@@ -83,7 +83,7 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-@on_ranks(2, transport=("shm", "p2p", "stock"), stage=(3,))
+@on_ranks(2, transport=("shm", *slow("p2p", "stock")), stage=(3,))
 def test_a_late_rank_is_named_by_all_and_the_step_repeated_with_equal_bits(transport: str, stage: int) -> None:
     late_rank_recovers(transport, stage)
 

@@ -290,7 +290,7 @@ def ages(path: str) -> None:
         case(2, {"stage": 3, "units": 64}, {}, other=1),
         case(2, {}, {"stage": 0}, other=2, slow=True),
         case(4, {"replicate": 2}, {}, other=2, slow=True),
-        case(4, {"tp": 2}, {}, other=2),
+        case(4, {"tp": 2}, {}, other=2, slow=True),
     ],
 )
 def test_a_folder_that_says_nothing_of_its_mesh_loads_on_others(

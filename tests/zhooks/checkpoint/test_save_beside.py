@@ -405,6 +405,7 @@ assert number > 15
 
 
 # Every other call by default, of the one save or of the next of a series.
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_save_killed_at_any_call_leaves_one_checkpoint_that_loads(tmp_path: Path, every: int) -> None:
     done = python("-c", KILLED, str(tmp_path), str(every))

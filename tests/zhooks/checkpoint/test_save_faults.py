@@ -37,7 +37,7 @@ from offload.text import as_size
 from tests.support.forked import python
 from tests.support.inside import checksum_of, units_of
 from tests.support.json_damage import mutate, places
-from tests.support.on_ranks import folder, from_first, on_ranks, place
+from tests.support.on_ranks import folder, from_first, on_ranks, place, slow
 from tests.support.ranks import End, Pool
 from tests.support.resuming import Run
 from tests.support.values import same
@@ -104,6 +104,7 @@ for earlier, exchanges in ((True, True), (True, False), (False, True)):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_save_killed_at_any_call_leaves_one_checkpoint_that_loads(tmp_path: Path, every: int) -> None:
     """SIGKILL before each call that touches the file system: the earlier one loads, or from the commit on the new one.
@@ -398,7 +399,7 @@ MUTATED = st.one_of(
 )
 
 
-@on_ranks(1, limit_s=180, signed=(False, True))
+@on_ranks(1, limit_s=180, signed=(True, *slow(False)))
 def test_a_mutated_manifest_is_an_error_or_means_the_same(signed: bool) -> None:
     """``signed``: the checksum is made to fit, so that the checks behind it have to find out."""
     run = Run(SMALL)

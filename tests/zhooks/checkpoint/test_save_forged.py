@@ -23,7 +23,7 @@ import zhooks
 from offload.shards import Entry, ShardReader, ShardWriter, read_manifest, shard_name
 from tests.support.inside import checksum_of
 from tests.support.json_damage import mutate, places
-from tests.support.on_ranks import folder, from_first, on_ranks, place
+from tests.support.on_ranks import folder, from_first, on_ranks, place, slow
 from tests.support.resuming import Run, stir
 from tests.support.values import sharded
 
@@ -125,7 +125,7 @@ def outcome(run: Run, path: Path) -> str:
     return ""
 
 
-@on_ranks(2, limit_s=400.0, part=("document", "tensors"))
+@on_ranks(2, limit_s=400.0, part=("tensors", *slow("document")))
 def test_a_forged_checkpoint_loads_whole_or_changes_nothing_on_any_rank(part: str) -> None:
     run = Run(POLICY)
     run.train(range(2))

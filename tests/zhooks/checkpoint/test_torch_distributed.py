@@ -205,7 +205,10 @@ def test_what_a_dp_by_tp_mesh_saves_loads_over_other_meshes(ranks: Ranks, tmp_pa
 # ---- whole states on their owner
 
 
-@pytest.mark.parametrize("cells", [{}, {"optimizer": {"tier": "host"}}], ids=["device", "host"])
+@pytest.mark.parametrize(
+    "cells",
+    [pytest.param({}, id="device", marks=pytest.mark.slow), pytest.param({"optimizer": {"tier": "host"}}, id="host")],
+)
 def test_states_that_one_rank_keeps_whole_go_through(ranks: Ranks, tmp_path: Path, cells: dict[str, Any]) -> None:
     policy = {"stage": 3} | cells
     for kind in ("adafactor", "muon_with_adam"):

@@ -32,6 +32,7 @@ PAIRS = (
 )
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_no_rank_takes_the_bytes_of_another_call_for_its_own() -> None:
     rank, world = place()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -154,6 +155,7 @@ def test_a_rank_that_comes_to_the_first_unit_has_started_all_it_has_skipped() ->
     as_plain(Stem, policy | EACH, chosen=chosen)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_ranks_that_use_other_parameters_reduce_in_one_order_over_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

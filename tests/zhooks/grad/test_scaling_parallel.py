@@ -29,6 +29,7 @@ def blown_up(module: object, grads: tuple[Any, ...], _: object) -> tuple[Any, ..
     return tuple(grad * torch.inf if grad is not None and dist.get_rank() == 1 else grad for grad in grads)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_divided_model_in_fp16_follows_fp32_and_skips_together() -> None:
     mesh = mesh_of(2)

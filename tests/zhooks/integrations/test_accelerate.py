@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zhooks
 from tests.support.compiling import breaks, compiling, graphs
 from tests.support.launched import launched
-from tests.support.on_ranks import folder, hooks_left, on_ranks, place
+from tests.support.on_ranks import folder, hooks_left, on_ranks, place, slow
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -108,7 +108,7 @@ def test_a_script_trains_what_it_trains_under_accelerate_alone(policy: dict[str,
             torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 
-@on_ranks(2, limit_s=120.0, regional=(True, False))
+@on_ranks(2, limit_s=120.0, regional=(False, *slow(True)))
 @compiling()
 def test_a_script_that_asks_for_compilation_trains_the_same_by_compiled_blocks(regional: bool) -> None:
     expected = plain(STEPS)

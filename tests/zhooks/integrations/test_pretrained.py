@@ -103,6 +103,7 @@ def test_no_rank_takes_more_memory_than_its_shards_and_one_unit_and_a_run_of_a_f
         assert found["grown"] < found["kept"] + found["unit"] + (24 << 20), found
 
 
+@pytest.mark.slow
 def test_importing_zhooks_imports_no_library_and_a_missing_one_is_named_with_what_installs_it() -> None:
     program = (
         "import sys, importlib.metadata as metadata, zhooks\n"

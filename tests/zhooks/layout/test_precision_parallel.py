@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zhooks
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, slow
 from tests.support.pipelines import Run
 from tests.support.pipelines import mesh_of as staged
 from tests.support.tp_gpt import divide, plain_gpt
@@ -42,7 +42,7 @@ def same_on_all(values: list[Tensor]) -> bool:
     return torch.equal(least, most)
 
 
-@on_ranks(4, stage=(1, 3))
+@on_ranks(4, stage=(3, *slow(1)))
 def test_rules_give_units_of_a_divided_model_their_own_dtype(stage: int) -> None:
     mesh, plain = mesh_of(2), plain_gpt()
     expected = train(plain, adamw(plain), (0, 1), 4)
@@ -68,7 +68,7 @@ def test_rules_give_units_of_a_divided_model_their_own_dtype(stage: int) -> None
     attachment.detach()
 
 
-@on_ranks(4, tier=("device", "host"))
+@on_ranks(4, tier=("host", *slow("device")))
 def test_what_ranks_of_tp_hold_alike_is_rounded_alike(tier: str) -> None:
     mesh, plain = mesh_of(2), plain_gpt()
     expected = train(plain, adamw(plain, 1e-3), (0, 1), STEPS)
@@ -84,6 +84,7 @@ def test_what_ranks_of_tp_hold_alike_is_rounded_alike(tier: str) -> None:
     assert same_on_all([whole(param.detach()) for param in model.parameters()])
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_calibration_of_a_divided_model_proposes_the_same_on_every_rank() -> None:
     mesh = mesh_of(2)
@@ -150,6 +151,7 @@ def test_a_stage_that_is_rounded_stochastically_trains_beside_one_that_is_not() 
     attachment.detach()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_mesh_of_tp_alone_calibrates_and_rounds() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

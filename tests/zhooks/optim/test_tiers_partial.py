@@ -20,7 +20,7 @@ from offload.store import Block, Mode, Store
 from offload.store.lease import Lease
 from offload.store.transfer import as_bytes
 from offload.tier import Tier
-from tests.support.on_ranks import on_ranks, place
+from tests.support.on_ranks import on_ranks, place, slow
 from zhooks.optim.numba_kernel import AdamRule
 
 STEPS = 6
@@ -104,7 +104,7 @@ def losses(case: str, kernel: str, tier: str, **more: Any) -> list[Tensor]:
     return [*seen, *(param.detach().clone() for param in model.parameters())]
 
 
-@on_ranks(1, 2, kernel=("torch", "numba"))
+@on_ranks(1, 2, kernel=("torch", *slow("numba")))
 def test_what_a_step_leaves_out_stays_as_it_was_on_every_tier(kernel: str) -> None:
     for case in ("skipped", "two optimizers", "frozen", "stochastic", "written"):
         wanted = losses(case, kernel, "device")

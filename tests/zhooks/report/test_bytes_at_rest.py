@@ -22,6 +22,7 @@ import zhooks
 from offload.tier import Tier
 from offload.virtual import ACCELERATOR, HOST
 from tests.support.inside import store_of
+from tests.support.on_ranks import slow
 from tests.support.virtual import machine, on_virtual
 
 WORLDS = (1, 2, 3, 4, 8, 64, 1000, 1024)
@@ -115,7 +116,7 @@ def short_collections() -> Iterator[None]:
 UNITS = ((37 * 41, 41), (5, 1000, 7))
 
 
-@on_virtual(stage=(0, 1, 2, 3), tier=TIERS)
+@on_virtual(stage=(0, 3, *slow(1, 2)), tier=TIERS)
 def test_bytes_are_the_formula_with_its_padding_at_any_number_of_ranks(stage: int, tier: str) -> None:
     """Every other number of ranks has the narrow dtype, and the next tier the others: all pairs are there."""
     with short_collections():
@@ -124,7 +125,7 @@ def test_bytes_are_the_formula_with_its_padding_at_any_number_of_ranks(stage: in
 
 
 @pytest.mark.slow
-@on_virtual(stage=(0, 1, 2, 3), tier=TIERS)
+@on_virtual(stage=(0, 3, *slow(1, 2)), tier=TIERS)
 def test_bytes_are_the_formula_with_its_padding_at_any_number_of_ranks_in_both_dtypes(stage: int, tier: str) -> None:
     with short_collections():
         for world in WORLDS:
@@ -135,6 +136,7 @@ def test_bytes_are_the_formula_with_its_padding_at_any_number_of_ranks_in_both_d
 lengths = st.lists(st.integers(1, 3000), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @on_virtual()
 def test_bytes_are_the_formula_for_parameters_of_any_length() -> None:
     @settings(max_examples=25, deadline=None)

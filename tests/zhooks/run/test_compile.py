@@ -18,7 +18,7 @@ from torch._dynamo import compiled_autograd
 import zhooks
 from tests.support.compiling import breaks, compiling, graphs, restart
 from tests.support.inside import flats_of
-from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.on_ranks import folder, on_ranks, place, slow
 from tests.support.zoo import GPT, draw_tokens, next_token
 
 UNITS = {"min_numel": 0}
@@ -93,7 +93,7 @@ def test_blocks_compiled_before_or_after_attach_are_one_graph_without_a_break(wa
     assert (graphs(), breaks()) == (1, [])
 
 
-@on_ranks(2, way=("in place", "wrapped"), early=(True, False))
+@on_ranks(2, way=("in place", *slow("wrapped")), early=(True, *slow(False)))
 @compiling()
 def test_the_graph_of_a_whole_model_breaks_where_its_units_are_called_alone(way: str, early: bool) -> None:
     expected = uncompiled({"units": UNITS})
@@ -127,7 +127,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(2, named=tuple(POLICIES))
+@on_ranks(2, named=("bf16", "recomputed from host", *slow(*sorted(POLICIES.keys() - {"bf16", "recomputed from host"}))))
 @compiling()
 def test_compiled_blocks_train_under_every_policy_as_uncompiled_ones(named: str) -> None:
     policy = {"units": UNITS, **POLICIES[named]}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.events import Recorder
 from tests.support.inside import comm_of, flats_of, plans_of, runtime_of
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, slow
 from tests.support.pipelines import (
     Run,
     batch_of,
@@ -42,7 +42,7 @@ def trained(pp: int, schedule: str, policy: dict[str, Any], *, steps: int = STEP
     run.close()
 
 
-@on_ranks(4, schedule=("gpipe", "1f1b", "interleaved"))
+@on_ranks(4, schedule=("interleaved", *slow("gpipe", "1f1b")))
 def test_two_stages_over_two_data_ranks_train_as_the_plain_model(schedule: str) -> None:
     trained(2, schedule, {"stage": 3})
 
@@ -121,7 +121,7 @@ def counted(run: Run, what: str, number: int) -> Counter[str]:
     )
 
 
-@on_ranks(4, stage=(0, 2, 3))
+@on_ranks(4, stage=(3, *slow(0, 2)))
 def test_a_unit_is_reduced_once_a_step_whatever_the_number_of_microbatches(stage: int) -> None:
     for schedule in ("1f1b", "interleaved"):
         run = Run(2, schedule, {"stage": stage})
@@ -163,7 +163,7 @@ def test_one_optimizer_steps_the_stages_of_two_attachments_over_tiers() -> None:
     trained(2, "interleaved", {"stage": 3, "optimizer": {"tier": "host", "kernel": "numba"}}, steps=3)
 
 
-@on_ranks(4, schedule=("1f1b", "interleaved"))
+@on_ranks(4, schedule=("1f1b", *slow("interleaved")))
 def test_a_clip_is_by_the_norm_of_the_whole_model(schedule: str) -> None:
     run = Run(2, schedule, {"stage": 3})
     params = [param for part in run.mine.values() for param in part.parameters()]

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import zhooks
 from offload.errors import AttachError, DivergenceError, PolicyError
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, slow
 from tests.support.pipelines import Pipeline, Run, batch_of, loss_of, mesh_of, mine_of, parts, pipeline, share
 from tests.support.values import sharded
 
@@ -57,7 +57,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(4, where=("forward", "backward"))
+@on_ranks(4, where=("backward", *slow("forward")))
 def test_after_a_step_abandoned_in_the_middle_a_new_one_is_the_plain_models(where: str) -> None:
     for policy in POLICIES.values():
         run = Run(2, "gpipe", policy)

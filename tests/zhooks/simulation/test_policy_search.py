@@ -83,6 +83,7 @@ def test_less_memory_of_the_device_moves_states_away_or_recomputes() -> None:
         assert tight.best[0].policy != free.policy
 
 
+@pytest.mark.slow
 @on_virtual()
 def test_where_nothing_fits_the_least_memory_that_would_is_named_by_tier() -> None:
     with pytest.raises(BudgetError) as raised:
@@ -111,6 +112,7 @@ def test_a_step_that_lets_its_batch_be_divided_is_divided_where_activations_do_n
     assert f"micro_batch = {batch.micro_batch}" in tight.policy_text()
 
 
+@pytest.mark.slow
 @on_virtual()
 def test_where_nothing_fits_a_step_of_many_samples_is_simulated_by_its_first_micro_batches() -> None:
     called: list[int] = []
@@ -174,6 +176,7 @@ def test_a_build_that_returns_no_module_is_refused() -> None:
         find_policy(lambda: 3, step)  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.slow
 @on_virtual()
 def test_memory_that_is_left_holds_a_share_of_the_states_of_the_quickest() -> None:
     def wide() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -74,6 +74,7 @@ def test_where_one_sample_does_not_fit_a_rank_its_layers_are_divided_over_severa
     assert 'Divide the model over mesh["tp"]' in tight.policy_text()
 
 
+@pytest.mark.slow
 @on_virtual()
 def test_what_cannot_be_divided_is_named_and_the_rest_is_searched() -> None:
     def odd(mesh: DeviceMesh | None = None) -> Any:
@@ -101,6 +102,7 @@ def test_what_cannot_be_divided_is_named_and_the_rest_is_searched() -> None:
         found(lambda mesh: build(mesh))
 
 
+@pytest.mark.slow
 @on_virtual()
 def test_of_the_dtypes_that_are_allowed_the_quickest_is_found() -> None:
     both = found(precision=["fp32", "bf16"])
@@ -124,6 +126,7 @@ def test_hardware_without_a_dtype_gets_another_that_is_allowed_or_none() -> None
             found(precision=wrong)
 
 
+@pytest.mark.slow
 @on_virtual()
 def test_units_are_joined_where_the_latency_of_many_small_ones_is_what_takes_long() -> None:
     def many() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -63,6 +63,7 @@ def test_optimizer_kernels_disk_and_recomputation_over_tp_equal_the_plain_model(
     same_run(3, 2, sequence=True, policy={"activation": {"tier": "host", "min_bytes": 0}})
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_accumulation_and_evaluation_equal_the_plain_models() -> None:
     plain, mesh = plain_gpt(), mesh_of(2)
@@ -82,6 +83,7 @@ def test_accumulation_and_evaluation_equal_the_plain_models() -> None:
         attachment.detach()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_totals_and_norms_count_every_element_once() -> None:
     mesh, plain = mesh_of(2), plain_gpt()

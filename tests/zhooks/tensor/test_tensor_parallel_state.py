@@ -66,6 +66,7 @@ def test_state_dicts_are_global_and_go_from_any_mesh_to_any_other() -> None:
     its_attachment.detach()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_save_and_load_go_on_bit_for_bit_in_one_folder() -> None:
     at, mesh = folder(), mesh_of(2)
@@ -117,6 +118,7 @@ def test_gathered_yields_and_takes_global_values() -> None:
     attachment.detach()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_between_forward_and_backward_no_gathered_buffer_stays() -> None:
     for stash in ({}, {"activation": {"tier": "host", "min_bytes": 0}}):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -98,6 +99,7 @@ def least(events: Events) -> int:
     return low
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_with_30_percent_free_goes_through_with_an_arena(ranks1: Pool) -> None:
     ((plain, _, plain_loss),) = ranks1.run("tests.zhooks.unit.test_arena_replay:recorded", limit_s=200, arena="none")
     ((apart, fell_back, apart_loss),) = ranks1.run("tests.zhooks.unit.test_arena_replay:recorded", limit_s=200, arena="all")

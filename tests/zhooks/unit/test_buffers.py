@@ -294,6 +294,7 @@ def grows_by_nothing(**policy: Any) -> None:
         assert wide[name] <= peak + SLACK, (name, small, wide)
 
 
+@pytest.mark.slow
 @on_ranks(2, limit_s=240.0)
 def test_buffers_stay_what_they_are_when_the_model_grows_tenfold() -> None:
     grows_by_nothing(stage=3, **BF16)
