@@ -107,8 +107,8 @@ class Event:
         time_ns: a monotonic clock, comparable between processes of one host, never with the wall clock.
         subject: the storage that a "hold" is about, or the bus whose level a "counter" states, for the duration of the call; an
             observer may keep a weak reference to it.
-        mark: where the device has what the host has only queued at ``time_ns``: a point of one of its streams, or both points
-            between which it does it. None where the host itself does it, or no observer keeps time.
+        mark: when the device does what the host only queued at ``time_ns``: a point on one of its streams, or the two points
+            between which it runs. None if the host itself does it, or no observer keeps time.
     """
 
     kind: Kind

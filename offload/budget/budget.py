@@ -31,7 +31,7 @@ def cannot_admit(tier: Tier, key: str, nbytes: int, *, used: int, limit: int, no
     digits = 0 if unit == 1 else 1
     held = f"{used / unit:.{digits}f} of {limit / unit:.{digits}f} {name} in use"
     # Rounded figures can look as if it fitted.
-    short = f"{as_size(used + nbytes - limit)} short" if used + nbytes > limit else "no hole is large enough"
+    short = f"{as_size(used + nbytes - limit)} short" if used + nbytes > limit else "no free range is large enough"
     said = f" {note}" if note else ""
     remedy = _REMEDIES[tier]
     if owner_of(key) == STAGING:

@@ -83,22 +83,22 @@ def preflight(
     """
     in_memory, terms = _in_memory(need, device, folder, machine)
     if in_memory:
-        said = f"host memory for {as_size(in_memory)} a rank ({' + '.join(terms)})"
+        said = f"host memory for {as_size(in_memory)} per rank ({' + '.join(terms)})"
         bounds = machine.memory_bounds(pinned=pinned)
         _refuse(said, in_memory, ranks, bounds, 'lower [budget], or set tier = "disk" with a [disk] path on a disk')
     wanted = need.get(Tier.DEVICE, 0)
     if wanted and not _shares_memory(device):
         assert device is not None, "no device shares the host's memory"
         free, total = device.memory()
-        bound = Bound(f"device {device.device} ({as_size(total)} in all)", free, "end what else runs on it", Shared.PROCESS)
-        said = f"device memory for {as_size(wanted)} a rank"
+        bound = Bound(f"device {device.device} ({as_size(total)} in all)", free, "end other processes on it", Shared.PROCESS)
+        said = f"device memory for {as_size(wanted)} per rank"
         _refuse(said, wanted, ranks, [bound], 'lower [budget] device, or set tier = "host"')
     wanted = need.get(Tier.DISK, 0)
     if wanted:
         assert folder is not None, "a need of disk names its folder"
-        name = f"free disk below {folder} (a 20th of the disk, at most 1 GiB, stays free)"
-        bound = Bound(name, machine.disk_free(folder), "free some")
-        said = f"disk for {as_size(wanted)} a rank"
+        name = f"free space in {folder} (5% of the disk, at most 1 GiB, is kept free)"
+        bound = Bound(name, machine.disk_free(folder), "free some space")
+        said = f"disk for {as_size(wanted)} per rank"
         _refuse(said, wanted, ranks, [bound], "point [disk] path at a larger disk, or lower [budget] disk")
 
 
@@ -137,7 +137,7 @@ def _in_memory(
     if need.get(Tier.DISK, 0) and folder is not None and machine.is_memory(folder):
         tiers.append(Tier.DISK)
     held = {tier: need[tier] for tier in tiers if need.get(tier, 0)}
-    note = {Tier.DISK: f", {folder} being in memory"}
+    note = {Tier.DISK: f", as {folder} is in memory"}
     return sum(held.values()), [f"{tier.value} {as_size(nbytes)}{note.get(tier, '')}" for tier, nbytes in held.items()]
 
 

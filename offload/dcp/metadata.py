@@ -165,14 +165,14 @@ def _state(made: Any, kind: str) -> dict[str, Any]:
 def _span(about: Any) -> Span:
     state = about.state if isinstance(about, Made) and about.what.name == "_StorageInfo" else None
     if not isinstance(state, dict):
-        raise ValueError("a place in the files that is none")
+        raise ValueError("an invalid place in the files")
     file, start, nbytes = state["relative_path"], state["offset"], state["length"]
     if state.get("transform_descriptors"):
         raise ValueError(f"{shown(file)}, whose bytes were transformed (compressed or encrypted)")
     if not isinstance(file, str) or not file or "/" in file or "\0" in file or file in (".", ".."):
         raise ValueError(f"a file called {shown(file)}")
     if not all(type(each) is int and 0 <= each < 2**62 for each in (start, nbytes)):
-        raise ValueError(f"a place in {shown(file)} that is none")
+        raise ValueError(f"an invalid place in {shown(file)}")
     return Span(file, start, nbytes)
 
 
@@ -187,13 +187,13 @@ def _check_apart(spans: Iterable[Span]) -> None:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or len(value) > 64 or not all(type(each) is int and 0 <= each < 2**62 for each in value):
-        raise ValueError("sizes that are none")
+        raise ValueError("invalid sizes")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError("a name that is none")
+        raise ValueError("an invalid name")
     return value
 
 
@@ -201,5 +201,5 @@ def refused(path: Path, found: str) -> CheckpointError:
     """Why a folder cannot be read."""
     return CheckpointError(
         f"{path}: expected a folder that torch.distributed.checkpoint wrote, found {one_line(found)[:400]}. Copy it again, or "
-        "read it by dcp.load in the program that saved it."
+        "read it with dcp.load in the program that saved it."
     )

@@ -57,7 +57,7 @@ class DistributedModel:
         Raises:
             CheckpointError: always.
         """
-        raise refused(self.path, "no word on which tensors are parameters and which buffers, as --dtype needs")
+        raise refused(self.path, "no record of which tensors are parameters and which are buffers, as --dtype needs")
 
     def entries(self) -> list[Entry]:
         """The model's parameters and buffers, as ``tensors`` gives them.
@@ -157,7 +157,7 @@ class DistributedModel:
     def _stored(self, tensor: Whole, sizes: Sequence[int], span: Span) -> Stored:
         found = self._opened(span).root
         if not isinstance(found, Stored) or (found.dtype, found.shape) != (tensor.dtype, tuple(sizes)):
-            raise refused(self.path, f"{span.file} with another tensor at {span.start} than {shown(tensor.key)}")
+            raise refused(self.path, f"{span.file} with a tensor other than {shown(tensor.key)} at {span.start}")
         return found
 
     def _verified(self, file: TorchFile) -> bool:

@@ -108,9 +108,9 @@ def list_files(path: Path) -> Files:
         raise refused(path, f"{len(names)} files")
     for name in names:
         if name.startswith("layer_") and "expert" not in name and name.endswith(".pt"):
-            raise refused(path, f"{name} of a pipeline module, whose layers are files of their own")
+            raise refused(path, f"{name} of a pipeline module, whose layers are separate files")
         if "expert" in name and name.endswith("states.pt"):
-            raise refused(path, f"{name} of a mixture of experts, which every rank has others of")
+            raise refused(path, f"{name} of a mixture of experts, of which each rank has different ones")
     model = {found: path / name for name in names if (found := _MODEL.fullmatch(name))}
     optim = {found: path / name for name in names if (found := _OPTIM.fullmatch(name))}
     parts = sorted({int(found[2]) for found in (*model, *optim)} - {0})

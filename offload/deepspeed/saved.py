@@ -140,5 +140,5 @@ def vectors_of(group: Mapping[str, Any]) -> list[int]:
     """The numbers of a group's flat vectors."""
     found = group["params"]
     if not isinstance(found, list) or not all(type(each) is int for each in found):
-        raise ValueError("a group of the optimizer whose vectors are no numbers")
+        raise ValueError("a group of the optimizer whose vectors are not numbers")
     return found

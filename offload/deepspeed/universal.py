@@ -28,7 +28,7 @@ def read_universal(
     stage = root.get("zero_stage", 1)
     stage = stage.args[0] if isinstance(stage, Made) else stage
     if type(stage) is not int:
-        raise ValueError("a stage that is none")
+        raise ValueError("an invalid stage")
     groups: list[dict[str, Any]] = []
     owner: dict[int, int] = {}
     for number, group in enumerate(root["param_groups"]):
@@ -56,7 +56,7 @@ def read_universal(
                     raise refused(files.path, f"{min(map(str, unknown))} of {name}, a part over tensor parallel ranks")
                 tensor = found["param"] if isinstance(found, dict) else found
                 if not isinstance(tensor, Stored) or tensor.shape not in (shape, (math.prod(shape),)):
-                    raise refused(files.path, f"{path.parent.name}/{path.name} of another shape than {list(shape)}")
+                    raise refused(files.path, f"{path.parent.name}/{path.name} of a shape other than {list(shape)}")
                 values[VALUE if path.stem == "fp32" else path.stem] = Values((Range(tensor, 0, tensor.numel),))
             if VALUE not in values:
                 raise refused(files.path, f"{name} without its fp32.pt")
@@ -78,4 +78,4 @@ def _number(value: Any) -> float:
         return float(value.tensor().reshape(()))
     if type(value) in (int, float):
         return float(value)
-    raise ValueError("a step that is no number")
+    raise ValueError("a step that is not a number")

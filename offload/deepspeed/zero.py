@@ -70,9 +70,9 @@ def _read(files: Files) -> SavedRun:
     shapes = [_shapes(group) for group in model["param_shapes"]]
     for other in models[1:]:
         if [_shapes(group) for group in other.root["param_shapes"]] != shapes:
-            raise refused(files.path, f"other parameters in {other.path.name} than in {files.model[0].name}")
+            raise refused(files.path, f"different parameters in {other.path.name} and in {files.model[0].name}")
         if [_step(other.root, key) for key in _STEPS] != [_step(model, key) for key in _STEPS]:
-            raise refused(files.path, f"{other.path.name} of another step than {files.model[0].name}")
+            raise refused(files.path, f"{other.path.name} of a different step than {files.model[0].name}")
     trained = {name for group in shapes for name in group}
     if sum(map(len, shapes)) != len(trained):
         raise refused(files.path, "a parameter that is listed twice")
@@ -88,13 +88,13 @@ def _read(files: Files) -> SavedRun:
     params |= {name: param for name, param in frozen.items() if name not in params}
     buffers = {name: model["module"][name] for name in model["buffer_names"] if name in model["module"]}
     if not all(isinstance(buffer, Stored) for buffer in buffers.values()):
-        raise refused(files.path, "buffers that are no tensors")
+        raise refused(files.path, "buffers that are not tensors")
     about = {key: plain_data(model.get(key)) for key in _ABOUT}
     client = {str(key): plain_data(value) for key, value in model.items() if key not in _OWN}
     tied = dict(model.get("shared_params") or {})
     ranks = model["dp_world_size"] if files.universal else len(files.optim)
     if type(ranks) is not int or not all(isinstance(of, str) for of in tied.values()):
-        raise ValueError("a number of ranks or tied names that are none")
+        raise ValueError("an invalid number of ranks, or invalid tied names")
     return SavedRun(
         files.path, stage, files.universal, ranks, params, buffers, tied, groups, client, about, [*models, *opened]
     )
@@ -118,7 +118,7 @@ def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
     for name, shape in group.items():
         known = isinstance(name, str) and isinstance(shape, (tuple, list)) and len(shape) <= 64
         if not known or not all(type(size) is int and 0 <= size < 2**62 for size in shape):
-            raise ValueError("shapes that are none")
+            raise ValueError("invalid shapes")
     return {name: tuple(shape) for name, shape in group.items()}
 
 
@@ -144,7 +144,7 @@ def _counts(state: Mapping[str, Any]) -> set[int]:
     count = state["partition_count"]
     counts = count if isinstance(count, list) else [count]
     if not all(type(each) is int and 0 < each < 2**31 for each in counts):
-        raise ValueError("a count of partitions that is none")
+        raise ValueError("an invalid count of partitions")
     return set(counts)
 
 
@@ -153,7 +153,7 @@ def _stage(state: Mapping[str, Any]) -> int:
     found = state.get("zero_stage", 1)
     number = found.args[0] if isinstance(found, Made) and str(found.what).endswith(".ZeroStageEnum") else found
     if type(number) is not int or number not in (1, 2, 3):
-        raise ValueError("a stage that is none")
+        raise ValueError("an invalid stage")
     return number
 
 
@@ -177,7 +177,7 @@ def _vectors(
     numbers: dict[str, float] = {}
     keys = [set(each) for each in states]
     if any(each != keys[0] for each in keys):
-        raise refused(files.path, "other optimizer states on some ranks")
+        raise refused(files.path, "different optimizer states on some ranks")
     for key in sorted(map(str, keys[0])):
         found = [each[key] for each in states]
         if key == VALUE:
@@ -187,11 +187,11 @@ def _vectors(
             continue
         plain_numbers = {_number(one) for one in found}
         if len(plain_numbers) != 1:
-            raise refused(files.path, f"{key} of the optimizer, which differs over the ranks")
+            raise refused(files.path, f"{key} of the optimizer, which differs between ranks")
         numbers[key] = plain_numbers.pop()
     for key, ones in vectors.items():
         if not all(len(one.shape) == 1 and one.dtype.is_floating_point for one in ones):
-            raise refused(files.path, f"{key} of the optimizer, which is no flat vector of the parameters")
+            raise refused(files.path, f"{key} of the optimizer, which is not a flat vector of the parameters")
     return vectors, numbers
 
 
@@ -209,7 +209,7 @@ def _stage_2(
     """See Note [Stages 1 and 2]."""
     inner = [each["base_optimizer_state"] for each in states]
     if not all(isinstance(each, dict) for each in inner):
-        raise refused(files.path, "an elastic checkpoint, which DeepSpeed gave up")
+        raise refused(files.path, "an elastic checkpoint, which DeepSpeed no longer supports")
     groups, owner = _groups(inner[0], set(range(len(shapes))))
     ranks, params = len(states), dict[str, SavedTensor]()
     for number, group in enumerate(shapes):
@@ -218,7 +218,7 @@ def _stage_2(
         paddings = states[0].get("param_alignment_paddings")
         gaps = paddings[number] if paddings is not None else [0] * len(group)
         if not all(type(gap) is int and gap >= 0 for gap in gaps):
-            raise ValueError("paddings that are none")
+            raise ValueError("invalid paddings")
         # The last one comes without its padding.
         partition, at = masters[0].numel, 0
         for (name, shape), gap in zip(group.items(), gaps, strict=True):
@@ -327,7 +327,7 @@ def _frozen(files: Files, models: Sequence[TorchFile], trained: set[str], stage:
     for name, shape in _shapes(known).items():
         pieces = [model.root["frozen_param_fragments"][name] for model in models]
         if not all(isinstance(piece, Stored) for piece in pieces):
-            raise ValueError(f"{name}, which is no tensor")
+            raise ValueError(f"{name}, which is not a tensor")
         if stage < 3:
             if pieces[0].shape != shape:
                 raise refused(files.path, f"{name} of shape {list(pieces[0].shape)} where {list(shape)} is stated")

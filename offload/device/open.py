@@ -31,9 +31,9 @@ def open_device(device: torch.device, *, addresses_host: bool | None = None) -> 
     if device.type == "cpu":
         return CpuDevice(torch.device("cpu"), addresses_host is not False)
     if device.type != "cuda":
-        raise CapabilityError(f'device {device}: expected "cpu" or "cuda", found "{device.type}"; move the model to either')
+        raise CapabilityError(f'device {device}: expected "cpu" or "cuda", found "{device.type}"; move the model there')
     if not torch.cuda.is_available():
-        raise CapabilityError(f"device {device}: expected a CUDA device, found none this torch can use; install a CUDA torch")
+        raise CapabilityError(f"device {device}: expected a CUDA device, found none; install a CUDA build of torch")
     if addresses_host:
         raise CapabilityError(f"device {device}: CUDA computes on its own memory only; leave addresses_host unset")
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -289,7 +289,7 @@ class DiskFile:
                 f"{subject}: expected a file of {as_size(size + lacking)} to be allowed, found {_largest_file(size)}; raise "
                 "that, choose another [disk] path, or run on more ranks"
             ) from refused
-        left = f"has {as_size(free)} left beside the {as_size(kept)} that are kept for checkpoints and others"
+        left = f"has {as_size(free)} left, not counting {as_size(kept)} kept free for checkpoints and other files"
         raise BudgetError(f"{subject}, whose file system {left}; free space there or choose another [disk] path")
 
     def _grown(self, nbytes: int) -> OSError | None:

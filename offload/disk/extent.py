@@ -83,8 +83,8 @@ class Request(Ending):
         """Block until it is over, well or badly."""
         if not self.done() and os.getpid() != self._pid:
             raise TierError(
-                f"disk tier cannot {self.verb.value} {self.key} here: process {self._pid} does, of which this is a fork; "
-                "wait before forking"
+                f"disk tier cannot {self.verb.value} {self.key}: expected process {self._pid}, which began it, found a fork "
+                "of it; wait before forking"
             )
         super().join()
 
@@ -160,7 +160,7 @@ class ExtentState:
         moved = mover.write(memory, where)
         if moved < memory.size:
             raise TierError(
-                f"{subject}: expected {memory.size} bytes to be taken at byte {where} of {self._path}, found {moved}; "
+                f"{subject}: expected {memory.size} bytes to be written at byte {where} of {self._path}, found {moved}; "
                 "choose another [disk] path"
             )
         first = at // CHECK
@@ -173,7 +173,7 @@ class ExtentState:
         if hollow >= 0:
             raise TierError(
                 f"{subject}: byte {self.extent.offset + hollow * CHECK} of {self._path} was never written, or its write "
-                "failed or has not ended; write the block again"
+                "failed or has not finished; write the block again"
             )
         moved = mover.read(memory, where)
         if moved < memory.size:

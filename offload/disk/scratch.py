@@ -40,7 +40,7 @@ PATTERN = "zhooks-*.scratch"
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _FULL = "free space there or choose another [disk] path"
 _LARGE = "the file is as large as ulimit -f (RLIMIT_FSIZE) or its file system allows: raise that or choose another [disk] path"
-_GONE = "its file system went away: mount it again and start anew, or choose another [disk] path"
+_GONE = "its file system is no longer mounted: mount it and restart, or choose another [disk] path"
 _REMEDIES = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
@@ -194,7 +194,7 @@ def open_scratch(folder: Path, label: str, io: Io) -> ScratchFile:
         direct_fd = _open_direct(path, io, plain_fd, page)
         file = ScratchFile(path, io, plain_fd, direct_fd)
         if file.mover(ALIGN).write(page, 0) != ALIGN:
-            raise OSError(errno.EIO, "the first page was not taken")
+            raise OSError(errno.EIO, "the first page was not written")
         # Whose file it is must outlive the machine's fall, or its space would be lost for good.
         os.fdatasync(plain_fd)
     except BaseException as error:

@@ -119,7 +119,7 @@ def read(path: Path, kind: Kind) -> Document:
     except RecursionError:
         raise kind.error(f"{source}: nested too deeply; a {kind.noun} is tables of plain values") from None
     except ValueError as error:
-        digits = "a number of more digits than a size or a count has" if "digits" in str(error) else one_line(str(error))[:200]
+        digits = "a number with too many digits for a size or a count" if "digits" in str(error) else one_line(str(error))[:200]
         raise kind.error(f"{source}: expected a {kind.noun}, found {digits}") from None
 
 

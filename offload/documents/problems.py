@@ -137,7 +137,7 @@ def _nearest(place: Place, model: type[BaseModel], schema: type[BaseModel]) -> s
         elsewhere = nearest(key, table.model_fields, 0.8) if table else None
         if elsewhere:
             return f"did you mean {_label((name, elsewhere))}?"
-    return f"known here are {', '.join(model.model_fields)}"
+    return f"known keys here: {', '.join(model.model_fields)}"
 
 
 def _label(place: Place) -> str:

@@ -36,13 +36,13 @@ _BARRIER_NBYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What a collective takes.
+    """The time and traffic of a collective.
 
     Attributes:
         seconds: from the last rank's arrival to the end.
         algorithm: "ring", "tree", "hierarchical", "direct", "memory", or "none" of one rank.
-        link_nbytes: that one rank sends inside its node (copies, through memory); of several the most.
-        network_nbytes: that one node sends to others for this group; of several the most.
+        link_nbytes: bytes that one rank sends inside its node (or copies, through memory); the most of all ranks.
+        network_nbytes: bytes that one node sends to others for this group; the most of all nodes.
     """
 
     seconds: float

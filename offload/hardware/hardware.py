@@ -58,15 +58,15 @@ class Hardware(Table):
     )
     device: Device = Field(..., description="One accelerator.")
     peak: Peak = Field(..., description="Peak rates of matrix products by dtype, dense.")
-    matmul: Matmul = Field(..., description="How much of the peak products reach.")
-    memory_bound: MemoryBound = Field(..., description="How much of the memory's bandwidth other operations reach.")
+    matmul: Matmul = Field(..., description="What fraction of the peak matrix products reach.")
+    memory_bound: MemoryBound = Field(..., description="What fraction of the memory's bandwidth other operations reach.")
     link: Link = Field(..., description="Between the devices of a node.")
     host_link: HostLink = Field(..., description="Between a device and its host.")
     host: Host = Field(..., description="The node's memory and processors.")
     disk: Disk | None = Field(None, description="The node's drives; unset: it has none.")
     network: Network | None = Field(None, description="Between nodes; unset: there is one node.")
-    power: Power | None = Field(None, description="Watts; unset: no joules are said.")
-    price: Price | None = Field(None, description="Dollars; unset: no price is said.")
+    power: Power | None = Field(None, description="Watts; unset: no energy is reported.")
+    price: Price | None = Field(None, description="Dollars; unset: no price is reported.")
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -85,7 +85,7 @@ class Hardware(Table):
             file = Path(path)
         except TypeError:
             found = type(path).__name__[:50]
-            expected = f"expected a name of {', '.join(names())}, the path of a profile, or a table of values"
+            expected = f"expected one of {', '.join(names())}, the path of a profile, or a table of values"
             raise HardwareError(f"hardware: {expected}, found {found}") from None
         document = read(file, PROFILE)
         return cls._build(document, {"name": file.stem} | document.values)

@@ -145,7 +145,7 @@ class Peak(Table):
 
     fp64: Flops | None = words(None, expected=_FLOP, does="float64.")
     fp32: Flops | None = words(None, expected=_FLOP, does="float32, computed in fp32.")
-    tf32: Flops | None = words(None, expected=_FLOP, does="float32, computed in TF32, where a program allows it.")
+    tf32: Flops | None = words(None, expected=_FLOP, does="float32, computed in TF32, if a program allows it.")
     bf16: Flops | None = words(None, expected=_FLOP, does="bfloat16.")
     fp16: Flops | None = words(None, expected=_FLOP, does="float16, summed in fp32.")
     fp8: Flops | None = words(None, expected=_FLOP, does="float8, either format.")
@@ -157,18 +157,18 @@ class Matmul(Table):
     """[matmul]: how much of the peak a matrix product reaches, by its FLOPs and its smallest dimension."""
 
     points: Points = words(..., expected=_CURVE, does="Fraction of the peak by FLOPs, between two points by logarithms.")
-    fp64: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
-    fp32: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
-    tf32: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
-    bf16: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
-    fp16: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
-    fp8: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
-    int8: Points | None = words(None, expected=_CURVE, does="As points, for this dtype alone.")
+    fp64: Points | None = words(None, expected=_CURVE, does="As points, only for this dtype.")
+    fp32: Points | None = words(None, expected=_CURVE, does="As points, only for this dtype.")
+    tf32: Points | None = words(None, expected=_CURVE, does="As points, only for this dtype.")
+    bf16: Points | None = words(None, expected=_CURVE, does="As points, only for this dtype.")
+    fp16: Points | None = words(None, expected=_CURVE, does="As points, only for this dtype.")
+    fp8: Points | None = words(None, expected=_CURVE, does="As points, only for this dtype.")
+    int8: Points | None = words(None, expected=_CURVE, does="As points, only for this dtype.")
     by_dim: Points | None = words(
         None, expected=_CURVE, does="A further factor by the smallest dimension; unset is 1, whatever the shape."
     )
     by_operation: Curves = words(
-        {}, expected=_CURVES, does="In the place of points and by_dim, in any dtype: convolutions, attention, recurrent layers."
+        {}, expected=_CURVES, does="Instead of points and by_dim, in any dtype: convolutions, attention, recurrent layers."
     )
     source: Text = _source()
 
@@ -178,7 +178,7 @@ class MemoryBound(Table):
 
     points: Points = words(..., expected=_CURVE, does="Fraction of the bandwidth by bytes, between two points by logarithms.")
     by_operation: Curves = words(
-        {}, expected=_CURVES, does="In the place of points, for an operation that computes more than it moves, or moves badly."
+        {}, expected=_CURVES, does="Instead of points, for an operation that is bound by compute, or moves data badly."
     )
     source: Text = _source()
 
@@ -236,7 +236,7 @@ class Host(Table):
     )
     dispatch: Seconds = words(..., expected=_TIME, does="Of the host to issue one operation: Python, dispatcher, launch.")
     call: Seconds | None = words(
-        None, expected=_TIME, does="Of one function that Python calls, beside the operations it issues; unset: not counted."
+        None, expected=_TIME, does="Of one function that Python calls, without the operations it issues; unset: not counted."
     )
     source: Text = _source()
 
@@ -249,7 +249,7 @@ class Disk(Table):
     write: Rate = words(..., expected=_RATE, does="Of one drive, large requests.")
     latency: Seconds = words(..., expected=_TIME, does="Of one request.")
     capacity: Memory = words(..., expected=_SIZE, does="Of one drive.")
-    stripe: Memory = words(512 << 10, expected=_SIZE, does="A request of more touches several drives.")
+    stripe: Memory = words(512 << 10, expected=_SIZE, does="A larger request touches several drives.")
     source: Text = _source()
 
 
@@ -268,9 +268,9 @@ class Network(Table):
 class Power(Table):
     """[power]: watts."""
 
-    idle: Amount = words(..., expected="watts", does="Of a device that does nothing.")
-    max: Amount = words(..., expected="watts", does="Of a device that is busy.")
-    node: Amount = words(0.0, expected="watts", does="Of a node beside its devices: processors, memory, fans, adapters.")
+    idle: Amount = words(..., expected="watts", does="Of an idle device.")
+    max: Amount = words(..., expected="watts", does="Of a busy device.")
+    node: Amount = words(0.0, expected="watts", does="Of a node without its devices: processors, memory, fans, adapters.")
     source: Text = _source()
 
 
@@ -278,5 +278,5 @@ class Price(Table):
     """[price]: what a device costs."""
 
     device_hour: Amount = words(..., expected="US dollars", does="Of one device for an hour.")
-    date: Text = words(..., expected="text such as \"2026-05\"", does="When that was asked.")
+    date: Text = words(..., expected="text such as \"2026-05\"", does="When the price was looked up.")
     source: Text = _source()

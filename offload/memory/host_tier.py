@@ -317,7 +317,7 @@ class HostPool:
         assert self.limit is not None, "only a limit is ever full"
         used, note = self._used - self._rounded, ""
         if used + nbytes <= self.limit:
-            note = f"in {len(self._slabs)} slabs ({as_size(self._reserved)})"
+            note = f"in {len(self._slabs)} slab{'' if len(self._slabs) == 1 else 's'} ({as_size(self._reserved)})"
         return cannot_admit(Tier.HOST, key, nbytes, used=used, limit=self.limit, note=note)
 
 

@@ -45,7 +45,7 @@ class IgnoredKeys(UserWarning):
         self.ignored = ignored
         names = [line.partition(":")[0].partition(" = ")[0] for line in ignored]
         keys = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")
-        super().__init__(f"{source}: DeepSpeed keys not honoured: {keys}; `zprof policy check` says what to do instead")
+        super().__init__(f"{source}: DeepSpeed keys not honoured: {keys}; `zprof policy check` shows what to do instead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def mixed(document: Document, own: frozenset[str]) -> None:
     """
     signs, ours = _signs(document.values, own), _ours(document.values, own)
     if signs and ours:
-        why = f"a DeepSpeed key beside {ours[0]}, which is none; write one dialect, or name the DeepSpeed file in extends"
+        why = f"a DeepSpeed key next to {ours[0]}, a key of zhooks; use one kind of key, or name the DeepSpeed file in extends"
         raise complain([((key,), why) for key in signs], document)
 
 
@@ -153,7 +153,7 @@ class _Reading:
                     self.problems.append((here, _unknown(key, place)))
             elif target in self._written and value != "auto" and self.get(target) not in (None, value):
                 was = ".".join(self._written[target])
-                self.problems.append((here, f"another spelling of {was}, which is written too; keep one of them"))
+                self.problems.append((here, f"another spelling of {was}, which is also set; keep one of them"))
             else:
                 self._values[target], self._written[target] = value, here
                 self._open(target, value)
@@ -180,9 +180,9 @@ class _Reading:
             if written == "auto" and known == len(place):
                 self._values[place] = argument.value
             elif written != "auto" and not argument.means(written):
-                found = f"{shown(written)} beside {argument.name} = {shown(argument.value)}"
+                found = f"{shown(written)}, but {argument.name} = {shown(argument.value)}"
                 where = (*self._written[place[:known]], *place[known:])
-                self.problems.append((where, f'expected "auto" or what the launcher was told, found {found}'))
+                self.problems.append((where, f'expected "auto" or the launcher\'s argument, found {found}'))
             if known == len(place):
                 self._taken.add(place)
             else:
@@ -268,7 +268,7 @@ class _Reading:
             if place in self._leaves and isinstance(value, Mapping):
                 for left in _leaves(value):
                     if left not in self._leaves[place] and left[-1] not in _LEFT_TO_ARGUMENTS:
-                        self.ignored.append(f"{'.'.join((*self._written[place], *left))}: set it by the launcher's arguments")
+                        self.ignored.append(f"{'.'.join((*self._written[place], *left))}: set it with the launcher's arguments")
                 continue
             if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in other.same):
                 self.ignore(place, other.instead)
@@ -286,7 +286,7 @@ class _Reading:
         written = LEFT_OPEN.get(place)
         decided = any(self.get((name, "enabled")) is True for name in ("fp16", "bf16")) and place[0] in ("fp16", "bf16")
         if written is not None and not decided:
-            self.ignore(place, f"left to transformers or accelerate, which are not here; {written}")
+            self.ignore(place, f"left to transformers or accelerate, which are not used here; {written}")
 
 
 #: Written beside what a launcher does; they mean what it does anyway, or nothing where they say "auto".
@@ -326,11 +326,11 @@ def _offload(read: _Reading, stage: int) -> dict[str, Any]:
         if tier in (None, "device"):
             continue
         if cell == "param" and stage < 3:
-            _ignore_offload(read, place, "DeepSpeed too offloads parameters at stage 3 alone")
+            _ignore_offload(read, place, "DeepSpeed, too, offloads parameters only at stage 3")
         elif cell == "param":
             policy["parameter"] = {"tier": tier}
         elif stage == 0:
-            _ignore_offload(read, place, "DeepSpeed too offloads nothing at stage 0")
+            _ignore_offload(read, place, "DeepSpeed, too, offloads nothing at stage 0")
         else:
             policy |= {"gradient": {"tier": tier}, "optimizer": {"tier": tier} | _divided(read, stage)}
     return policy
@@ -343,7 +343,7 @@ def _divided(read: _Reading, stage: int) -> dict[str, Any]:
     if away is None or away == 1:
         return {}
     if stage < 3:
-        read.ignore(place, "DeepSpeed too divides the states at stage 3 alone")
+        read.ignore(place, "DeepSpeed, too, divides the states only at stage 3")
         return {}
     return {"device_share": round(1 - away, 12)}
 

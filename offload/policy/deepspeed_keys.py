@@ -34,7 +34,7 @@ _OVERFLOW = "check torch.isfinite(norm) of clip_grad_norm_ in the loop"
 _DETAIL = "an internal of DeepSpeed; nothing to set here"
 _COMM = "communication is not quantized"
 _MESH = "pass attach a mesh with a replicate and a shard axis"
-_STEP = "the step goes buffer by buffer, with a fixed number of them"
+_STEP = "the step updates buffer by buffer, with a fixed number of buffers"
 _OUTSIDE = "not part of ZeRO; use another library, or do it in the loop"
 _SAVE = "attachment.save_full(path) writes one full safetensors file"
 _MASTERS = "masters and states keep the model's own dtype"
@@ -124,7 +124,7 @@ _TOP = {
     "optimizer": Other("build it in the loop, e.g. torch.optim.AdamW(model.parameters())", ()),
     "scheduler": Other("build it in the loop, from torch.optim.lr_scheduler", ()),
     "zero_allow_untested_optimizer": Other("any torch optimizer that works element by element will do", (True, False)),
-    "zero_force_ds_cpu_optimizer": Other('[optimizer] kernel = "numba" is our own', (False,)),
+    "zero_force_ds_cpu_optimizer": Other('[optimizer] kernel = "numba" is the CPU optimizer of zhooks', (False,)),
     "seq_parallel_communication_data_type": Other(_OUTSIDE, ()),
     "prescale_gradients": Other('[precision] reduce = "fp16" divides before it sums'),
     "gradient_predivide_factor": Other('[precision] reduce = "fp16" divides before it sums', (1,)),
@@ -243,7 +243,7 @@ ALIASES: Mapping[tuple[str, ...], Mapping[str, tuple[str, ...]]] = {
 }
 _OWN_DTYPE = "parameters keep their own dtype; write true or false"
 _DEVICE = "it stays on the device; write cpu, nvme or none"
-_DEFAULT_STAGE = "the policy's own default, stage 3, holds; write a number"
+_DEFAULT_STAGE = "the policy's own default, stage 3, applies; write a number"
 _CLIP = "nothing is clipped here; call torch.nn.utils.clip_grad_norm_ in the loop"
 #: Keys that decide what a run computes or holds: what follows here where they say "auto", which nobody fills in.
 LEFT_OPEN: Mapping[tuple[str, ...], str] = {
@@ -260,7 +260,7 @@ LEFT_OPEN: Mapping[tuple[str, ...], str] = {
     ("zero_optimization", "cpu_offload"): _DEVICE,
     ("zero_optimization", "cpu_offload_param"): _DEVICE,
     ("zero_optimization", "cpu_offload_params"): _DEVICE,
-    ("activation_checkpointing", "cpu_checkpointing"): "nothing is computed again; write true or false",
+    ("activation_checkpointing", "cpu_checkpointing"): "nothing is recomputed; write true or false",
     ("communication_data_type",): "gradients are summed in fp32 where parameters are cast, else in their own dtype; write it",
     ("gradient_clipping",): _CLIP,
     ("gradient_accumulation_steps",): "nothing is accumulated here; do it in the loop, with attachment.no_sync()",

@@ -80,7 +80,7 @@ def _follow(document: Document, folder: Path, trail: tuple[str, ...], chain: _Ch
             raise _refusal(str(error), document) from None
         real = os.path.realpath(path)
         if real in trail:
-            raise _refusal(f"{shown_path(path)} extends itself by way of this file; leave one of them out", document)
+            raise _refusal(f"{shown_path(path)} extends itself through this file; leave one of them out", document)
         _follow(base, path.parent, (*trail, real), chain)
     chain.documents.append(_own_dialect(document, chain))
 

@@ -118,7 +118,7 @@ class Policy(Table):
         3,
         expected="0, 1, 2 or 3",
         does="What is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
-        why="3 takes the least memory, for at most half as much traffic again.",
+        why="3 takes the least memory, for at most 1.5 times the traffic.",
         ge=0,
         le=3,
     )
@@ -133,9 +133,9 @@ class Policy(Table):
     device: DeviceMemory = Field(DeviceMemory(), description="The memory of the device.")
     host: Host = Field(Host(), description="The memory of the host tier.")
     disk: Disk = Field(Disk(), description="The scratch file of the disk tier.")
-    save: Save = Field(Save(), description="Saves that go on beside training.")
-    resilience: Resilience = Field(Resilience(), description="What is looked for, and what is kept to go on after a failure.")
-    comm: Comm = Field(Comm(), description="How ranks talk.")
+    save: Save = Field(Save(), description="Saves in the background of training.")
+    resilience: Resilience = Field(Resilience(), description="What is checked for, and what is kept to recover from a failure.")
+    comm: Comm = Field(Comm(), description="How ranks communicate.")
     rule: Rules = words((), expected=_RULES, does="Other tiers and dtypes for parameters by name; the last wins.")
 
     def __init__(self, **values: Any) -> None:
@@ -241,7 +241,7 @@ class Policy(Table):
         rows = "; ".join(f"stage {stage} = {', '.join(row)}" for stage, row in _ROWS.items())
         stages = _stages(written)
         fit = f"stages {', '.join(map(str, stages))} fit, write stage too" if stages else "no stage fits"
-        spelt = f"the cells spell no single row ({fit}); {', '.join(CELLS)} are: {rows}"
+        spelt = f"the cells match no single stage ({fit}); {', '.join(CELLS)} are: {rows}"
         return [((next(iter(written)), "partition"), spelt)]
 
     def _misplaced(self) -> list[tuple[Place, str]]:
@@ -273,7 +273,7 @@ class Policy(Table):
         if chosen.partition == "none" or chosen.checkpoint == "unit":
             return []
         found = f'found "{chosen.partition}" and checkpoint = "{chosen.checkpoint}"'
-        return [(("activation", "partition"), f'{found}: unit inputs are what is partitioned; write checkpoint = "unit" too')]
+        return [(("activation", "partition"), f'{found}: only inputs of units are partitioned; write checkpoint = "unit" too')]
 
     def _uncomputed(self) -> list[tuple[Place, str]]:
         """What an update on the host works on must be stored off the device, by a table or by a rule."""

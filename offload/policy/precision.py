@@ -117,10 +117,10 @@ def misscaled(precision: Precision, optimizer: Optimizer) -> list[tuple[Place, s
         return []
     found: list[tuple[Place, str]] = []
     if optimizer.overlap:
-        why = "expected false beside [precision] loss_scale, found true: whether to step is known when backward is over"
+        why = "expected false with [precision] loss_scale, found true: whether to step is known only after backward"
         found.append((("optimizer", "overlap"), why))
     if precision.output == "fp16":
-        why = 'expected "fp32" or nothing beside loss_scale, found "fp16": gradients would vanish before they are scaled'
+        why = 'expected "fp32" or nothing with loss_scale, found "fp16": gradients would vanish before they are scaled'
         found.append((("precision", "output"), why))
     if precision.loss_scale == "dynamic" and precision.min_scale > precision.initial_scale:
         why = f"expected at most initial_scale, {precision.initial_scale:g}, found {precision.min_scale:g}"

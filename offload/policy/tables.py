@@ -180,7 +180,7 @@ class Activation(Table):
         (),
         expected=_NAMES,
         does="Globs over units whose plain inputs differ between ranks (sequence parallelism); partition leaves them whole.",
-        why="DTensors say so themselves; plain tensors that differ would be an error.",
+        why="DTensors say so themselves; for plain tensors, a difference would be an error.",
     )
     min_bytes: Size = words(
         1 << 20,
@@ -280,7 +280,7 @@ class DeviceMemory(Table):
     arena: Literal["none", "states", "all"] = words(
         "none",
         expected='"none", "states" or "all"',
-        does="What is allocated in memory reserved ahead, apart from other tensors: shards, gathered units and sums (states), "
+        does="What is allocated in memory reserved ahead: shards, gathered units and sums (states), "
         'and also the inputs that checkpoint = "unit" keeps, which are copied there (all).',
         why="none: it only helps if the allocator fails with much memory free (`zprof frag`). Not measured on a GPU.",
     )
@@ -436,7 +436,7 @@ def unjudged(resilience: Resilience, optimizer: Optimizer) -> list[tuple[tuple[s
     """What contradicts the look at gradients before a step, place and words."""
     if resilience.nonfinite == "ignore" or not optimizer.overlap:
         return []
-    why = 'expected false beside [resilience] nonfinite = "name", found true: gradients are judged when backward is over'
+    why = 'expected false with [resilience] nonfinite = "name", found true: gradients are checked only after backward'
     return [(("optimizer", "overlap"), why)]
 
 

@@ -54,7 +54,7 @@ def destination(path: str | os.PathLike[str], verb: str) -> Path:
             _follow_ours(link, verb)
         place = target.resolve()
     except RuntimeError:
-        found = f"{verb} {shown_path(text)}: expected a path, found links that lead in a circle. Remove them."
+        found = f"{verb} {shown_path(text)}: expected a path, found a loop of links. Remove it."
         raise CheckpointError(found) from None
     if not 0 < len(os.fsencode(place.name)) <= _NAME_MOST:
         raise CheckpointError(
@@ -74,7 +74,7 @@ def _follow_ours(path: Path, verb: str) -> None:
     if shared and status.st_uid not in (os.geteuid(), around.st_uid):
         raise CheckpointError(
             f"{verb} {shown_path(path)}: expected a folder or a link of your own, found a link that another user (uid "
-            f"{status.st_uid}) made in a folder for everybody. Name the folder itself."
+            f"{status.st_uid}) made in a folder that everybody can write to. Name the folder itself."
         )
 
 
@@ -226,7 +226,7 @@ class Draft:
         found = made.size(record.name)
         if found != record.nbytes:
             raise CheckpointError(
-                f"save {self.target}: expected {record.name} with {record.nbytes} bytes beside the first rank's file, found "
+                f"save {self.target}: expected {record.name} with {record.nbytes} bytes next to the first rank's file, found "
                 f"{'no such file' if found is None else f'{found} bytes'}. Save into a file system that all hosts share."
             )
 

@@ -130,7 +130,7 @@ class ExportDraft:
         elif not renameat2(parent.fd, self._name, parent.fd, self.target.name, EXCHANGE):
             raise CheckpointError(
                 f"export {self.target}: expected no such path, found a folder, and a file system that cannot exchange two "
-                "folders in one step. Export to a path that is not there."
+                "folders in one step. Export to a path that does not exist."
             )
 
     @contextmanager
@@ -142,7 +142,7 @@ class ExportDraft:
             return
         found = parent.folder(name)
         if found is None:
-            raise self._not_replaceable("no folder")
+            raise self._not_replaceable("something else than a folder")
         with found:
             self._check_earlier(found)
             yield found
@@ -155,7 +155,7 @@ class ExportDraft:
             raise self._not_replaceable(what)
         inside = [each for each in sorted(names) if found.size(each) is None and each not in self.kind.folders]
         if inside:
-            raise self._not_replaceable(f"one that holds {inside[0]}, which is no file")
+            raise self._not_replaceable(f"one that holds {inside[0]}, which is not a file")
         if names and found.status.st_uid != os.geteuid():
             raise self._not_replaceable(f"that of another user (uid {found.status.st_uid})")
 

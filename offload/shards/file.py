@@ -189,7 +189,7 @@ class ShardReader:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged("a header that contradicts itself") from error
         if base + end != self._record.nbytes or entries.keys() != self._record.tensors.keys():
-            raise self._damaged("other tensors than its manifest lists")
+            raise self._damaged("different tensors than its manifest lists")
         return entries, offsets
 
     @property
@@ -328,7 +328,8 @@ def header(entries: Sequence[Entry]) -> bytes:
         assert entry.name not in described, f"two tensors are called {entry.name}"
         if entry.dtype not in CODES:
             raise CheckpointError(
-                f"save: expected dtypes safetensors knows, found {entry.dtype} in {entry.name}. Convert it, or leave it out."
+                f"save: expected dtypes that safetensors supports, found {entry.dtype} in {entry.name}. Convert it, or leave "
+                "it out."
             )
         offsets = [offset, offset + entry.nbytes]
         described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}

@@ -97,9 +97,9 @@ class HostMemory:
         for name, owner in _marks(folder).items():
             if name.startswith("rank-") and not name.startswith(f"rank-{self._session}-") and _lives(name, owner):
                 raise CheckpointError(
-                    f"memory of peers at {shown_path(self.path)}: expected this job's ranks alone, found process "
-                    f"{owner.pid if owner else '?'}, which lives and is of another job of the same run id, or another model's "
-                    "attachment. Give each a name of its own: torchrun --rdzv-id, or [resilience] job."
+                    f"memory of peers at {shown_path(self.path)}: expected only this job's ranks, found the live process "
+                    f"{owner.pid if owner else '?'} of another job with the same run id, or of another model's "
+                    "attachment. Give each its own name: torchrun --rdzv-id, or [resilience] job."
                 )
 
     def _tidy(self, folder: Folder) -> None:
@@ -236,7 +236,7 @@ def _home(root: Path, *, make: bool) -> Path:
         mode = f"one of uid {status.st_uid}, mode {status.st_mode & 0o777:o}"
         found = mode if stat.S_ISDIR(status.st_mode) else "a link or a file"
         raise CheckpointError(
-            f"memory of peers at {shown_path(home)}: expected a folder of this user's alone (0700), found {found}. Remove it, "
+            f"memory of peers at {shown_path(home)}: expected a private folder of this user (0700), found {found}. Remove it, "
             "or point [resilience] memory at another tmpfs."
         )
     return home

@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _unreadable(path, "no such JSON") from error
+        raise _unreadable(path, "something else than its JSON") from error
     if not intact:
         raise _unreadable(path, "a checksum that does not match")
     if isinstance(content, dict) and content.get("format") == FORMAT and content.get("version") != VERSION:
@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise _unreadable(path, "entries of another kind") from error
     names = [record.name for record in manifest.files]
     if len(names) != manifest.world or names != [shard_name(rank) for rank in range(len(names))]:
-        raise _unreadable(path, "files that are not one a rank")
+        raise _unreadable(path, "files that are not one per rank")
     return manifest
 
 

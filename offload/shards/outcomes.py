@@ -86,7 +86,7 @@ class Outcomes:
         def missing() -> list[int]:
             if self._folder.entry(self._mark) is None:
                 raise CheckpointError(
-                    f"save {self._subject}: expected the folder that this save works in, found that somebody removed it. Save "
+                    f"save {self._subject}: expected the folder that this save works in, found that it was removed. Save "
                     "again."
                 )
             for rank in range(self._world):

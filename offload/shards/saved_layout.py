@@ -109,7 +109,7 @@ class Places:
         found = {(_int(shard), _int(replicate), _int(tp)): rank for rank, (shard, replicate, tp) in enumerate(rows)}
         sizes = [1 + max(place[axis] for place in found) for axis in range(3)]
         if len(rows) != world or len(found) != world or math.prod(sizes) != world:
-            raise ValueError(f"places of {len(rows)} ranks that are no mesh of {world}")
+            raise ValueError(f"places of {len(rows)} ranks that do not form a mesh of {world}")
         data = [tuple(rank for (_, _, tp), rank in found.items() if tp == place) for place in range(sizes[2])]
         return cls(sizes[0], sizes[1], sizes[2], found, tuple(data))
 
@@ -160,7 +160,7 @@ def read_flats(manifest: Manifest) -> tuple[SavedFlat, ...]:
     flats = tuple(_flat(number, described) for number, described in enumerate(manifest.about["flats"]))
     names = [param.name for flat in flats for param in flat.params]
     if len(set(names)) != len(names):
-        raise ValueError("two parameters of one name")
+        raise ValueError("two parameters with one name")
     return flats
 
 
@@ -245,7 +245,7 @@ def _usual_places(manifest: Manifest, flats: Sequence[SavedFlat], tp: int, shard
     ways = [here, usual] if here is not None and fits else [usual]
     found = next((places for places in ways if _has_replicas(manifest, flats, places)), None)
     if found is None:
-        why = "an older checkpoint of ranks that are no replicas of each other: load it on the mesh it is of"
+        why = "an older checkpoint of ranks that are not replicas of each other: load it on the mesh it was saved on"
         raise UnknownPlacesError(why)
     return found
 

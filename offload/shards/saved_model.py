@@ -119,7 +119,7 @@ class SavedModel:
         """
         left = self.document().get("left out")
         if left:
-            found = f"{next(iter(left))} and {len(left) - 1} more that are quantised, of which it has checksums alone"
+            found = f"{len(left)} quantised parameters, such as {next(iter(left))}, of which it has only checksums"
             raise self._refused(found)
         self._places()
         entries = [Entry(param.name, flat.dtype, param.shape) for flat in self.flats for param in flat.params]

@@ -51,7 +51,7 @@ def number_states(document: Mapping[str, Any]) -> Iterator[tuple[Entry, float]]:
                     continue
                 scalar = value["scalar"] if isinstance(value, dict) and "scalar" in value else value
                 if type(scalar) not in (int, float):
-                    raise ValueError(f"{key} of {name or 'a parameter of another model'}, which is no range and no number")
+                    raise ValueError(f"{key} of {name or 'a parameter of another model'}, which is not a range or a number")
                 dtype = DTYPES[value["dtype"]] if isinstance(value, dict) else torch.float32
                 yield Entry(state_key(name, str(key)), dtype, ()), scalar
 
@@ -80,4 +80,4 @@ def _plain(packed: Any) -> Any:
         return {_plain(key): _plain(item) for key, item in packed["dict"]}
     if isinstance(packed, dict) and "scalar" in packed:
         return torch.tensor(packed["scalar"], dtype=DTYPES[packed["dtype"]])
-    raise ValueError(f"an option of a group that is no plain data ({str(packed)[:40]})")
+    raise ValueError(f"an option of a group that is not plain data ({str(packed)[:40]})")

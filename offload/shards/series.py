@@ -96,8 +96,8 @@ class Series:
         """
         if self.keep is not None and names_like(target.name) is None:
             raise CheckpointError(
-                f"save {shown_path(target)}: expected a name with a number where keep is given, by which later checkpoints "
-                f"differ, found {target.name}. Save to e.g. runs/step-100."
+                f"save {shown_path(target)}: expected a name with a number, which distinguishes checkpoints when keep is "
+                f"given, found {target.name}. Save to e.g. runs/step-100."
             )
 
     def about(self, target: Path, taken_ns: int) -> dict[str, object]:

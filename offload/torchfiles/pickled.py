@@ -162,7 +162,7 @@ class _Machine:
     def _stack_global(self, _: Any) -> Any:
         name, module = self.pop(), self.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise PickleError("a name that is none")
+            raise PickleError("an invalid name")
         return Named(module, name)
 
     def _reduce(self, _: Any) -> Any:

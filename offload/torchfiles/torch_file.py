@@ -204,7 +204,7 @@ class TorchFile:
             root, keys = interpret(part, self._calls, storage), interpret(part, {})
             at = part.tell()
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or set(keys) != found.keys():
-            raise self.refused("other storages than its tensors have")
+            raise self.refused("different storages than its tensors have")
         for key in keys:
             raw = os.pread(handle, 8, self._base + at)
             numel = struct.unpack("<q", raw)[0] if len(raw) == 8 else -1
@@ -233,7 +233,7 @@ class TorchFile:
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if self._identity is not None and identity != self._identity:
             os.close(handle)
-            raise self.refused("another file by now")
+            raise self.refused("a file that was replaced since it was opened")
         self._identity = identity
         return handle
 
@@ -273,7 +273,7 @@ class TorchFile:
             try:
                 infos = zipfile.ZipFile(part).infolist()
             except (zipfile.BadZipFile, ValueError, struct.error, OSError, NotImplementedError, OverflowError) as error:
-                raise self.refused(f"no archive of torch.save ({error})") from error
+                raise self.refused(f"something else than an archive of torch.save ({error})") from error
         for info in infos:
             # As it is in the directory: zipfile cuts names at a NUL.
             name = info.orig_filename

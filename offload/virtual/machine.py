@@ -179,7 +179,7 @@ def running() -> Machine:
     """
     if _running is None:
         raise SimulationError(
-            'device "virtual": expected a simulation around what uses it, found none. Call zhooks.simulate(build, step, ...).'
+            'device "virtual": expected to be used inside a simulation, found none. Call zhooks.simulate(build, step, ...).'
         )
     return _running
 
@@ -193,7 +193,7 @@ def machines_on() -> Iterator[None]:
     """
     global _simulating
     if _simulating:
-        raise SimulationError("simulate: expected one simulation at a time, found one around this. End it first.")
+        raise SimulationError("simulate: expected one simulation at a time, found one that has not ended. End it first.")
     register()
     forget()
     _simulating = True

@@ -60,7 +60,7 @@ class Race:
 
     def __str__(self) -> str:
         if self.second is None:
-            then = "what is taken in its place next"
+            then = "the next use of its memory"
             return f"freed in use, {self.nbytes} B: {self.first}, and nothing orders that before {then}"
         return f"{self.kind}, {self.nbytes} B: {self.first}; {self.second}, and nothing makes the second wait for the first"
 

@@ -31,10 +31,10 @@ _INSTEAD = {
     "unique": _SHAPES,
     "repeat_interleave": "give output_size=, or repeats as a Python number",
     "bincount": "use torch.zeros(n).scatter_add_(...) or torch.histc",
-    "a copy to": "keep on the device what is only computed with, and log outside of what is simulated",
+    "a copy to": "keep on the device what is only computed with, and log outside of the simulated step",
     "()": (
-        "log losses outside of what is simulated, and give sizes, lengths and flags as Python numbers; a mask that is looked "
-        "at (attention_mask.all()) can be left out, or given in the 4-D form that is used as it is"
+        "log losses outside of the simulated step, and pass sizes, lengths and flags as Python numbers; a mask whose values "
+        "are read (attention_mask.all()) can be left out, or passed in its 4-D form, which is used unchanged"
     ),
 }
 
@@ -43,16 +43,16 @@ def no_data(what: str) -> SimulationError:
     """The error of code that asks for a value, with the line that did."""
     instead = next((text for name, text in _INSTEAD.items() if name in what), "compute it from shapes, or on the CPU")
     return SimulationError(
-        f"{what}{user_line()}: expected code that needs no values, for tensors of the virtual device have shapes and no data; "
-        f"found one that reads them. Instead: {instead}."
+        f"{what}{user_line()}: expected code that needs no values, because tensors of the virtual device have no data; found "
+        f"code that reads them. Instead: {instead}."
     )
 
 
 def other_autocast(where: str) -> SimulationError:
     """The error of code that turns autocast on for CUDA."""
     return SimulationError(
-        f'torch.autocast{where}: expected autocast of the device whose tensors compute, found "cuda" around those of the '
-        "virtual device, to which it does nothing. Write torch.autocast(x.device.type, ...), which is right on both."
+        f'torch.autocast{where}: expected autocast for the device of the tensors, found "cuda" around tensors of the '
+        "virtual device, where it has no effect. Write torch.autocast(x.device.type, ...), which is right on both."
     )
 
 

@@ -117,8 +117,8 @@ def errors_of_backward() -> Iterator[None]:
         if "device_ready_queues_" not in str(error):
             raise
         raise SimulationError(
-            "simulate: expected a process in which no backward has run yet, for torch counts devices at its first; found one "
-            "that has run some. Simulate before training, or in another process."
+            "simulate: expected a process in which no backward has run yet, because torch counts devices at the first; found "
+            "one in which some have run. Simulate before training, or in another process."
         ) from error
     finally:
         _pending.clear()

@@ -162,7 +162,7 @@ def swapped(metadata: Any) -> None:
     ("change", "says"),
     [
         (outside, "outside its shape"), (lacking, "0 elements of"), (overlapping, "overlap"), (elsewhere, "a file called"),
-        (beyond, "bytes where"), (shared, "two chunks at byte"), (endless, ""), (swapped, "with another tensor at"),
+        (beyond, "bytes where"), (shared, "two chunks at byte"), (endless, ""), (swapped, "with a tensor other than"),
     ],
 )  # fmt: skip
 def test_metadata_that_lies_is_refused_in_one_line(tmp_path: Path, zprof: Zprof, change: Any, says: str) -> None:

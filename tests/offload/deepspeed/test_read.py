@@ -167,10 +167,10 @@ def test_a_file_of_another_step_among_them_is_named(tmp_path: Path) -> None:
     step = tmp_path / "z3-fp32-2/global_step3"
     steps = re.compile(rb"(global_steps(?:q.|r....)K)\x03", re.DOTALL)
     rewritten(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda _, raw: steps.sub(b"\\g<1>\x02", raw))
-    assert "zero_pp_rank_1_mp_rank_00_model_states.pt of another step" in refused(step)
+    assert "zero_pp_rank_1_mp_rank_00_model_states.pt of a different step" in refused(step)
     step, three, two = tmp_path / "z2-fp32-2/global_step3", struct.pack("<f", 3), struct.pack("<f", 2)
     rewritten(step / "zero_pp_rank_1_mp_rank_00_optim_states.pt", lambda _, raw: two if raw == three else raw)
-    assert "step of the optimizer, which differs over the ranks" in refused(step)
+    assert "step of the optimizer, which differs between ranks" in refused(step)
 
 
 def test_a_client_state_of_many_views_of_one_storage_is_refused(tmp_path: Path) -> None:

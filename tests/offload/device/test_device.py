@@ -317,7 +317,7 @@ def test_other_devices_are_refused_by_name(name: str) -> None:
 def test_cuda_without_cuda_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a CUDA build without a driver says so before it is asked
-        with pytest.raises(CapabilityError, match="found none this torch can use"):
+        with pytest.raises(CapabilityError, match="expected a CUDA device, found none; install"):
             open_device(torch.device("cuda"))
 
 

@@ -221,7 +221,7 @@ def test_a_disk_that_takes_nothing_more_is_an_error_not_a_hang(tmp_path: Path, n
     disk = DiskFile(tmp_path, io=io)
     extent = disk.allocate(NBYTES, "b")
     io.on_write = lambda call, fd, buffers, offset: nbytes
-    with pytest.raises(TierError, match=r"cannot write b .*bytes to be taken at byte \d+ of .*found 0"):
+    with pytest.raises(TierError, match=r"cannot write b .*bytes to be written at byte \d+ of .*found 0"):
         disk.write(extent, pattern()).wait()
     still_works(disk, io)
     disk.close()
@@ -402,7 +402,7 @@ def test_a_small_disk_keeps_space_for_a_save_beside_the_scratch_file(tmp_path: P
     # Ahead of need it takes half of what is free beside a 20th of the disk.
     assert disk.reserved == 45 << 20
     Small.free = 55 << 20
-    with pytest.raises(BudgetError, match=r"whose file system has 45 MiB left beside the 10 MiB that are kept for checkpoints"):
+    with pytest.raises(BudgetError, match=r"whose file system has 45 MiB left, not counting 10 MiB kept free for checkpoints"):
         disk.allocate(87 << 20, "too much")
     disk.allocate(86 << 20, "all that there is")
     disk.close()

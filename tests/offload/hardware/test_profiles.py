@@ -193,7 +193,7 @@ def test_missing_tables_and_unread_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [7, None, ["h100"], object()])
 def test_what_is_no_profile_at_all_is_refused(value: Any) -> None:
-    assert "expected a name of a100-80" in complaint(value)
+    assert "expected one of a100-80" in complaint(value)
 
 
 def test_tables_of_other_kinds_are_refused_by_name() -> None:

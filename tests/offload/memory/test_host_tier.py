@@ -317,7 +317,7 @@ def test_holes_that_are_too_small_are_said_to_be(device: Device) -> None:
     blocks = [pool.take(PAGE, str(index)) for index in range(SLAB // PAGE)]
     for block in blocks[::2]:
         pool.give(block)
-    with pytest.raises(BudgetError, match=r"128\.0 of 256\.0 KiB in use, no hole is large enough in 1 slabs \(256 KiB\)"):
+    with pytest.raises(BudgetError, match=r"128\.0 of 256\.0 KiB in use, no free range is large enough in 1 slab \(256 KiB\)"):
         pool.take(2 * PAGE, "two pages")
     pool.close()
 

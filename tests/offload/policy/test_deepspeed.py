@@ -58,7 +58,7 @@ def test_what_has_no_counterpart_is_listed_with_what_to_do_instead() -> None:
         "train_batch_size = 64: set batch_size in the data loader",
         "gradient_clipping = 1: call torch.nn.utils.clip_grad_norm_ in the loop",
         "zero_optimization.offload_param.buffer_count = 5: buffers are counted from the plan; set [schedule] prefetch",
-        "zero_optimization.sub_group_size = 1e+09: the step goes buffer by buffer, with a fixed number of them",
+        "zero_optimization.sub_group_size = 1e+09: the step updates buffer by buffer, with a fixed number of buffers",
         "activation_checkpointing.partition_activations = true: on a mesh with a tp axis set [activation] "
         'checkpoint = "unit" and partition = "tp"',
     )
@@ -71,7 +71,7 @@ def test_loading_warns_once_on_the_callers_line_and_names_every_key(write: Write
     assert len(caught) == 1 and caught[0].filename == __file__
     assert str(caught[0].message) == (
         f"{path}: DeepSpeed keys not honoured: gradient_clipping, steps_per_print; "
-        "`zprof policy check` says what to do instead"
+        "`zprof policy check` shows what to do instead"
     )
 
 
@@ -100,9 +100,9 @@ def test_the_stage_is_deepspeeds_and_0_where_it_says_nothing_of_zero(values: dic
 def test_a_stage_left_to_accelerate_is_the_policys_own_and_listed() -> None:
     policy, ignored = read({"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}}})
     assert policy == Policy()
-    left = "left to transformers or accelerate, which are not here"
+    left = "left to transformers or accelerate, which are not used here"
     assert ignored == (
-        f'zero_optimization.stage = "auto": {left}; the policy\'s own default, stage 3, holds; write a number',
+        f'zero_optimization.stage = "auto": {left}; the policy\'s own default, stage 3, applies; write a number',
         f'zero_optimization.offload_optimizer.device = "auto": {left}; it stays on the device; write cpu, nvme or none',
     )
 
@@ -116,7 +116,8 @@ def test_a_key_that_decides_what_a_run_computes_is_listed_where_it_is_left_to_a_
     with pytest.warns(IgnoredKeys, match=".".join(place)) as caught:
         Policy.of({"train_batch_size": 8, **values})
     lines = [line for line in caught[0].message.ignored if line.startswith(".".join(place))]
-    assert lines == [f'{".".join(place)} = "auto": left to transformers or accelerate, which are not here; {LEFT_OPEN[place]}']
+    left = "left to transformers or accelerate, which are not used here"
+    assert lines == [f'{".".join(place)} = "auto": {left}; {LEFT_OPEN[place]}']
 
 
 def test_of_two_precisions_the_one_left_open_is_not_listed_where_the_other_is_written() -> None:
@@ -153,7 +154,7 @@ def test_the_ratio_that_is_offloaded_leaves_the_rest_on_the_device(ratio: object
 
 def test_a_ratio_is_of_stage_3_and_of_what_is_offloaded() -> None:
     policy, ignored = read({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}})
-    listed = "zero_optimization.offload_optimizer.ratio = 0.3: DeepSpeed too divides the states at stage 3 alone"
+    listed = "zero_optimization.offload_optimizer.ratio = 0.3: DeepSpeed, too, divides the states only at stage 3"
     assert policy.optimizer.device_share == 0 and ignored == (listed,)
     policy, ignored = read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none", "ratio": 0.3}}})
     assert policy == Policy() and ignored == ()
@@ -305,7 +306,8 @@ def test_a_policy_of_ours_is_never_taken_for_deepspeeds() -> None:
 def test_a_file_that_speaks_both_dialects_is_refused(write: Write) -> None:
     path = write({"stage": 3, "bf16": {"enabled": True}})
     assert complaint(path) == (
-        f"{path}:3: bf16: a DeepSpeed key beside stage, which is none; write one dialect, or name the DeepSpeed file in extends"
+        f"{path}:3: bf16: a DeepSpeed key next to stage, a key of zhooks; use one kind of key, "
+        "or name the DeepSpeed file in extends"
     )
 
 
@@ -365,7 +367,7 @@ MISTAKES = {
     "twice": (
         {"zero_optimization": {"max_reuse_distance": 1, "stage3_max_reuse_distance": 2}},
         "4: [zero_optimization] stage3_max_reuse_distance: another spelling of zero_optimization.max_reuse_distance, "
-        "which is written too; keep one of them",
+        "which is also set; keep one of them",
     ),
 }
 

@@ -41,7 +41,7 @@ MISTAKES = {
     ),
     "key like no other": (
         "[budget]\nzzz = 1\n",
-        "policy.toml:2: [budget] zzz: unknown key; known here are device, host, disk",
+        "policy.toml:2: [budget] zzz: unknown key; known keys here: device, host, disk",
     ),
     "table as number": ("units = 3\n", "policy.toml:1: units: expected a table, found 3"),
     "tier": (
@@ -200,7 +200,7 @@ def test_a_thousand_mistakes_are_counted_not_listed(write: Write) -> None:
 def test_cells_that_spell_no_single_row_are_refused_with_the_four_rows(cells: dict[str, str], fits: str) -> None:
     said = complaint({cell: {"partition": partition} for cell, partition in cells.items()})
     assert "\n" not in said
-    assert f"the cells spell no single row ({fits})" in said
+    assert f"the cells match no single stage ({fits})" in said
     for row in (
         "stage 0 = replicate, replicate, replicate",
         "stage 1 = replicate, replicate, shard",

@@ -89,7 +89,7 @@ def test_a_contradiction_between_two_files_names_the_cell_that_does_not_fit(writ
 
 def test_a_file_that_extends_itself_is_refused_by_name(write: Write) -> None:
     assert complaint(write("policy.toml", '\nextends = "policy.toml"\n')) == (
-        "policy.toml:2: extends: policy.toml extends itself by way of this file; leave one of them out"
+        "policy.toml:2: extends: policy.toml extends itself through this file; leave one of them out"
     )
 
 
@@ -97,7 +97,7 @@ def test_a_round_of_files_is_refused_by_name(write: Write) -> None:
     write("a.toml", 'extends = "sub/b.toml"\n')
     write("sub/b.toml", 'extends = "../policy.toml"\n')
     assert complaint(write("policy.toml", 'extends = "a.toml"\n')) == (
-        "sub/b.toml:1: extends: sub/../policy.toml extends itself by way of this file; leave one of them out"
+        "sub/b.toml:1: extends: sub/../policy.toml extends itself through this file; leave one of them out"
     )
 
 

@@ -208,7 +208,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path: Path) -> 
     file = TorchFile(path)
     path.unlink()
     torch.save({"tensor": torch.zeros(3)}, path)
-    with pytest.raises(CheckpointError, match="another file by now"):
+    with pytest.raises(CheckpointError, match="a file that was replaced"):
         file.root["tensor"].tensor()
 
 

@@ -113,7 +113,7 @@ def test_nothing_is_attached_on_the_device_outside_of_a_simulation() -> None:
 
     with machine(), torch.device("virtual"):
         model = nn.Linear(3, 3)
-    with pytest.raises(SimulationError, match=r"expected a simulation around what uses it"):
+    with pytest.raises(SimulationError, match=r"expected to be used inside a simulation"):
         zhooks.attach(model, policy={"parameter": {"tier": "host"}})
 
 

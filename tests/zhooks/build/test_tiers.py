@@ -31,7 +31,7 @@ def attach(patched: pytest.MonkeyPatch, nbytes: int, transport: str = "auto", **
 def test_ranks_of_a_machine_share_its_memory_whatever_they_talk_over(transport: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
         attach(patched, 2 * HALF, transport)
-        with pytest.raises(zhooks.BudgetError, match=r"64 KiB a rank .*, 128 KiB for 2 ranks; made up leaves .*, 1 B short"):
+        with pytest.raises(zhooks.BudgetError, match=r"64 KiB per rank .*, 128 KiB for 2 ranks; made up leaves .*, 1 B short"):
             attach(patched, 2 * HALF - 1, transport)
 
 
@@ -40,7 +40,7 @@ def test_ranks_of_two_machines_have_the_memory_of_each_for_themselves(transport:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Machine, "places", lambda self: (f"machine {place()[0]}", f"container {place()[0]}"))
         attach(patched, HALF, transport)
-        with pytest.raises(zhooks.BudgetError, match=r"64 KiB a rank \(host 64 KiB\); made up leaves"):
+        with pytest.raises(zhooks.BudgetError, match=r"64 KiB per rank \(host 64 KiB\); made up leaves"):
             attach(patched, HALF - 1, transport)
 
 
@@ -49,7 +49,7 @@ def test_another_stage_of_a_pipeline_is_not_taken_to_hold_as_much() -> None:
     stages = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
     with pytest.MonkeyPatch.context() as patched:
         attach(patched, 2 * HALF, mesh=stages)
-        with pytest.raises(zhooks.BudgetError, match=r"128 KiB a rank \(host 128 KiB\); made up leaves"):
+        with pytest.raises(zhooks.BudgetError, match=r"128 KiB per rank \(host 128 KiB\); made up leaves"):
             attach(patched, 2 * HALF - 1, mesh=stages)
 
 

@@ -428,7 +428,7 @@ def test_a_folder_of_somebody_else_is_refused(memory: Path) -> None:
         make()
         home.chmod(0o777) if not home.is_symlink() else None
         run = Run({"stage": 3, "resilience": {"memory": str(memory), "job": "test"}})
-        with pytest.raises(zhooks.CheckpointError, match="expected a folder of this user's alone"):
+        with pytest.raises(zhooks.CheckpointError, match="expected a private folder of this user"):
             run.attachment.save_to_peers(run.optimizer)
         run.attachment.detach()
         home.rmdir() if home.is_dir() and not home.is_symlink() else home.unlink()
@@ -437,7 +437,7 @@ def test_a_folder_of_somebody_else_is_refused(memory: Path) -> None:
 def test_another_living_job_of_the_same_run_id_is_refused(memory: Path) -> None:
     one, other = (Run(policy(str(memory))) for _ in range(2))
     one.attachment.save_to_peers(one.optimizer)
-    with pytest.raises(zhooks.CheckpointError, match=r"another job of the same run id.*\[resilience\] job"):
+    with pytest.raises(zhooks.CheckpointError, match=r"another job with the same run id.*\[resilience\] job"):
         other.attachment.save_to_peers(other.optimizer)
     one.attachment.detach()
     other.attachment.save_to_peers(other.optimizer)

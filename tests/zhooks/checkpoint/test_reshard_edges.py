@@ -318,7 +318,7 @@ def loads_turned(path: str, old: bool) -> None:
     model = nn.Linear(16, 16)
     attachment = zhooks.attach(model, policy={"stage": 3})
     if old:
-        with pytest.raises(zhooks.CheckpointError, match=r"older checkpoint of ranks that are no replicas of each other"):
+        with pytest.raises(zhooks.CheckpointError, match=r"older checkpoint of ranks that are not replicas of each other"):
             attachment.load(Path(path) / "run", ())
     else:
         attachment.load(Path(path) / "run", ())

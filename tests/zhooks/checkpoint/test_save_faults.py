@@ -444,7 +444,7 @@ def test_a_mutated_manifest_is_an_error_or_means_the_same(signed: bool) -> None:
         scribbled()
         assert refusals > 350  # of 600
         file.write_text("[" * 100_000)
-        with refused(run, "found no such JSON"):
+        with refused(run, "found something else than its JSON"):
             run.load(path / "run")
 
 

@@ -224,13 +224,13 @@ def test_a_deepspeed_configuration_is_read_as_the_trainer_would_have_filled_it_i
 @pytest.mark.parametrize(
     ("written", "both"),
     [
-        ({"gradient_accumulation_steps": 8}, r"gradient_accumulation_steps: .*found 8 beside gradient_accumulation_steps = 2"),
-        ({"gradient_clipping": 0.5}, r"gradient_clipping: .*found 0.5 beside max_grad_norm = 1"),
-        ({"bf16": {"enabled": True}}, r"\[bf16\] enabled: .*found true beside bf16 = false"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, r"params\.lr: .*found 1.* beside learning_rate = 0\.01"),
-        ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}, r"adam_w_mode: .*found false beside optim = true"),
-        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 500}}}, r"found 500 beside warmup_steps = 0"),
-        ({"optimizer": {"type": "Lion", "params": {}}}, r'\[optimizer\] type: .*found "Lion" beside optim = '),
+        ({"gradient_accumulation_steps": 8}, r"gradient_accumulation_steps: .*found 8, but gradient_accumulation_steps = 2"),
+        ({"gradient_clipping": 0.5}, r"gradient_clipping: .*found 0.5, but max_grad_norm = 1"),
+        ({"bf16": {"enabled": True}}, r"\[bf16\] enabled: .*found true, but bf16 = false"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, r"params\.lr: .*found 1.*, but learning_rate = 0\.01"),
+        ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}, r"adam_w_mode: .*found false, but optim = true"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 500}}}, r"found 500, but warmup_steps = 0"),
+        ({"optimizer": {"type": "Lion", "params": {}}}, r'\[optimizer\] type: .*found "Lion", but optim = '),
     ],
 )
 def test_an_argument_that_contradicts_the_configuration_is_refused_and_both_are_named(

@@ -258,7 +258,7 @@ def test_it_is_switched_on_and_off_by_another_policy() -> None:
 
 @on_ranks(2)
 def test_what_it_cannot_be_with_is_refused() -> None:
-    with pytest.raises(zhooks.PolicyError, match=r"overlap: expected false beside \[resilience\] nonfinite"):
+    with pytest.raises(zhooks.PolicyError, match=r"overlap: expected false with \[resilience\] nonfinite"):
         Run(policy(3, optimizer={"tier": "host", "overlap": True}))
     with pytest.raises(zhooks.AttachError, match=r"\[resilience\] nonfinite: .* found the axis pp"):
         Run(policy(3), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "pp")))

@@ -190,7 +190,7 @@ def test_stages_that_wait_for_ever_are_named_with_what_they_wait_for() -> None:
         else:
             torch.ones(16, 64, device="virtual").sum()
 
-    with pytest.raises(zhooks.SimulationError, match=r"none can go on: .*stage 1 waits for rank 0 to send a message"):
+    with pytest.raises(zhooks.SimulationError, match=r"none can continue: .*stage 1 waits for rank 0 to send a message"):
         simulate(build, alone, world=2, mesh={"pp": 2, "shard": 1}, policy=POLICY)
     assert not dist.is_initialized()
     assert simulate(build, step, world=2, mesh={"pp": 2, "shard": 1}, policy=POLICY).step_s > 0, "nothing is left behind"
