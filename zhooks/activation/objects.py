@@ -54,7 +54,7 @@ class Found:
         """
         for tensor, version in self._versions:
             if tensor._version != version:
-                raise modified(f"a tensor in an object that unit {self._unit} was given", tensor._version, version)
+                raise modified(f"a tensor in an object passed to unit {self._unit}", tensor._version, version)
         copying = _Copying(self._unit)
         return [copying.of(leaf) for leaf in self._leaves]
 
@@ -81,8 +81,8 @@ class _Copying:
             return self._known[id(value)][1]
         if len(self._known) > _MOST_OBJECTS:
             raise CapabilityError(
-                f'[activation] checkpoint = "unit": expected inputs of unit {self._unit} that can be kept as a forward finds '
-                f"them, found more than {_MOST_OBJECTS:,} objects in them. Give the module tensors, or set it apart by "
+                f'[activation] checkpoint = "unit": expected inputs of unit {self._unit} that can be saved for recomputation, '
+                f"found more than {_MOST_OBJECTS:,} objects in them. Pass tensors to the module, choose other units with "
                 '[units], or set checkpoint = "none".'
             )
         return self._copied(value)

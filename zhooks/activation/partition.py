@@ -323,7 +323,7 @@ class Partition:
             wrong = [(rank, number) for rank, number in zip(ranks, found, strict=True) if number != slot.number]
             if wrong:
                 rank, number = wrong[0]
-                sent = f"activation {number}" if number else "nothing, for it has freed its shard"
+                sent = f"activation {number}" if number else "nothing, because it has already freed its shard"
                 raise DivergenceError(
                     f"unit {slot.key}: expected every rank of axis {self._axis.axis.name} to gather input {slot.number} again "
                     f"for backward, found that rank {rank} sent {sent}. Let every rank run the same forward and backward."
@@ -389,7 +389,7 @@ def check_axis(policy: Policy, names: Sequence[str]) -> None:
     if wanted != "none" and wanted not in names:
         raise AttachError(
             f'[activation] partition: expected an axis named "{wanted}" in the mesh, found {", ".join(names)}. Attach '
-            f'with mesh = init_device_mesh(..., mesh_dim_names=("dp", "{wanted}")), or write partition = "none".'
+            f'with mesh = init_device_mesh(..., mesh_dim_names=("dp", "{wanted}")), or set partition = "none".'
         )
 
 

@@ -68,7 +68,7 @@ def nothing_recomputed(model: nn.Module, units: Sequence[Unit]) -> str:
     return (
         '[activation] checkpoint = "unit": expected units that keep more than their inputs, found none in the '
         f"{type(model).__name__}: each of its {len(units)} units is a single layer, or the whole model. Nothing is recomputed, "
-        'and no memory saved. Name the blocks that are to be units, such as [units] names = ["layers.*"] or classes = '
+        'and no memory is saved. Choose the blocks as units, for example with [units] names = ["layers.*"] or classes = '
         '["Block"]; attachment.describe() lists the units.'
     )
 

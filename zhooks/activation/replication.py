@@ -85,7 +85,7 @@ class Replication:
         facts = [(number, tuple(tensor.shape), tensor.dtype) for number, tensor in new.items()]
         shapes = self._exchange(unit, [text_digest(repr(facts))])
         if self._others(shapes, 0):
-            self._differs(unit, "its inputs", f"number, shapes or dtypes that are {facts} here", self._others(shapes, 0))
+            self._differs(unit, "its inputs", f"a different number, shapes or dtypes (here {facts})", self._others(shapes, 0))
             return set(tensors)
         hashes = self._exchange(unit, [hash_of(tensor) for tensor in new.values()]) if new else []
         differing = set()
@@ -93,7 +93,7 @@ class Replication:
             ranks = self._others(hashes, place)
             if ranks:
                 what = f"{name(number)}, {tensor.dtype} of shape {list(tensor.shape)}"
-                self._differs(unit, what, "other values", ranks)
+                self._differs(unit, what, "different values", ranks)
                 differing.add(number)
         self._seen.setdefault((path, unit), set()).update(set(new) - differing)
         return differing
@@ -138,13 +138,13 @@ class Replication:
         if found:
             more = f" ({len(found) - 1} more differ)" if len(found) > 1 else ""
             raise DivergenceError(
-                f"{found[0]}{more}. Seed what is random alike on these ranks and give them the same batch; name units whose "
-                "inputs are meant to differ, as those of sequence parallelism do, in [activation] sharded_inputs."
+                f"{found[0]}{more}. Use the same random seed and the same batch on these ranks; if the inputs of a unit are "
+                "meant to differ, as in sequence parallelism, list the unit in [activation] sharded_inputs."
             )
         if elsewhere:
             raise DivergenceError(
                 f"{path}: expected the inputs of units to be the same on all ranks of axis {self._axis.axis.name}, found some "
-                "that differ on ranks that share these units. Their message names them and says what to do."
+                "that differ on other ranks that share these units. The error on those ranks names them and says what to do."
             )
 
 

@@ -134,8 +134,8 @@ class Residual:
         if heads is not None:
             if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
                 raise PolicyError(
-                    f"heads: expected a number of attention heads, 1 or more, found {shown(heads)}. Leave it out where the "
-                    "model's modules say it."
+                    f"heads: expected a number of attention heads, 1 or more, found {shown(heads)}. Omit it if the model's "
+                    "modules define it."
                 )
             self.terms = replace(self.terms, heads=heads)
         self.asked = not self.refused
@@ -240,10 +240,10 @@ class Residual:
         """A forward raised: if it was because it was counted, say so, and count no more."""
         error = sys.exc_info()[1]
         if self.asked and isinstance(error, RuntimeError) and _REFUSED in str(error):
-            self.asked, self.refused = False, "the forward uses torch.func, which allows no saved-tensor hooks"
+            self.asked, self.refused = False, "the forward uses torch.func, which does not allow saved-tensor hooks"
             error.add_note(
-                "zhooks: attachment.memory() had asked for activations to be counted, which takes saved-tensor hooks; "
-                "they are counted no more: run the forward again."
+                "zhooks: attachment.memory() had turned on the counting of activations, which needs saved-tensor hooks; "
+                "it is off again: repeat the forward."
             )
 
     # What was counted.

@@ -143,7 +143,7 @@ def test_a_tensor_in_it_that_is_changed_in_place_is_an_error_that_names_the_unit
     model = built()
     attachment = zhooks.attach(model, policy=POLICY)
     loss = model(torch.ones(2, 5, 6), Static())
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .a tensor in an object that unit blocks"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .a tensor in an object passed to unit blocks"):
         loss.backward()
     attachment.detach()
 

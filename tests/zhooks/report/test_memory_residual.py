@@ -181,7 +181,7 @@ def test_a_forward_that_cannot_be_counted_says_why_and_runs_again() -> None:
     attachment.memory()
     with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
         attachment.model(torch.ones(2, 4))
-    assert "they are counted no more: run the forward again" in caught.value.__notes__[0]
+    assert "it is off again: repeat the forward" in caught.value.__notes__[0]
     attachment.model(torch.ones(2, 4)).sum().backward()
     assert "activations are not counted: the forward uses torch.func" in str(attachment.memory())
     attachment.model(torch.ones(2, 4)).sum().backward()
