@@ -241,7 +241,7 @@ class Attachment(
             self._runtime.reducer.reduce_owed()
             optimizers = self._optimizers.with_ranges("detach")
             self._runtime.members.barred = (
-                "forward: expected a detach that has ended, found one that failed half way. Call detach() again."
+                "forward: expected a completed detach(), found one that failed halfway. Call detach() again."
             )
             self._make_plain(optimizers)
         self._comm.stage.all_reduce(Call(CONTROL, "detach", "all units"), torch.zeros(1), "sum")
@@ -349,7 +349,7 @@ class Attachment(
         if not callable(getattr(observer, "on_event", None)):
             raise AttachError(
                 f"observe: expected an observer with a method on_event(event), found {type(observer).__name__}. Pass a "
-                "Recorder, or an object of your own that has one."
+                "Recorder, or your own object with this method."
             )
         return Observation(self._bus, observer)
 

@@ -170,11 +170,11 @@ class Changeable:
         stage = self._comm.stage
         with all_or_none(stage, "apply"):
             if policy is None and mesh is None:
-                raise PolicyError("apply: expected a path, a mapping or a Policy, found None; name what shall change")
+                raise PolicyError("apply: expected a path, a mapping or a Policy, found None; pass the new policy")
             if mesh is not None and self._runtime.reducer.replicas.jobs:
                 raise CapabilityError(
-                    "reshard: expected a model that is trained by this job alone, found one of several replicas, which are "
-                    "divided alike. shutdown() the Replicas first."
+                    "reshard: expected a model that only this job trains, found one of several replicas, which must all be "
+                    "sharded the same way. Call shutdown() of the Replicas first."
                 )
             chosen = self.policy if policy is None else Policy.of(policy)
             axes = None if mesh is None else another_mesh(self._comm, mesh)
@@ -308,8 +308,8 @@ class Changeable:
         """Part of the model is where another policy has it, and nothing can be done about that."""
         self._torn = True
         self._runtime.members.barred = (
-            "forward: expected a model that is under one policy on one mesh, found one whose move to another ended half way. "
-            "Start anew from the last checkpoint."
+            "forward: expected a model under one policy on one mesh, found one whose change to another failed halfway. "
+            "Load the last checkpoint in new processes."
         )
 
     def _go_back(

@@ -102,7 +102,7 @@ class Controlled:
         self._check_attached("register_reduce_hook")
         if (before is None and after is None) or not all(hook is None or callable(hook) for hook in (before, after)):
             raise AttachError(
-                f"register_reduce_hook: expected functions of a unit's name and a tensor as before or after, found "
+                f"register_reduce_hook: expected before or after to be functions of a unit's name and a tensor, found "
                 f"{type(before).__name__} and {type(after).__name__}. Pass at least one."
             )
         return self._runtime.reducer.hooks.register(before, after)

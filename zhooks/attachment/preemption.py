@@ -70,7 +70,7 @@ class Preemptible(Stateful):
         self._check_attached("preempted")
         if self._preemption is None:
             raise AttachError(
-                "preempted: expected signals that are caught, found none. Call attachment.catch_preemption() before the loop, "
+                "preempted: expected signals to catch, found none. Call attachment.catch_preemption() before the loop, "
                 "on every rank."
             )
         self._runtime.finish_backward()

@@ -91,7 +91,7 @@ class Recovering:
             return self._at_rest(self._runtime.abandon() or self._runtime.reducer.holds, "")
         verdict = failure.verdict
         if verdict is not None and verdict.kind == "gone":
-            raise DivergenceError(f"recover: expected every rank alive, found {verdict.who} gone. {_RESTART}")
+            raise DivergenceError(f"recover: expected every rank to be alive, found {verdict.who} gone. {_RESTART}")
         self._bus.begin("recover", "all ranks")
         try:
             under_way = "a backward that updates" if self._runtime.updated_early else self._steps.under_way
@@ -150,8 +150,8 @@ class Recovering:
         """
         if self._apart and any(all(one is not each for each in optimizers) for one in self._optimizers.here()):
             raise DivergenceError(
-                f"{verb}: expected every optimizer, for ranks stand at different steps, found some to be left as they are. "
-                "Pass all that have stepped."
+                f"{verb}: expected all optimizers that have stepped, because ranks are at different steps, found that some are "
+                "missing. Pass all of them."
             )
 
     def _loaded(self) -> None:
@@ -172,7 +172,7 @@ def _uneven(steps: dict[int, int]) -> str:
     if steps[low] == steps[high]:
         return ""
     return (
-        f"expected every rank before the same step, found that rank {low} has taken {steps[low]} and rank {high} "
+        f"expected all ranks to be at the same step, found that rank {low} has taken {steps[low]} and rank {high} "
         f"{steps[high]}. {_LOAD}"
     )
 
@@ -184,13 +184,13 @@ def _apart(ranks: dict[int, dict[str, Any]]) -> str:
             return str(stands["apart"])
         if stands["under way"]:
             return (
-                f"expected every rank between steps, found rank {rank} inside {stands['under way']}: some units are changed "
-                f"and some are not. {_LOAD}"
+                f"expected every rank between steps, found rank {rank} inside {stands['under way']}: some units have been "
+                f"updated and some have not. {_LOAD}"
             )
     uneven = _uneven({rank: stands["steps"] for rank, stands in ranks.items()})
     if uneven:
         return uneven
     scales = [stands["scale"] for stands in ranks.values()]
     if any(scale != scales[0] for scale in scales):
-        return f"expected the same loss scale on every rank, found others: one has taken note of an overflow. {_LOAD}"
+        return f"expected the same loss scale on every rank, found different ones: some ranks have counted an overflow. {_LOAD}"
     return ""

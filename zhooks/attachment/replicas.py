@@ -81,7 +81,7 @@ class Replicated:
                 for each in optimizers:
                     if self._comm.shard.axis.world > 1 and self._optimizers.owners.is_whole(each):
                         raise _refused(f"{type(each).__name__}, which updates whole parameters on one rank each", "Train with "
-                                       "an optimizer that works element by element, or with one rank a replica.")
+                                       "an optimizer that works element by element, or with one rank per replica.")
         self._runtime.reducer.reduce_over(replicas)
 
     def check_replicated(self) -> None:
@@ -95,18 +95,18 @@ class Replicated:
         comm = self._comm
         if comm.replicate.axis.world > 1 or comm.tp.axis.world > 1 or comm.pp.axis.world > 1:
             named = ", ".join(comm.names)
-            raise _refused(f"a mesh with {named}", "Attach over a shard axis alone: each replica is a job of its own.")
+            raise _refused(f"a mesh with {named}", "Attach over a shard axis only: each replica is a separate job.")
         if self.policy.optimizer.overlap:
             raise _refused("[optimizer] overlap = true, which updates before the replicas commit a step", "Set it to false.")
         if self._why:
-            raise _refused("a policy that was chosen by measuring on this machine", 'Write down a policy instead of "auto".')
+            raise _refused("a policy that was chosen by measuring on this machine", 'Write a policy instead of "auto".')
         trained = [name for name, param in self._ignored.params.items() if param.requires_grad]
         if trained:
-            raise _refused(f"{trained[0]}, which [units] ignore leaves out of reductions", "Freeze it, or attach it.")
+            raise _refused(f"{trained[0]}, which [units] ignore excludes from reductions", "Freeze it, or attach it.")
         if self._runtime.reducer.probe is not None or self._runtime.reducer.measured:
-            raise _refused("a measurement of gradients under way", "Close its handle first.")
+            raise _refused("a measurement of gradients in progress", "Close its handle first.")
         if any(flat.kind.device.type != "cpu" for flat in self._flats):
-            raise _refused("parameters on another device than the CPU, which nobody has tried", "Train on the CPU.")
+            raise _refused("parameters on a device other than the CPU, which is untested", "Train on the CPU.")
 
     @property
     def _flats(self) -> list[Flat]:
@@ -136,8 +136,8 @@ class Replicated:
         reducer = self._runtime.reducer
         if reducer.open or any(gradient.partial is not None for gradient in reducer.gradients.values()):
             raise ShardedOpError(
-                "step over replicas: expected all backward passes of the last one to be reduced, found sums that no_sync holds "
-                "back. End each step with a backward outside of no_sync."
+                "step over replicas: expected all gradients of the previous step to be reduced, found partial sums that "
+                "no_sync holds back. End each step with a backward outside of no_sync."
             )
         for param in self.model.parameters():
             param.grad = None
@@ -159,7 +159,7 @@ class Replicated:
 
     def check_handed_on(self, beside: Any) -> None:
         """Raise CheckpointError unless it can be handed to another job without pickle."""
-        checkpoint.Packer().pack(beside, "what is handed on beside the model")
+        checkpoint.Packer().pack(beside, "the state that goes with the model")
 
     def offered_state(
         self, optimizers: Sequence[torch.optim.Optimizer], extra: Mapping[str, Any]
@@ -195,4 +195,4 @@ class Replicated:
 
 
 def _refused(found: str, advice: str) -> CapabilityError:
-    return CapabilityError(f"replicas: expected what replicas that come and go can train, found {found}. {advice}")
+    return CapabilityError(f"replicas: expected a setup that elastic replicas can train, found {found}. {advice}")

@@ -65,8 +65,8 @@ class Stateful:
             )
         if self._torn:
             raise AttachError(
-                f"{verb}: expected a model that is under one policy on one mesh, found one whose move to another ended half "
-                "way, for ranks or tiers failed. Start anew from the last checkpoint."
+                f"{verb}: expected a model under one policy on one mesh, found one whose change to another failed halfway, "
+                "because ranks or tiers failed. Load the last checkpoint in new processes."
             )
 
     def _check_at_rest(self, verb: str) -> None:
@@ -262,19 +262,19 @@ class Stateful:
 
         def check() -> None:
             if not isinstance(wait, bool):
-                raise CheckpointError(f"save: expected wait=True or False, found {shown(wait)}. Say whether to wait.")
+                raise CheckpointError(f"save: expected wait=True or False, found {shown(wait)}. Pass one of them.")
             if keep is not None and (type(keep) is not int or keep < 1):
-                raise CheckpointError(f"save: expected a number from 1 as keep, or None, found {shown(keep)}. Name a number.")
+                raise CheckpointError(f"save: expected keep to be None or at least 1, found {shown(keep)}. Pass one of these.")
             if refuse and self._saving is not None and not self._saving.done:
                 raise CheckpointError(
-                    f"save: expected the save to {shown_path(self._saving.folder)} to be over, found it at "
+                    f"save: expected the save to {shown_path(self._saving.folder)} to be finished, found it at "
                     f"{self._saving.progress.written} of {self._saving.progress.total} bytes. Save later, or set [save] "
                     'while_saving = "wait".'
                 )
 
         ranks.run(check)
         if not ranks.same(f"{wait} {keep}"):
-            raise CheckpointError("save: expected the same wait and keep on every rank, found others. Pass the same.")
+            raise CheckpointError("save: expected the same wait and keep on every rank, found different ones. Pass the same.")
 
     def _finish_saving(self, verb: str) -> None:
         """Wait for the save that goes on beside training.  Collective where there is one.
@@ -288,8 +288,8 @@ class Stateful:
                 saving.wait()
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"{verb}: expected the save to {shown_path(saving.folder)} beside training to end well, found: {error} "
-                    f"Nothing was done now; {verb} again."
+                    f"{verb}: expected the background save to {shown_path(saving.folder)} to succeed, found: {error} "
+                    f"This call did nothing; {verb} again."
                 ) from error
 
     def _snapshot(self, tensors: Sequence[Any]) -> checkpoint.Snapshot:
@@ -361,8 +361,8 @@ class Stateful:
         others = [one for one in holders(list(self._ignored.params.values())) if all(one.state is not each for each in states)]
         if others:
             raise CheckpointError(
-                f"{verb}: expected to know which optimizers are meant, found {type(others[0]).__name__} with parameters that "
-                "[units] ignore leaves as they are. Pass all of them: optimizer=[...], or () for none."
+                f"{verb}: expected to be told which optimizers to include, found {type(others[0]).__name__} with parameters "
+                "that are in [units] ignore. Pass all of them: optimizer=[...], or () for none."
             )
 
     def _live(

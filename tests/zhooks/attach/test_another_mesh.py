@@ -244,7 +244,7 @@ def test_a_mesh_that_cannot_be_moved_to_is_refused_on_every_rank_before_anything
             reshard(init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")))
         with unchanged(run, zhooks.AttachError, r"expected ranks \[0, 1\] on its replicate and shard axes.*found \[1, 0\]"):
             reshard(DeviceMesh("cpu", [[1], [0]], mesh_dim_names=("replicate", "shard")))
-        with unchanged(run, zhooks.PolicyError, "name what shall change"):
+        with unchanged(run, zhooks.PolicyError, "pass the new policy"):
             run.attachment.apply()
 
 

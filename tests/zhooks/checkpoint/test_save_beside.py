@@ -211,7 +211,7 @@ def test_a_policy_may_refuse_a_second_save_and_training_goes_on() -> None:
     run = Run({**SMALL, "save": {"while_saving": "refuse"}})
     with folder() as path, held_back() as gate:
         first = beside(run, path / "first")
-        with pytest.raises(zhooks.CheckpointError, match=r"the save to .*first to be over, found it at 0 of \d+ bytes"):
+        with pytest.raises(zhooks.CheckpointError, match=r"the save to .*first to be finished, found it at 0 of \d+ bytes"):
             beside(run, path / "second")
         run.train(range(1))
         gate.set()
@@ -278,7 +278,7 @@ def test_what_nobody_waited_for_is_told_once_by_the_next_call(verb: str) -> None
             assert ended(saving)
         detach = run.attachment.detach
         calls = {"save": lambda: run.save(path / "old"), "load": lambda: run.load(path / "old"), "detach": detach}
-        with pytest.raises(zhooks.CheckpointError, match=f"^{verb}: expected the save to .*run beside training.*{verb} again"):
+        with pytest.raises(zhooks.CheckpointError, match=f"^{verb}: expected the background save to .*run.*{verb} again"):
             calls[verb]()
         calls[verb]()
         assert os.listdir(path) == ["old"]

@@ -188,7 +188,7 @@ def test_a_replica_whose_own_peer_died_half_way_hands_its_state_to_nobody() -> N
 
 
 def test_a_replica_keeps_its_mesh() -> None:
-    with two() as (first, _), pytest.raises(CapabilityError, match="expected a model that is trained by this job alone"):
+    with two() as (first, _), pytest.raises(CapabilityError, match="expected a model that only this job trains"):
         first.attachment.apply(mesh=object())  # type: ignore[arg-type]
 
 

@@ -183,7 +183,7 @@ def test_an_optimizer_of_ignored_parameters_alone_must_be_named_where_all_are_me
     ours.step()
     own.step()
     with folder() as path:
-        with pytest.raises(zhooks.CheckpointError, match=r"found SGD with parameters that \[units\] ignore"):
+        with pytest.raises(zhooks.CheckpointError, match=r"found SGD with parameters that are in \[units\] ignore"):
             attachment.save(path / "checkpoint")
         attachment.save(path / "checkpoint", [ours, own])
         kept = own.state[model.scale]["momentum_buffer"].clone()

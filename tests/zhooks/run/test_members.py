@@ -219,7 +219,7 @@ def test_a_detach_that_fails_half_way_may_be_called_again_and_lets_nothing_train
 
     with mock.patch.object(torch.utils, "swap_tensors", instead), pytest.raises(MemoryError):
         attachment.detach()
-    with pytest.raises(zhooks.AttachError, match=r"detach.*half way.*Call detach\(\) again"):
+    with pytest.raises(zhooks.AttachError, match=r"detach.*halfway.*Call detach\(\) again"):
         model(torch.ones(4, 6))
     attachment.detach()
     plain = net()
