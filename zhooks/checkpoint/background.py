@@ -110,8 +110,8 @@ class Writing(Ending):
             self._writer.abort()
             self._folder.close()
             raise CapabilityError(
-                f"save {shown_path(self.target)}: expected a thread to write on, found {error}. Raise ulimit -u, or save with "
-                "wait=True."
+                f"save {shown_path(self.target)}: expected a writer thread to start, found {error}. Raise ulimit -u, or save "
+                "with wait=True."
             ) from error
 
     @property
@@ -202,7 +202,7 @@ class Saving:
     """A save that may still be running; ``Attachment.save`` returns it.
 
     Attributes:
-        folder: the checkpoint to be.
+        folder: where the checkpoint will be.
         begun_ns: when its state was taken, by the clock of its file system; on the first rank.
     """
 
@@ -249,7 +249,8 @@ class Saving:
         if not self._settled and writing is not None:
             if not writing.here:
                 raise CheckpointError(
-                    f"save {shown_path(self.folder)}: expected the process that saves, found a fork of it. Wait there."
+                    f"save {shown_path(self.folder)}: expected the process that saves, found a fork of it. Wait in that "
+                    "process."
                 )
             writing.join()
             failure = self._ranks.first_failure(None if isinstance(writing.error, FailedElsewhere) else writing.error)

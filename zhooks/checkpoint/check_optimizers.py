@@ -78,7 +78,7 @@ def check_optimizers(run: RunState, sources: Sequence[Source]) -> list[Optimizer
         if found != kinds:
             raise CheckpointError(
                 f"load: expected the optimizers of the checkpoint ({', '.join(found) or 'none'}), "
-                f"found {', '.join(kinds)}. Pass the same ones in the same order, or optimizer=() to load the model alone."
+                f"found {', '.join(kinds)}. Pass the same ones in the same order, or optimizer=() to load only the model."
             )
     return [_check_optimizer(run, number, optimizer, sources) for number, optimizer in enumerate(run.optimizers)]
 
@@ -147,15 +147,15 @@ def _keys(group: int, names: Sequence[str]) -> dict[tuple[int, str, int], int]:
     for index, name in enumerate(names):
         require(type(name) is str, "names of parameters")
         nth = seen[name] = seen.get(name, 0) + 1
-        require(nth == 1 or not name, "one parameter of a name")
+        require(nth == 1 or not name, "one parameter per name")
         out[group, name, nth] = index
     return out
 
 
 def _grouped(optimizer: torch.optim.Optimizer, group: int, named: Sequence[Any], saved: Sequence[Any]) -> CheckpointError:
     return CheckpointError(
-        f"load: expected {type(optimizer).__name__} with the parameter groups of the checkpoint, found others from "
-        f"group {group} on ({len(named)} groups here, {len(saved)} there). Group parameters alike."
+        f"load: expected {type(optimizer).__name__} with the parameter groups of the checkpoint, found different ones from "
+        f"group {group} on ({len(named)} groups here, {len(saved)} there). Group parameters in the same way."
     )
 
 
@@ -173,7 +173,7 @@ def _entries(source: Source, number: int) -> dict[tuple[int, int], _Entry]:
         require(type(group) is int and type(index) is int and min(group, index) >= 0, "places of parameters")
         require(index < len(saved["groups"][group]["params"]), "a place in a group")
         place = group, index
-        require(place not in found, "one state a parameter")
+        require(place not in found, "one state per parameter")
         found[place] = _Entry(source, number, place, packed, place in owners, owners.get(place))
     return found
 
@@ -191,8 +191,9 @@ def _options(number: int, optimizer: torch.optim.Optimizer, sources: Sequence[So
             for key in one.keys() | other.keys():
                 if key not in one or key not in other or not _equal(one[key], other[key]):
                     raise CheckpointError(
-                        f"load: expected the same options of {type(optimizer).__name__} in all folders, found {key} of group "
-                        f"{group} {str(one.get(key))[:40]} and {str(other.get(key))[:40]}. Load each stage's own folder."
+                        f"load: expected the same options of {type(optimizer).__name__} in all folders, found "
+                        f"{str(one.get(key))[:40]} and {str(other.get(key))[:40]} as {key} of group {group}. Load each "
+                        "stage's own folder."
                     )
     return every[0]
 
@@ -237,7 +238,7 @@ def require(holds: bool, what: str) -> None:
         ValueError: it does not.
     """
     if not holds:
-        raise ValueError(f"something else than {what}")
+        raise ValueError(f"something other than {what}")
 
 
 def _check_options(optimizer: torch.optim.Optimizer, here: Mapping[str, Any], saved: Any) -> None:
@@ -250,8 +251,9 @@ def _check_options(optimizer: torch.optim.Optimizer, here: Mapping[str, Any], sa
         free = usual is None and key not in _FLAGS
         if key not in saved or not (free or _kind(saved[key], number=True) == _kind(usual, number=True)):
             raise CheckpointError(
-                f"load: expected {kind}'s {key} to be like {str(here.get(key))[:80]} here, found {str(saved.get(key))[:80]} in "
-                "the checkpoint. Make the optimizer as it was made there, or load another checkpoint."
+                f"load: expected {kind}'s {key} to be of the same kind as {str(here.get(key))[:80]} here, found "
+                f"{str(saved.get(key))[:80]} in the checkpoint. Build the optimizer as it was saved, or load another "
+                "checkpoint."
             )
 
 
@@ -286,9 +288,9 @@ def _check_entries(
         # How long lists of vectors are depends on how many steps there were.
         free = one.owned or bool(vectors_in([value for _, _, value in values]))
         for key, packed_value, value in values:
-            require(key not in entries[param], "one state of a name")
+            require(key not in entries[param], "one state per name")
             if packed_value == SHARDED:
-                require(not one.owned, "ranges of what is updated whole")
+                require(not one.owned, "whole states of a parameter that is updated whole")
                 entries[param][key] = IN_FILE
                 continue
             entries[param][key] = value
@@ -306,7 +308,7 @@ def _check_entries(
             counts = key != "step" or (isinstance(count, (int, float)) and 0 <= count < float("inf"))
             if _kind(value) != kind or not counts:
                 raise CheckpointError(
-                    f"load: expected {type(optimizer).__name__}'s {str(key)[:80]} as it keeps it for every parameter, found "
-                    f"{str(value)[:80]}. Load another checkpoint."
+                    f"load: expected {type(optimizer).__name__}'s {str(key)[:80]} in the form it has for every parameter, "
+                    f"found {str(value)[:80]}. Load another checkpoint."
                 )
     return entries

@@ -84,7 +84,8 @@ def _same_names(what: str, saved: Iterable[str], here: Iterable[str], advice: st
     if part:
         saved &= here
     if saved != here:
-        found = [f"{', '.join(sorted(only))} only {where}" for only, where in ((saved - here, "saved"), (here - saved, "here"))]
+        sides = ((saved - here, "in the checkpoint"), (here - saved, "here"))
+        found = [f"{', '.join(sorted(only))} only {where}" for only, where in sides]
         found = [text for text in found if not text.startswith(" only")]
         raise CheckpointError(f"load: expected the same {what} here as in the checkpoint, found {'; '.join(found)}. {advice}")
 
@@ -115,10 +116,10 @@ def _check_buffers(saved: Saved) -> dict[str, tuple[SavedFolder, int]]:
     where: dict[str, tuple[SavedFolder, int]] = {}
     for folder in saved.folders:
         for name, own in saved.document(folder)["buffers"].items():
-            require(type(own) is bool, "a flag a buffer")
+            require(type(own) is bool, "a flag per buffer")
             at = folder, folder.counterpart if own else 0
             if name in where and _digest(*where[name], name) != _digest(*at, name):
-                raise refuse_folders(f"buffer {name} in two of them, with other values")
+                raise refuse_folders(f"buffer {name} in two of them, with different values")
             where.setdefault(name, at)
     what, advice = "buffers", "Build the same model."
     if run.ignored:
@@ -129,7 +130,7 @@ def _check_buffers(saved: Saved) -> dict[str, tuple[SavedFolder, int]]:
         folder = where[name][0]
         every = range(folder.manifest.world)
         if not folder.as_many and len({_digest(folder, rank, name) for rank in every}) > 1:
-            raise _of_each_rank(folder, f"parameters that [units] ignore leaves as they are ({name})")
+            raise _of_each_rank(folder, f"parameters in [units] ignore ({name})")
     for name, buffer in buffers.items():
         folder, rank = where[name]
         expect(folder, rank, buffer_name(name), buffer.dtype, tuple(buffer.shape))
@@ -138,8 +139,8 @@ def _check_buffers(saved: Saved) -> dict[str, tuple[SavedFolder, int]]:
             data = next(row.index(rank) for row in kept.data if rank in row)
             if len({_digest(folder, kept.data[tp][data], name) for tp in range(kept.tp)}) > 1:
                 raise CheckpointError(
-                    f"load {folder.path}: expected buffers that are the same at all {kept.tp} places on tp, for they are not "
-                    f"divided anew, found other values of {name}. Load it on as many places on tp."
+                    f"load {folder.path}: expected the same buffers on all {kept.tp} tp ranks, because buffers are not "
+                    f"resharded, found different values of {name}. Load it with as many tp ranks."
                 )
     return where
 
@@ -148,8 +149,8 @@ def _of_each_rank(folder: SavedFolder, what: str) -> CheckpointError:
     """Other ranks than saved cannot each have what was a rank's own."""
     data, place = folder.layout.places.data, folder.place
     return CheckpointError(
-        f"load {folder.path}: expected as many ranks as saved, {len(data[0])} x {len(data)} (data x tp), for {what} are each "
-        f"rank's own, found {place.data_world} x {place.own.tp}. Load it on as many."
+        f"load {folder.path}: expected as many ranks as saved, {len(data[0])} x {len(data)} (data x tp), because each rank "
+        f"has its own {what}, found {place.data_world} x {place.own.tp}. Load it on as many."
     )
 
 
@@ -168,7 +169,7 @@ def _check_ignored(saved: Saved) -> dict[str, SavedFolder]:
         require(known, "gradients of ignored parameters")
         held = any(name.startswith(gradient_name("")) for record in folder.manifest.files for name in record.tensors)
         if held and not folder.as_many:
-            raise _of_each_rank(folder, "gradients of parameters that [units] ignore leaves as they are")
+            raise _of_each_rank(folder, "gradients of parameters in [units] ignore")
         found |= {name: folder for name in names if name in params}
     for name, folder in found.items():
         part = part_of(params[name])
@@ -193,12 +194,12 @@ def _check_objects(saved: Saved) -> dict[str, Any]:
     given, kept = saved.run.objects, saved.document(saved.main)["objects"]
     if given is None and kept:
         raise CheckpointError(
-            f"load: expected the objects that were saved ({', '.join(sorted(kept))}), found none. Pass objects= as to "
-            "save(), or objects={} to leave theirs in the file."
+            f"load: expected the objects that were saved ({', '.join(sorted(kept))}), found none. Pass the same objects= "
+            "as to save(), or objects={} to skip them."
         )
     if not given:
         return {}
-    _same_names("objects", kept, given, "Pass objects= as to save().")
+    _same_names("objects", kept, given, "Pass the same objects= as to save().")
     unpacker = saved.unpacker(saved.main)
     return {name: unpacker.unpack(packed) for name, packed in kept.items()}
 
@@ -234,7 +235,7 @@ def _check_rounding(saved: Saved) -> dict[str, Any]:
             seeds.add(state["seed"])
             counts |= state["counts"]
     if len(seeds) > 1:
-        raise refuse_folders(f"stochastic rounding with the seeds {sorted(seeds)}")
+        raise refuse_folders(f"stochastic rounding with different seeds {sorted(seeds)}")
     return {"seed": seeds.pop(), "counts": counts} if seeds else {}
 
 

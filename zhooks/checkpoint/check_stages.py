@@ -32,7 +32,7 @@ def check_stages(comm: Comm, loading: Loading) -> None:
     each, left = _every_stage(comm, loading, sum(not taken for _, _, taken in rows))
     if sum(map(len, each)) == len(frozenset().union(*each)) and not left:
         return
-    problem = "other folders on some stages" + (", with what the stage that loads them has not got" if left else "")
+    problem = "different folders on some stages" + (", with tensors that the loading stage does not have" if left else "")
     if len(set(each)) == 1:
         counts = torch.tensor([taken for _, _, taken in rows], dtype=torch.int64)
         comm.pp.all_reduce(Call(CONTROL, "load: names", "all stages"), counts, "sum")
@@ -42,9 +42,9 @@ def check_stages(comm: Comm, loading: Loading) -> None:
         problem = next(iter(twice + lost), "")
     if problem:
         raise CheckpointError(
-            f"load {loading.folders[0].path}: expected each stage's own folder, or on all stages the same ones with each "
-            f"parameter in one stage, by the name it was saved under, found {problem}. Name modules alike in all stages and in "
-            "the whole model."
+            f"load {loading.folders[0].path}: expected each stage's own folder, or the same folders on all stages with each "
+            f"parameter in one stage, under the name it was saved with, found {problem}. Use the same module names in all "
+            "stages and in the whole model."
         )
 
 

@@ -67,9 +67,9 @@ def check_partials(saved: Saved) -> dict[str, InFlat]:
         any_held = any(name in record.tensors for record in folder.manifest.files for name in names)
         if any_held and not folder.as_many:
             raise CheckpointError(
-                f"load {folder.path}: expected as many ranks as saved, {len(kept.data[0])} x {kept.tp} (data x tp), for "
-                f"gradients inside no_sync are sums of each rank, found {place.data_world} x {place.own.tp}. Load it there, "
-                "or save where an accumulation has ended."
+                f"load {folder.path}: expected as many ranks as saved, {len(kept.data[0])} x {kept.tp} (data x tp), because "
+                f"gradients accumulated inside no_sync differ per rank, found {place.data_world} x {place.own.tp}. Load it "
+                "on as many, or save after an accumulation has ended."
             )
         rows = saved.document(folder)["partials"]
         require(len(rows) == len(folder.layout.flats), "a row a unit")
@@ -78,7 +78,7 @@ def check_partials(saved: Saved) -> dict[str, InFlat]:
                 continue
             members = folder.members[number]
             flags = isinstance(present, list) and len(present) == len(members) and all(type(one) is bool for one in present)
-            require(flags, "a flag a parameter")
+            require(flags, "a flag per parameter")
             name = tensor_name(number, "partial")
             entry = folder.entry(folder.counterpart, name)
             whole = entry.shape == (members[0].flat.padded,) and entry.dtype.is_floating_point
@@ -88,7 +88,7 @@ def check_partials(saved: Saved) -> dict[str, InFlat]:
                     spec = saved.specs[param.name]
                     same = spec.place is None if param.saved.dim is None else spec.place is not None
                     if not same or (spec.place is not None and spec.place[0::2] != (param.saved.dim, param.saved.count)):
-                        raise another(saved.folders, f"sums inside no_sync of {param.name}, which is divided otherwise over tp")
+                        raise another(saved.folders, f"partial sums of {param.name}, which is divided differently over tp")
                     found[param.name] = InFlat(folder, param, name)
     return found
 
@@ -161,5 +161,5 @@ def _check_fits(where: InFlat, spec: ParamShard, dtype: torch.dtype) -> None:
             if bool((values.to(dtype).isinf() & values.isfinite()).any()):
                 raise CheckpointError(
                     f"load {folder.path}: expected numbers that {dtype} can hold, found larger ones in {where.name} of "
-                    f"{spec.name}, saved as {saved}. Attach a model of a dtype with their range."
+                    f"{spec.name}, saved as {saved}. Attach a model in a dtype with that range."
                 )

@@ -201,7 +201,7 @@ def _optimizer(run: RunState, saved: SavedRun, named: Mapping[str, SavedTensor])
         strange = wanted - set(names) or others
         if strange:
             what = f"group {number} with {len(wanted)} parameters"
-            raise _other(saved, what, f"{len(names)} here, and {min(strange) or 'one of another model'} in one alone")
+            raise _other(saved, what, f"{len(names)} here, and {min(strange) or 'one of another model'} in only one of the two")
         rows.append({"params": names, "options": packer.pack(_options(saved, optimizer, number, here, kept), "options")})
         for index, name in enumerate(names):
             state = _entry(saved, named[name], kept, like, name not in {spec.name for flat in run.flats for spec in flat.specs})
@@ -279,7 +279,7 @@ def _options(
 
 def _other(saved: SavedRun, expected: str, found: str) -> CheckpointError:
     return CheckpointError(
-        f"load {saved.path}: expected {expected}, found {found}. Make the optimizer as it was made for DeepSpeed, or pass "
-        "optimizer=() to load the model alone."
+        f"load {saved.path}: expected {expected}, found {found}. Build the optimizer as it was built for DeepSpeed, or pass "
+        "optimizer=() to load only the model."
     )
 

@@ -69,7 +69,7 @@ def _about(value: Any, shape: Any) -> dict[str, Any]:
     if not isinstance(value, Tensor):
         return {"dtype": None, "value": value}
     if value.dtype not in SAFETENSORS:
-        raise _expected(f"a state of dtype {value.dtype}, which no checkpoint has")
+        raise _expected(f"a state of dtype {value.dtype}, which checkpoints cannot hold")
     about: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if value.dim() == 0:
         return about | {"value": value.item()}
@@ -117,7 +117,7 @@ def apply_plan(
         try:
             optimizer.load_state_dict({"state": state, "param_groups": groups})
         except Exception as error:
-            raise _expected(f"what it cannot read: {type(error).__name__}: {error}") from error
+            raise _expected(f"a state that it cannot load: {type(error).__name__}: {error}") from error
         missing = sorted(key for group in optimizer.param_groups for key in needed if key not in group)
         if missing:
             raise _expected(f"groups without {missing[0]}")
@@ -178,6 +178,6 @@ def _whole(comm: Comm, how: dict[str, Any], value: Any) -> Any:
 
 def _expected(found: str) -> CheckpointError:
     return CheckpointError(
-        f'load_state_dict: expected under "optimizer" what state_dict() made of this optimizer, found {found}. Make the same '
-        "optimizer over the same groups, or leave it out to load the model alone."
+        f'load_state_dict: expected "optimizer" to be what state_dict() returned for this optimizer, found {found}. Build the '
+        "same optimizer with the same groups, or omit it to load only the model."
     )

@@ -115,9 +115,9 @@ def _check_plain(ignored: Ignored) -> None:
     """
     for name, one in ignored.frozen.items():
         raise CheckpointError(
-            f"save_full: expected plain parameters, found {name} and {len(ignored.frozen) - 1} more that are frozen and of "
-            f"tensor subclasses ({one.kind}), which safetensors cannot hold. Use save(), state_dict(), which leaves them out "
-            "and says so, or save the adapters alone."
+            f"save_full: expected plain parameters, found {len(ignored.frozen)} frozen of tensor subclasses ({name} is a "
+            f"{one.kind}), which safetensors cannot hold. Use save(), or state_dict(), which leaves them out and says so, "
+            "or save only the adapters."
         )
 
 
@@ -177,7 +177,7 @@ def _header(named: Sequence[tuple[str, Tensor]]) -> tuple[bytes, dict[int, list[
     for name, tensor in named:
         if tensor.dtype not in SAFETENSORS:
             raise CheckpointError(
-                f"save_full: expected dtypes safetensors knows, found {tensor.dtype} in {name}. Use state_dict() "
+                f"save_full: expected dtypes that safetensors supports, found {tensor.dtype} in {name}. Use state_dict() "
                 "and torch.save."
             )
         nbytes = tensor.numel() * tensor.element_size()

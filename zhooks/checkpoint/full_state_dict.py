@@ -89,8 +89,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, units: Sequence[Un
     groups = () if optimizer is None else optimizer.param_groups
     if any(isinstance(param, ShardedTensor) and id(param) not in ours for group in groups for param in group["params"]):
         raise CheckpointError(
-            f"state_dict: expected an optimizer of this attachment's parameters, found {type(optimizer).__name__} with those "
-            "of another, too. Build one for each attachment, or use save() of both."
+            f"state_dict: expected an optimizer of only this attachment's parameters, found {type(optimizer).__name__} with "
+            "some of another attachment. Build one for each attachment, or use save() of both."
         )
 
 
@@ -146,8 +146,8 @@ def _loss_scale_of(state: object) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f'load_state_dict: expected {{"model": ..., "optimizer": ...}} as state_dict() makes it, found '
-            f"{type(state).__name__}. Other ranks than the first may pass {{}}."
+            f'load_state_dict: expected {{"model": ..., "optimizer": ...}} as state_dict() returns it, found '
+            f"{type(state).__name__}. Ranks other than the first may pass {{}}."
         )
     return {key: value for key, value in state.items() if key == "loss_scale"}
 
@@ -211,7 +211,7 @@ def load_full_state(
 def _unwrapped(state: dict[str, Any]) -> str:
     found = ", ".join(list(map(str, state))[:3]) or "nothing"
     return (
-        f'load_state_dict: expected {{"model": ..., "optimizer": ...}} as state_dict() makes it, found {found}. Pass a plain '
+        f'load_state_dict: expected {{"model": ..., "optimizer": ...}} as state_dict() returns it, found {found}. Pass a plain '
         'model\'s state as {"model": state}.'
     )
 
@@ -219,7 +219,7 @@ def _unwrapped(state: dict[str, Any]) -> str:
 def _mismatch(model: nn.Module, values: Any, left_out: Collection[str]) -> str:
     if not isinstance(values, Mapping):
         kind = type(values).__name__
-        return f"load_state_dict: expected tensors by name as the state's \"model\", found {kind}. Pass a state_dict()."
+        return f"load_state_dict: expected \"model\" to be a dict of tensors by name, found {kind}. Pass a state_dict()."
     values = {plain_name(str(name)): value for name, value in values.items()}
     wanted = {
         plain_name(name): tuple(tensor.shape)
@@ -259,8 +259,8 @@ def gathered(
     left = {name: param for name, param in ignored.params.items() if id(param) in wanted}
     if left and write:
         raise CheckpointError(
-            f"gathered(write=True): expected attached parameters, found {next(iter(left))}, which [units] ignore leaves whole "
-            "on every rank. Name the parameters to be written; write that one itself, on every rank."
+            f"gathered(write=True): expected attached parameters, found {next(iter(left))}, which is in [units] ignore and "
+            "whole on every rank. Pass only attached parameters; write to that one directly, on every rank."
         )
     values |= {id(param): param.detach() for param in plain_of(ignored, "gathered").values() if id(param) in wanted}
     # What detach() leaves of a subclass is its library's affair.

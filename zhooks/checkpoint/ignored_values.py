@@ -41,8 +41,8 @@ def plain_of(ignored: Ignored, verb: str) -> dict[str, nn.Parameter]:
     for name, param in found.items():
         if type(param) is not nn.Parameter and not is_divided(param):
             raise CheckpointError(
-                f"{verb}: expected {name}, which is left as it is, to be a plain parameter or frozen from attach on, found "
-                f"{type(param).__module__}.{type(param).__qualname__}, which may keep more than its values. Save and load it "
+                f"{verb}: expected the ignored {name} to be a plain parameter, or frozen since attach, found "
+                f"{type(param).__module__}.{type(param).__qualname__}, which may hold more than its values. Save and load it "
                 "yourself, or detach() first."
             )
     return found
@@ -75,11 +75,12 @@ def check_left_out(ignored: Ignored, saved: object, verb: str) -> None:
         return
     theirs = saved if isinstance(saved, Mapping) else {}
     name = next(name for name in sorted({*here, *theirs}) if here.get(name) != theirs.get(name))
-    found = "other values" if name in here and name in theirs else f"it only {'here' if name in here else 'there'}"
+    where = "here" if name in here else "in the checkpoint"
+    found = f"different values of {name}" if name in here and name in theirs else f"{name} only {where}"
     raise CheckpointError(
-        f"{verb}: expected the frozen parameters of tensor subclasses (the quantised base) beside which this was saved, by "
-        f"checksum, for their values are not in it; found {found} in {name}. Build the same base, quantised alike, and load "
-        "again."
+        f"{verb}: expected the same frozen parameters of tensor subclasses (the quantised base) as when this was saved, by "
+        f"checksum, because their values are not in it; found {found}. Build the same base, quantised in the same way, and "
+        "load again."
     )
 
 
@@ -92,7 +93,7 @@ def check_own(ignored: Ignored, verb: str) -> None:
     for name, param in ignored.params.items():
         if isinstance(param, ShardedTensor):
             raise CheckpointError(
-                f"{verb}: expected all parameters to be this attachment's, found {name} in another's, whose full values it "
+                f"{verb}: expected only parameters of this attachment, found {name} of another, whose full values this one "
                 "does not have. Call save() and load() of both attachments, or detach() that one first."
             )
 
@@ -107,7 +108,7 @@ def check_alike(
     """
     if not ignored:
         return
-    ranks = AllRanks(comm.stage, verb, "what [units] ignore leaves as it is")
+    ranks = AllRanks(comm.stage, verb, "the parameters in [units] ignore")
 
     def digests() -> dict[str, str]:
         check_own(ignored, verb)
@@ -122,9 +123,9 @@ def check_alike(
         if differ:
             more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
             raise CheckpointError(
-                f"{verb}: expected what [units] ignore leaves as it is to be the same on every rank, for a full state holds it "
-                f"once; found other values of {differ[0]}{more} than on the first rank. Use save(), which keeps every "
-                "rank's, or make the ranks equal: nobody but you reduces these gradients."
+                f"{verb}: expected the parameters in [units] ignore to be the same on every rank, because a full state holds "
+                f"them once; found other values of {differ[0]}{more} than on the first rank. Use save(), which keeps every "
+                "rank's values, or make the ranks equal: zhooks does not reduce these gradients."
             )
 
     ranks.run(compare)

@@ -110,7 +110,7 @@ class Loading:
                     put(old)
                 undo()
                 raise CheckpointError(
-                    f"{self.folders[0].path}: expected states that their owners take, found that {name} refuses its own: "
+                    f"{self.folders[0].path}: expected states that their objects accept, found that {name} rejects its own: "
                     f"{type(error).__name__}: {error}. Pass the objects that were saved, or load another checkpoint."
                 ) from error
             done.append((put, old))

@@ -149,7 +149,7 @@ class _Bringing:
                 name, host = self._manifest.files[file].name, self._left[file][0][0]
                 bad.add(file)
                 self._say(file, f"{name} of the host of rank {self._hosts.ranks(host)[0]}: expected the shard file its "
-                          "manifest describes, found bytes that came whose checksum does not match.")  # fmt: skip
+                          "manifest describes, received bytes whose checksum does not match.")  # fmt: skip
         return bad
 
     def _damaged(self, jobs: Sequence[tuple[int, Sequence[str]]]) -> set[int]:
@@ -208,7 +208,7 @@ class _Bringing:
             preflight({Tier.HOST: nbytes}, ranks=self._run.comm.alike)
         except BudgetError as error:
             raise CheckpointError(
-                f"resume: expected {as_size(nbytes)} of host memory a rank for what comes from other hosts, found {error} "
+                f"resume: expected {as_size(nbytes)} of host memory per rank for shards of other hosts, found {error} "
                 "Resume on more hosts, or from a folder."
             ) from error
 

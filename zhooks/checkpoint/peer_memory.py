@@ -144,8 +144,8 @@ class PeerMemory:
         def find() -> None:
             if comm.pp.axis.world > 1:
                 raise CheckpointError(
-                    f"memory of peers: expected one model on all ranks, found {comm.pp.axis.world} pipeline stages or places "
-                    "on ep. Use attachment.save and load there."
+                    f"memory of peers: expected one model on all ranks, found {comm.pp.axis.world} pipeline stages or ep "
+                    "ranks. Use attachment.save() and load() there."
                 )
             opened.append(HostMemory(Path(wanted.memory).expanduser(), job_of(wanted.job), session))
 
@@ -158,8 +158,8 @@ class PeerMemory:
             raise
         if wanted.copies >= hosts.count and "copies" in wanted.model_fields_set and ranks.first:
             warnings.warn(
-                f"memory of peers: expected {wanted.copies} other host(s) for copies, found {hosts.count - 1}: a host that is "
-                "lost takes with it what it alone had. Run on more hosts, or save to a folder, too.",
+                f"memory of peers: expected {wanted.copies} other host(s) for copies, found {hosts.count - 1}: shards that "
+                "only a lost host had are lost with it. Run on more hosts, or also save to a folder.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -291,8 +291,8 @@ class PeerMemory:
                 found = str(error)
         if found:
             raise CheckpointError(
-                f"save_to_peers: expected {as_size(mine)} of host memory a rank beside the save before, found {found}. Set "
-                "[resilience] copies = 0, or save to a folder."
+                f"save_to_peers: expected {as_size(mine)} of host memory per rank on top of the previous save, found "
+                f"{found}. Set [resilience] copies = 0, or save to a folder."
             )
         self._count(token, mine)
 

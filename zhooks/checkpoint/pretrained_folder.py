@@ -61,9 +61,9 @@ class Pretrained:
         try:
             nbytes = parse_size(self.max_shard_size)
         except PolicyError as error:
-            raise CheckpointError(f"{_VERB}: max_shard_size: {error}. Give 5GB or the like.") from None
+            raise CheckpointError(f"{_VERB}: max_shard_size: {error}. Pass 5GB or the like.") from None
         if nbytes < 1:
-            raise CheckpointError(f"{_VERB}: expected at least a byte as max_shard_size, found {nbytes}. Give 5GB or the like.")
+            raise CheckpointError(f"{_VERB}: expected max_shard_size of at least a byte, found {nbytes}. Pass 5GB or the like.")
         return nbytes
 
     def asked_dtype(self) -> torch.dtype | None:
@@ -71,7 +71,7 @@ class Pretrained:
         found = _DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
         if self.dtype is not None and found not in _DTYPES.values():
             names = ", ".join(f'"{name}"' for name in _DTYPES)
-            raise CheckpointError(f"{_VERB}: expected dtype {names} or None, found {shown(self.dtype)}. Give one of these.")
+            raise CheckpointError(f"{_VERB}: expected dtype {names} or None, found {shown(self.dtype)}. Pass one of these.")
         return found
 
 
@@ -97,7 +97,8 @@ def save_pretrained(
 
     kind, said = ranks.run(read)
     if not ranks.same(said):
-        raise CheckpointError(f"{_VERB}: expected one max_shard_size and dtype on all ranks, found others. Pass the same.")
+        found = "found different ones. Pass the same"
+        raise CheckpointError(f"{_VERB}: expected one max_shard_size and dtype on all ranks, {found}.")
     check_alike(model, ignored, comm, _VERB)
     draft = ExportDraft(target, ranks.share(secrets.token_hex(8)), kind)
     bus.begin("export", target.name)
@@ -123,10 +124,10 @@ def save_pretrained(
 
 def _check_mesh(comm: Comm) -> None:
     if comm.pp.axis.world > 1:
-        what = "a stage of a pipeline" if comm.pipelined else "one place of an ep axis"
+        what = "a stage of a pipeline" if comm.pipelined else "ranks of an ep axis"
         raise CheckpointError(
-            f"{_VERB}: expected ranks that have the whole model between them, found {what}. Use attachment.save_full(file) on "
-            "each, or load its checkpoint where the model is not divided so."
+            f"{_VERB}: expected ranks that together hold the whole model, found {what}. Use attachment.save_full(file) on "
+            "each, or load its checkpoint on a mesh without that axis."
         )
 
 
@@ -140,8 +141,8 @@ def _kind(model: Any, ignored: Ignored, asked: Pretrained) -> ExportKind:
     if peft is not None and isinstance(model, peft.PeftModel):
         if asked.dtype is not None:
             raise CheckpointError(
-                f"{_VERB}: expected no dtype for adapters, which are written as they are trained, found {shown(asked.dtype)}. "
-                "Drop it."
+                f"{_VERB}: expected no dtype for adapters, which are written in the dtype they are trained in, found "
+                f"{shown(asked.dtype)}. Drop it."
             )
         first = "default" if "default" in model.peft_config else next(iter(model.peft_config))
         mark = _ADAPTER if first == "default" else f"{first}/{_ADAPTER}"
@@ -154,13 +155,13 @@ def _kind(model: Any, ignored: Ignored, asked: Pretrained) -> ExportKind:
     if getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
             f"{_VERB}: expected adapters made by peft.get_peft_model, found {type(model).__name__} with those of add_adapter. "
-            "Make them so before attach, or call detach() first."
+            "Use get_peft_model before attach, or call detach() first."
         )
     if ignored.frozen or getattr(model, "hf_quantizer", None) is not None:
         found = next(iter(ignored.frozen), type(model).__name__)
         raise CheckpointError(
-            f"{_VERB}: expected plain parameters, found {found}, which is quantised and whose values its library alone can "
-            "write. Train adapters of PEFT on it and save those, or use attachment.save()."
+            f"{_VERB}: expected plain parameters, found {found}, which is quantised: only its library can write its values. "
+            "Train PEFT adapters on it and save those, or use attachment.save()."
         )
     return ExportKind("config.json", _WEIGHTS, {_ADAPTER}, {_TEMPLATES})
 

@@ -120,10 +120,10 @@ def _from_memory(
                 return Resumed(extra, str(found.manifest.about["run"]), newest_ns)
     run.bus.instant("resume skipped", "memory of peers")
     if ranks.first:
-        why = f"nobody has the file of rank {missing[0]}" if missing else "a file is damaged wherever it is"
+        why = f"no host has the file of rank {missing[0]}" if missing else "every copy of a file is damaged"
         warnings.warn(
-            f"resume: expected a whole checkpoint in the memory of peers, found that {why}: the newest older one is loaded. "
-            "Keep more [resilience] copies.",
+            f"resume: expected a complete checkpoint in the memory of peers, found that {why}: the newest older one is loaded. "
+            "Raise [resilience] copies.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -42,12 +42,12 @@ def check(states: Any, devices: Iterable[torch.device]) -> None:
     """
     cuda = [device for device in devices if device.type == "cuda"]
     if not isinstance(states, dict) or not {"torch", "python", "cuda"} <= states.keys() <= {"torch", "python", "cuda", "numpy"}:
-        raise _strange("of torch, python and cuda", str(list(states) if isinstance(states, dict) else states)[:80])
+        raise _strange("torch, python and cuda", str(list(states) if isinstance(states, dict) else states)[:80])
     if not isinstance(states["cuda"], list) or len(states["cuda"]) != len(cuda):
         found = len(states["cuda"]) if isinstance(states["cuda"], list) else states["cuda"]
         raise CheckpointError(
             f"load: expected the random states of {len(cuda)} CUDA device(s) on this rank, found {found}. "
-            "Load on the kind of device that saved."
+            "Load on the same kind and number of devices."
         )
     for device, state in zip([torch.device("cpu"), *cuda], [states["torch"], *states["cuda"]], strict=True):
         _try_torch(device, state)
@@ -61,7 +61,7 @@ def check(states: Any, devices: Iterable[torch.device]) -> None:
         # numpy takes any place in its row of numbers, and reads there.
         inner = states["numpy"]["state"]
         if "pos" in inner and not 0 <= inner["pos"] <= len(inner["key"]):
-            raise _strange("numpy", f"one at place {inner['pos']}")
+            raise _strange("numpy", f"one at position {inner['pos']}")
 
 
 def _try_torch(device: torch.device, state: Any) -> None:
@@ -70,8 +70,8 @@ def _try_torch(device: torch.device, state: Any) -> None:
     if not isinstance(state, Tensor) or (state.dtype, state.shape) != (wanted.dtype, wanted.shape):
         found = f"{list(state.shape)} of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
         raise CheckpointError(
-            f"load: expected a random state of {wanted.numel()} bytes for {device}, found {found}. Load with the torch that "
-            "saved."
+            f"load: expected a random state of {wanted.numel()} bytes for {device}, found {found}. Load with the torch "
+            "version that saved it."
         )
     _try(str(device), state.cpu().tolist(), lambda _: fresh.set_state(state.cpu()), lambda: fresh.get_state().tolist())
 
@@ -81,9 +81,9 @@ def _try(name: str, state: Any, put: Callable[[Any], object], get: Callable[[], 
         put(state)
         same = bool(get() == state)
     except Exception as error:
-        raise _strange(name, f"one that it refuses ({type(error).__name__}: {error})") from error
+        raise _strange(name, f"one that it rejects ({type(error).__name__}: {error})") from error
     if not same:
-        raise _strange(name, "one that it takes for another")
+        raise _strange(name, "one that it does not reproduce")
 
 
 def derived(states: dict[str, Any], devices: Iterable[torch.device], place: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def derived(states: dict[str, Any], devices: Iterable[torch.device], place: str)
 
 def _strange(name: str, found: str) -> CheckpointError:
     return CheckpointError(
-        f"load: expected a state that the random generator {name} has been in, found {found}. Load another checkpoint."
+        f"load: expected a state of the random generator of {name}, found {found}. Load another checkpoint."
     )
 
 

@@ -213,8 +213,8 @@ def _checked(
         for one, token in zip(found, tokens, strict=True):
             if one.manifest.token != token:
                 raise CheckpointError(
-                    f"load {one.path}: expected one checkpoint on all ranks, found another than the first rank's. Load from a "
-                    "file system that all hosts share."
+                    f"load {one.path}: expected the same checkpoint on all ranks, found a different one than on the first "
+                    "rank. Load from a file system that all hosts share."
                 )
         return found
 
@@ -233,7 +233,7 @@ def _suffix(target: Path, foreign: bool) -> str:
 
 def _destinations(given: Sequence[Any]) -> list[Path]:
     if not given:
-        raise CheckpointError("load: expected a folder, or the folders of all stages, found none. Name one.")
+        raise CheckpointError("load: expected a folder, or the folders of all stages, found none. Pass one.")
     return [destination(one, "load") for one in given]
 
 
@@ -243,8 +243,8 @@ def _apply(loading: Loading, target: Path) -> None:
     except Exception as error:
         found = str(error) if isinstance(error, ZhooksError) else f"{type(error).__name__}: {error}."
         raise CheckpointError(
-            f"load {target}: expected to finish what was verified, found: {found} The run is partly loaded now: correct "
-            "that and load again."
+            f"load {target}: expected to finish loading what was verified, found: {found} The run is partly loaded now: "
+            "correct that and load again."
         ) from error
 
 

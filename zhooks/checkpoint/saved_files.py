@@ -115,7 +115,7 @@ def _random_states(document: Document, unpacker: Unpacker) -> dict[str, Any] | N
 
 def _dict(found: Any, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
-        raise ValueError(f"{what}: no dict")
+        raise ValueError(f"{what}: not a dict")
     return found
 
 
@@ -278,7 +278,7 @@ class InVector:
         shard = self.folder.shard_of(rank)
         name, parts = vectors_in_tree(self.folder.document(rank)["optimizers"])[self.number]
         if parts[: len(self.before) + 1] != [param.name for param in (*self.before, self.param)]:
-            raise ValueError("vectors of other parameters on other ranks")
+            raise ValueError("vectors of different parameters on different ranks")
         if self.folder.entry(rank, name).dtype is not self.dtype:
             raise ValueError(f"vectors of {self.folder.entry(rank, name).dtype} and of {self.dtype}")
         start = sum(param.span(shard)[1] for param in self.before)
@@ -363,6 +363,6 @@ def _takes(out: Tensor, dtype: torch.dtype) -> bool:
 def refuse_folders(what: str) -> CheckpointError:
     """Why several folders are no model."""
     return CheckpointError(
-        f"load: expected folders of the parts of one model, found {what}. Name modules alike in all stages and in the whole "
-        "model, or load each stage's own folder."
+        f"load: expected folders of the stages of one model, found {what}. Use the same module names in all stages and in the "
+        "whole model, or load each stage's own folder."
     )

@@ -126,9 +126,9 @@ def _check_guess(folder: SavedFolder) -> None:
             first, *others = (folder.reader(rank).elements(name, start, min(numel, CHUNK // 8)) for rank in ranks)
             if not all(torch.equal(first, other) for other in others):
                 raise CheckpointError(
-                    f"load {folder.path}: expected an older checkpoint of a mesh whose last axis is tp, found other values of "
-                    f"{param.name} on ranks {ranks}. Load it on the mesh it was saved on with the release that wrote it, and "
-                    "write full state there."
+                    f"load {folder.path}: expected an older checkpoint of a mesh whose last axis is tp, found different "
+                    f"values of {param.name} on ranks {ranks}. Load it on the mesh it was saved on with the release that "
+                    "wrote it, and save full state there."
                 )
 
 
@@ -166,7 +166,7 @@ def expect(folder: SavedFolder, rank: int, name: str, dtype: torch.dtype, shape:
     if (entry.dtype, entry.shape) != (dtype, shape):
         raise CheckpointError(
             f"{folder.reader(rank).path}: expected {name} of {dtype} and shape {list(shape)}, found {entry.dtype} and "
-            f"{list(entry.shape)}. Build the same model and attach it over as many places on tp, or load another checkpoint."
+            f"{list(entry.shape)}. Build the same model and attach it with as many tp ranks, or load another checkpoint."
         )
 
 
@@ -205,8 +205,8 @@ def _check_kinds(saved: Saved, folder: SavedFolder, rank: int) -> None:
 
 def _unlike(folder: SavedFolder, rank: int, what: str) -> CheckpointError:
     return CheckpointError(
-        f"load {folder.path}: expected all ranks to have saved {what}, found others on rank {rank} than on rank "
-        f"{folder.counterpart}, which cannot be divided anew. Load it on the mesh it was saved on."
+        f"load {folder.path}: expected all ranks to have saved {what}, found a difference between rank {rank} and rank "
+        f"{folder.counterpart}, so that it cannot be resharded. Load it on the mesh it was saved on."
     )
 
 

@@ -221,10 +221,10 @@ def check_handed(verb: str, objects: object, extra: object) -> None:
     for what, value in (("objects", objects), ("extra", extra)):
         if value is not None and not isinstance(value, Mapping):
             found = type(value).__name__
-            raise CheckpointError(f"{verb}: expected a mapping or None as {what}, found {found}. Give each a name.")
+            raise CheckpointError(f"{verb}: expected a mapping or None as {what}, found {found}. Pass a dict by name.")
     for name, one in (objects or {}).items() if isinstance(objects, Mapping) else ():
         if not isinstance(name, str):
-            raise CheckpointError(f"{verb}: expected names in objects, found {shown(name)}. Call it e.g. \"scheduler\".")
+            raise CheckpointError(f"{verb}: expected strings as keys of objects, found {shown(name)}. Use e.g. \"scheduler\".")
         if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
             raise CheckpointError(
                 f"{verb}: expected an object with state_dict and load_state_dict in objects[{shown(name)}], found "

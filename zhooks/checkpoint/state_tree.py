@@ -55,8 +55,8 @@ class Packer:
             tag = {Counter: "counter", OrderedDict: "ordered"}.get(type(value), "dict")
             return {tag: [[self.pack(key, where), self.pack(item, f"{where}[{key!r}]")] for key, item in value.items()]}
         raise CheckpointError(
-            f"save: expected numbers, texts, lists, tuples, dicts and tensors in {where}, found {type(value).__name__}. Leave "
-            "it out of the state, or save it apart."
+            f"save: expected numbers, strings, lists, tuples, dicts and tensors in {where}, found {type(value).__name__}. "
+            "Leave it out of the state, or save it separately."
         )
 
     def _tensor(self, value: Tensor, where: str) -> Any:

@@ -77,8 +77,8 @@ class StockState:
         if assign or torch.__future__.get_swap_module_params_on_conversion():
             how = "assign=True" if assign else "torch.__future__.set_swap_module_params_on_conversion(True)"
             raise CheckpointError(
-                f"load_state_dict: expected values to be copied into the parameters, found {how}, which would put other "
-                "parameters in their place that nobody shards. Load without it, or load before attach."
+                f"load_state_dict: expected values to be copied into the parameters, found {how}, which would replace them "
+                "with parameters that are not sharded. Load without it, or load before attach."
             )
         self._finish_backward()
         ranks = AllRanks(self._comm.stage, "load_state_dict", "the model")
@@ -89,8 +89,9 @@ class StockState:
         given = {name: state[prefix + name] for name in named if isinstance(state.get(prefix + name), Tensor)}
         if not ranks.same("\n".join(f"{name} {about_state(value)}" for name, value in given.items())):
             raise CheckpointError(
-                "load_state_dict: expected every rank to load a state dict of the same names, shapes and dtypes, found others. "
-                "Load the same file on all ranks, or pass rank 0's to attachment.load_state_dict({'model': ...})."
+                "load_state_dict: expected every rank to load a state dict with the same names, shapes and dtypes, found "
+                "that they differ. Load the same file on all ranks, or pass rank 0's to attachment.load_state_dict({'model': "
+                "...})."
             )
         ranges = [(name, value, named[name]) for name, value in given.items() if _both_sharded(value, named[name])]
         for name, value in self._of_another_layout(ranges):
@@ -143,8 +144,8 @@ class StockState:
             return
         raise CapabilityError(
             f'Accelerate (or Trainer) with mixed_precision = "{asked}": expected its autocast around the attached model, found '
-            "the model marked as prepared (_is_accelerate_prepared), which Accelerate leaves in the dtype it has. Ask the "
-            'policy for it ([precision] param = "bf16"), or set mixed_precision = "no" (Trainer: bf16=False).'
+            "the model marked as prepared (_is_accelerate_prepared), which Accelerate leaves in the dtype it has. Set it in "
+            'the policy ([precision] param = "bf16"), or set mixed_precision = "no" (Trainer: bf16=False).'
         )
 
     def watch(self, optimizer: Optimizer) -> None:

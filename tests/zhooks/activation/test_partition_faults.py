@@ -42,8 +42,8 @@ def test_inputs_that_differ_are_named_on_every_rank_and_the_model_trains_on() ->
     model.noise[5] = 1e-7 * rank
     for _ in range(2):
         with pytest.raises(DivergenceError, match=r"unit blocks\.2, input 0, torch\.float32 of shape \[64, 32\]: expected the "
-                           r"same on all ranks of axis tp \(0, 1\), found other values on rank 1 than on rank 0 \(3 more "
-                           r"differ\)\. Seed .* \[activation\] sharded_inputs"):  # fmt: skip
+                           r"same on all ranks of axis tp \(0, 1\), found different values on rank 1 than on rank 0 \(3 more "
+                           r"differ\)\. Use the same .* \[activation\] sharded_inputs"):  # fmt: skip
             step_of(model)
         model.zero_grad()
     mask = torch.ones(ROWS, 1) - rank

@@ -235,7 +235,7 @@ def refused_fetch(memory: str, hosts: int) -> None:
     before = run.everything()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(peer_files_module, "preflight", refuse)
-        with pytest.raises(zhooks.CheckpointError, match=r"expected .* of host memory a rank for what comes"):
+        with pytest.raises(zhooks.CheckpointError, match=r"expected .* of host memory per rank for shards of other hosts"):
             run.attachment.resume((), run.optimizer, objects=run.objects)
     assert equal(run.everything(), before)
     assert run.attachment.resume((), run.optimizer, objects=run.objects) == {"step": 3}
@@ -277,12 +277,12 @@ def test_what_is_nowhere_whole_gives_way_to_the_folder_and_says_so(memory: Path,
     ranks(2).run(job(save_both), memory=str(memory), hosts=2, folder=str(tmp_path))
     ranks(2).run(job(resume_on), memory=str(memory), hosts=2, folder=str(tmp_path))
     damage(memory, "????-00000.safetensors")
-    words = "damaged wherever it is: the newest older one"
+    words = "every copy of a file is damaged: the newest older one"
     resume_warned(ranks(2), words, memory=str(memory), hosts=2, expect=2, folder=str(tmp_path))
     shutil.rmtree(memory / "host1")
     for path in memory.rglob("copy-*"):
         path.unlink()
-    words = "nobody has the file of rank 1"
+    words = "no host has the file of rank 1"
     resume_warned(ranks(2), words, memory=str(memory), hosts=2, expect=2, folder=str(tmp_path))
     resume_warned(ranks(2), words, memory=str(memory), hosts=2, expect=None)
 
@@ -468,7 +468,7 @@ def refused_for_room(memory: str, what: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
         if what == "space":
             patched.setattr(host_memory_module.HostMemory, "free", lambda memory: 1000)
-        with pytest.raises(zhooks.CheckpointError, match=r"expected .* of host memory a rank beside the save before"):
+        with pytest.raises(zhooks.CheckpointError, match=r"expected .* of host memory per rank on top of the previous save"):
             run.attachment.save_to_peers(run.optimizer)
     assert [path for path in left(Path(memory)) if not path.parent.name.startswith("job-")] == []
     run.train(range(1))

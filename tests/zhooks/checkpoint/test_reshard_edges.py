@@ -127,7 +127,7 @@ def refused(path: str, match: str, **setup: Any) -> None:
 
 def test_sums_inside_no_sync_are_refused_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(f"{__name__}:saves_sums", path=str(tmp_path))
-    match = r"as many ranks as saved, 2 x 1 \(data x tp\), for gradients inside no_sync .*found 1 x 1"
+    match = r"as many ranks as saved, 2 x 1 \(data x tp\), because gradients accumulated inside no_sync .*found 1 x 1"
     ranks(1).run(f"{__name__}:refused", path=str(tmp_path), match=match)
 
 
@@ -242,8 +242,8 @@ def leaves(path: str, name: str, held: bool, own: bool, match: str = "") -> None
 def test_what_is_each_ranks_own_is_refused_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
     for name, held, own, match in (
         ("same", False, False, ""),
-        ("own", False, True, r"for parameters that \[units\] ignore .*left\.weight.*are each rank's own, found 1 x 1"),
-        ("held", True, False, r"2 x 1 \(data x tp\), for gradients of parameters that \[units\] ignore .*found 1 x 1"),
+        ("own", False, True, r"because each rank has its own parameters in \[units\] ignore .*left\.weight.*, found 1 x 1"),
+        ("held", True, False, r"2 x 1 \(data x tp\), because .* own gradients of parameters in \[units\] ignore, found 1 x 1"),
     ):
         ranks(2).run(f"{__name__}:leaves", path=str(tmp_path), name=name, held=held, own=own)
         ranks(1).run(f"{__name__}:leaves", path=str(tmp_path), name=name, held=held, own=own, match=match)
@@ -361,7 +361,7 @@ def test_a_mesh_with_tp_first_is_read_right_or_refused(ranks: Ranks, tmp_path: P
     ranks(world).run(f"{__name__}:saves_tp_first", path=str(tmp_path))
     ranks(2).run(f"{__name__}:loads_tp_first", path=str(tmp_path), match="")
     ranks(1).run(f"{__name__}:ages", path=str(tmp_path))
-    match = "older checkpoint of a mesh whose last axis is tp, found other values of"
+    match = "older checkpoint of a mesh whose last axis is tp, found different values of"
     ranks(2).run(f"{__name__}:loads_tp_first", path=str(tmp_path), match=match)
 
 
@@ -488,7 +488,7 @@ def loads_overlapping_layers(path: str) -> None:
     model = Staged(range(stage, stage + 2))
     attachment = zhooks.attach(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")))
     before = full(model)
-    with pytest.raises(zhooks.CheckpointError, match="found other folders on some stages"):
+    with pytest.raises(zhooks.CheckpointError, match="found different folders on some stages"):
         attachment.load([Path(path) / f"layer{stage + each}" for each in range(2)], ())
     assert same(full(model), before)
 

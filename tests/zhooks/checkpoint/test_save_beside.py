@@ -289,7 +289,7 @@ def test_a_snapshot_that_does_not_fit_is_refused_on_all_ranks(limits: dict[str, 
     run = Run({**SMALL, **limits})
     run.train(range(1))
     with folder() as path:
-        match = r"of host memory a rank for a snapshot, found .*1(\.0)? KiB.*wait=True"
+        match = r"of host memory per rank for a snapshot, found .*1(\.0)? KiB.*wait=True"
         with pytest.raises(zhooks.CheckpointError, match=match):
             beside(run, path / "run")
         run.train(range(1, 2))

@@ -266,7 +266,7 @@ def test_another_checkpoint_at_one_ranks_path_is_seen() -> None:
     with folder() as path:
         for name in ("one/run", "two/run"):
             run.save(path / name)
-        with refused(run, "rank 1: load .*expected one checkpoint on all ranks, found another"):
+        with refused(run, "rank 1: load .*expected the same checkpoint on all ranks, found a different one"):
             run.load(path / ("one" if place()[0] == 0 else "two") / "run")
 
 
@@ -503,7 +503,7 @@ def test_another_model_or_optimizer_is_refused_by_the_first_difference() -> None
             with refused(Run(SMALL, kind=kind), match):
                 Run(SMALL, kind=kind).load(path / "run")
         grouped = torch.optim.AdamW([{"params": [p]} for p in run.model.parameters()])
-        with refused(run, "parameter groups of the checkpoint, found others from group 0 on .8 groups here, 1 there"):
+        with refused(run, "parameter groups of the checkpoint, found different ones from group 0 on .8 groups here, 1 there"):
             run.attachment.load(path / "run", grouped, objects=run.objects)
         with refused(run, r"expected the objects that were saved \(scheduler\), found none.*objects=\{\}"):
             run.attachment.load(path / "run", run.optimizer)
@@ -527,7 +527,7 @@ def test_an_object_that_refuses_its_state_fails_the_load_on_all_ranks() -> None:
         run.attachment.save(path / "run", run.optimizer, objects={"odd": Refuses(), "scheduler": run.scheduler})
         run.train(range(2, 3))
         for objects in ({"odd": Refuses(), "scheduler": run.scheduler}, {"scheduler": run.scheduler, "odd": Refuses()}):
-            with refused(run, r"rank 1: .*found that objects\['odd'\] refuses its own: ValueError: not mine"):
+            with refused(run, r"rank 1: .*found that objects\['odd'\] rejects its own: ValueError: not mine"):
                 run.attachment.load(path / "run", run.optimizer, objects=objects)
 
 

@@ -171,7 +171,7 @@ def test_adapters_of_another_base_are_refused_and_nothing_is_changed(kind: str, 
     other = net(kind, seed=3)
     second = zhooks.attach(other, policy=POLICY)
     before = [whole(param) for param in other.parameters() if param.requires_grad]
-    refused = pytest.raises(zhooks.CheckpointError, match=r"quantised base.*found other values in 0\.base\.weight")
+    refused = pytest.raises(zhooks.CheckpointError, match=r"quantised base.*found different values of 0\.base\.weight")
     with folder() as path:
         attachment.save(path / "checkpoint", optimizer)
         with refused:
@@ -187,11 +187,11 @@ def test_a_state_without_checksums_is_refused_and_so_is_one_with_them_over_a_pla
     _, attachment, _ = trained("flattened")
     state = attachment.state_dict()
     bare = {key: value for key, value in state.items() if key != "left_out"}
-    with pytest.raises(zhooks.CheckpointError, match=r"found it only here in 0\.base\.weight"):
+    with pytest.raises(zhooks.CheckpointError, match=r"found 0\.base\.weight only here"):
         attachment.load_state_dict(bare)
     plain = nn.Sequential(Adapted(nn.Identity()), nn.Tanh(), Adapted(nn.Identity()))
     second = zhooks.attach(plain, policy=POLICY)
-    with pytest.raises(zhooks.CheckpointError, match=r"found it only there in 0\.base\.weight"):
+    with pytest.raises(zhooks.CheckpointError, match=r"found 0\.base\.weight only in the checkpoint"):
         second.load_state_dict(state)
 
 
@@ -201,7 +201,7 @@ def test_a_file_of_full_weights_of_a_quantised_model_is_refused_by_name(kind: st
 
     model, attachment, _ = trained(kind)
     with folder() as path:
-        with pytest.raises(zhooks.CheckpointError, match=r"save_full: .* found 0\.base\.weight and 1 more that are frozen"):
+        with pytest.raises(zhooks.CheckpointError, match=r"save_full: .* found 2 frozen of tensor subclasses \(0\.base"):
             attachment.save_full(path / "model.safetensors")
         assert list(path.iterdir()) == []
     with pytest.raises(zhooks.CheckpointError, match=r"whole weights: .* found 0\.base\.weight"):
@@ -242,7 +242,7 @@ def test_a_quantised_parameter_that_is_unfrozen_later_is_refused_by_name(verb: s
         with pytest.raises(zhooks.AttachError, match=r"parameter 2\.base\.weight: expected it to stay frozen"):
             model(batch(0))
     else:
-        refused = pytest.raises(zhooks.CheckpointError, match=r"expected 2\.base\.weight, .* frozen from attach on")
+        refused = pytest.raises(zhooks.CheckpointError, match=r"expected the ignored 2\.base\.weight .* frozen since attach")
         with folder() as path, refused:
             attachment.save(path / "checkpoint", optimizer)
     model[2].base.weight.requires_grad_(False)
