@@ -31,7 +31,7 @@ GRACE_S = 2.0
 _PAUSE_S = 0.02
 _ADVICE = (
     "Let every rank run the same model code (where ranks drop layers, set [schedule] uneven = true), or raise [comm] "
-    "timeout_s; attachment.recover() on every rank goes on."
+    "timeout_s; to continue, call attachment.recover() on every rank."
 )
 _OUTPUT = "Look at that rank's own output first."
 
@@ -186,7 +186,7 @@ class AgreedFailure:
             verdict = Verdict("apart", (), apart)
         else:
             verdict = Verdict(
-                "apart", (), f"all ranks are here, but calls did not end: {mine}. {_ADVICE}"
+                "apart", (), f"all ranks are alive, but their calls did not finish: {mine}. {_ADVICE}"
             )
         progress = describe_progress({rank: Progress(**said[3]) for rank, said in seen.items() if said[3] is not None})
         self._say("verdict", json.dumps([verdict.kind, verdict.ranks, verdict.found, verdict.within_s, progress]))

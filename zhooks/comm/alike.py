@@ -73,5 +73,5 @@ def scattered(outputs: Sequence[Tensor], given: Tensor) -> None:
     """
     if any(output.numel() != given.numel() for output in outputs):
         sizes, count = [output.numel() for output in outputs], given.numel()
-        raise SimulationError(f"simulate: expected {count} elements from every rank, for all send alike; found {sizes}.")
+        raise SimulationError(f"simulate: expected {count} elements from every rank, as all send the same; found {sizes}.")
     gathered([outputs], [given])

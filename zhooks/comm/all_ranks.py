@@ -169,11 +169,11 @@ def one_stage_a_path(comm: Comm, verb: str, path: str) -> None:
     paths = torch.zeros(axis.world, dtype=torch.int64)
     paths[axis.rank] = text_digest(path)
     comm.pp.all_reduce(Call(CONTROL, f"{verb}: compare paths", "all stages"), paths, "sum")
-    each, number = ("pipeline stages", "stage's number") if comm.pipelined else ("places on ep", "place")
+    each, number = ("pipeline stages", "stage number") if comm.pipelined else ("ep ranks", "ep rank")
     if len(set(paths.tolist())) < axis.world:
         raise CheckpointError(
-            f"{verb} {path}: expected a path of its own for each of the {axis.world} {each}, found two that save to the same. "
-            f"Put the {number} into the path."
+            f"{verb} {path}: expected a separate path for each of the {axis.world} {each}, found two that save to the same "
+            f"one. Put the {number} into the path."
         )
 
 

@@ -188,7 +188,7 @@ def reopen_comm(comm: Comm, policy: Policy, device: torch.device, meeting: Meeti
             renewed.append((before, opened))
             if type(opened) is not type(before):
                 raise CapabilityError(
-                    f"recover: expected to talk over {before.name} again, found that only {opened.name} is to be had. Load "
+                    f"recover: expected to connect over {before.name} again, found that only {opened.name} is available. Load "
                     "the last checkpoint in new processes."
                 )
     except BaseException:
@@ -275,7 +275,7 @@ def _open_axis(
             return shared
         if wanted == "shm":
             raise CapabilityError(
-                f'[comm] transport: "shm" needs all ranks of axis {axis.name} on one x86-64 Linux host that has the memory, '
+                f'[comm] transport: "shm" needs all ranks of axis {axis.name} on one x86-64 Linux host with enough memory, '
                 f'found that {shared}. Write transport = "auto", or lower [comm] bucket.'
             )
     if device.type == "cpu" and wanted in ("auto", "p2p"):

@@ -76,6 +76,7 @@ def _by_rank(held: Mapping[int, str]) -> str:
     majority = count > len(held) / 2
     named = [rank for rank in held if not (majority and held[rank] == common)]
     words = [f"{held[rank]} on rank {rank}" for rank in named[:_NAMED]]
-    words += [f"others on {len(named) - _NAMED} more ranks"] if len(named) > _NAMED else []
+    left = len(named) - _NAMED
+    words += [f"others on {left} more rank{'' if left == 1 else 's'}"] if left > 0 else []
     words += [f"{common} on the other{'s' if count > 1 else ''}"] if majority else []
     return ", ".join(words)

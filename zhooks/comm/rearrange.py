@@ -31,20 +31,20 @@ def another_mesh(comm: Comm, mesh: object) -> Mesh:
         AttachError: it is no DeviceMesh over the whole process group, or divides the model itself otherwise.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise AttachError(f"mesh: expected a DeviceMesh, found {shown(mesh)}. Build it by init_device_mesh.")
+        raise AttachError(f"mesh: expected a DeviceMesh, found {shown(mesh)}. Build it with init_device_mesh.")
     axes = resolve(mesh)
     for before, after, what, instead in (
         (
-            comm.tp.axis, axes.tp, "on its tp axis, for parameters are DTensors over those",
-            "To change tp, save, build the model anew under parallelize_module, attach and load",
+            comm.tp.axis, axes.tp, "on its tp axis, because parameters are DTensors over these",
+            "To change tp, save, build the model again under parallelize_module, attach and load",
         ),
         (
-            comm.pp.axis, axes.pp, "on its pp or ep axis, for each has a part of the model",
-            "To divide the model otherwise, save, build it anew, attach and load",
+            comm.pp.axis, axes.pp, "on its pp or ep axis, because each has a part of the model",
+            "To divide the model differently, save, build it again, attach and load",
         ),
         (
             comm.world.axis, axes.data, "on its replicate and shard axes together, in this order",
-            "Build the mesh by init_device_mesh, or save, attach to this mesh and load",
+            "Build the mesh with init_device_mesh, or save, attach on this mesh and load",
         ),
     ):  # fmt: skip
         if before.ranks != after.ranks:
@@ -53,8 +53,8 @@ def another_mesh(comm: Comm, mesh: object) -> Mesh:
             )
     if comm.averaged != axes.averaged:
         raise AttachError(
-            f"mesh: expected losses of {comm.averaged} ranks to be averaged, as before, found {axes.averaged}: pp and ep are "
-            "no names of one axis. Name the axes as in the mesh that was given to attach."
+            f"mesh: expected losses of {comm.averaged} ranks to be averaged, as before, found {axes.averaged}: a pp axis "
+            "cannot become an ep axis, or the reverse. Name the axes as in the mesh that was passed to attach."
         )
     return axes
 

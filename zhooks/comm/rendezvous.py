@@ -173,7 +173,7 @@ class Meeting:
                 over = self._ended()
                 if over:
                     raise DivergenceError(
-                        f"rank {self._rank} in {self._verb}: expected every rank to come to the {what}, found "
+                        f"rank {self._rank} in {self._verb}: expected every rank to reach the {what}, found "
                         f"{' and '.join(f'rank {rank}' for rank in over)} gone: killed, or ended by an error of its own. Look "
                         "at that rank's own output first."
                     ) from failed
@@ -207,19 +207,19 @@ class Meeting:
             steps = {other: self._store.add(f"{self._at}/steps/{other}", 0) for other in every}
         except RuntimeError as error:  # the store is gone, with the rank that served it
             attached, steps, failed = {}, {}, failed or error
-        fewer = ", ".join(f"rank {other} {number}" for other, number in attached.items() if number < self._count)
+        fewer = ", ".join(f"rank {other}: {number}" for other, number in attached.items() if number < self._count)
         if fewer:
             return (
-                f"{expected} {self._verb} {self._noun.format(self._count)} within {self.timeout_s} s, found that some have "
-                f"come to fewer ({fewer}). Attach as many models on every rank, pipeline stages included, in the same order, "
+                f"{expected} {self._verb} {self._noun.format(self._count)} within {self.timeout_s} s, found a lower number on "
+                f"some ({fewer}). Attach the same number of models on every rank, pipeline stages included, in the same order, "
                 "or raise [comm] timeout_s."
             )
         late = ", ".join(f"rank {other}" for other, number in steps.items() if number < self._steps)
         lost = f"that the process group's store said: {str(failed).splitlines()[0]}" if failed else "that this took longer"
         found = f"that {late} did not" if late else lost
         return (
-            f"{expected} come to the {what} within {self.timeout_s} s, found {found}. Look at that rank's own error first; "
-            "where it is merely slow, raise [comm] timeout_s."
+            f"{expected} reach the {what} within {self.timeout_s} s, found {found}. Look at that rank's own error first; "
+            "if it is merely slow, raise [comm] timeout_s."
         )
 
 
@@ -285,9 +285,9 @@ def difference(mine: Mapping[str, Facts], rank: int, theirs: Mapping[str, Facts]
         here, there = mine[subject], theirs.get(subject, {})
         keys = [key for key in dict.fromkeys([*there, *here]) if here.get(key) != there.get(key)]
         if keys:
-            more = f" (and {len(keys) - 1} more keys differ)" if len(keys) > 1 else ""
+            more = f" (and {len(keys) - 1} more {'keys differ' if len(keys) > 2 else 'key differs'})" if len(keys) > 1 else ""
             low, high = sorted([(other, _shown(keys[0], there)), (rank, _shown(keys[0], here))])
-            remedy = _ALIKE.get(subject, "Call attach alike on every rank")
+            remedy = _ALIKE.get(subject, "Call it in the same way on every rank")
             return (
                 f"{subject}: expected the same on every rank, found {low[1]} on rank {low[0]} and {high[1]} on rank "
                 f"{high[0]}{more}. {remedy}."

@@ -189,7 +189,7 @@ class SharedMemory:
     def _launch(self, ring: Ring, message: Message) -> Work:
         if ring.interrupted and self._failure is not None:
             # Not even what is there is taken: this rank shall stand where the others do.
-            raise self._failure.fail(message.call, self.axis, "it was given up by others", kind="gone")
+            raise self._failure.fail(message.call, self.axis, "other ranks have given up this call", kind="gone")
         ring.launch(message)
         return _Waiting(self, ring, message)
 
@@ -284,7 +284,7 @@ def _share(axis: Axis, meeting: Meeting, nbytes: int) -> mmap.mmap | str:
     """
     what = f"shared memory of {axis.name_among}"
     memory, handle, place, problem = None, -1, "", ""
-    me = f"rank {axis.ranks[axis.rank]} cannot have {nbytes} B of it"
+    me = f"rank {axis.ranks[axis.rank]} cannot share {nbytes} B of memory"
     if axis.rank == 0:
         try:
             place, handle = _reserve(nbytes)
@@ -330,7 +330,7 @@ def _open_at(place: str, nbytes: int) -> mmap.mmap:
     handle = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(handle, TOKEN_BYTES, nbytes) != bytes.fromhex(token):
-            raise OSError("the first rank's memory is not where it should be")
+            raise OSError("the first rank's memory was not found")
         return mmap.mmap(handle, nbytes)
     finally:
         os.close(handle)

@@ -257,8 +257,8 @@ class Channel:
         kinds = {theirs for theirs, _ in found}
         if len(kinds) > 1:
             raise SimulationError(
-                f"simulate: expected the same collective on every stage, found {' and '.join(sorted(kinds))}. Start those over "
-                "stages in the same order on all of them."
+                f"simulate: expected the same collective on every stage, found {' and '.join(sorted(kinds))}. Start "
+                "collectives between stages in the same order on all of them."
             )
         return [theirs for _, theirs in found]
 

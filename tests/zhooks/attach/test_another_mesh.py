@@ -344,7 +344,7 @@ def test_a_model_that_is_divided_over_tp_moves_on_its_data_ranks_alone() -> None
     model = parallelize_module(net(), mesh["tp"], {"2": ColwiseParallel()})
     attachment = zhooks.attach(model, policy=UNITS, mesh=mesh)
     attachment.reshard(init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("replicate", "dp", "tp")))
-    with pytest.raises(zhooks.AttachError, match=r"expected ranks \[0, 1\] on its tp axis, .* save, build the model anew"):
+    with pytest.raises(zhooks.AttachError, match=r"expected ranks \[0, 1\] on its tp axis, .* save, build the model again"):
         attachment.reshard(arranged(2))
     attachment.detach()
 

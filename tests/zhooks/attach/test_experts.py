@@ -145,7 +145,7 @@ def test_each_attachment_saves_its_part_and_one_optimizer_of_both_goes_on_bit_fo
 def test_experts_of_several_places_are_not_saved_to_one_path_and_describe_says_which_they_are() -> None:
     _, _, experts, mine = attached(False, {"stage": 3})
     assert f"ep x 2 (this is {mine} of ep)" in experts.describe()
-    with folder() as path, pytest.raises(zhooks.CheckpointError, match="path of its own for each of the 2 places on ep"):
+    with folder() as path, pytest.raises(zhooks.CheckpointError, match="a separate path for each of the 2 ep ranks"):
         experts.save(path / "experts", ())
 
 

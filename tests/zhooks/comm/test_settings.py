@@ -151,7 +151,7 @@ def test_a_rank_that_never_comes_is_named_whatever_the_store(
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: made)
     for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0), ("get_backend", "gloo")):
         monkeypatch.setattr(dist, name, lambda value=value: value)
-    with pytest.raises(zhooks.DivergenceError, match=r"attach model 1 of its process within 0.1 s.* \(rank 1 0\)"):
+    with pytest.raises(zhooks.DivergenceError, match=r"attach model 1 of its process within 0.1 s.* \(rank 1: 0\)"):
         zhooks.attach(net(), policy={"comm": {"timeout_s": 0.1}})
 
 
@@ -204,7 +204,7 @@ def test_memory_that_one_rank_cannot_have_is_shared_by_none(where: str) -> None:
         steps(model)
         attachment.detach()
         loser = rank_of(where)
-        with pytest.raises(zhooks.CapabilityError, match=rf"\"shm\" .* that rank {loser} cannot have \d+ B .*No space left"):
+        with pytest.raises(zhooks.CapabilityError, match=rf"\"shm\" .* that rank {loser} cannot share \d+ B .*No space left"):
             zhooks.attach(model, policy={"comm": {"transport": "shm", "timeout_s": 300}})
     assert all(type(param) is nn.Parameter for param in model.parameters())
 
