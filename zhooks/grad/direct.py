@@ -50,9 +50,9 @@ class _Direct:
                 if not param._bound.layout.world > 1:
                     return
                 raise ShardedOpError(
-                    f"autograd.grad with respect to {param._spec.name}: expected uses of it in its module's forward, found a "
-                    "custom autograd Function that was given the parameter itself, whose gradient is this rank's alone. Call "
-                    "backward(), or have the Function called with `weight * 1`."
+                    f"autograd.grad with respect to {param._spec.name}: expected it to be used in its module's forward, "
+                    "found a custom autograd Function that was passed the parameter itself, whose gradient is only this "
+                    "rank's. Call backward(), or pass `weight * 1` to the Function."
                 )
             self._kept, self._plain, param.grad = param.grad, True, None
 

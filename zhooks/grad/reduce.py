@@ -225,8 +225,9 @@ class Reducer:
         self._check_first(flat)
         if self.updates is not None:
             raise ShardedOpError(
-                f"backward of unit {flat.name}: expected under [optimizer] overlap gradients of uses in the modules' forward, "
-                f"found one of a custom autograd Function that was given {flat.specs[index].name} itself. Drop overlap."
+                f"backward of unit {flat.name}: expected parameters to be used in their modules' forward, as [optimizer] "
+                f"overlap needs, found a custom autograd Function that was passed {flat.specs[index].name} itself. Set "
+                "overlap = false."
             )
         with torch._C.DisableTorchFunctionSubclass():
             grads = [grad if at == index else None for at in range(len(flat.params))]
@@ -236,8 +237,8 @@ class Reducer:
         if torch.is_grad_enabled():
             raise ShardedOpError(
                 f"backward through the parameters of unit {flat.name} with create_graph=True: expected first "
-                "derivatives, found a "
-                "request for a graph of them. Differentiate twice with respect to inputs, or detach() the model."
+                "derivatives, found a request for a graph of them. Differentiate twice with respect to inputs, or detach() the "
+                "model."
             )
 
     def _open(self, flat: Flat) -> Gradient:

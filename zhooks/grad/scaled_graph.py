@@ -136,11 +136,11 @@ def _walk(roots: list[Any], scaler: Scaler) -> dict[Any, bool]:
                 continue
             if kind is Boundary and node.scaler is scaler:
                 if scaled is node.inward and _runs(node):
-                    raise _around("a value that entered the model by another way than its arguments")
+                    raise _around("a value that did not enter the model through its arguments")
                 scaled = node.inward
         elif scaled and hasattr(node, "variable") and _runs(node):
             shape = list(node.variable.shape)
-            raise _around(f"a tensor of shape {shape} that wants a gradient and entered the model by another way")
+            raise _around(f"a tensor of shape {shape} that requires grad and did not enter the model through its arguments")
         for following, _ in node.next_functions:
             if following is not None:
                 stack.append((following, scaled))
@@ -158,7 +158,7 @@ def _runs(node: Any) -> bool:
 def _around(what: str) -> ScaleError:
     return ScaleError(
         f"backward under [precision] loss_scale: expected a loss made of the model's outputs, inputs and parameters, found "
-        f"{what}, whose gradient would go round the scale. Return it from forward, or unset loss_scale and scale with "
+        f"{what}, whose gradient would bypass the scale. Return it from forward, or unset loss_scale and scale with "
         "torch.amp.GradScaler."
     )
 

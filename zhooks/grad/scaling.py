@@ -129,8 +129,8 @@ class Scaling:
             return view
         if isinstance(torch._C._current_autograd_node(), _REENTRANT):
             raise ScaleError(
-                "[precision] loss_scale: expected parameters in modules of their own, found one used in a function under "
-                "reentrant checkpointing, where no one can know whether gradients are scaled. Pass use_reentrant=False."
+                "[precision] loss_scale: expected parameters to be used in their own modules, found one used in a function "
+                "under reentrant checkpointing, where it is unknown whether gradients are scaled. Pass use_reentrant=False."
             )
         return self._cross(view, inward=True, dtype=None)
 
@@ -238,11 +238,12 @@ class Scaling:
         if not possible:
             latest = self.overflows.latest
             names = latest[-1].parameters if latest and latest[-1].step == self.overflows.step else ()
-            where = f"{names[0][1]} of unit {names[0][0]} and {len(names) - 1} more" if names else "another stage"
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            where = f"{names[0][1]} of unit {names[0][0]}{more}" if names else "another stage"
             raise ScaleError(
                 f"[precision] loss_scale: expected gradients that are finite at min_scale, {self.scale.rules.min_scale:g}, "
                 f"found an overflow in step {self.overflows.step} in {where}. Look for a loss or a layer that overflows by "
-                'itself, lower the learning rate, or set param = "bf16"; this step is skipped, and the run may go on.'
+                'itself, lower the learning rate, or set param = "bf16"; this step is skipped, and training can continue.'
             )
 
     def _changed(self, before: float) -> None:
@@ -271,8 +272,8 @@ class Scaling:
             return
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
             raise ShardedOpError(
-                f"{type(optimizer).__name__}.step(closure): expected a step without closure, for under [precision] loss_scale "
-                "a step that overflowed is skipped; found one. Call the closure yourself, then step()."
+                f"{type(optimizer).__name__}.step(closure): expected a step without a closure, because [precision] loss_scale "
+                "skips steps that overflowed; found one. Call the closure yourself, then step()."
             )
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             self.scaler_comes()
@@ -337,8 +338,8 @@ class Scaling:
         """See ``overflow.Watch``."""
         if self.on:
             raise ScaleError(
-                "torch.amp.GradScaler: expected one who scales the loss, found it beside [precision] loss_scale, whose "
-                "gradients are unscaled already. Unset loss_scale, or train without the scaler."
+                "torch.amp.GradScaler: expected either it or [precision] loss_scale, found both, so that gradients are "
+                "unscaled already. Unset loss_scale, or train without the scaler."
             )
 
     def ask_stages(self, found: Tensor) -> None:

@@ -207,11 +207,11 @@ REFUSED: dict[str, tuple[Callable[[Model, Tensor, Tensor], None], type[Exception
     "hooked_alone": (hooked_alone, zhooks.ScaleError, "a value inside the model, computed"),
     "inner_gradient": (inner_gradient, zhooks.ScaleError, "of a value inside the model"),
     "inner_edge": (inner_edge, zhooks.ScaleError, "of a value inside the model"),
-    "smuggled": (smuggled, zhooks.ScaleError, r"shape \[32\] that wants a gradient and entered"),
+    "smuggled": (smuggled, zhooks.ScaleError, r"shape \[32\] that requires grad and did not enter"),
     "graph_of_gradients": (graph_of_gradients, zhooks.ShardedOpError, "create_graph=True"),
-    "closure": (closure, zhooks.ShardedOpError, "expected a step without closure"),
-    "scaler_beside": (scaler_beside, zhooks.ScaleError, "beside .precision. loss_scale"),
-    "fused_beside": (fused_beside, zhooks.ScaleError, "beside .precision. loss_scale"),
+    "closure": (closure, zhooks.ShardedOpError, "expected a step without a closure"),
+    "scaler_beside": (scaler_beside, zhooks.ScaleError, "either it or .precision. loss_scale, found both"),
+    "fused_beside": (fused_beside, zhooks.ScaleError, "either it or .precision. loss_scale, found both"),
     "checkpointed_function": (checkpointed_function, zhooks.ScaleError, "use_reentrant=False"),
 }
 

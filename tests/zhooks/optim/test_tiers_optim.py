@@ -151,7 +151,7 @@ def test_what_cannot_be_stepped_unit_by_unit_is_refused_by_name(tier: str) -> No
     before, params = copies(model.parameters()), list(optimizer.param_groups[0]["params"])
     loss_of(model, 1).backward()
     for call in (lambda: optimizer.step(lambda: 1.0), lambda: optimizer.step(closure=lambda: 1.0)):
-        with pytest.raises(zhooks.ShardedOpError, match=r"AdamW\.step\(closure\): expected a step without closure"):
+        with pytest.raises(zhooks.ShardedOpError, match=r"AdamW\.step\(closure\): expected a step without a closure"):
             call()
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
         assert same(copies(model.parameters()), before)
