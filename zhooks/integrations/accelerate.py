@@ -82,13 +82,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if other is not None:
             raise PolicyError(
                 f"Accelerator: expected one way to shard, found zhooks and {other} ({self.distributed_type.value}). "
-                "Drop one of them, in the script or in what `accelerate launch` was told."
+                "Drop one of them, in the script or in the options of `accelerate launch`."
             )
         parallel = getattr(self, "parallelism_config", None)
         if parallel is not None:
             raise PolicyError(
-                "Accelerator: expected a policy alone to say how to shard, found parallelism_config beside it. Drop it; for a "
-                "mesh of several axes call zhooks.attach(model, mesh=...) in a loop of your own."
+                "Accelerator: expected only the policy to say how to shard, found parallelism_config as well. Drop it; for a "
+                "mesh of several axes call zhooks.attach(model, mesh=...) in your own loop."
             )
         self._divide_precision()
 
@@ -146,7 +146,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         holding = [each for each in self._given if any(id(param) in mine for param in each.state)]
         if len(holding) > 1:
             raise PolicyError(
-                f"prepare: expected at most one optimizer that holds states of a model already, found {len(holding)}. "
+                f"prepare: expected at most one optimizer that already holds states of a model, found {len(holding)}. "
                 "Prepare before the first step, and load states afterwards."
             )
         attachment = attach(prepared, holding[0] if holding else None, policy=self.policy)
@@ -224,9 +224,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             del self.__dict__["get_state_dict"]
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As in Accelerate, but for attached models and their optimizers: each rank writes its own shards.  Collective.
+        """Like Accelerate's, but each rank writes its own shards of attached models and their optimizers.  Collective.
 
-        Where a hook is registered (``register_save_state_pre_hook``), it is given the models and, on rank 0, whole weights.
+        A hook of ``register_save_state_pre_hook`` receives the models and, on rank 0, whole weights.
         """
         hooked = bool(self._save_model_state_pre_hook)
         last = super().register_save_state_pre_hook(self._without_weights)
@@ -242,12 +242,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return where
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Go on from what ``save_state`` wrote, on any number of ranks.  Collective.
+        """Continue from what ``save_state`` wrote, on any number of ranks.  Collective.
 
         Raises:
-            CheckpointError: on every rank: shards of an attached model are missing or others.  That model is as it was; of
-                several, those before it are loaded.  Also on other ranks than saved, where schedulers or data loaders count
-                what a rank does.
+            CheckpointError: on every rank: shards of an attached model are missing or do not match.  That model is unchanged;
+                of several, those before it are loaded.  Also if the number of ranks differs from that of the save, and
+                schedulers or data loaders depend on it.
         """
         folder = self._newest(input_dir)
         saved = saved_by(_shards(folder, 0)) if self.attachments else None
@@ -283,14 +283,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         saved.check_noted(folder)
         if any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders):
             raise CheckpointError(
-                f"load {shown_path(folder)}: expected {saved.ranks} ranks as saved, found {self.num_processes}: a stateful "
-                "data loader keeps where one rank stood. Resume on as many, or leave use_stateful_dataloader out."
+                f"load {shown_path(folder)}: expected {saved.ranks} ranks as saved, found {self.num_processes}: the state of a "
+                "stateful data loader belongs to one rank. Resume on as many ranks, or do not set use_stateful_dataloader."
             )
         counted = [one for one in self._schedulers if one.step_with_optimizer and not one.split_batches]
         if counted:
             instead = (
-                "A prepared scheduler steps once a rank: keep the batch and gradient_accumulation_steps of a rank, or do not "
-                "prepare it and step it yourself."
+                "A prepared scheduler steps once per rank: keep each rank's batch and gradient_accumulation_steps, or do not "
+                "prepare the scheduler and step it yourself."
             )
             saved.check_same(folder, "the examples of a rank's step", "examples", self._counts(), instead)
 

@@ -82,7 +82,7 @@ class ZhooksStrategy(DDPStrategy):
         of_ddp = sorted({*self._ddp_kwargs, *(_OF_DDP & kwargs.keys())})
         if of_ddp:
             raise PolicyError(
-                f"ZhooksStrategy: expected a policy and where processes run, found {', '.join(of_ddp)}, an option of "
+                f"ZhooksStrategy: expected a policy and options of the launch, found {', '.join(of_ddp)}, an option of "
                 "DistributedDataParallel. Drop it."
             )
         self.policy, self.keep_attached = Policy.of(policy), keep_attached
@@ -158,7 +158,7 @@ class ZhooksStrategy(DDPStrategy):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """The closure (forward and backward), then the step: over tiers and under a loss scale it cannot be inside."""
+        """Run the closure (forward and backward), then the step: with tiers or a loss scale it cannot run inside the step."""
         plugin: Any = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -195,10 +195,11 @@ class ZhooksStrategy(DDPStrategy):
         super().save_checkpoint({**checkpoint, _RANKS: self.world_size}, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *how: Any, **options: Any) -> dict[str, Any]:
-        """As Lightning's, on any number of ranks.
+        """Like Lightning's, on any number of ranks.
 
         Raises:
-            CheckpointError: it is of other ranks and of the middle of an epoch, where Lightning counts the batches of a rank.
+            CheckpointError: it is from another number of ranks and the middle of an epoch, where Lightning counts each rank's
+                batches.
         """
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *how, **options)
         ranks = checkpoint.get(_RANKS, self.world_size)
@@ -208,8 +209,9 @@ class ZhooksStrategy(DDPStrategy):
         done = batches.get("current", {}).get("processed", 0)
         if fitting and ranks != self.world_size and done and not batches.get("is_last_batch"):
             raise CheckpointError(
-                f"load {shown_path(checkpoint_path)}: expected {ranks} ranks as saved, or a checkpoint of an epoch's end, "
-                f"found {self.world_size} and one after {done} batches of a rank. Resume on as many, or save when epochs end."
+                f"load {shown_path(checkpoint_path)}: expected {ranks} ranks as saved, or a checkpoint from the end of an "
+                f"epoch, found {self.world_size} and one after {done} batches per rank. Resume on as many, or save when "
+                "epochs end."
             )
         return checkpoint
 

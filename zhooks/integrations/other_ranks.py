@@ -48,8 +48,8 @@ class SavedBy:
         """
         if not self.facts:
             raise CheckpointError(
-                f"load {shown_path(folder)}: expected as many ranks as saved ({self.ranks}), for an older release did not note "
-                f"what its steps were. Resume on {self.ranks} ranks, and save again."
+                f"load {shown_path(folder)}: expected as many ranks as saved ({self.ranks}), because an older release did not "
+                f"record what its steps were. Resume on {self.ranks} ranks, and save again."
             )
 
     def check_same(self, folder: str | os.PathLike[str], what: str, key: str, here: Any, instead: str) -> None:

@@ -210,9 +210,9 @@ class Arriving:
         except (OSError, ValueError) as error:
             raise self._lost(error) from error
         if header.get("refused") == "":
-            raise PeerLostError(f"state of {self.where}: expected that of step {step}, found step {header['step']}.")
+            raise PeerLostError(f"state of {self.where}: expected the state of step {step}, found step {header['step']}.")
         if "refused" in header:
-            raise CheckpointError(f"state of {self.where}: expected one that can be handed on, found: {header['refused']}")
+            raise CheckpointError(f"state of {self.where}: expected one that can be transferred, found: {header['refused']}")
         return header
 
     def ask(self, name: str, start: int, numel: int) -> Tensor:
@@ -232,7 +232,7 @@ class Arriving:
         self._peer.close()
 
     def _lost(self, error: Exception) -> PeerLostError:
-        return PeerLostError(f"state of {self.where}: expected the peer to go on answering, found: {error}.")
+        return PeerLostError(f"state of {self.where}: expected the peer to keep answering, found: {error}.")
 
 
 def _send(peer: socket.socket, message: dict[str, Any]) -> None:

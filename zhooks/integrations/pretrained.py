@@ -76,11 +76,11 @@ def requested(
         raise CheckpointError(f"from_pretrained: expected a config.json in {shown_path(path)}, found: {error}") from None
     if unknown:
         keys = _few(sorted(unknown))
-        raise CheckpointError(f"from_pretrained: expected keys of the configuration, found {keys}. Drop them.")
+        raise CheckpointError(f"from_pretrained: expected keyword arguments of the configuration, found {keys}. Drop them.")
     make = getattr(cls, "_from_config", None) or getattr(cls, "from_config", None)
     if make is None:
         raise CheckpointError(
-            f"from_pretrained: expected a class of transformers, found {str(cls)[:100]}. Give LlamaForCausalLM or the like, or "
+            f"from_pretrained: expected a class of transformers, found {str(cls)[:100]}. Pass LlamaForCausalLM or the like, or "
             "an Auto class such as AutoModelForCausalLM."
         )
     with torch.device("meta"):
@@ -103,7 +103,7 @@ def _check_dtypes(model: Any, config: Any) -> None:
     """
     if getattr(config, "quantization_config", None) is not None:
         raise CapabilityError(
-            "from_pretrained: expected weights that can be trained, found a quantization_config. Take a folder without one."
+            "from_pretrained: expected weights that can be trained, found a quantization_config. Use a folder without one."
         )
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if config.dtype is torch.float16:
@@ -113,7 +113,7 @@ def _check_dtypes(model: Any, config: Any) -> None:
     if narrow:
         raise CapabilityError(
             f"from_pretrained: expected one dtype, found modules that {type(model).__name__} keeps in fp32 ({_few(narrow)}) "
-            f"beside {config.dtype}. Pass dtype=torch.float32, and let the policy's [precision] cast."
+            f"next to {config.dtype}. Pass dtype=torch.float32, and let the policy's [precision] cast."
         )
 
 
@@ -254,12 +254,12 @@ class _Filler:
         if len(missing) == len(expected):
             raise CheckpointError(
                 f"from_pretrained: expected the tensors of {what} in the folder ({_few(expected)}), found "
-                f"{_few(sorted(self._weights.files))}. Take the class that the folder was saved from."
+                f"{_few(sorted(self._weights.files))}. Use the class that the folder was saved from."
             )
         if missing and self._first:
-            left = f"; of the folder is not used: {_few(self._left)}" if self._left else ""
+            left = f"; tensors of the folder that are not used: {_few(self._left)}" if self._left else ""
             warnings.warn(
-                f"from_pretrained: {what} has parameters that the folder has not, which are initialised: {_few(missing)}{left}",
+                f"from_pretrained: {what} has parameters that the folder lacks, now initialised: {_few(missing)}{left}",
                 stacklevel=3,
             )
 
@@ -293,12 +293,12 @@ def _check_value(key: str, value: Tensor, tensor: Tensor) -> None:
     if tensor.is_floating_point() and (not value.is_floating_point() or value.element_size() < 2):
         raise CapabilityError(
             f"from_pretrained: expected {key} in fp32, bf16 or fp16, found {value.dtype} in the folder, which is "
-            "quantised. Take a folder of weights that can be trained."
+            "quantised. Use a folder of weights that can be trained."
         )
     if value.shape != tensor.shape:
         raise CheckpointError(
             f"from_pretrained: expected {key} of shape {tuple(tensor.shape)} as the configuration says, found "
-            f"{tuple(value.shape)} in the folder. Take the configuration that the weights were saved with."
+            f"{tuple(value.shape)} in the folder. Use the configuration that the weights were saved with."
         )
 
 

@@ -132,23 +132,23 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
         self._beside[key] = state_dict
 
     def shutdown(self, wait: bool = True) -> None:
-        """Train with the ranks of this replica alone from now on.  Collective over them."""
+        """From now on, train only with the ranks of this replica.  Collective over them."""
         super().shutdown(wait=wait)
         self._attached.reduce_over(None)
 
     # One step.
 
     def start_quorum(self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None) -> None:
-        """Begin a step: find out which replicas live, send state to returning ones, and compare.  Collective over all of them.
+        """Begin a step: find out which replicas are alive, send state to returning ones, and compare.  Collective over them.
 
         Raises:
             AttachError: replicas run another model, policy or step, or did not start from the same values.
-            CheckpointError: the state of a peer cannot be loaded, or this replica is torn and no peer has a complete state.
+            CheckpointError: the state of a peer cannot be loaded, or this replica's is incomplete and so is every peer's.
         """
         if not allow_heal:
             raise CapabilityError(
-                "torchft: expected a quorum in which replicas that returned take a state over, found allow_heal=False. Use "
-                "DiLoCo and LocalSGD with a model that is not attached."
+                "torchft: expected a quorum that heals replicas which return, found allow_heal=False. Use DiLoCo and "
+                "LocalSGD with a model that is not attached."
             )
         self._attached.check_replicated()
         self._attached.forget_gradients()
@@ -193,12 +193,12 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
         )
         some_failed, some_heal, some_keep, torn, refused = map(bool, agreed)
         if refused:
-            raise problem or CheckpointError("torchft: expected the state of a peer, found that another rank was refused it.")
+            raise problem or CheckpointError("torchft: expected the state of a peer, found it refused to another rank.")
         if asked is not None:
             transfer.serve(self._offer(asked.beside, torn), asked)
         if some_heal and (some_failed or some_keep):
             # Users' objects may have taken the peer's state already.
-            self._give_up(before, "another rank of this replica has lost its peer")
+            self._give_up(before, "another rank of this replica lost its peer")
             return False
         if some_failed:
             self._skip("another rank of this replica has no quorum")
@@ -214,8 +214,8 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
             self._torn, self._compared = False, False
         elif torn:
             raise CheckpointError(
-                "torchft: expected a living replica to take a whole state over from, for the last one died on the way, found "
-                "none that is ahead. Start this replica again, from a checkpoint."
+                "torchft: expected a live replica with a complete state, because the last one died during the transfer, found "
+                "none that is ahead. Restart this replica from a checkpoint."
             )
         elif not self._compared and self.current_step() == 0:
             _warn_of_a_start_over()
@@ -223,7 +223,7 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
 
     def _offer(self, beside: dict[str, Any], torn: bool) -> Any:
         if torn:
-            return CheckpointError("a state whose own peer died while it was taken over")
+            return CheckpointError("an incomplete state, whose own peer died during the transfer")
         try:
             return self._attached.offered_state(self._steps, beside)
         except CheckpointError as error:
@@ -265,19 +265,19 @@ class Replicas(torchft.Manager):  # type: ignore[misc]
             return
         if found is _Found.OTHER_RUN:
             raise AttachError(
-                "torchft: expected replicas of one model, policy and optimizer at one step, found another than this one at "
-                f"step {self.current_step()}. Run one program in all, and apply() in all before the same step; with a "
-                "checkpoint, load the state_dict() of Replicas too."
+                "torchft: expected replicas with the same model, policy and optimizer at the same step, found one that differs "
+                f"from this one at step {self.current_step()}. Run one program in all, and apply() in all before the same "
+                "step; with a checkpoint, load the state_dict() of Replicas too."
             )
         if self._compared:
             raise AttachError(
-                "torchft: expected replicas that have made the same steps, found other values in another one: they have "
-                "trained without each other, or one has changed values, or left out an update, that others have not. End all "
-                "replicas but one, and start them again."
+                "torchft: expected replicas that have made the same steps, found one with different values: they have trained "
+                "separately, or only one of them has changed values or skipped an update. Stop all replicas but one, and "
+                "restart them."
             )
         raise AttachError(
-            "torchft: expected replicas that start from the same parameters and optimizer states, found others in another "
-            "replica. Seed all replicas alike before the model is built, or load the same checkpoint in all."
+            "torchft: expected replicas that start from the same parameters and optimizer states, found one with different "
+            "values. Set the same seed in all replicas before building the model, or load the same checkpoint in all."
         )
 
     def _agreed(self, numbers: Sequence[int], otherwise: _Found) -> tuple[_Found, bool, bool]:
@@ -340,7 +340,7 @@ class _Jobs:
     def add_up(self, call: Call, out: Tensor) -> _Sum:
         if not self._replicas.in_step:
             raise ShardedOpError(
-                f"{call.what} {call.key}: expected backward inside a step over replicas, found none begun. Call "
+                f"{call.what} {call.key}: expected backward inside a step over replicas, found none started. Call "
                 "zero_grad() of torchft's Optimizer, or start_quorum(), before the forward."
             )
         return _Sum(self._replicas, self._replicas.allreduce(out, reduce_op=dist.ReduceOp.SUM), out)
@@ -363,9 +363,9 @@ def _answers(what: str) -> Iterator[None]:
         if isinstance(error, ZhooksError) or "max_retries" in str(error):
             raise
         raise DivergenceError(
-            f"torchft {what}: expected an answer of this replica's Manager, on rank 0, and of the lighthouse, found "
+            f"torchft {what}: expected an answer from this replica's Manager, on rank 0, and from the lighthouse, found "
             f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Look at that rank's own output and at the "
-            "lighthouse, and start this replica again."
+            "lighthouse, and restart this replica."
         ) from error
 
 
@@ -374,9 +374,9 @@ def _warn_of_a_start_over() -> None:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0" and (not dist.is_initialized() or dist.get_rank() == 0):
         warnings.warn(
-            "torchft: expected a living replica to take the state over from, for torchrun has started these ranks again "
-            f"({restarts} so far), found none beyond step 0: training begins at step 0. To go on from a checkpoint, load it "
-            "and the state_dict() of Replicas before the first step.",
+            "torchft: expected a live replica to get the state from, because torchrun has restarted these ranks (restarts: "
+            f"{restarts}), found none beyond step 0: training begins at step 0. To continue from a checkpoint, load it and "
+            "the state_dict() of Replicas before the first step.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -390,16 +390,16 @@ def _number(digest: str) -> int:
 def _check_options(attachment: Attachment, timeout: timedelta, options: dict[str, Any]) -> None:
     for name, kept in _FIXED.items():
         if options.get(name, kept) != kept:
-            raise AttachError(f"torchft: expected {name} = {kept}, which states handed on rank by rank need. Drop the option.")
+            raise AttachError(f"torchft: expected {name} = {kept}, as the transfer of states by rank needs. Drop the option.")
     mode = options.get("world_size_mode")
     if mode is not None and getattr(mode, "name", "") != "DYNAMIC":
-        raise AttachError("torchft: expected world_size_mode DYNAMIC, found spares, which nobody has tried. Drop the option.")
+        raise AttachError("torchft: expected world_size_mode DYNAMIC, found spares, which are untested. Drop the option.")
     timeout = _in_force(timeout)
     if timeout.total_seconds() >= attachment.policy.comm.timeout_s:
         raise AttachError(
-            f"torchft: expected a timeout below the policy's [comm] timeout_s, {attachment.policy.comm.timeout_s:g} s, for "
+            f"torchft: expected a timeout below the policy's [comm] timeout_s, {attachment.policy.comm.timeout_s:g} s, because "
             f"ranks wait for one that waits for another replica, found {timeout.total_seconds():g} s. Lower it, or "
-            f"{TIMEOUT_SEC_ENV}, which comes first."
+            f"{TIMEOUT_SEC_ENV}, which overrides it."
         )
     first = not dist.is_initialized() or dist.get_rank() == 0
     if first and not (options.get("lighthouse_addr") or os.environ.get("TORCHFT_LIGHTHOUSE")):

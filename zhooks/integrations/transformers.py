@@ -115,8 +115,8 @@ class ZeroMixin:
         if getattr(self.args, "enable_jit_checkpoint", False):
             if self.args.save_strategy == "best":
                 raise PolicyError(
-                    'Trainer: expected a save_strategy that saves when it is asked to, found "best" beside '
-                    'enable_jit_checkpoint = True: evaluation would decide alone. Set save_strategy = "no", "steps" or "epoch".'
+                    'Trainer: expected a save_strategy that saves on request, found "best" with enable_jit_checkpoint = True: '
+                    'only evaluation would decide when to save. Set save_strategy = "no", "steps" or "epoch".'
                 )
             self.args.enable_jit_checkpoint, self._saves_when_preempted = False, True
         # One process has one device: nn.DataParallel is for those who have no ranks.
@@ -131,13 +131,13 @@ class ZeroMixin:
             )
         if self.args.save_on_each_node:
             raise PolicyError(
-                "Trainer: expected one folder that all nodes share, found save_on_each_node = True: whole weights are on "
-                "rank 0 alone. Drop it, and give an output_dir on a shared file system."
+                "Trainer: expected one folder that all nodes share, found save_on_each_node = True: whole weights are only "
+                "on rank 0. Drop it, and use an output_dir on a shared file system."
             )
         if self.args.auto_find_batch_size:
             raise CapabilityError(
-                "Trainer: expected a batch size, found auto_find_batch_size = True: a rank that runs out of memory alone would "
-                "leave the others waiting. Set per_device_train_batch_size; `zprof` says what fits."
+                "Trainer: expected a batch size, found auto_find_batch_size = True: if only one rank ran out of memory, the "
+                "others would wait for it. Set per_device_train_batch_size; `zprof simulate` shows what fits."
             )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -218,12 +218,12 @@ class ZeroMixin:
         if strategy not in ("random", "sequential"):
             raise CheckpointError(
                 f"load {shown_path(shards)}: expected {saved.ranks} ranks as saved, found {self.args.world_size}: which "
-                f"examples were seen under {strategy} depends on the batch of a rank. Resume on as many, or set "
+                f"examples were seen under {strategy} depends on each rank's batch. Resume on as many, or set "
                 "ignore_data_skip=True."
             )
         instead = (
             "Set per_device_train_batch_size and gradient_accumulation_steps so that their product with the ranks is the same, "
-            "or ignore_data_skip=True to begin the epoch's data anew."
+            "or ignore_data_skip=True to start the epoch's data again."
         )
         saved.check_same(shards, "the examples of a step", "examples", self._examples(), instead)
 

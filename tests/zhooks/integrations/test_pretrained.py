@@ -169,7 +169,7 @@ def test_a_tensor_of_another_shape_or_a_damaged_file_is_refused_and_leaves_nothi
 @pytest.mark.parametrize(
     ("kind", "config", "changes", "refusal"),
     [
-        ("LlamaForCausalLM", TINY, {"hidden_sise": 3}, "expected keys of the configuration, found hidden_sise"),
+        ("LlamaForCausalLM", TINY, {"hidden_sise": 3}, "expected keyword arguments of the configuration, found hidden_sise"),
         ("LlamaForCausalLM", TINY, {"tie_word_embeddings": True}, "to be one tensor, as the configuration ties them"),
         ("T5ForConditionalGeneration", T5, {"dtype": torch.float16}, "keeps in fp32"),
     ],

@@ -72,7 +72,7 @@ def test_a_sender_that_is_killed_inside_a_transfer_leaves_nobody_with_a_part_of_
         # What it has is a part of a state that nobody has any more.
         assert replicas.ended(torn) == [1, 1], replicas.said()
         for each in (0, 1):
-            assert "Start this replica again" in last_words(replicas, 1, each), replicas.said()
+            assert "Restart this replica" in last_words(replicas, 1, each), replicas.said()
     finally:
         replicas.close()
 

@@ -159,7 +159,7 @@ def test_a_signal_on_one_rank_ends_training_on_all_in_a_checkpoint_that_goes_on(
         again = ours(path / "told")
         again.train(resume_from_checkpoint=str(path / "told" / "checkpoint-2"))
         assert all(torch.equal(value, other) for value, other in zip(values(again.model), expected, strict=True))
-        with pytest.raises(zhooks.PolicyError, match='found "best" beside enable_jit_checkpoint'):
+        with pytest.raises(zhooks.PolicyError, match='found "best" with enable_jit_checkpoint'):
             best: dict[str, Any] = {"metric_for_best_model": "loss", "eval_strategy": "steps"}
             ours(path, enable_jit_checkpoint=True, save_strategy="best", **best)
 
