@@ -194,7 +194,7 @@ class NumbaKernel:
         if arguments.given:
             raise ShardedOpError(
                 f'[optimizer] kernel = "numba": expected {type(optimizer).__name__}.step() without arguments, which its kernel '
-                f'does not know, found {", ".join(arguments.given)}. Use kernel = "torch".'
+                f'does not support, found {", ".join(arguments.given)}. Use kernel = "torch".'
             )
         if flat.kind.master is not torch.float32 and not self._rounds(flat):
             raise ShardedOpError(

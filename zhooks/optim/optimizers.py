@@ -144,9 +144,9 @@ class Optimizers:
         problem = disagreement(self._stage, {"optimizer": {**facts, "states": f"{text_digest(states):x}"}})
         if problem and not AllRanks(self._stage, verb, "the optimizer's state").same(states):
             raise CheckpointError(
-                f"{type(optimizer).__name__}.{verb}: expected the same optimizer states on every rank, found others: "
-                "load_state_dict was called on some ranks alone, or with other files. Load the same state on all ranks, or "
-                "rank 0's by attachment.load_state_dict."
+                f"{type(optimizer).__name__}.{verb}: expected the same optimizer states on every rank, found different ones: "
+                "load_state_dict was called on only some ranks, or with different files. Load the same state on all ranks, "
+                "or rank 0's with attachment.load_state_dict."
             )
         if problem:
             raise DivergenceError(problem)
@@ -155,8 +155,8 @@ class Optimizers:
             raise ShardedOpError(f"{verb}: {problem}")
         if whole and _in_backward():
             raise ShardedOpError(
-                f"{type(optimizer).__name__}.{verb}: expected a first step after backward, for it updates parameters whole and "
-                "ranks choose who owns them, found one inside backward. Step it after backward."
+                f"{type(optimizer).__name__}.{verb}: expected a first step after backward, because it updates whole "
+                "parameters, whose owner ranks are chosen then; found one inside backward. Step it after backward."
             )
         self.owners.settle(optimizer, verb)
         self._stock.make_ranges(optimizer, held)
@@ -305,9 +305,9 @@ class Optimizers:
         for one, before, after in zip(found, names, names[1:], strict=False):
             if before == after:
                 raise CheckpointError(
-                    f"{verb}: expected optimizers that differ on every rank, found two {type(one).__name__} of the "
+                    f"{verb}: expected optimizers that can be told apart, found two {type(one).__name__} with the "
                     "same parameters, options and counters, neither of which has stepped. Pass both to the call, or each to "
-                    "attachment.state_dict(optimizer) before it, in one order on all ranks."
+                    "attachment.state_dict(optimizer) before it, in the same order on all ranks."
                 )
         for one in found:
             self.admit(one)
@@ -334,9 +334,9 @@ def partitions(optimizer: object) -> str:
     inner = getattr(optimizer, "_optim_constructor", None)
     name = inner.__name__ if isinstance(inner, type) else "AdamW"
     return (
-        f"expected an optimizer that steps all parameters on every rank, for the model is partitioned already, found "
-        f"ZeroRedundancyOptimizer, which steps some of them on each of {optimizer.world_size} ranks. Use the optimizer in it: "
-        f"{name}(model.parameters(), ...); stages 1 to 3 partition its states."
+        f"expected an optimizer that steps all parameters on every rank, because the model is already partitioned, found "
+        f"ZeroRedundancyOptimizer, which steps some of them on each of {optimizer.world_size} ranks. Use the optimizer "
+        f"inside it: {name}(model.parameters(), ...); stages 1 to 3 partition its states."
     )
 
 
@@ -408,7 +408,7 @@ def _in_backward() -> bool:
 
 def _others(verb: str, found: str, stage: Transport) -> DivergenceError:
     return DivergenceError(
-        f"{verb}: expected the same optimizers of the model on every rank, found others: {found} on rank "
-        f"{stage.axis.ranks[stage.axis.rank]}. Build the same on all ranks, drop those that some ranks alone have, or pass the "
-        "one that is meant."
+        f"{verb}: expected the same optimizers of the model on every rank, found different ones: {found} on rank "
+        f"{stage.axis.ranks[stage.axis.rank]}. Build the same on all ranks, delete those that only some ranks have, or pass "
+        "the one you mean."
     )

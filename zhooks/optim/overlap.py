@@ -147,11 +147,11 @@ class Made:
         """What the step of the optimizer finds otherwise than the updates did; "" where it is the same."""
         places, now = _group_of_each(updates), group_options(optimizer)
         if self._known.met(optimizer) is not self._met:
-            return "other states (load_state_dict)"
+            return "different states (load_state_dict)"
         if any(places.get(param) != group for param, group in self.groups.items()):
-            return "other parameters in its groups"
+            return "different parameters in its groups"
         if len(now) < len(self.start) or not same_options(self.start, now[: len(self.start)]):
-            return "other numbers in its groups (a learning rate)"
+            return "different options in its groups (a learning rate)"
         here = {update.flat.number: update.flat for update in updates}
         written = [flat.name for flat, version in self.flats if here.get(flat.number) is flat and flat.version() != version]
         return f"a write to parameters of unit {written[0]}" if written else ""
@@ -274,7 +274,7 @@ class Overlap:
             self._failed = self._failed or self._named(flat, error)
 
     def _named(self, flat: Flat, error: Exception) -> Exception:
-        where = f"Found while unit {flat.name} was updated beside backward, on rank {self._rank}"
+        where = f"Raised while unit {flat.name} was updated during backward, on rank {self._rank}"
         if isinstance(error, ZhooksError):
             error.args = (f"{str(error).rstrip('.')}. {where}.",)
         else:

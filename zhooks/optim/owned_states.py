@@ -43,8 +43,8 @@ class OwnedStates(dict[Any, Any]):
         if self.here:
             raise KeyError(key)
         raise ShardedOpError(
-            f"state {key!r} of {self.name}: expected on this rank, found that the optimizer updates the parameter whole, on "
-            f"its owner, which is rank {self.owner} of those that shard it. Read it there, or in attachment.state_dict()."
+            f"state {key!r} of {self.name}: expected it on this rank, found that the optimizer updates the whole parameter on "
+            f"its owner, rank {self.owner} of the shard axis. Read it there, or in attachment.state_dict()."
         )
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class OwnedStates(dict[Any, Any]):
         if self.owner is not None:
             raise ShardedOpError(
                 f"pickling the optimizer state of {self.name} (torch.save, or a checkpoint of Lightning or Accelerate):"
-                f" expected all of it, found a parameter whose states are on rank {self.owner} of the shard axis alone. Call,"
+                f" expected all of it, found a parameter whose states are only on rank {self.owner} of the shard axis. Call,"
                 " on every rank, attachment.save(folder) to resume, or attachment.state_dict(optimizer), whole on rank 0."
             )
         return OrderedDict, (), None, None, iter(self.items())

@@ -157,27 +157,27 @@ class Owners:
         kept, beside = kept_elsewhere(optimizer, [one.param for one in self.whole(optimizer)]), beside_params(optimizer)
         if kept:
             return (
-                f"{kind}: expected an optimizer that knows parameters by its groups and state alone, for owners step on "
-                f"parameters of their own; found parameters in {kind}{kept}. Mark them in their group, or in state[param] "
+                f"{kind}: expected an optimizer that refers to parameters only in its groups and state, because owner ranks "
+                f"step copies of them; found parameters in {kind}{kept}. Mark them in their group, or in state[param] "
                 '(state[param]["use_adam"] = True), or step a wrapped optimizer directly.'
             )
         if beside:
             return (
-                f"{kind}: expected options that hold for all parameters of a group, for it updates them whole, a few at a "
-                f"time; found {beside}, a list as long as params. Make it a tuple if it is one option of all, else give each "
-                "parameter a group, or write it into state[param]."
+                f"{kind}: expected options that hold for all parameters of a group, because it updates them whole, a few at a "
+                f"time; found {beside}, a list as long as params. Make it a tuple if it is one option for all; otherwise give "
+                "each parameter its own group, or write it into state[param]."
             )
         if problem:
             return (
-                f"{kind}: expected an optimizer that works element by element, or updates each parameter by itself, for "
+                f"{kind}: expected an optimizer that works element by element, or updates each parameter by itself, because "
                 f"ranks hold ranges of them; found that {problem}. Use another optimizer, or train the plain model."
             )
         for one in self.whole(optimizer):
             found = _elsewhere(one)
             if found:
                 return (
-                    f"{kind}: expected parameters that one rank can have whole on the device, for it updates {one.spec.name} "
-                    f"as a whole; found {found}. Use an optimizer that works element by element for it (AdamW)."
+                    f"{kind}: expected parameters that one rank can have whole, because it updates {one.spec.name} as a whole; "
+                    f"found {found}. Use an optimizer that works element by element for it (AdamW)."
                 )
         return ""
 
@@ -204,7 +204,7 @@ class Owners:
         every = [one for one, count in zip(mine, counts, strict=True) if count == world > 1]
         about = "\n".join(f"{one.spec.name} {_about(optimizer.state[one.param])}" for one in every)
         if every and not AllRanks(self._shard, verb, "the optimizer's state").same(about):
-            raise _on_some(optimizer, verb, "other ones on some ranks")
+            raise _on_some(optimizer, verb, "different ones on some ranks")
         known = [
             holder if count == 1 and world > 1 else one.owner
             for one, count, holder in zip(mine, counts, holders, strict=True)
@@ -259,7 +259,7 @@ def _about(states: Any) -> str:
 def _on_some(optimizer: Optimizer, verb: str, found: str) -> CheckpointError:
     return CheckpointError(
         f"{type(optimizer).__name__}.{verb}: expected the same optimizer states on every rank, or those of a parameter that is "
-        f"updated whole on its owner, found {found}: load_state_dict was called on some ranks alone, or with other files. Load "
-        "the same state on all ranks, or rank 0's by attachment.load_state_dict."
+        f"updated whole on its owner, found {found}: load_state_dict was called on only some ranks, or with different files. "
+        "Load the same state on all ranks, or rank 0's with attachment.load_state_dict."
     )
 

@@ -110,9 +110,9 @@ def _tried(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter]) -> Verdi
     try:
         return Verdict(whole, _problem(optimizer, samples, whole))
     except _Communicates:
-        return Verdict(whole, "its step communicates between ranks by itself; use the variant of it for one process")
+        return Verdict(whole, "its step itself communicates between ranks; use its variant for one process")
     except _Keeps as error:
-        kept = f"its step keeps parameters in {error}, where they are others in each round: keep that in state[param]"
+        kept = f"its step keeps parameters in {error}, although each round has different ones: keep that in state[param]"
         return Verdict(whole, kept)
     except CannotTry as error:
         # Not even plain stand-ins will do: where ranges were refused, the refusal stands.
@@ -171,7 +171,7 @@ def _asked(optimizer: Optimizer, place: Place, sample: nn.Parameter) -> tuple[_A
     except Exception as error:
         return _Asks.WHOLE, "" if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
     if any(_is_own(state) for param in params for state in tensors_in(twin.state.get(param, {}))):
-        return _Asks.WHOLE, "states that are no ranges"
+        return _Asks.WHOLE, "states that are not ranges"
     return (_Asks.TOTALS if transport.totals else _Asks.ELEMENTS), ""
 
 
@@ -189,7 +189,7 @@ def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole:
     every = [(place, number) for place in samples for number in range(2)]
     together, counted = _updates(optimizer, samples, every)
     if not any(float(update.abs().max()) > 0 for update in together.values()):
-        return "its step leaves the parameters of its groups as they are: it updates others that it keeps elsewhere"
+        return "its step does not change the parameters of its groups: it updates others that it keeps elsewhere"
     for place in samples:
         for factor in _FACTORS:
             try:
@@ -206,15 +206,15 @@ def _problem(optimizer: Optimizer, samples: Mapping[Place, nn.Parameter], whole:
     for one in [(place, number) for place in samples if place in whole for number in range(2)]:
         only, _ = _updates(optimizer, samples, [one])
         if not _same(only[one], together[one]):
-            return "the update of a parameter depends on which others are in the step"
+            return "the update of a parameter depends on which other parameters are in the step"
     try:
         _, alone = _updates(optimizer, samples, [])
     except CannotTry as error:
         return f"a step without parameters, which a rank may have to make, raises {error}"
     if counted != alone:
         return (
-            "its options, or what else it keeps that is no state of a parameter, change with the parameters of a step, so that "
-            "ranks with other parameters would differ"
+            "its options, or other data outside of the states of parameters, change with the parameters of a step, so that "
+            "ranks with different parameters would differ"
         )
     return ""
 

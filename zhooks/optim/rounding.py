@@ -127,7 +127,7 @@ def check_rounding(policy: Policy, groups: Sequence[Group]) -> None:
     trained = {name: param.dtype for group in groups for name, param in group.params.items() if param.requires_grad}
     strange = [name for name, dtype in trained.items() if dtype not in (torch.bfloat16, torch.float32)]
     if strange or torch.bfloat16 not in trained.values():
-        found = f"{strange[0]} in {str(trained[strange[0]]).removeprefix('torch.')}" if strange else "fp32 alone"
+        found = f"{strange[0]} in {str(trained[strange[0]]).removeprefix('torch.')}" if strange else "only fp32"
         raise CapabilityError(
             f'[optimizer] rounding = "stochastic": expected trained parameters stored in bf16 (fp32 ones stay as they are), '
             f'found {found}. Make the model bf16 before attach (model.bfloat16()), or set rounding = "nearest".'

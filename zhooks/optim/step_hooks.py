@@ -144,8 +144,8 @@ class Stepper:
         whole, updates = self._updates(optimizer)
         if (_ids(whole) | _ids(updates)) - now:
             raise ShardedOpError(
-                f"{type(optimizer).__name__}: expected an optimizer that is stepped by itself, or shares the groups of the one "
-                "that steps it, for states are placed on tiers or with owners; found groups of its own. Step it directly."
+                f"{type(optimizer).__name__}: expected an optimizer that is stepped directly, or shares the groups of the one "
+                "that steps it, because states are on tiers or owner ranks; found its own groups. Step it directly."
             )
 
 
@@ -192,13 +192,13 @@ def _arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
     """What a step was called with, where that can hold for each of many calls."""
     bound = inspect.signature(type(optimizer).step).bind(optimizer, *args, **kwargs).arguments
     named = {name: value for name, value in list(bound.items())[1:] if name != "closure" or value is not None}
-    where = "expected a step without {0}, for it is made of many: its states are on tiers or with owners; found one. {1}"
+    where = "expected a step without {0}, found {1}: states on tiers or owner ranks are updated in several steps. {2}"
     if "closure" in named:
-        what = where.format("closure", "Call the closure yourself, then step().")
+        what = where.format("a closure", "one", "Call the closure yourself, then step().")
         raise ShardedOpError(f"{type(optimizer).__name__}.step(closure): {what}")
     for name, value in named.items():
         if _by_parameter(value):
-            what = where.format("tensors a parameter", "Write them into .grad, or use tier = \"device\".")
+            what = where.format("tensors for each parameter", "some", "Write them into .grad, or use tier = \"device\".")
             raise ShardedOpError(f"{type(optimizer).__name__}.step({name}): {what}")
     return Arguments(args, kwargs, tuple(named))
 
@@ -218,8 +218,8 @@ def _own_hooks_first(optimizer: Any, args: Any, kwargs: Any) -> Iterator[dict[in
         changed = hook(optimizer, args, kwargs)
         if changed is not None:
             raise ShardedOpError(
-                f"{type(optimizer).__name__}: expected step pre-hooks that return None, for the policy places its states on "
-                "tiers; found one that changes the arguments of step. Change them where step is called."
+                f"{type(optimizer).__name__}: expected step pre-hooks that return None, because its states are on tiers; "
+                "found one that changes the arguments of step. Change them where step is called."
             )
     table.clear()
     try:

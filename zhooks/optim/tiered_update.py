@@ -174,7 +174,7 @@ class Updater:
         except ZhooksError as error:
             if done or isinstance(error, ShardedOpError):
                 lost = f"{done} of {len(updates)} units had been updated in this step"
-                advice = ": load the last checkpoint, or go on, under a larger budget (attachment.apply)"
+                advice = ": load the last checkpoint, or continue under a larger budget (attachment.apply)"
                 error.args = (f"{str(error).rstrip('.')}. {lost}{advice if done and isinstance(error, BudgetError) else ''}.",)
             raise
 
@@ -291,8 +291,8 @@ def _check_options(optimizer: Optimizer, now: list[dict[str, Any]], before: list
     """
     if before is not None and not same_options(now, before):
         raise ShardedOpError(
-            f"{type(optimizer).__name__}: expected an optimizer that updates each element by itself, for the policy places its "
-            "states on tiers; found that its groups' numbers depend on all parameters at once. Use tier = \"device\" for "
+            f"{type(optimizer).__name__}: expected an optimizer that updates each element by itself, because its states are on "
+            "tiers; found that the options of its groups depend on all parameters at once. Use tier = \"device\" for "
             "[parameter], [gradient] and [optimizer], or another optimizer."
         )
 

@@ -181,8 +181,8 @@ class WholeUpdater:
             if coming is not None:
                 coming.work.wait()  # it would be taken for what comes next
             error.add_note(
-                f"zhooks: {done} rounds of parameters that are updated whole had been updated in this step. Those of this "
-                "round have the values they had; states may have gone on. Load the last checkpoint before going on."
+                f"zhooks: in this step, {done} rounds of parameters that are updated whole were complete. The parameters of "
+                "this round are unchanged; their states may have advanced. Load the last checkpoint before you continue."
             )
             raise
 
@@ -193,7 +193,7 @@ class WholeUpdater:
                 if problem is not None:
                     raise problem
         except Exception as error:
-            error.add_note(f"zhooks: {done} rounds of parameters that are updated whole were updated in this step.")
+            error.add_note(f"zhooks: in this step, {done} rounds of parameters that are updated whole were complete.")
             raise
 
     def _rounds(self, optimizer: Optimizer, updates: Sequence[Whole]) -> list[Round]:
@@ -291,8 +291,8 @@ class WholeUpdater:
         if kept:
             kind = type(optimizer).__name__
             raise ShardedOpError(
-                f"{kind}.step: expected a step that keeps what it notes of a parameter in state[param], for it updates them "
-                f"whole, on parameters of the owner's; found them in {kind}{kept}. Keep that in state[param]."
+                f"{kind}.step: expected a step that keeps data about a parameter in state[param], because owner ranks update "
+                f"copies of whole parameters; found parameters in {kind}{kept}. Keep that in state[param]."
             )
 
 

@@ -507,7 +507,7 @@ def test_another_model_or_optimizer_is_refused_by_the_first_difference() -> None
             run.attachment.load(path / "run", grouped, objects=run.objects)
         with refused(run, r"expected the objects that were saved \(scheduler\), found none.*objects=\{\}"):
             run.attachment.load(path / "run", run.optimizer)
-        with refused(run, "same objects here as in the checkpoint, found scheduler only saved; scaler only here"):
+        with refused(run, "same objects here as in the checkpoint, found scheduler only in the checkpoint; scaler only here"):
             run.attachment.load(path / "run", run.optimizer, objects={"scaler": run.scheduler})
 
 

@@ -358,7 +358,7 @@ def test_an_update_beside_backward_that_fails_is_raised_in_the_step_with_its_uni
 
     kernel.update = fail
     loss_of(training.model, 1).backward()
-    with pytest.raises(TierError, match=rf"no luck. Found while unit 2 .* on rank {place()[0]}\."):
+    with pytest.raises(TierError, match=rf"no luck. Raised while unit 2 .* on rank {place()[0]}\."):
         training.optimizer.step()
     kernel.update = update
     training.optimizer.zero_grad()
@@ -545,7 +545,7 @@ def test_whatever_changes_what_a_step_finds_is_refused_or_makes_no_difference() 
     def schedule(training: Training) -> None:
         torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5).step()
 
-    between = {"other states": load, "other parameters": drop, "a write to": write, "a learning rate": schedule}
+    between = {"different states": load, "different parameters": drop, "a write to": write, "a learning rate": schedule}
     for tier in ("device", "host", "disk"):
         for found, act in between.items():
             training = Training(tier).warm()

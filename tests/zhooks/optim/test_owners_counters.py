@@ -107,7 +107,7 @@ def test_what_differs_with_the_parameters_of_a_round_is_refused_by_name(case: st
         optimizer: torch.optim.Optimizer = Averages(matrices(model))
         reason = "change with the parameters of a step"
     else:
-        optimizer, reason = ByPlace(matrices(model), {}), "depends on which others are in the step"
+        optimizer, reason = ByPlace(matrices(model), {}), "depends on which other parameters are in the step"
     model(batch(0)).square().mean().backward()
     with pytest.raises(zhooks.ShardedOpError, match=rf"(?s){type(optimizer).__name__}.*{reason}"):
         optimizer.step()

@@ -244,7 +244,7 @@ def test_states_that_one_rank_cannot_write_back_stop_all_ranks_and_are_not_lost(
             states["momentum_buffer"].fill_(0.5)
     with pytest.raises(zhooks.TierError, match="Input/output error") as raised:
         optimizer.step()
-    assert "rounds of parameters that are updated whole were updated" in "".join(raised.value.__notes__)
+    assert "rounds of parameters that are updated whole were complete" in "".join(raised.value.__notes__)
     disk.broken = False
     if place()[0] == 1:
         assert any(bool((states["momentum_buffer"] == 0.5).all()) for states in mine)

@@ -216,7 +216,7 @@ def shared() -> Path:
 @on_ranks(1, dtype=("float32", "float16"))
 def test_a_model_it_is_not_for_is_refused_and_stays_usable(dtype: str) -> None:
     model = build().to(getattr(torch, dtype))
-    found = "fp32 alone" if dtype == "float32" else "0.weight in float16"
+    found = "only fp32" if dtype == "float32" else "0.weight in float16"
     with pytest.raises(CapabilityError, match=rf'rounding = "stochastic": expected .* in bf16 .*found {found}. Make the'):
         zhooks.attach(model, policy=policy())
     assert loss_of(model, 0).isfinite()

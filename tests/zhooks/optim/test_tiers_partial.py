@@ -188,8 +188,8 @@ def test_arguments_of_a_step_reach_the_optimizer(tier: str) -> None:
 @pytest.mark.parametrize(
     ("make", "optimizer", "call", "error", "message"),
     [
-        (lambda params: Scaled(params, lr=1e-2), {}, {"closure": lambda: 0.0}, ShardedOpError, "without closure"),
-        (lambda params: Scaled(params, lr=1e-2), {}, {"scale": [torch.ones(2)]}, ShardedOpError, "tensors a parameter"),
+        (lambda params: Scaled(params, lr=1e-2), {}, {"closure": lambda: 0.0}, ShardedOpError, "without a closure"),
+        (lambda params: Scaled(params, lr=1e-2), {}, {"scale": [torch.ones(2)]}, ShardedOpError, "tensors for each parameter"),
         (torch.optim.AdamW, {}, {"scale": 5.0}, TypeError, "scale"),
         (Lion, {"kernel": "numba"}, {"scale": 5.0}, ShardedOpError, r'without arguments.*found scale. Use kernel = "torch"'),
     ],
@@ -251,7 +251,7 @@ def test_a_step_that_calls_another_updates_once(make: Any, overlap: bool) -> Non
 def test_a_step_that_calls_one_over_groups_of_its_own_is_refused() -> None:
     model, attachment, made = ready(lambda params: Wrapped(params, lr=1e-2, shared=False), "host")
     before = model.first.weight.full_tensor()
-    with pytest.raises(ShardedOpError, match="AdamW: expected an optimizer that is stepped by itself"):
+    with pytest.raises(ShardedOpError, match="AdamW: expected an optimizer that is stepped directly"):
         made.step()
     assert torch.equal(model.first.weight.full_tensor(), before)
     attachment.detach()

@@ -259,7 +259,7 @@ def test_an_optimizer_that_partitions_the_parameters_itself_is_refused_by_name(s
         from torch.distributed.optim import ZeroRedundancyOptimizer
     model = net()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    with pytest.raises(zhooks.AttachError, match=r"found ZeroRedundancyOptimizer.*Use the optimizer in it: AdamW\("):
+    with pytest.raises(zhooks.AttachError, match=r"found ZeroRedundancyOptimizer.*Use the optimizer inside it: AdamW\("):
         zhooks.attach(model, optimizer, policy={"stage": stage})
     attachment = zhooks.attach(model, policy={"stage": stage})
     model(torch.ones(4, 6)).square().mean().backward()
