@@ -95,22 +95,21 @@ def check_ignored(model: nn.Module, ignored: Ignored, policy: Policy) -> None:
     if bare:
         subject, other = ("attach", "") if bare[0] in ignored.unnamed else ("[units] ignore", ", or take it out of ignore")
         raise AttachError(
-            f"{subject}: expected {bare[0]} to have memory, found it on meta: nobody would fill what is left as it "
-            f"is. Give it memory and values before attach{other}."
+            f"{subject}: expected {bare[0]} to have memory, found it on meta: attach does not initialise parameters "
+            f"that it leaves as they are. Give it memory and values before attach{other}."
         )
     left = ignored.identities()
     for name, module in ignored.named_modules(model):
         if is_meta(module) and any(id(param) in left for param in module._parameters.values()):
             raise AttachError(
-                f"[units] ignore: expected module {name or 'of the root'} to be on meta or ignored, found parameters of both "
-                "kinds: filling the others would fill those that are ignored. Give the module memory before attach."
+                f"[units] ignore: expected module {name or '(root)'} to be on meta or ignored, found parameters of both kinds: "
+                "initialising the module would overwrite the ignored ones. Give the module memory before attach."
             )
     trained = [name for name, param in ignored.params.items() if param.requires_grad]
     if policy.precision.loss_scale is not None and trained:
         raise AttachError(
-            f"[precision] loss_scale: expected no trainable parameters under [units] ignore, found {trained[0]} and "
-            f"{len(trained) - 1} more: their gradients would be scaled, and nobody would divide them. Unset loss_scale and "
-            "scale with torch.amp.GradScaler."
+            f"[precision] loss_scale: expected no trainable parameters in [units] ignore, found {_some(trained)}: their "
+            "gradients would be scaled, and never unscaled. Unset loss_scale and scale with torch.amp.GradScaler."
         )
 
 
@@ -136,7 +135,7 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
     params = dict(ignored.named_parameters(model))
     if not params:
         found = "that [units] ignore names all of them" if ignored.params else "none"
-        found = "frozen ones of tensor subclasses alone, which stay as they are" if ignored.unnamed else found
+        found = "only frozen tensor subclasses, which stay as they are" if ignored.unnamed else found
         raise AttachError(
             f"attach: expected {type(model).__name__} to have parameters, found {found}. There is nothing to partition."
         )
@@ -184,6 +183,10 @@ def _check_parameter(name: str, param: nn.Parameter, model: nn.Module) -> None:
             f"parameter {name}: expected no weak references to it, found {weakref.getweakrefcount(param)}. Delete what holds "
             "them (a WeakTensorKeyDictionary, another wrapper) before attach."
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _holder(param: nn.Parameter, model: nn.Module) -> str:
@@ -264,8 +267,8 @@ def check_embeddings(model: nn.Module, ignored: Ignored, axes: Mesh) -> None:
             )
         if module.max_norm is not None and ranks > 1:
             raise AttachError(
-                f"module {name}: expected no max_norm on {ranks} ranks, found {module.max_norm}: its forward writes to the "
-                "rows of this rank's batch alone. Set max_norm = None; after each step, under no_grad, `with "
+                f"module {name}: expected no max_norm on {ranks} ranks, found {module.max_norm}: its forward writes to only "
+                "the rows of this rank's batch. Set max_norm = None; after each step, under no_grad, `with "
                 "attachment.gathered(weight, write=True) as (rows,): rows.renorm_(2, 0, most)`."
             )
 
@@ -277,8 +280,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, i
     if optimizer is not None and not any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
         raise AttachError(
             f"attach: expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, found none "
-            "of them. Build "
-            "it from model.parameters()."
+            "of them. Build it from model.parameters()."
         )
     problem = partitions(optimizer)
     if problem:
@@ -330,7 +332,7 @@ def check_same_model(groups: Sequence[Group], ignored: Ignored, world: Transport
         world.all_reduce(Call(CONTROL, "compare models", "each parameter"), most, "max")
         differ = [fact for (_, fact), same in zip(facts, (least == most).tolist(), strict=True) if not same]
         found = f"that {', '.join(differ[:3])} (as rank {rank} has them) differ"
-    raise AttachError(f"attach: expected the same model and policy on every rank, found {found}. Build it alike on all ranks.")
+    raise AttachError(f"attach: expected the same model and policy on every rank, found {found}. Build the same on all ranks.")
 
 
 def check_ranks_equal(model: nn.Module, comm: Comm, ignored: Ignored) -> None:
@@ -355,7 +357,7 @@ def _check_equal(ranks: Transport, named: Sequence[tuple[str, Tensor]]) -> None:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise AttachError(
             f"attach(sync=False): expected equal values on every rank, found that {', '.join(differ[:3])}{more} differ (rank "
-            f"{ranks.axis.ranks[ranks.axis.rank]} among them). Use sync=True, or seed every rank alike."
+            f"{ranks.axis.ranks[ranks.axis.rank]} among them). Use sync=True, or the same seed on every rank."
         )
 
 
@@ -375,6 +377,6 @@ def check_scaled(model: nn.Module, policy: Policy, ignored: Ignored) -> None:
     half = [name for name, param in ignored.named_parameters(model) if param.dtype is torch.float16 and param.requires_grad]
     if policy.precision.loss_scale is not None and half:
         raise AttachError(
-            f"[precision] loss_scale: expected fp32 parameters, found {half[0]} and {len(half) - 1} more in fp16. Build the "
+            f"[precision] loss_scale: expected fp32 parameters, found {_some(half)} in fp16. Build the "
             'model in fp32 and set [precision] param = "fp16".'
         )

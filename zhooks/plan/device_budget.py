@@ -161,8 +161,8 @@ class DeviceBudget:
         if self._limit is None:
             return None
         after = (
-            " That is with the parameters that were unfrozen: freeze them again, or attachment.apply(policy). Nothing has been "
-            "changed."
+            " This includes the parameters that were unfrozen: freeze them again, or call attachment.apply(policy). Nothing "
+            "has been changed."
         )
         headroom = self._headroom(list(self._counted), after, units)
         self._count(headroom)
@@ -193,7 +193,7 @@ class DeviceBudget:
             return
         ours = {id(param) for unit in self._units for flat in unit.flats for param in flat.params}
         if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
-            after = " Nothing has been updated: go on with the step after attachment.apply(policy)."
+            after = " Nothing has been updated: call attachment.apply(policy), then repeat the optimizer's step."
             headroom = self._headroom({*self._counted, optimizer}, after)
             self._keep_within(headroom.spare)
             if optimizer not in headroom.foreseen:
@@ -209,7 +209,7 @@ class DeviceBudget:
         if optimizer in self._unforeseen and torch._C._current_graph_task_id() == -1:
             self._unforeseen.discard(optimizer)
             self._counted.pop(optimizer, None)
-            after = " The step has been made, and what follows is refused until attachment.apply(policy) frees memory."
+            after = " This step has been made, but the next one is refused until attachment.apply(policy) frees memory."
             headroom = self._headroom({*self._counted, optimizer}, after)
             self._counted[optimizer] = len(optimizer.param_groups)
             self._keep_within(headroom.spare)

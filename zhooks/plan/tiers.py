@@ -134,8 +134,8 @@ def check_change(old: Policy, new: Policy, fixed: Sequence[str]) -> None:
     changed = [name for name in fixed if getattr(old, name) != getattr(new, name)]
     if changed:
         raise PolicyError(
-            f"apply: expected [{'], ['.join(changed)}] as the model was attached with, found a change. Write it into the new "
-            "policy as it was, or detach() and attach again."
+            f"apply: expected [{'], ['.join(changed)}] as at attach, found a change. Write it into the new policy as it was, "
+            "or detach() and attach again."
         )
 
 
@@ -151,6 +151,6 @@ def _check_limits(limits: Mapping[Tier, int | None], need: Need) -> None:
         if limit is not None and nbytes > limit:
             raise BudgetError(
                 f"[budget] {tier.value}: expected memory for the parameters, masters and gradients to be stored there, "
-                f"{as_size(nbytes)} a rank, found {as_size(limit)}, {as_size(nbytes - limit)} short. Raise it, or change the "
+                f"{as_size(nbytes)} per rank, found {as_size(limit)}, {as_size(nbytes - limit)} short. Raise it, or change the "
                 "tier of [parameter] or [gradient] (of [optimizer] where [precision] param is 16 bit: its masters)."
             )

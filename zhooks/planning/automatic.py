@@ -94,10 +94,10 @@ def chosen_for(request: Request, comm: Comm) -> Choice:
     best = min(fits, key=lambda each: moves[each])
     memory = found[best]
     used = ", ".join(f"{as_size(memory.on(tier))} on {tier.value}" for tier in Tier if memory.on(tier))
-    states = "" if request.known else "; states taken to be Adam's, for no optimizer was given"
+    states = "" if request.known else "; Adam's states are assumed, because no optimizer was given"
     why = (
-        f'policy = "auto" chose {best}: {used} a rank at the most beside activations, within {as_size(limits.device)} of the '
-        f"device ({ACTIVATIONS:.0%} of what is free, the rest for activations); {len(listed) - len(fits)} of {len(listed)} "
+        f'policy = "auto" chose {best}: at most {used} per rank without activations, within {as_size(limits.device)} of the '
+        f"device ({1 - ACTIVATIONS:.0%} of what is free, the rest for activations); {len(listed) - len(fits)} of {len(listed)} "
         f"placements do not fit{' every stage' if comm.pipelined else ''}{states}."
     )
     chosen = replace(request, policy=best.policy(base), chosen=why)
@@ -117,8 +117,9 @@ class _Stages:
         self._pp, self._listed = comm.pp, listed
         if not same_text(comm.pp, _CALL, repr(listed)):
             raise AttachError(
-                'policy = "auto": expected the same candidates on every stage of the pipeline, found others. Give all stages '
-                "the same mesh and device, or write a policy for each."
+                'policy = "auto": expected the same candidates on every stage of the pipeline, found different ones. Use the '
+                'same '
+                "mesh and device for all stages, or write a policy for each."
             )
 
     def that_fit(self, here: list[bool]) -> list[Candidate]:
@@ -210,6 +211,6 @@ def _refusal(
         lines.append(f"{' and '.join(used)} ({best})")
     there = ", ".join(f"{tier.value} {as_size(getattr(limits, tier.value))}" for tier in tiers)
     return (
-        f'policy = "auto": expected a placement that fits {there} a rank, {ACTIVATIONS:.0%} of the device being left for '
-        f"activations, found none. The least that would: {'; or '.join(lines)}. Use more ranks or memory, or write a policy."
+        f'policy = "auto": expected a placement that fits {there} per rank, with {ACTIVATIONS:.0%} of the device left for '
+        f"activations, found none. The least needed is {'; or '.join(lines)}. Use more ranks or memory, or write a policy."
     )

@@ -153,10 +153,10 @@ class Replanning:
             elif ready == _NEVER:
                 # This pass may be the closure's own, inside a step; and steps over tiers take none.
                 self.close()
-                self._tell(f"{self._said} not looked at: its optimizer is stepped with a closure, which tiers do not allow.")
+                self._tell(f"{self._said} not checked: its optimizer is stepped with a closure, which tiers do not allow.")
             elif self._steps >= _LAST:
                 self.close()
-                self._tell(f"{self._said} not looked at: when training passes began, another had no backward yet.")
+                self._tell(f"{self._said} not checked: each training pass began before the backward of another.")
 
     @property
     def _said(self) -> str:
@@ -178,13 +178,13 @@ class Replanning:
             named = AllRanks(stage, "plan again", "the placement").share([str(decision.candidate or ""), decision.why])
         except Exception as error:
             # Of whatever kind: the others, whom it was told, go on training, and wait for this rank.
-            self._tell(f"{self._said} not looked at: {error}")
+            self._tell(f"{self._said} not checked: {error}")
             return
         finally:
             self.close()
         chosen = next((each for each in _listed(self._choice) if str(each) == named[0]), None)
         failed = "" if chosen is None else self._change(chosen.policy(self._choice.base))
-        undone = f" It failed, and everything is as it was: {failed}" if failed else ""
+        undone = f" The change failed and was undone: {failed}" if failed else ""
         self._tell(f"{self._said} {named[1]}{undone}")
 
     def _measured(self) -> _Measured:
@@ -222,7 +222,7 @@ def decide(choice: Choice, needs: Needs, measured: _Measured) -> _Decision:
     took = as_size(measured.most)
     if measured.least < measured.most:
         took = f"{as_size(max(0, measured.least))} to {took}"
-    seen = f"the device took {took} at the most, {as_size(expected)} expected"
+    seen = f"the device took at most {took}, {as_size(expected)} expected"
     for tier in (Tier.HOST, Tier.DISK):
         if _off(placed.on(tier), choice.expected.on(tier)):
             seen += f"; {tier.value} {as_size(placed.on(tier))}, {as_size(choice.expected.on(tier))} expected"
@@ -240,21 +240,21 @@ def decide(choice: Choice, needs: Needs, measured: _Measured) -> _Decision:
     fits = [each for each in _listed(choice) if not bound.exceeded(held(each, needs.of(each)))]
     best = min(fits, key=lambda each: _order(each, needs.of(each)), default=candidate)
     if short and not fits:
-        less = f"{seen}; of {as_size(measured.there)} less than {_FREE:.0%} is left"
+        less = f"{seen}; less than {_FREE:.0%} of {as_size(measured.there)} is left"
         remedy = 'Write a policy with a higher stage or [activation] checkpoint = "unit", or use more ranks.'
         return _Decision(
-            None, f"{less}, and no placement of stage {candidate.stage} takes so much less. Nothing was changed. {remedy}"
+            None, f"{less}, and no placement of stage {candidate.stage} frees enough. Nothing was changed. {remedy}"
         )
     if not short and _order(best, needs.of(best))[:3] >= _order(candidate, needs.of(candidate))[:3]:
         return _Decision(None, f"{seen}. No placement of stage {candidate.stage} that fits moves less. Nothing was changed.")
     passing = _passing(needs.of(candidate))
     if passing > measured.free:
-        takes = f"to go over takes {as_size(passing)} meanwhile, and {as_size(measured.free)} are free"
-        return _Decision(None, f"{seen}. {best} would do, but {takes}. Nothing was changed.")
+        takes = f"the change itself needs {as_size(passing)}, and {as_size(measured.free)} is free"
+        return _Decision(None, f"{seen}. {best} would be better, but {takes}. Nothing was changed.")
     after = held(best, needs.of(best))
     used = ", ".join(f"{as_size(after.on(tier))} on {tier.value}" for tier in Tier if after.on(tier))
-    why = f"less than {_FREE:.0%} of {as_size(measured.there)} was left" if short else "that fits, and less is moved"
-    return _Decision(best, f"{seen}. Went over from {candidate} to {best}: {used} a rank beside activations; {why}.")
+    why = f"less than {_FREE:.0%} of {as_size(measured.there)} was left" if short else "it fits and moves less data"
+    return _Decision(best, f"{seen}. Changed from {candidate} to {best}: {used} per rank without activations; {why}.")
 
 
 def _near(memory: Memory, one_memory: bool) -> int:

@@ -306,7 +306,7 @@ def test_a_change_of_units_is_refused_and_changes_nothing() -> None:
     optimizer = adamw(model)
     step(model, optimizer, 0)
     before = copies(model.parameters())
-    with pytest.raises(zhooks.PolicyError, match=r"apply: expected \[units\] as the model was attached with"):
+    with pytest.raises(zhooks.PolicyError, match=r"apply: expected \[units\] as at attach"):
         attachment.apply({**policy("disk"), "units": {"min_numel": 5}})
     assert attachment.policy.units.min_numel == 0 and same(copies(model.parameters()), before)
     step(model, optimizer, 1)

@@ -195,7 +195,7 @@ def test_states_that_cannot_be_foreseen_count_after_the_first_step() -> None:
     attachment = zhooks.attach(model, policy=policy_of(3, floor + one // 2))
     optimizer = Fading(model.parameters(), model)
     backward(model)
-    with pytest.raises(zhooks.BudgetError, match=r"states of Fading.*The step has been made"):
+    with pytest.raises(zhooks.BudgetError, match=r"states of Fading.*This step has been made"):
         optimizer.step()
     assert len(optimizer.state) == len(list(model.parameters()))
     with pytest.raises(zhooks.BudgetError, match=r"states of Fading.*Nothing has been updated"):

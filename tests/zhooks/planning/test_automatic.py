@@ -127,7 +127,7 @@ def test_stages_of_a_pipeline_take_the_policy_that_fits_the_neediest_of_them() -
 def test_stages_that_none_fits_together_are_refused_with_the_most_that_one_of_them_needs() -> None:
     with pytest.MonkeyPatch.context() as patched:
         memory(patched, 1 << 10)
-        with pytest.raises(zhooks.BudgetError, match=r"found none\. The least that would: device ") as caught:
+        with pytest.raises(zhooks.BudgetError, match=r"found none\. The least needed is device ") as caught:
             staged((16, 256))
     assert from_first(str(caught.value)) == str(caught.value)
 
@@ -144,7 +144,7 @@ def test_where_nothing_fits_it_is_refused_with_the_least_that_would_and_the_mode
     before = list(model.parameters())
     with pytest.MonkeyPatch.context() as patched:
         memory(patched, 1 << 10)
-        with pytest.raises(zhooks.BudgetError, match=r"found none\. The least that would: device .*; or device .* and disk"):
+        with pytest.raises(zhooks.BudgetError, match=r"found none\. The least needed is device .*; or device .* and disk"):
             zhooks.attach(model, policy="auto")
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert not isinstance(before[0], zhooks.ShardedTensor)

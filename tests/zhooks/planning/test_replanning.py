@@ -99,7 +99,7 @@ def gone_over(before: Memory, after: Memory, micro: int = 1, kind: Any = torch.o
 @on_ranks(1, 2, micro=(1, 2))
 def test_memory_that_was_left_takes_states_back_to_the_device_and_no_bit_of_training_changes(micro: int) -> None:
     run = gone_over(NARROW, ROOMY, micro)
-    assert "disk" not in run.tiers and "; that fits, and less is moved." in run.attachment.describe()
+    assert "disk" not in run.tiers and "; it fits and moves less data." in run.attachment.describe()
     plain = Run({"stage": run.attachment.policy.stage})
     plain.train(6, micro)
     assert all(map(torch.equal, run.values(), plain.values()))
@@ -195,7 +195,7 @@ def test_steps_that_are_given_a_closure_stay_where_they_are_allowed() -> None:
         for _ in range(5):
             run.optimizer.step(run.loss)
     assert run.tiers == ("device", "device", "device")
-    assert "after 3 steps: not looked at: its optimizer is stepped with a closure" in run.attachment.describe()
+    assert "after 3 steps: not checked: its optimizer is stepped with a closure" in run.attachment.describe()
 
 
 @on_ranks(1, 2, known=(True, False))
@@ -217,7 +217,7 @@ def test_a_change_that_fails_half_way_is_undone_and_said(known: bool) -> None:
         patched.setattr(Budget, "admit", admit_some)
         run.train(6)
     assert bool(refused) == (known or rank == world - 1) and all(refused) and run.tiers == ("device", "device", "device")
-    assert re.search("It failed, and everything is as it was: .*disk tier cannot admit", run.attachment.describe())
+    assert re.search("The change failed and was undone: .*disk tier cannot admit", run.attachment.describe())
     plain = Run({"stage": run.attachment.policy.stage})
     plain.train(6)
     assert all(map(torch.equal, run.values(), plain.values()))
@@ -237,7 +237,7 @@ def test_what_cannot_be_measured_on_one_rank_changes_nothing_on_any(error: type[
         if rank == 0:
             patched.setattr(Machine, "disk_free", gone)
         run.train(5)
-    assert run.tiers == before and "not looked at: " in run.attachment.describe()
+    assert run.tiers == before and "not checked: " in run.attachment.describe()
 
 
 def adversarial(policy: Any, steps: int = 4) -> tuple[list[Tensor], zhooks.Attachment]:
@@ -306,7 +306,7 @@ def test_what_this_process_really_takes_is_what_is_said() -> None:
         run.model(torch.ones(1 << 14, WIDTH)).square().mean().backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
-    [took] = re.findall("after 3 steps: the device took ([0-9.]+ .iB)", run.attachment.describe())
+    [took] = re.findall("after 3 steps: the device took at most ([0-9.]+ .iB)", run.attachment.describe())
     # Beside them a few of the model's, and what malloc and Python took meanwhile.
     assert 8 * 16 * MIB < parse_size(took) < 40 * 16 * MIB
 

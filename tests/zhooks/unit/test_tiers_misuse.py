@@ -69,7 +69,7 @@ def test_a_policy_that_apply_refuses_leaves_the_old_one_in_force() -> None:
     model = build()
     attached = zhooks.attach(model, policy=tiered("host"))
     before = attached.policy
-    with pytest.raises(BudgetError, match=r"^\[budget\] host: expected memory .*, 5\.28 KiB a rank, found 100 B"):
+    with pytest.raises(BudgetError, match=r"^\[budget\] host: expected memory .*, 5\.28 KiB per rank, found 100 B"):
         attached.apply({**tiered("host"), "stage": 0, "budget": {"host": 100}})
     assert attached.policy == before
     step(model, torch.optim.AdamW(model.parameters()))
