@@ -277,6 +277,6 @@ def _check(subject: Subject, prefer: str, loss_scale: float | None) -> None:
         if flat.kind.compute is not torch.float32:
             found = str(flat.kind.compute).removeprefix("torch.")
             raise ShardedOpError(
-                f"calibrate: expected every unit to compute in fp32, found {found} in {flat.name}: what it has rounded away "
-                "cannot be measured. Attach without [precision] param, calibrate, then apply what is proposed."
+                f"calibrate: expected every unit to compute in fp32, found {found} in {flat.name}: what rounding has lost "
+                "cannot be measured. Attach without [precision] param, calibrate, then apply the proposed policy."
             )

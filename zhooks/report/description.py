@@ -56,7 +56,7 @@ def describe(
         f"{_axes(comm)}; transport {comm.shard.name}."
     )
     if payload is not None:
-        lines.append(f"By the plan a training step moves {payload / 2**20:,.2f} MiB of payload.")
+        lines.append(f"According to the plan, a training step moves {payload / 2**20:,.2f} MiB of payload.")
     lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for unit in units for flat in unit.flats)))
     if named := ignored.named:
         count, few = sum(param.numel() for param in named.values()), ", ".join(list(named)[:3])
@@ -65,7 +65,7 @@ def describe(
         names = [name for name in ignored.frozen if name in ignored.unnamed]
         kinds = ", ".join(sorted({ignored.frozen[name].kind for name in names}))
         lines.append(
-            f"Frozen and of tensor subclasses (quantised), left as they are on every rank: {len(names)} parameters, "
+            f"Frozen tensor subclasses (quantised), left as they are on every rank: {len(names)} parameters, "
             f"{sum(map(ignored.nbytes, names)) / 2**20:,.2f} MiB ({', '.join(names[:3])}: {kinds})."
         )
     lines.extend(_divided(units, policy))

@@ -90,12 +90,12 @@ class GradStatistics:
         if not whole or not share:
             raise ShardedOpError(
                 f"noise_scale: expected a batch_size of at least 1 and a decay above 0 and at most 1, found "
-                f"{shown(batch_size)} and {shown(decay)}. Give the samples of one rank's backward pass."
+                f"{shown(batch_size)} and {shown(decay)}. Pass the number of samples in one rank's backward pass."
             )
         if self._comm.tp.axis.world > 1 or self._comm.pp.axis.world > 1:
             raise CapabilityError(
                 "noise_scale: expected ranks that all compute gradients of the whole model, found a mesh with tp or pp. "
-                "Measure on a mesh of data ranks alone."
+                "Measure on a mesh of only data ranks."
             )
         if self.policy.optimizer.overlap and self._comm.world.axis.world == 1:
             raise CapabilityError(
@@ -104,7 +104,7 @@ class GradStatistics:
             )
         if self._runtime.reducer.replicas.jobs:
             raise CapabilityError(
-                "noise_scale: expected a mean over the ranks of the mesh, found one over replicas that are jobs of their own. "
+                "noise_scale: expected a mean over the ranks of the mesh, found one over replicas that are separate jobs. "
                 "Measure without them."
             )
         if self._runtime.reducer.probe is not None:

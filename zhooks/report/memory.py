@@ -95,7 +95,7 @@ class MemoryReport:
             figures = f"{mib(row.nbytes):>14}{mib(row.formula):>16}{mib(row.peak):>14}"
             lines.append(f"{row.what:<22}{row.tier:<8}{figures}")
         tiers = ", ".join(f"{tier} {mib(nbytes)}" for tier, nbytes in self.by_tier.items() if nbytes)
-        lines.append(f"in all, with activations at most: {tiers or 'nothing'}")
+        lines.append(f"total, with activations at their peak: {tiers or 'nothing'}")
         lines.append(
             f"{self.psi:,} parameters over {self.ranks} rank(s); the ZeRO paper's figure for mixed precision with "
             f"Adam: {mib(self.paper)}"
@@ -157,7 +157,7 @@ def _ignored(ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer]) -> d
 def _over_tp(comm: Comm) -> list[str]:
     """Of a model that is divided over tp, the figures are those of this rank's share."""
     tp = comm.tp.axis
-    return [f"counted for rank {tp.rank} of {tp.world} on the tp axis, and over its data ranks alone"] if tp.world > 1 else []
+    return [f"counted for rank {tp.rank} of {tp.world} on the tp axis, and only over its data ranks"] if tp.world > 1 else []
 
 
 _MANY = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer states"}

@@ -54,7 +54,7 @@ def activations(residual: Residual) -> Iterator[Residue]:
     now, most = residual.now(), residual.most()
     if again:
         yield Residue("activation inputs", "device", now.inputs + now.near, here, most.inputs + most.near)
-        yield Residue("computed again", "device", now.again, None, most.again)
+        yield Residue("recomputed", "device", now.again, None, most.again)
         yield Residue("activations", "device", now.saved, None, most.saved)
     else:
         yield Residue("activations", "device", now.saved + now.near, here, most.saved + most.near)
@@ -62,13 +62,13 @@ def activations(residual: Residual) -> Iterator[Residue]:
         return
     back, _ = stash.account.held("activation", Tier.DEVICE)
     if back:
-        yield Residue("activations back", "device", back)
+        yield Residue("activations, fetched", "device", back)
     for tier in (Tier.HOST, Tier.DISK):
         held, peak = stash.account.held("activation", tier)
         if tier is offloaded_to:
             yield Residue("activations", tier.value, held, formula, peak)
         elif peak:
-            yield Residue("activations under way", tier.value, held, None, peak)
+            yield Residue("activations in transit", tier.value, held, None, peak)
 
 
 def unaccounted(device: torch.device, known: Mapping[str, int], store: Store | None) -> Iterator[Residue]:
@@ -78,7 +78,7 @@ def unaccounted(device: torch.device, known: Mapping[str, int], store: Store | N
         allocated, reserved = (int(stats.get(f"{what}_bytes.all.current", 0)) for what in ("allocated", "reserved"))
         yield Residue("other tensors", "device", allocated - known["device"])
         yield Residue("free in the allocator", "device", reserved - allocated)
-        yield Residue("of it, in split blocks", "device", int(stats.get("inactive_split_bytes.all.current", 0)))
+        yield Residue("of which in split blocks", "device", int(stats.get("inactive_split_bytes.all.current", 0)))
     locked = 0
     if store is not None:
         unused, rounded = store.unused, store.rounded
@@ -108,7 +108,7 @@ def notes(residual: Residual) -> Iterator[str]:
         yield f"activations are not counted: {residual.refused}"
         return
     if not residual.counted:
-        yield "activations are counted from now on: ask again after the next forward"
+        yield "activations are counted from now on: call memory() again after the next forward"
         return
     layers = residual.layers()
     if layers is None:
@@ -117,10 +117,10 @@ def notes(residual: Residual) -> Iterator[str]:
     yield f"activations by the formula: {layers.words}"
     if layers.partition == "tp" and layers.tp > 1 and layers.input_nbytes < residual.least_nbytes:
         kept, least = mib(layers.input_nbytes), mib(residual.least_nbytes)
-        yield f"inputs of {kept} are kept whole, though the formula divides them: [activation] min_bytes is {least}"
+        yield f"inputs of {kept} are kept whole, although the formula divides them: [activation] min_bytes is {least}"
     known = layers.korthikanti_nbytes
     if layers.checkpoint != "unit" and known is not None:
-        yield f"by Korthikanti's, with dropout and {layers.heads} heads, in 16 bits: {mib(known)}"
+        yield f"by Korthikanti's formula, with dropout and {layers.heads} heads, in 16 bits: {mib(known)}"
 
 
 def advice(on_device: Mapping[str, int], layers: Layers) -> str | None:

@@ -146,7 +146,7 @@ class NoiseScale:
         return f"noise scale: {said}; batch {found.batch_size}; {found.measured} measured{left}"
 
     def close(self) -> None:
-        """Measure no more; again changes nothing.  The estimate stays.  Every rank must, at the same step."""
+        """Stop measuring; the estimate stays.  Every rank must call it, at the same step; again changes nothing."""
         if self._reducer.probe is self._probe:
             self._reducer.probe = None
         self._probe.close()

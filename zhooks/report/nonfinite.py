@@ -92,11 +92,11 @@ class NonFinite:
             self._made.clear()
             self._sent.clear()
             self._fresh = False
-        self._note(self._made, "what the model was given", value)
+        self._note(self._made, "the model's input", value)
 
     def made(self, unit: str, value: Any) -> None:
         """A module that ``unit`` is entered through has made this."""
-        self._note(self._made, f"what unit {unit} made", value)
+        self._note(self._made, f"the output of unit {unit}", value)
 
     def _sending(self, name: str, partial: Tensor) -> None:
         self._note(self._sent, f"the gradient of {name}", partial)
@@ -239,21 +239,22 @@ def _story(said: Sequence[dict[str, Any]], outcome: str, jobs: bool) -> str:
     made = next((one for one in sent if one["made"]), None)
     if updated is not None:
         origin = (
-            f"a parameter is not finite since the update before it, or since it was loaded: {updated['update']}, on rank "
-            f"{updated['rank']}"
+            f"a parameter has not been finite since the previous update, or since it was loaded: {updated['update']}, on "
+            f"rank {updated['rank']}"
         )
         advice = "Load the last checkpoint and lower the learning rate"
     elif made is not None:
-        origin = f"the first came up in forward, in {made['made']} on rank {made['rank']}"
+        origin = f"the first appeared in forward, in {made['made']} on rank {made['rank']}"
         advice = f"Look at the batch of rank {made['rank']}"
     elif sent:
-        origin = f"the first came up in backward, in {sent[0]['sent']} on rank {sent[0]['rank']}"
+        origin = f"the first appeared in backward, in {sent[0]['sent']} on rank {sent[0]['rank']}"
         advice = f"Look at the batch and the loss of rank {sent[0]['rank']}"
     elif jobs:
-        origin, advice = "each rank's own were finite, it came from another replica", "Look at what that one raised"
+        origin, advice = "the gradients of each rank were finite: it came from another replica", "Look at that replica's error"
     else:
-        origin, advice = "each rank's own were finite, their sum is not, or was changed after it", "Lower the loss"
+        origin = "the gradients of each rank were finite: their sum is not, or it was changed afterwards"
+        advice = "Lower the loss"
     return (
         f"expected finite gradients, found an inf or a nan; {origin}. Not finite before the mean over the ranks: {local}. "
-        f'{advice}. {outcome}: skip the step by zero_grad(), or set [resilience] nonfinite = "ignore".'
+        f'{advice}. {outcome}: skip the step with zero_grad(), or set [resilience] nonfinite = "ignore".'
     )

@@ -122,7 +122,7 @@ class Proposal:
         """The same as a policy file, or the end of one, with the reasons."""
         lines = [f"# Proposed by a calibration over {self.backwards} backward passes."]
         if self.base == "fp16":
-            lines.append("# fp16 was judged at this scale; a loop with a GradScaler of its own leaves these two lines out.")
+            lines.append("# fp16 was judged at this scale; omit these two lines if the loop has its own GradScaler.")
         lines += ["[precision]", f"param = {toml_value(self.base)}", 'output = "fp32"']
         lines += [f"{key} = {toml_value(value)}" for key, value in self._scaling().items()]
         for advice, matches in self._rules():
@@ -185,7 +185,7 @@ def propose(ranges: Sequence[Ranges], prefer: Base, loss_scale: float | None, ba
         unsafe = sum(one.numel for one, problem in zip(ranges, against, strict=True) if problem)
         output = max((one.output for one in ranges), default=0.0)
         if output > _FP16_MAX / _HEADROOM:
-            base, reason = "bf16", f"units hand on values up to {output:.1e}, too near the end of fp16 (65504)"
+            base, reason = "bf16", f"units output values up to {output:.1e}, too close to the largest of fp16 (65504)"
         elif 2 * unsafe > sum(one.numel for one in ranges):
             base, reason = "bf16", "most of the model does not fit fp16"
     if base == "bf16":
@@ -219,7 +219,7 @@ def _against_bf16(one: Ranges) -> str:
     if one.nonfinite:
         return f"{one.nonfinite} infinite or undefined values were seen"
     if one.noise > _MOST_NOISE:
-        return f"rounding to bf16 is {one.noise:.0%} of what varies in its activations (large values that differ by little)"
+        return f"rounding to bf16 is {one.noise:.0%} of the variation of its activations (large values, small differences)"
     return ""
 
 
@@ -229,9 +229,9 @@ def _against_fp16(one: Ranges, scale: float) -> str:
         return f"{one.nonfinite} infinite or undefined values were seen"
     for what, largest in (("activations", one.activation), ("weights", one.weight)):
         if largest > _FP16_MAX / _HEADROOM:
-            return f"{what} up to {largest:.1e}, too near the end of fp16 (65504)"
+            return f"{what} up to {largest:.1e}, too close to the largest of fp16 (65504)"
     if one.gradient * scale > _FP16_MAX / _HEADROOM:
-        return f"gradients up to {one.gradient:.1e} come too near the end of fp16 at a loss scale of {scale:g}"
+        return f"gradients up to {one.gradient:.1e} are too close to the largest of fp16 at a loss scale of {scale:g}"
     power = math.log2(scale)
     zero, subnormal = one.below(_ZERO - power), one.below(_NORMAL - power)
     if zero > _MOST_ZERO:
@@ -239,7 +239,7 @@ def _against_fp16(one: Ranges, scale: float) -> str:
     if subnormal > _MOST_SUBNORMAL:
         return f"{subnormal:.0%} of its gradients lose digits in fp16 even at a loss scale of {scale:g}"
     if one.noise / 8 > _MOST_NOISE:
-        return f"rounding to fp16 is {one.noise / 8:.0%} of what varies in its activations (large values that differ by little)"
+        return f"rounding to fp16 is {one.noise / 8:.0%} of the variation of its activations (large values, small differences)"
     return ""
 
 

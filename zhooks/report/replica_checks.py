@@ -148,7 +148,7 @@ class ReplicaChecks:
             rows = self._table("ignored parameters", [list(stage.axis.ranks).index(world.axis.ranks[0]), digests[at]])
             groups = [[rank for rank, row in enumerate(rows) if row[0] == place] for place in sorted({row[0] for row in rows})]
             group = next(group for group in groups if len({rows[rank][1] for rank in group}) > 1)
-            what = f"{names[at]}, which is frozen and left alone,"
+            what = f"{names[at]}, which is frozen and not sharded,"
             raise DivergenceError(self._told(group, [rows[rank][1] for rank in group], what))
 
     def _frozen_number(self, name: str) -> int:
@@ -178,13 +178,13 @@ class ReplicaChecks:
         ranks = self._comm.stage.axis.ranks
         common, count = Counter(held).most_common(1)[0]
         odd = [ranks[rank] for rank, one in zip(group, held, strict=True) if one != common]
-        who = f"rank {', '.join(map(str, odd))} alone" if count > len(group) / 2 else "them, none of which most ranks hold"
+        who = f"rank {', '.join(map(str, odd))} only" if count > len(group) / 2 else "them, without a majority"
         found = ", ".join(f"{one:014x} on rank {ranks[rank]}" for rank, one in zip(group, held, strict=True))
-        known = f"equal last at step {self._equal}" if self._equal else "not compared before since the attach or the last load"
+        known = f"last equal at step {self._equal}" if self._equal else "not compared since the attach or the last load"
         return (
             f"step {self._steps.number}: expected the same values on ranks {', '.join(str(ranks[rank]) for rank in group)}, "
             f"found that {what} differs on {who}: {found}; {known}. Suspect that machine's memory or "
-            "device, or code that changes values on some ranks alone; load a checkpoint of that step or an earlier one."
+            "device, or code that changes values on only some ranks; load a checkpoint of that step or an earlier one."
         )
 
     def _table(self, what: str, mine: Sequence[int]) -> list[list[int]]:

@@ -93,7 +93,7 @@ def test_units_built_to_need_fp32_are_named_and_the_proposal_trains_near_fp32(pr
     assert hooks_left(attachment.detach()) == []
     wide = {advice.unit: advice.reason for advice in proposal.advice if advice.dtype == "fp32"}
     assert proposal.base == prefer
-    assert "what varies in its activations" in wide.pop("blocks.4")
+    assert "the variation of its activations" in wide.pop("blocks.4")
     if prefer == "fp16":
         assert "activations up to" in wide.pop("blocks.1")
         assert "of its gradients vanish in fp16" in wide.pop("blocks.3")
@@ -215,7 +215,7 @@ def test_a_proposal_over_a_policy_is_one_whatever_its_scale_may_fall_to() -> Non
 def test_fp16_is_no_base_where_units_hand_on_its_end_or_most_cannot() -> None:
     wide = propose([ranges("a", "a.w", numel=1, activation=1e5, output=1e5), ranges("b", "b.w")], "fp16", None, 1)
     assert (wide.base, dtypes(wide)) == ("bf16", ["bf16", "bf16"])
-    assert "hand on values up to 1.0e+05" in wide.advice[1].reason
+    assert "output values up to 1.0e+05" in wide.advice[1].reason
     most = propose([ranges("a", "a.w", numel=101, activation=1e5), ranges("b", "b.w")], "fp16", None, 1)
     assert most.base == "bf16" and "most of the model" in most.advice[0].reason
 

@@ -72,12 +72,12 @@ def test_recomputed_units_keep_their_inputs_and_one_units_values_at_a_time(stage
         # Norm and head are units too; what they save is their inputs, or nothing more than that and two figures a token.
         now = found["activations", "device"][0]
         assert now is not None and now <= AROUND
-        assert found["computed again", "device"][0] == 0
+        assert found["recomputed", "device"][0] == 0
         backward(attachment, out)
         found = rows(attachment)
         assert [row[0] for row in found.values()] == [0, 0, 0]
         assert found["activation inputs", "device"][2] == inputs
-        again = found["computed again", "device"][2]
+        again = found["recomputed", "device"][2]
         # All of a block but its input, and at most what its second forward made beside it.
         assert again is not None and BLOCK - SBH <= again <= BLOCK + 2 * SBH
 
@@ -231,7 +231,7 @@ def test_the_report_is_readable_names_the_formula_and_says_what_to_do() -> None:
     (line,) = [line for line in lines if line.startswith("activations ") and " device " in line]
     assert line.split() == ["activations", "device", *held.split(), *formula.split(), *held.split()]
     assert f"layers: {LAYERS} layers, batch {16 * BATCH}, seq {SEQ}, hidden {HIDDEN}, 4 bytes" in str(report)
-    assert "by Korthikanti's, with dropout and 2 heads, in 16 bits: " in str(report)
+    assert "by Korthikanti's formula, with dropout and 2 heads, in 16 bits: " in str(report)
     assert 'set [activation] checkpoint = "unit", or tier = "host"' in lines[-1]
     assert report.by_tier["device"] == report.nbytes + figures[0]
     assert json.loads(json.dumps(asdict(report)))["residual"][0]["nbytes"] == figures[0]

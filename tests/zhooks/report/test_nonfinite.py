@@ -50,7 +50,7 @@ def test_a_batch_with_a_nan_on_one_rank_is_named_on_all_and_the_step_can_be_left
         run.optimizer.step()
     words = str(told.value)
     assert words.startswith("AdamW.step in step 2: expected finite gradients, found an inf or a nan")
-    assert f"the first came up in forward, in what the model was given on rank {world - 1}" in words
+    assert f"the first appeared in forward, in the model's input on rank {world - 1}" in words
     assert f"Not finite before the mean over the ranks: rank {world - 1} (the gradient of " in words
     with pytest.raises(zhooks.NonFiniteError, match=r"^AdamW\.step in step 2: expected finite gradients"):
         run.optimizer.step()
@@ -86,13 +86,13 @@ class Faulty(nn.Module):
 
 @on_ranks(2)
 def test_what_came_up_inside_the_model_is_named_by_unit_and_by_pass() -> None:
-    for where, expected in (("forward", "forward, in what unit 1 made"), ("backward", "backward, in the gradient of 1")):
+    for where, expected in (("forward", "forward, in the output of unit 1"), ("backward", "backward, in the gradient of 1")):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), Faulty(where), nn.Linear(6, 6))
         attachment = zhooks.attach(model, policy=policy(3, units={"min_numel": 0, "names": ["0", "1", "2"]}))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(batch(0)).square().mean().backward()
-        with pytest.raises(zhooks.NonFiniteError, match=f"the first came up in {expected}") as told:
+        with pytest.raises(zhooks.NonFiniteError, match=f"the first appeared in {expected}") as told:
             optimizer.step()
         assert "before the mean over the ranks: rank 1 (" in str(told.value)
         attachment.detach()
@@ -107,7 +107,7 @@ def test_an_update_that_spoiled_a_parameter_is_named_at_the_next_step(tier: str)
     backward(run, batch(1))
     run.optimizer.step(), run.optimizer.zero_grad()
     backward(run, batch(2))
-    with pytest.raises(zhooks.NonFiniteError, match=r"in step 2: .* not finite since the update before it.*: 0\.weight"):
+    with pytest.raises(zhooks.NonFiniteError, match=r"in step 2: .* not been finite since the previous update.*: 0\.weight"):
         run.optimizer.step()
     run.attachment.detach()
 
@@ -118,7 +118,7 @@ def test_a_micro_batch_of_a_sum_is_remembered_until_the_step(stage: int) -> None
     with run.attachment.no_sync():
         backward(run, spoiled(0))
     backward(run, batch(1))
-    with pytest.raises(zhooks.NonFiniteError, match="in what the model was given on rank 0"):
+    with pytest.raises(zhooks.NonFiniteError, match="in the model's input on rank 0"):
         run.optimizer.step()
     run.attachment.detach()
 
