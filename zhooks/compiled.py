@@ -27,8 +27,8 @@ from offload.errors import SimulationError
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: What torch says of a graph that breaks at our hooks: at a unit, and at a module that a [[rule]] gives another dtype.
-REASON = "zhooks gathers the unit that is called here; compile units one by one, and fullgraph=True for these alone"
-CASTS = "zhooks casts here to the dtype that a [[rule]] gives this module alone; let the rule match whole units"
+REASON = "zhooks gathers the unit that is called here; compile units one by one, with fullgraph=True only for these"
+CASTS = "zhooks casts here to the dtype that a [[rule]] gives only this module; let the rule match whole units"
 
 
 def outside_graphs(function: Function, why: str = REASON) -> Function:
@@ -105,9 +105,10 @@ def kernels_refused() -> Iterator[None]:
         if known is None or not isinstance(error, known.BackendCompilerFailed):
             raise
         raise SimulationError(
-            'simulate: expected code that is not compiled, or by backend="aot_eager", for what kernels of a compiler take and '
-            f"keep is known on their device alone; found {type(error).__name__}: {str(error).splitlines()[0]}. Simulate it "
-            'uncompiled, inside torch.compiler.set_stance("force_eager"): fused kernels are quicker and keep other activations.'
+            'simulate: expected code that is not compiled, or with backend="aot_eager", because the cost of compiled kernels '
+            'is '
+            f"known only on their device; found {type(error).__name__}: {str(error).splitlines()[0]}. Simulate it "
+            'uncompiled, inside torch.compiler.set_stance("force_eager"): fused kernels are faster and save other activations.'
         ) from error
 
 

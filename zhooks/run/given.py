@@ -58,9 +58,10 @@ class Given:
             if made._version != version:
                 own = self._own[id(made)][1]
                 raise PolicyError(
-                    f'[precision] cast_inputs = "unit": expected {self._module} to read its inputs, found a tensor of shape '
-                    f"{list(own.shape)} that it changed in place, given in {_short(own)} and cast to {_short(made)}: the "
-                    f"change is in the cast copy alone. Make that tensor in {_short(made)}, or return what changed."
+                    f'[precision] cast_inputs = "unit": expected {self._module} to only read its inputs, found a tensor of '
+                    'shape '
+                    f"{list(own.shape)} that it changed in place, passed in {_short(own)} and cast to {_short(made)}: only the "
+                    f"cast copy has changed. Create that tensor in {_short(made)}, or return the changed one."
                 )
 
     def _bring(self, own: Any, made: Any) -> None:

@@ -152,7 +152,7 @@ def _unfrozen(left: Mapping[str, FrozenSubclass]) -> AttachError:
     name, one = next((name, one) for name, one in left.items() if one.param.requires_grad)
     return AttachError(
         f"parameter {name}: expected it to stay frozen, found requires_grad = True: attach left it as it is ({one.kind} cannot "
-        "be sharded), and every rank would train it apart. Call requires_grad_(False); or detach(), make it a plain parameter, "
+        "be sharded), and each rank would train its own. Call requires_grad_(False); or detach(), make it a plain parameter, "
         "and attach again."
     )
 
@@ -161,6 +161,6 @@ def _stranger(found: list[tuple[str, nn.Parameter]]) -> AttachError:
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return AttachError(
         f"parameter {found[0][0]}{more}: expected the parameters that were attached, found one that was added since (by an "
-        "adapter, a new module, an assignment), which every rank would train apart and no checkpoint would hold. Call "
+        "adapter, a new module, an assignment): each rank would train its own, and no checkpoint would hold it. Call "
         "detach(), add it, attach again; or set its requires_grad to False."
     )

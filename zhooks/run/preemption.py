@@ -41,7 +41,7 @@ def checked_signals(signals: Any) -> tuple[signal.Signals, ...]:
         )
     if threading.current_thread() is not threading.main_thread():
         raise AttachError(
-            "catch_preemption: expected the main thread, which alone may handle signals in python, found "
+            "catch_preemption: expected the main thread, as only it can handle signals in Python, found "
             f"{threading.current_thread().name}. Call it there, before the loop."
         )
     return tuple(dict.fromkeys(signal.Signals(one) for one in given))
@@ -76,8 +76,8 @@ class Preemption:
         if self._received and not self._everywhere:
             self._received = False
             warnings.warn(
-                "detach: expected the loop to ask attachment.preempted after a signal that catch_preemption catches, found "
-                "that one came and nobody asked, so that this process goes on. Ask once more before detach().",
+                "detach: expected the loop to read attachment.preempted after a signal that catch_preemption catches, found "
+                "that it has not, so this process does not stop. Read it once more before detach().",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -153,8 +153,8 @@ def written_by(spec: ParamShard, fqn: str) -> list[Chunk]:
     if spec.group.spans(PP):
         raise ShardedOpError(
             f"torch.distributed.checkpoint.save of {fqn} ({spec.name}): expected ranks that share one model, found several "
-            "pipeline stages or groups of experts, which may call different parameters the same, so that one would be saved in "
-            "place of another. Call attachment.save(folder) on every rank."
+            "pipeline stages or groups of experts, which may use one name for different parameters, so that one would "
+            "overwrite the other. Call attachment.save(folder) on every rank."
         )
     chunks = chunks_of(spec) if spec.place is not None or spec.group.first(TP) else []
     under_way = _save_under_way(sys._getframe())
@@ -169,7 +169,7 @@ def written_by(spec: ParamShard, fqn: str) -> list[Chunk]:
         )
     if not _together(under_way) and (spec.group.sharded or spec.place is not None):
         # Torch compares the chunks of several ranks with the tensor's size, and those of one rank with nothing.
-        raise _by_itself(f"{fqn} ({spec.name})", "each has a range")
+        raise _by_itself(f"{fqn} ({spec.name})", "each holds a range of it")
     return chunks
 
 
@@ -181,7 +181,7 @@ def check_together(name: str) -> None:
     """
     under_way = _save_under_way(sys._getframe())
     if under_way is not None and not _together(under_way):
-        raise _by_itself(f"the optimizer state of {name}", "the parameter's owner has it")
+        raise _by_itself(f"the optimizer state of {name}", "only the parameter's owner holds it")
 
 
 def _together(under_way: dict[str, Any]) -> bool:
@@ -191,8 +191,8 @@ def _together(under_way: dict[str, Any]) -> bool:
 
 def _by_itself(what: str, why: str) -> ShardedOpError:
     return ShardedOpError(
-        f"torch.distributed.checkpoint.save of {what}: expected all ranks to save together, for {why}, found this rank by "
-        "itself (no_dist=True, use_collectives=False or a process group of one). Leave that out, or call "
+        f"torch.distributed.checkpoint.save of {what}: expected all ranks to save together, because {why}, found only this "
+        "rank (no_dist=True, use_collectives=False or a process group of one). Leave that out, or call "
         "attachment.save(folder) on every rank."
     )
 
@@ -212,8 +212,8 @@ def chunk_at(chunks: Iterable[Chunk], index: Any, name: str) -> Chunk:
         if index.offset is None or one.offsets == tuple(index.offset):
             return one
     raise ShardedOpError(
-        f"chunk of {index.fqn} ({name}) at {tuple(index.offset)}: expected one that this rank has. The model was laid out "
-        "anew since torch planned; save or load between steps."
+        f"chunk of {index.fqn} ({name}) at {tuple(index.offset)}: expected one that this rank has, found none: the layout of "
+        "the model has changed since torch planned. Save or load between steps."
     )
 
 

@@ -255,15 +255,13 @@ def _matching(value: RangeTensor, lead: RangeTensor) -> Any:
     if value.shape != lead.shape:
         raise ShardedOpError(
             f"element-wise operation on {lead._spec.name} {tuple(lead.shape)} and {value._spec.name} "
-            f"{tuple(value.shape)}: expected "
-            "sharded tensors of one shape, found two. Use full_tensor() on both."
+            f"{tuple(value.shape)}: expected sharded tensors of the same shape, found two shapes. Use full_tensor() on both."
         )
     if value._bound:
         return lead._spec.take(whole_of(value._bound.view(value._spec.index).detach()))
     raise ShardedOpError(
-        f"{lead._spec.name} and {value._spec.name}: expected the same range of elements on this rank, found two. "
-        "Load at the world "
-        "size that saved, or use full values (attachment.state_dict())."
+        f"{lead._spec.name} and {value._spec.name}: expected the same range of elements on this rank, found different "
+        "ones. Load at the world size that saved it, or use full values (attachment.state_dict())."
     )
 
 
@@ -301,7 +299,7 @@ def _into_outs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: l
         if value.shape != out.shape:
             raise ShardedOpError(
                 f"{func._schema.name.split('::')[1]} into {out._spec.name}: expected a result of shape {tuple(out.shape)}, "
-                f"found {tuple(value.shape)}. Compute it beside the parameter, then copy_."
+                f"found {tuple(value.shape)}. Compute it separately, then copy_() it."
             )
         out.copy_(value)
     if isinstance(made, Tensor):

@@ -163,8 +163,8 @@ def _requires_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     elif tensor.requires_grad and sys._getframe(2).f_globals.get("__name__") != torch.utils.checkpoint.__name__:
         # Of a reentrant checkpoint's input, the node that stands for the parameter takes the gradient, as it should.
         raise ShardedOpError(
-            f"requires_grad of a detached {tensor._spec.name}: expected a tensor of its own, found one that stands for the "
-            "attached parameter, which would get its gradients. Use full_tensor().requires_grad_(), or the parameter itself."
+            f"requires_grad of a detached {tensor._spec.name}: expected an independent tensor, found an alias of the attached "
+            "parameter, which would get its gradients. Use full_tensor().requires_grad_(), or the parameter itself."
         )
     return out
 

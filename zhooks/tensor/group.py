@@ -129,8 +129,8 @@ class ShardGroup:
         if transport.closed:
             raise ShardedOpError(
                 f"tensor of {name}: expected an attached model, found that it was detached, so that its ranks no longer "
-                "exchange values. Take full_tensor() or norms before detach(), or what the plain model has; to_local() still "
-                "is this rank's range."
+                "exchange values. Call full_tensor() or compute norms before detach(), or use the plain model; to_local() "
+                "still returns this rank's range."
             )
 
     def ranks(self) -> tuple[int, ...]:

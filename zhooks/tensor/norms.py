@@ -105,8 +105,8 @@ class PartialNorm(torch.Tensor):
         if not torch.equal(most.nan_to_num(), (-least).nan_to_num()):
             raise ShardedOpError(
                 "norm over gradients of attached and other parameters: expected the others to be the same on every rank, found "
-                f"norms of {_few(mine)} here and up to {_few(most)} elsewhere: nobody reduces what is not attached "
-                "([units] ignore). Reduce them before you clip (torch.distributed.all_reduce), or clip them apart."
+                f"norms of {_few(mine)} here and up to {_few(most)} elsewhere: what is not attached ([units] ignore) is not "
+                "reduced. Reduce them before you clip (torch.distributed.all_reduce), or clip them separately."
             )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

@@ -248,9 +248,9 @@ def refuse_gradients(tensor: RangeTensor) -> None:
 
     def refuse(grad: Tensor) -> None:
         raise ShardedOpError(
-            f"backward: expected gradients of the attached model's own parameters, found that of a copy of {name}, whose "
-            "ranges are still sharded and whose gradient nobody reduces. Call requires_grad_(False) on a copy that does not "
-            "train; use full_tensor() for a value of this rank's own, or copy the model before attach and attach both."
+            f"backward: expected gradients of the attached model's own parameters, found that of a copy of {name}, which "
+            "is still sharded and whose gradient is not reduced. Call requires_grad_(False) on a copy that does not train; "
+            "use full_tensor() for this rank's own value, or copy the model before attach and attach both."
         )
 
     with torch._C.DisableTorchFunctionSubclass():
@@ -267,7 +267,7 @@ def range_alone(what: str, tensor: RangeTensor) -> ShardedOpError:
         f"{what} {spec.name} (torch.save, safetensors, save_pretrained, or a checkpoint of Lightning, Accelerate or Trainer): "
         f"expected the whole tensor, found {found}. Call, on every rank, "
         "attachment.save(folder) to resume, attachment.save_pretrained(folder) for the folder that from_pretrained reads, "
-        "attachment.save_full(file) for the weights alone, or attachment.state_dict(optimizer), whole on rank 0."
+        "attachment.save_full(file) for only the weights, or attachment.state_dict(optimizer), whole on rank 0."
     )
 
 

@@ -52,8 +52,9 @@ class VectorShard(ParamShard):
             found = _not_together(part, first)
             if found:
                 raise ShardedOpError(
-                    f"{self.name}: expected parameters that the same ranks share, for an optimizer takes them as one vector "
-                    f"(LBFGS does); found {part.name} {found}. Give it to another optimizer, or train without that axis."
+                    f"{self.name}: expected parameters that the same ranks share, because the optimizer uses them as one "
+                    f"vector (as LBFGS does); found {part.name} {found}. Pass it to another optimizer, or train without that "
+                    "axis."
                 )
         self.group, self.index, self.device, self.dtype = first.group, first.index, first.device, first.dtype
         starts = accumulate((part.numel for part in parts[:-1]), initial=0)
@@ -80,7 +81,7 @@ def _not_together(part: ParamShard, first: ParamShard) -> str:
     if part.group.spans(PP):
         return "on one of several pipeline stages"
     if part.group.sharded is not first.group.sharded or part.group.ranks() != first.group.ranks():
-        return f"shared by other ranks than {first.name}"
+        return f"shared by different ranks than {first.name}"
     return ""
 
 
@@ -133,9 +134,9 @@ class Vectors:
         vector = next((one for one in tensors if isinstance(one, self.vector)), None)
         if plain is not None and vector is not None:
             raise ShardedOpError(
-                f"cat of {vector._spec.name} and others: expected gradients or states of attached parameters alone, for an "
-                f"optimizer takes them as one vector (LBFGS does); found a plain tensor of shape {tuple(plain.shape)}. Give "
-                "parameters that are not attached, or left out by [units] ignore, to an optimizer of their own."
+                f"cat of {vector._spec.name} and others: expected only gradients or states of attached parameters, because the "
+                f"optimizer uses them as one vector (as LBFGS does); found a plain tensor of shape {tuple(plain.shape)}. Use a "
+                "separate optimizer for parameters that are not attached, or are in [units] ignore."
             )
         if kwargs or not all(_derived(one) and one.dim() == 1 for one in tensors):
             return whole(func, args, kwargs)

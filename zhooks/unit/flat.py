@@ -153,7 +153,7 @@ class Flat:
             self.ask(self, "finish_backward")
         if name in self.spent:
             self.spent = set()
-            raise too_late(f"{name}.grad", "a look at the gradient before the step (clipping, unscaling, zero_grad)")
+            raise too_late(f"{name}.grad", "a use of the gradient before the step (clipping, unscaling, zero_grad)")
 
     def view(self, index: int) -> Tensor:
         self._ask("use")
@@ -286,8 +286,8 @@ class Flat:
         """Full tensors, one a parameter: nodes of the graph where grad is enabled and the parameters train."""
         if self.full is None:
             raise ShardedOpError(
-                f"tensor of {self.name}: expected an attached model to gather it, found one that was detached. Use what the "
-                "plain model has; to_local() still is this rank's range."
+                f"tensor of {self.name}: expected an attached model to gather it, found one that was detached. Use the plain "
+                "model; to_local() still returns this rank's range."
             )
         if self.kind.trainable and torch.is_grad_enabled() and self.node is not None:
             return self.views.graph(self.full, self._begin_node)

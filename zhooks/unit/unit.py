@@ -142,13 +142,13 @@ def _in_place(found: Tensor | None) -> str:
     """What is in the place of an attached parameter, and what to do; the parameter has been put back."""
     if found is not None and not isinstance(found, nn.Parameter):
         return (
-            "a tensor that torch.func.functional_call lends to the model, which no rank has partitioned. Call it on the plain "
+            "a tensor that torch.func.functional_call puts into the model, which is not sharded. Call it on the plain "
             "model: detach() first, or copy the model before attach."
         )
     what = "none (a deletion" if found is None else "another in its place (an assignment, model.to(), half()"
     return (
-        f"{what}; undone now). To change its value write into it under torch.no_grad() (parameter.copy_(value)); to exchange "
-        "it call detach(), change it, attach again."
+        f"{what}; undone now). To change its value, write into it under torch.no_grad() (parameter.copy_(value)); to replace "
+        "it, call detach(), change it, attach again."
     )
 
 

@@ -109,7 +109,7 @@ def test_updates_happen_in_backward_from_the_second_step_on(tier: str) -> None:
 def test_a_clip_before_the_step_is_refused_and_the_next_step_works() -> None:
     training = Training().warm()
     loss_of(training.model, 1).backward()
-    with pytest.raises(ShardedOpError, match=r"overlap = true updates in backward, found a look at the gradient"):
+    with pytest.raises(ShardedOpError, match=r"overlap = true updates in backward, found a use of the gradient"):
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
     training.optimizer.step()
     training.step(2)

@@ -258,7 +258,7 @@ def test_a_signal_that_nobody_asked_about_is_a_warning_at_detach() -> None:
     assert not run.attachment.preempted
     if rank:
         signalled(signal.SIGTERM)
-        with pytest.warns(RuntimeWarning, match="found that one came and nobody asked"):
+        with pytest.warns(RuntimeWarning, match="found that it has not, so this process does not stop"):
             run.attachment.detach()
     else:
         run.attachment.detach()

@@ -247,7 +247,7 @@ def test_a_unit_that_writes_into_a_tensor_that_was_cast_is_named() -> None:
     torch.manual_seed(0)
     model = Collecting("in place")
     attachment = zhooks.attach(model, policy=CAST)
-    with pytest.raises(PolicyError, match=r"blocks.0 to read its inputs, found a tensor of shape \[8\] that it changed"):
+    with pytest.raises(PolicyError, match=r"blocks.0 to only read its inputs, found a tensor of shape \[8\] that it changed"):
         model(torch.ones(2, 8))
     attachment.detach()
 
