@@ -80,7 +80,7 @@ def test_where_nothing_fits_it_ends_with_three_and_one_line() -> None:
         result = zprof("planned_job.py:job", "--world", "2", "--device", "10KiB", "--host", "0", "--disk", "0")
     assert result.exit_code == 3
     said = [line for line in result.stderr.splitlines() if not line.startswith("simulated ")]
-    assert len(said) == 1 and "The least that would, by simulation: device " in said[0]
+    assert len(said) == 1 and "The least needed, by simulation, is device " in said[0]
 
 
 @on_virtual()

@@ -48,8 +48,9 @@ class Arrangement:
             ) from error
         if EP in mesh:
             raise SimulationError(
-                "simulate: expected a mesh without 'ep', for experts of other ranks are other models and get other tokens; "
-                "found one. Simulate the experts of one rank as a model of its own, over the ranks that share it."
+                "simulate: expected a mesh without 'ep', because the experts of other ranks are different models with "
+                "different tokens; found one. Simulate the experts of one rank as a separate model, over the ranks that "
+                "share it."
             )
         if math.prod(mesh.values()) != world:
             raise SimulationError(

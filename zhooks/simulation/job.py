@@ -58,8 +58,8 @@ class Job:
         given = [named[name].default for name in _BATCH]
         if not all(isinstance(each, int) and each > 0 for each in given):
             raise SimulationError(
-                "find_policy: expected defaults from 1 for the step's micro_batch and accumulation, which say how many samples "
-                f"a step has, found {given[0]!r} and {given[1]!r}. Write step(model, optimizer, *, micro_batch=8, "
+                "find_policy: expected defaults of at least 1 for the step's micro_batch and accumulation, the number of "
+                f"samples of a step, found {given[0]!r} and {given[1]!r}. Write step(model, optimizer, *, micro_batch=8, "
                 "accumulation=1)."
             )
         found = batches(given[0], given[1])
@@ -93,13 +93,13 @@ class Job:
         here = [dtype for dtype in listed if getattr(peak, dtype)]
         if not here:
             raise SimulationError(
-                f"find_policy: expected a precision that {self.hardware.name} computes in, found {', '.join(listed)}, of which "
-                "its profile has no peak. Allow another one."
+                f"find_policy: expected a precision that {self.hardware.name} computes in, found {', '.join(listed)}, for "
+                "which its profile has no peak. Allow another one."
             )
         self.notes += [f"{dtype}: {self.hardware.name} has no peak for it" for dtype in listed if dtype not in here]
         if {"bf16", "fp16"} <= {*here} and (peak.fp16 or 0) <= (peak.bf16 or 0):
             here.remove("fp16")
-            self.notes.append("fp16: as large as bf16, no quicker, and it needs a loss scale")
+            self.notes.append("fp16: as large as bf16, no faster, and it needs a loss scale")
         return tuple(here)
 
     def needs(self, base: Policy) -> Needs:
@@ -107,8 +107,8 @@ class Job:
         mesh = inspect.signature(self.build).parameters.get("mesh")
         if mesh is not None and mesh.default is inspect.Parameter.empty:
             raise SimulationError(
-                "find_policy: expected a default for the build's parameter mesh, which is given where the mesh has a tp axis "
-                "alone, found none. Write build(mesh=None)."
+                "find_policy: expected a default for the build's parameter mesh, which is passed only if the mesh has a tp "
+                "axis, found none. Write build(mesh=None)."
             )
         whole = self._built(1, base)
         place = next((param.device for param in whole.model.parameters()), torch.device(NAME, 0))

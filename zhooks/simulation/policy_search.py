@@ -118,7 +118,7 @@ def find_policy(
     """
     profile, base = Hardware.of(hardware), Policy.of(policy)
     if keep < 1 or most < 1 or world < 1:
-        raise SimulationError(f"find_policy: expected keep, most and world from 1, found {keep}, {most} and {world}.")
+        raise SimulationError(f"find_policy: expected keep, most and world of at least 1, found {keep}, {most} and {world}.")
     limits = _limits(profile, world, device, host, disk)
     job = Job(build, step, world, profile)
     batched, dtypes, replicas = job.batched(), job.dtypes(precision), job.replicas()
@@ -341,10 +341,10 @@ def _nothing_fits(space: _Space, limits: Limits, tiers: list[Tier], least: list[
     lines = []
     for each in least:
         used = [f"{tier.value} {as_size(each.memory.on(tier))}" for tier in Tier if each.memory.on(tier)]
-        lines.append(("at least " if each.why else "") + " and ".join(used) + f" a rank ({each.candidate})")
+        lines.append(("at least " if each.why else "") + " and ".join(used) + f" per rank ({each.candidate})")
     there = ", ".join(f"{tier.value} {as_size(getattr(limits, tier.value))}" for tier in tiers)
     return (
-        f"find_policy: expected a policy that fits {there} a rank on {space.job.world} rank(s) of {space.job.hardware.name}, "
-        f"found none. The least that would, by simulation: {'; or '.join(lines)}. Use more ranks, larger tiers, or a smaller "
+        f"find_policy: expected a policy that fits {there} per rank on {space.job.world} rank(s) of {space.job.hardware.name}, "
+        f"found none. The least needed, by simulation, is {'; or '.join(lines)}. Use more ranks, larger tiers, or a smaller "
         "batch or model."
     )

@@ -148,7 +148,7 @@ class Proposals:
 
     def _lines(self) -> Iterator[str]:
         tiers = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self._limits() if nbytes)
-        yield f"{self.hardware} x {self.world}, {self.numel:,} parameters; a rank may hold: {tiers} (predicted, on no hardware)"
+        yield f"{self.hardware} x {self.world}, {self.numel:,} parameters; a rank may hold: {tiers} (predicted, not measured)"
         yield f"{'':>3} {'step':>12} {'device':>10} {'host':>10} {'disk':>10} {'price':>15}  {'binds':<12} policy"
         for number, each in enumerate(self.best, 1):
             held = [as_size(each.memory.on(tier)) if each.memory.on(tier) else "-" for tier in Tier]
@@ -187,7 +187,7 @@ class Proposals:
         said = f"searched {self.candidates} policies by bounds, {ranking.simulations} by simulation"
         if not ranking.untried:
             return f"{said}; no other is quicker than the first by its bound"
-        more = f"of {len(ranking.untried)} more it is not known whether they fit"
+        more = f"whether {len(ranking.untried)} more fit is not known"
         return f"{said}; {more}; they could be quicker by at most {ranking.gap:.1%}"
 
     def _limits(self) -> list[tuple[str, int]]:
@@ -202,7 +202,7 @@ class Proposals:
         if chosen.candidate.tp > 1:
             use.append('Divide the model over mesh["tp"], as build does; the ranks of that axis share their samples.')
         if chosen.policy.precision.loss_scale is not None:
-            use.append("What the loss scale takes is not in the prediction.")
+            use.append("The prediction does not include the cost of the loss scale.")
         if chosen.candidate.batch is not None:
             batch = chosen.candidate.batch
             use.append(f"Step with micro_batch = {batch.micro_batch} and accumulation = {batch.accumulation}.")

@@ -115,7 +115,7 @@ class Simulation:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.hardware} x {self.world}: {lasting(self.step_s)} a step (predicted, on no hardware)",
+            f"{self.hardware} x {self.world}: {lasting(self.step_s)} a step (predicted, not measured)",
             f"  compute {lasting(self.compute_s)}, communication beyond it {lasting(self.exposed_s)}, "
             f"host {lasting(self.host_s)}",
             f"  {self.tflops:,.1f} TFLOP/s a device, {self.mfu:.1%} of its peak",
@@ -205,7 +205,7 @@ def simulate(
     """
     if not isinstance(allocator, str | None):
         raise PolicyError(
-            "simulate: expected allocator as a text like PYTORCH_ALLOC_CONF's (\"\" is torch's default), or None, found "
+            "simulate: expected allocator to be a string as in PYTORCH_ALLOC_CONF (\"\" is torch's default), or None, found "
             f'{allocator!r}. Write allocator="expandable_segments:True", or leave it out.'
         )
     settings = None if allocator is None else parse_settings(allocator)
@@ -221,8 +221,8 @@ def simulate(
     if arrangement.stages > 1:
         if pace is not None:
             raise SimulationError(
-                "simulate: expected no slow ranks on a mesh with pp, for their stage decides who waits; found some. Leave slow "
-                "out, or the pp axis."
+                "simulate: expected no slow ranks on a mesh with pp, because their stage decides who waits; found some. Leave "
+                "slow out, or the pp axis."
             )
         return pipeline(job, profile, run_rank)
     alike = None
@@ -337,9 +337,9 @@ def _result(
 
 def _nothing_ran(number: int, steps: int) -> SimulationError:
     return SimulationError(
-        f"simulate: expected that each call of step trains on tensors of device \"virtual\", found call {number} of {steps}, "
-        "in which the step ran nothing on the device. Run forward, backward and optimizer.step() in every call; an iterator of "
-        "batches that has run out ends a loop without a word."
+        f"simulate: expected that each call of step trains on tensors of device \"virtual\", found that call {number} of "
+        f"{steps} ran nothing on the device. Run forward, backward and optimizer.step() in every call; an exhausted iterator "
+        "of batches ends a loop silently."
     )
 
 

@@ -68,8 +68,8 @@ def slowest(given: Slowdown | Iterable[Slowdown], world: int) -> Pace | None:
             factor = getattr(one, name)
             if not isinstance(factor, int | float) or not 1.0 <= factor < math.inf:
                 raise SimulationError(
-                    f"slow: expected {name} as how many times as long it takes, from 1.0, found {factor!r}. A profile of its "
-                    "own says what is faster."
+                    f"slow: expected {name} to be a factor of at least 1.0, by which it takes longer, found {factor!r}. For "
+                    "faster devices, use another hardware profile."
                 )
         ranks: object = one.ranks
         if not isinstance(ranks, Collection) or not ranks or not all(isinstance(at, int) and 0 <= at < world for at in ranks):

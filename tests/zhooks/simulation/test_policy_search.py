@@ -139,7 +139,7 @@ def test_what_a_few_micro_batches_hold_is_what_many_do() -> None:
 
 @on_virtual()
 def test_a_batch_that_can_be_divided_needs_defaults_that_say_how_large_it_is() -> None:
-    with pytest.raises(SimulationError, match=r"expected defaults from 1"):
+    with pytest.raises(SimulationError, match=r"expected defaults of at least 1"):
         found(lambda model, optimizer, micro_batch=0, accumulation=1: None)
 
 

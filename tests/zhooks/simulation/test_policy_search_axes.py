@@ -110,7 +110,7 @@ def test_of_the_dtypes_that_are_allowed_the_quickest_is_found() -> None:
     kept = found(precision=["fp32"])
     assert {each.policy.precision.param for each in kept.best} == {"fp32"}
     assert both.best[0].simulation.step_s < kept.best[0].simulation.step_s
-    assert found(precision=["bf16", "fp16"], most=1).notes == ("fp16: as large as bf16, no quicker, and it needs a loss scale",)
+    assert found(precision=["bf16", "fp16"], most=1).notes == ("fp16: as large as bf16, no faster, and it needs a loss scale",)
 
 
 @on_virtual()

@@ -116,7 +116,7 @@ def test_states_on_the_host_are_held_there_and_not_on_the_device() -> None:
 def test_it_reports_in_words_and_as_plain_values_and_finds_no_race() -> None:
     found = simulated()
     text, values = str(found), found.as_dict()
-    assert "h100 x 8" in text and " a step (predicted, on no hardware)" in text and "device memory" in text
+    assert "h100 x 8" in text and " a step (predicted, not measured)" in text and "device memory" in text
     assert values["races"] == [] and values["step_s"] == found.step_s > 0
     assert 0 < found.mfu < 1 and found.joules is not None
 
@@ -186,7 +186,7 @@ def test_arguments_of_other_kinds_are_refused_by_name() -> None:
     with pytest.raises(zhooks.SimulationError, match=r"expected that build returns a model.*, found NoneType"):
         zhooks.simulate(lambda: None, step)  # type: ignore[arg-type,return-value]
     for given in (3, True, b"backend:native"):
-        with pytest.raises(zhooks.PolicyError, match=r"expected allocator as a text like PYTORCH_ALLOC_CONF's .*, found "):
+        with pytest.raises(zhooks.PolicyError, match=r"expected allocator to be a string as in PYTORCH_ALLOC_CONF .*, found "):
             simulated(allocator=given)
     with torch.device("meta"), pytest.raises(zhooks.SimulationError, match='CPU as torch\'s default device, found "meta"'):
         simulated()
@@ -200,9 +200,9 @@ def test_a_step_that_runs_nothing_on_the_device_is_refused_and_not_free() -> Non
         for _ in rows:
             step(model, optimizer)
 
-    with pytest.raises(zhooks.SimulationError, match="found call 1 of 2, in which the step ran nothing on the device"):
+    with pytest.raises(zhooks.SimulationError, match="found that call 1 of 2 ran nothing on the device"):
         simulated(change=lambda model, optimizer: optimizer.zero_grad())
-    with pytest.raises(zhooks.SimulationError, match="found call 2 of 2, in which the step ran nothing on the device"):
+    with pytest.raises(zhooks.SimulationError, match="found that call 2 of 2 ran nothing on the device"):
         simulated(change=until_the_batches_end)
 
 
