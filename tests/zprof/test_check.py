@@ -81,7 +81,7 @@ def test_without_limits_the_measures_are_printed(zprof: Zprof) -> None:
     result = zprof("check", "run.zprof")
     assert result.exit_code == 0
     assert "device.peak                      69 MiB" in result.stdout
-    assert "  absent: pinned.peak: not sampled: nothing said pinned\n" in result.stdout
+    assert "  absent: pinned.peak: not sampled: nothing reported pinned\n" in result.stdout
 
 
 def test_all_measures_are_listed_with_their_meaning(zprof: Zprof) -> None:
@@ -97,7 +97,7 @@ def test_what_a_recording_does_not_say_fails_a_limit_on_it_in_one_line(zprof: Zp
     result = zprof("check", "run.zprof", "--max", "pinned.peak=1GiB")
     assert (result.exit_code, result.stderr) == (3, "")
     assert result.stdout == (
-        "run.zprof: FAILED: pinned.peak is absent: not sampled: nothing said pinned; asked for at most 1 GiB\n"
+        "run.zprof: FAILED: pinned.peak is absent: not sampled: nothing reported pinned; asked for at most 1 GiB\n"
     )
 
 

@@ -196,7 +196,7 @@ def test_what_a_folder_does_not_say_is_refused_by_name(tmp_path: Path, zprof: Zp
     saved(tmp_path / "dcp")
     out = tmp_path / "m.safetensors"
     for options, code, says in [
-        (["--dtype", "bf16"], 1, "which tensors are parameters"), (["--to", "dcp"], 2, "is one already"),
+        (["--dtype", "bf16"], 1, "which tensors are parameters"), (["--to", "dcp"], 2, "which is in this one"),
         (["--to", "torch", "--optimizer"], 1, "options of optimizer groups"),
     ]:
         result = zprof("checkpoint", "convert", tmp_path / "dcp", *options, "-o", out)

@@ -339,13 +339,13 @@ def test_a_loader_worker_that_the_kernel_ends_for_want_of_memory_is_named(tmp_pa
     said = died.stderr
     assert died.returncode in (1, -9), said
     headline = next(line for line in said.splitlines() if line.startswith("zprof: out of memory: "))
-    assert headline.startswith(f"zprof: out of memory: cgroup {folder} (limit 700 MiB): the kernel ended ")
+    assert headline.startswith(f"zprof: out of memory: cgroup {folder} (limit 700 MiB): the kernel killed ")
     # Whom it chooses is the kernel's affair; mostly it is a worker.
-    assert "(pid " in headline or "the process for want of memory" in headline
+    assert "(pid " in headline or "the process for lack of memory" in headline
     under = next(line for line in said.splitlines() if line.startswith("zprof: child processes held at most "))
     assert "(2 loader workers" in under and "; with the process at most " in under
     assert under.endswith("; the limit counts them, too")
-    assert "zprof: of 2 loader workers each one fewer (num_workers) saves about " in said
+    assert "zprof: each loader worker (num_workers; 2 at most) takes about " in said
 
 
 @pytest.mark.slow

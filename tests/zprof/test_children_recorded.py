@@ -208,12 +208,12 @@ def test_a_rank_that_the_kernel_ends_for_want_of_memory_is_explained_by_what_it_
     lines = last_lines(script, Ending(1, 0, 7 * MIB), ("cgroup /box", 400 * MIB), 1)
     assert lines[:2] == [
         "run.0.child-1.zprof, rank 1 of 2 (pid 4711):",
-        "out of memory: cgroup /box (limit 400 MiB): the kernel ended rank 1 of 2 (pid 4711) for want of memory: it had "
+        "out of memory: cgroup /box (limit 400 MiB): the kernel killed rank 1 of 2 (pid 4711) for lack of memory: it had "
         "at most 300 MiB resident when it was sampled",
     ]
     assert "most of it: activation of layers.0 96 MiB" in lines
     # Its own trace says so from now on, too.
-    assert "the kernel ended rank 1 of 2 (pid 4711)" in zprof("report", str(child_path(script, 1))).stdout
+    assert "the kernel killed rank 1 of 2 (pid 4711)" in zprof("report", str(child_path(script, 1))).stdout
 
 
 def test_a_child_that_hangs_leaves_its_own_stacks_and_the_script_that_waits_for_it_none(tmp_path: Path) -> None:

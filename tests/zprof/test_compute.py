@@ -230,7 +230,7 @@ def test_an_operation_without_a_formula_is_named() -> None:
     found = found_in(recorded(model, lambda: twice(model(torch.ones(BATCH, WIDTH))).square().mean()))
     assert found.uncounted == ("zprof_tests::twice",)
     said = CliRunner().invoke(main, ["report", "run.zprof"]).output
-    assert "not counted, for they have no formula: zprof_tests::twice" in said
+    assert "not counted, because they have no formula: zprof_tests::twice" in said
 
 
 def test_one_step_counts_nothing_and_says_why() -> None:

@@ -109,7 +109,7 @@ def test_f_writes_over_an_earlier_job_of_the_name_but_over_no_attempt_of_this_on
 
 def test_a_folder_is_made_below_one_that_is_there(tmp_path: Path) -> None:
     assert output_of("new/", 0, 1, False) == Path("new/run.0.zprof") and Path("new").is_dir()
-    with pytest.raises(Problem, match="-o no/such/: expected a folder, or to make one: No such file or directory"):
+    with pytest.raises(Problem, match="-o no/such/: expected a folder, or to create one: No such file or directory"):
         output_of("no/such/", 0, 1, False)
     Path("file").touch()
     with pytest.raises(Problem, match="expected a folder"):

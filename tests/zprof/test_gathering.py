@@ -129,7 +129,7 @@ def test_a_trace_that_is_too_large_is_refused_before_it_is_sent(
 ) -> None:
     monkeypatch.setattr(gathering, "MOST_NBYTES", 1000)
     first, second = together(traces(tmp_path, 2))
-    assert "is over 1000 B" in first[1] and "is over 1000 B" in second[0]
+    assert "is larger than 1000 B" in first[1] and "is larger than 1000 B" in second[0]
     assert os.listdir(tmp_path / "host0") == ["job7.0.zprof"]
 
 
@@ -163,7 +163,7 @@ def test_where_a_script_failed_nobody_waits_for_its_trace(tmp_path: Path) -> Non
     for rank, told in enumerate(forked.launch(2, *words, at=tmp_path)):
         where = tmp_path / f"job7.{rank}.zprof"
         assert told.returncode == 3
-        assert f"zprof: traces are not gathered, for the script failed; that of rank {rank} is {where}" in told.stderr
+        assert f"zprof: traces are not gathered, because the script failed; that of rank {rank} is {where}" in told.stderr
 
 
 def test_without_torchruns_store_it_is_refused_before_the_script_starts(zprof: Zprof, monkeypatch: pytest.MonkeyPatch) -> None:

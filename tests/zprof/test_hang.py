@@ -197,7 +197,8 @@ def test_ranks_are_known_by_the_environment_that_their_launcher_gave_them(tmp_pa
             # This test's process started them, as torchrun would have.
             said = until(zprof, 3, "--pid", pid, holding="3 ranks, looked at twice")
             assert "ranks 0-2 (pid " in said.stdout
-            assert said.stdout.splitlines()[-1] == "hang: ranks 0-2 stand in train.py:4 load_batch; no rank is in a collective"
+            last = said.stdout.splitlines()[-1]
+            assert last == "hang: ranks 0-2 are stuck in train.py:4 load_batch; no rank is in a collective"
         with interpreters(1, "train.py", at=tmp_path):
             several = zprof("hang")
             assert several.exit_code == 2

@@ -141,7 +141,7 @@ def test_ranks_that_move_beside_one_that_is_gone_are_no_hang_yet() -> None:
 
 def test_all_that_stand_still_outside_of_collectives_hang() -> None:
     looks = [look(rank, code()) for rank in range(2)]
-    assert verdict(looks, looks).text == "ranks 0 and 1 stand in train.py:88 load_batch; no rank is in a collective"
+    assert verdict(looks, looks).text == "ranks 0 and 1 are stuck in train.py:88 load_batch; no rank is in a collective"
 
 
 def test_a_loader_is_followed_into_its_worker() -> None:

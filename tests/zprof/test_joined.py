@@ -132,7 +132,7 @@ def test_on_python_3_14_a_process_is_asked_for_its_stacks_and_records_itself(tmp
     assert whole["stacks"]["by"] == "sys.remote_exec"
     assert recorded.returncode == 0, recorded.stderr
     assert f"zprof: in pid {pid}: a recorder at level events, imported modules (" in recorded.stderr
-    assert "its hooks are out again; imported modules stay" in recorded.stderr and (tmp_path / "now.zprof").exists()
+    assert "its hooks were removed; imported modules stay" in recorded.stderr and (tmp_path / "now.zprof").exists()
     assert "not recorded by zprof" in again.stdout
 
 

@@ -234,7 +234,7 @@ def test_waits_are_parted_by_what_they_were_for_and_add_up(tmp_path: Path) -> No
     assert found.share == 0.25 and (loader.workers, loader.persistent) == (4, False)
 
 
-OWN_THREAD = "num_workers=2 or more makes batches beside training, whose own thread makes them now"
+OWN_THREAD = "num_workers=2 or more prepares batches in parallel with training, whose own thread does it now"
 BUSY = "its 4 workers are the bottleneck, each busy for 93% of a core: "
 TWICE = f"{BUSY}num_workers=8 would keep up, if each were as fast as now"
 FEW_CORES = (
@@ -246,15 +246,16 @@ NO_CORES = (
     "beforehand)"
 )
 THEY_WAIT = (
-    "its 4 workers wait themselves, each busy for 5% of a core: for storage, the network or a lock; more of them and a larger "
-    "prefetch_factor help where that can serve more"
+    "its 4 workers mostly wait, each busy for 5% of a core: for storage, the network or a lock; more workers and a larger "
+    "prefetch_factor help if that can serve more"
 )
 STARVED = (
-    "its 4 workers have no core for 62% of the time, each busy for 30% of a core: there are too few for them and what else "
-    "runs; fewer workers or threads, or more cores (a container's limit counts)"
+    "its 4 workers have no core for 62% of the time, each busy for 30% of a core: there are too few cores for "
+    "workers and other processes; use fewer workers or threads, or more cores (a container's limit counts)"
 )
 PERSIST = (
-    "persistent_workers=True keeps its workers: to start them anew and wait for the first batch took 60 ms in each of 3 epochs"
+    "persistent_workers=True keeps its workers: starting them again and waiting for the first batch took 60 ms in each of 3 "
+    "epochs"
 )
 NEW_WORKERS = rows_of(1, first_ms=40, starting_ms=20)
 
@@ -285,7 +286,7 @@ def test_the_remedy_follows_from_what_was_waited_for(
 def test_on_a_gpu_waits_for_data_are_seen_where_others_are_not(tmp_path: Path) -> None:
     found = found_in(tmp_path / "run.zprof", rows_of(50), device="cuda:0")
     assert isinstance(found, Loading) and found.share == 0.5
-    assert found.advice[1] == "Rows: pin_memory=True, so that copies to the GPU (non_blocking=True) run beside what it computes"
+    assert found.advice[1] == "Rows: pin_memory=True, so that copies to the GPU (non_blocking=True) overlap with its compute"
     values = measures(Analysis.of(Trace.open(tmp_path / "run.zprof")))
     assert values["exposed.data.percent"] == 50.0 and isinstance(values["exposed.ms_per_step"], Unseen)
 

@@ -244,8 +244,8 @@ def test_formats_that_hold_all_ranks_at_once_refuse_many_and_take_chosen_ones(zp
         told = zprof("export", "runs", "--format", kind, "-o", "out")
         assert told.exit_code == 2 and not Path("out").exists()
         assert told.stderr == (
-            f"--format {kind}: expected 16 ranks at most, found {WORLD}; choose some with --rank, said again for each; "
-            "zprof report says which stand out\n"
+            f"--format {kind}: expected 16 ranks at most, found {WORLD}; choose some with --rank, repeated for each; "
+            "zprof report shows which stand out\n"
         )
     assert zprof("export", "runs", "--format", "perfetto", "--rank", "7", "--rank", "8", "-o", "out").exit_code == 0
     events = json.loads(Path("out").read_bytes())["traceEvents"]

@@ -157,5 +157,5 @@ def test_f_of_export_writes_over_a_file() -> None:
     assert zprof("export", "--format", "csv").exit_code == 0
     again = zprof("export", "--format", "csv")
     assert again.exit_code == 1
-    assert "is there already, expected a new name; name another with -o, or write over it with -f" in again.stderr
+    assert "exists already, expected a new name; name another with -o, or overwrite it with -f" in again.stderr
     assert zprof("export", "--format", "csv", "-f").exit_code == 0

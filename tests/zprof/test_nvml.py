@@ -289,7 +289,8 @@ def test_devices_are_keyed_anew_when_cuda_begins_to_run(library: Path, tmp_path:
     assert after["gpu0 nvml memory used"] == again["gpu0 nvml memory used"] == 1002 * MIB
     assert not any(name.startswith("gpu1") for name in after)
     assert [(device["key"], device["label"]) for device in state["devices"]] == [("gpu0", "2")]
-    assert state["notes"] == ["keyed anew when torch began to compute on them; until then by the bus: gpu0 0, gpu1 1, gpu2 2"]
+    until = "until then by the bus: gpu0 0, gpu1 1, gpu2 2"
+    assert state["notes"] == [f"keys corrected when torch began to compute on them; {until}"]
 
 
 def test_of_the_ranks_of_a_host_one_samples_each_gpu(library: Path, tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ def test_a_mig_instance_has_its_memory_and_says_what_is_of_the_whole_gpu(library
     assert device["label"] == "0:0" and device["mig"] == {"gpu_instance": 7, "compute_instance": 0}
     of_the_chip = {"nvml memory used", "nvml temperature", "nvml sm clock", "nvml memory clock", "nvml throttle"}
     assert set(sample) == {f"gpu0 {what}" for what in of_the_chip} | {"seconds"}
-    assert opened["dropped"]["gpu0 nvml power"] == "MIG: known of the whole GPU only"
+    assert opened["dropped"]["gpu0 nvml power"] == "MIG: known only for the whole GPU"
     assert [device["key"] for device in everything["devices"]] == ["gpu0", "gpu0:0", "gpu0:1"]
 
 

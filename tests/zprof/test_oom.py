@@ -543,7 +543,7 @@ def test_each_change_proposed_to_a_first_step_that_failed_lets_the_whole_run_fin
 def test_where_nothing_lets_a_whole_step_fit_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BLOCKS)
     failed = python("-m", "zprof", "run", "--level", "alloc", "train.py", "40", at=tmp_path)
-    assert "nothing that was tried on these bytes, alone or together, would have let it fit" in failed.stderr
+    assert "no change that was tried on these bytes, alone or combined, would have let it fit" in failed.stderr
     assert Verdict.MAY.value not in failed.stderr and Verdict.WOULD.value not in failed.stderr
     changes = proposed(failed.stderr)
     assert changes and Verdict.NOT_THE_STEP.value in failed.stderr
@@ -572,7 +572,7 @@ def test_a_forward_under_ulimit_v_whose_activations_were_not_recorded_is_advised
     assert said[0].startswith("out of memory: RLIMIT_AS refused 32 MiB, in forward: "), failed.stderr
     assert " in use, " in said[0] and " left, " in said[0] and " short" in said[0]
     assert said[1].startswith("RLIMIT_AS limits this process, not the machine") and "ulimit -v unlimited" in said[1]
-    assert "of what was in use was freed since" in said[2], "128 MiB that would else be taken for what was left"
+    assert "of what was in use has been freed since" in said[2], "128 MiB that would else be taken for what was left"
     [advice] = [line for line in said if line.startswith("activations were not recorded: ")]
     assert '[activation] checkpoint = "unit" or half the batch' in advice and "--level alloc" in advice
     assert python("-m", "zprof", "oom", at=tmp_path).stdout.splitlines()[:3] == said[:3]
@@ -684,7 +684,7 @@ def test_a_process_the_kernel_kills_for_want_of_memory_is_told_from_other_kills(
     inside = f"echo $$ > {small_cgroup}/cgroup.procs && exec {sys.executable} -m zprof run eat.py"
     killed = subprocess.run(["sh", "-c", inside], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert killed.returncode == -9, killed.stderr
-    assert f"zprof: out of memory: cgroup {small_cgroup} (limit 100 MiB): the kernel ended the process" in killed.stderr
+    assert f"zprof: out of memory: cgroup {small_cgroup} (limit 100 MiB): the kernel killed the process" in killed.stderr
     trace = Trace.open(tmp_path / "run.0.zprof")
     said = [line.removeprefix("zprof: ") for line in killed.stderr.splitlines()]
     lines = explain(Analysis.of(trace))

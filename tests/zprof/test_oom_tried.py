@@ -143,8 +143,8 @@ def test_what_a_gpu_lacked_is_held_to_what_it_had(made: Path) -> None:
     ("name", "code", "said"),
     [
         ("fine", 1, "fine.zprof: expected a run that ran out of memory, found none"),
-        ("alone", 2, "--job, --hardware: expected both of them or none"),
-        ("unused", 2, "--host: expected --job and --hardware, too"),
+        ("alone", 2, "--job, --hardware: expected both or neither"),
+        ("unused", 2, "--host: expected --job and --hardware too"),
         ("more", 2, "--device: expected at most the 80 GiB that h100 has, found 1 TiB"),
         ("near", 1, "did you mean h100?"),
     ],
@@ -158,7 +158,7 @@ def test_where_nothing_fits_that_is_the_answer(made: Path) -> None:
     found = result(made, "less")
     lines = found["out"].splitlines()
     assert found["code"] == 3 and ": fits" not in found["out"]
-    assert any(line.startswith("simulated on h100 x 1, 1 MiB a device (predicted") for line in lines)
+    assert any(line.startswith("simulated on h100 x 1, 1 MiB per device (predicted") for line in lines)
     [offered] = [line for line in lines if line.startswith('  [activation] tier = "host": does not fit: ')]
     assert " of device, " in offered and " of host at the peak, " in offered and " ms a step: a device has 1 MiB" in offered
     [half] = [line for line in lines if line.startswith("  half the batch: ")]

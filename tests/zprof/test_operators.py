@@ -376,7 +376,7 @@ def test_a_script_without_steps_or_forwards_is_told_what_records_it() -> None:
     found = found_in(zprof.open("all.zprof"))
     assert found.shown.title == "the recording" and found.shown.why == "the recording ended"
     assert "aten::add" in {row.name for row in found.by("op")}
-    assert zprof.open("all.zprof").unseen["ops.self_ms"] == "the recorded operators are of no whole step"
+    assert zprof.open("all.zprof").unseen["ops.self_ms"] == "the recorded operators do not cover a whole step"
 
 
 def test_a_window_that_takes_too_long_is_ended_by_a_thread_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def test_a_window_that_takes_too_long_is_ended_by_a_thread_of_ours(monkeypatch: 
             net(torch.ones(8, 16)).square().mean().backward()
             optimizer.step()
     run = zprof.open("run.zprof")
-    assert found_in(run).shown.why == "0 s were over"
+    assert found_in(run).shown.why == "0 s had passed"
     # Storages are followed again.
     peak = run.peak("device", "activation", step=len(run.steps) - 1)
     assert peak is not None and peak.nbytes > 0

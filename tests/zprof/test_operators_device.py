@@ -158,7 +158,7 @@ def test_calls_that_wait_are_said_once_with_their_module(run: zprof.Run) -> None
 
 def test_the_report_says_so_in_words(run: zprof.Run) -> None:
     text = CliRunner().invoke(main, ["report", str(run.path)]).output
-    assert "cuda:0 was idle 50% of the 20 ms: 40% the host had not called for anything yet (launch-bound)" in text
+    assert "cuda:0 was idle 50% of the 20 ms: 40% the host had not launched anything yet (launch-bound)" in text
     assert "blocks.1 23%" in text and "self GPU" in text and "gemm<128>" in text
 
 

@@ -244,7 +244,7 @@ def test_a_rate_is_of_the_counters_own_clock_and_is_not_made_up() -> None:
     # It was not written anew since.
     assert rate() == 30.0
     assert rate() == 30.0
-    with pytest.raises(Unbelievable, match="began anew"):
+    with pytest.raises(Unbelievable, match="was reset"):
         rate()
     assert rate() == 2.0
     still = Rate(lambda: (7, 7))
@@ -405,7 +405,7 @@ def test_until_hip_runs_devices_are_those_the_variables_leave_to_this_process(
     assert [sample[f"gpu{place} amd memory used"] for place in range(len(expected))] == [
         (1000 + int(label)) * MIB for label in expected
     ]
-    assert any("HIP may number devices otherwise" in note for note in opened["notes"])
+    assert any("HIP may number devices differently" in note for note in opened["notes"])
     assert (opened["state"] == "ok") == bool(expected)
 
 
@@ -416,7 +416,7 @@ def test_devices_are_keyed_anew_by_the_bus_when_hip_begins_to_run(libraries: dic
     assert (sample["gpu0 amd memory used"], sample["gpu1 amd memory used"]) == (1002 * MIB, 1000 * MIB)
     assert "gpu2 amd memory used" not in sample
     assert [(device["key"], device["label"]) for device in state["devices"]] == [("gpu0", "2"), ("gpu1", "0")]
-    said = "keyed anew when torch began to compute on them; until then by the bus: gpu0 0, gpu1 1, gpu2 2"
+    said = "keys corrected when torch began to compute on them; until then by the bus: gpu0 0, gpu1 1, gpu2 2"
     assert state["notes"] == [said]
 
 
@@ -456,7 +456,7 @@ def test_a_tile_that_torch_counts_as_a_device_has_its_own_figures(libraries: dic
     assert sample["gpu1 intel power"] == 305_000 and sample["gpu1 intel utilisation"] == 37
     # What only the card has is not said of a tile: not the clock of its memory, and not what crossed its bus.
     assert state["dropped"]["gpu1 intel memory clock"] == "not supported"
-    assert state["dropped"]["gpu1 intel pcie"].endswith("known of the whole card only")
+    assert state["dropped"]["gpu1 intel pcie"].endswith("known only for the whole card")
 
 
 def test_a_card_whose_driver_speaks_of_its_tiles_alone_is_all_of_them(libraries: dict[Kind, Path], tmp_path: Path) -> None:

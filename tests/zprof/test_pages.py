@@ -441,7 +441,7 @@ def test_a_model_much_smaller_than_the_process_has_a_scale_of_its_own(zprof: Zpr
         "const made = document.getElementById('memory-plot').layout; return [made.yaxis.range[1], made.yaxis2.range[1]]"
     )
     assert peak <= held <= 1.2 * peak and measured == pytest.approx(1.1 * (3 << 30))
-    assert browser.text("#band") == "lower band, a scale of its own:"
+    assert browser.text("#band") == "lower band, with its own scale:"
     assert browser.run("return document.querySelectorAll('#memory-plot .ytick, #memory-plot .y2tick').length") > 4
     assert browser.complaints() == [] and browser.requests() == []
 

@@ -100,7 +100,7 @@ def test_a_step_that_needs_data_is_one_line_that_names_its_own() -> None:
         (["planned_job.py:job", "--nodes", "2", "--world", "4"], 2, "expected one of them"),
         (["planned_job.py:job", "--nodes", "0"], 2, "--nodes"),
         (["planned_job.py:job", "--hardware", "h10"], 1, "did you mean h100"),
-        (["planned_job.py:job", "--policy", "keeps.toml", "-o", "keeps.toml", "-f"], 1, "is what is read"),
+        (["planned_job.py:job", "--policy", "keeps.toml", "-o", "keeps.toml", "-f"], 1, "is the input"),
         (["planned_job.py:job", "--policy", "none.toml"], 1, "none.toml"),
         (["planned_job.py:job", "-o", "gone/found.toml"], 1, "gone/found.toml: cannot be written"),
         (["planned_job.py:job", "--device", "81GiB"], 1, "expected device from 0 to the 80 GiB that h100 has"),

@@ -106,7 +106,7 @@ def test_convert_never_writes_over_what_it_reads_and_says_where_it_cannot(zprof:
     Path("ds.json").write_text(DEEPSPEED)
     result = zprof("policy", "convert", "ds.json", "-o", "./ds.json")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "ds.json: is what is read; name another file with -o\n"
+    assert result.stderr == "ds.json: is the input; name another file with -o\n"
     assert Path("ds.json").read_text() == DEEPSPEED
     result = zprof("policy", "convert", "ds.json", "-o", "none/policy.toml")
     assert (result.exit_code, result.stderr) == (1, "none/policy.toml: cannot be written: No such file or directory\n")
@@ -153,7 +153,7 @@ def test_show_says_what_a_model_costs_and_whether_the_budgets_hold_it(zprof: Zpr
     assert result.stdout.endswith(
         """\
 #
-# 7,000,000,000 parameters over 8 rank(s), Adam, bytes a rank at the end of backward:
+# 7,000,000,000 parameters over 8 rank(s), Adam, bytes per rank at the end of backward:
 # +-----------------------------------------------------------------------------------+
 # | what      | tier   | holds                    | B/param |    elements |     bytes |
 # |-----------+--------+--------------------------+---------+-------------+-----------|
@@ -163,9 +163,9 @@ def test_show_says_what_a_model_costs_and_whether_the_budgets_hold_it(zprof: Zpr
 # |-----------+--------+--------------------------+---------+-------------+-----------|
 # | sum       |        |                          |         |             | 14.67 GiB |
 # +-----------------------------------------------------------------------------------+
-# Buffers that come and go are on top: gathered units, partial gradients, buffers on the way between tiers.
+# Temporary buffers come on top: gathered units, partial gradients, buffers in transit between tiers.
 # [budget] device: needs 4.89 GiB; 5.00 GiB holds it
-# [budget] host: needs 0.00 GiB; 80% of what is free is decided at attach
+# [budget] host: needs 0.00 GiB; 80% of what is free, known only at attach
 # [budget] disk: needs 9.78 GiB; 10.00 GiB holds it
 """
     )

@@ -29,7 +29,7 @@ def test_every_command_says_that_it_is_predicted(plan: Path, zprof: Zprof) -> No
     assert "rank 0, predicted for h100 x 16:" in zprof("check", plan).stdout
     for page in ("timeline", "flamegraph"):
         assert zprof(page, plan, "-o", f"{page}.html").exit_code == 0
-        said = "Predicted, on no hardware: h100" if page == "timeline" else "predicted for h100"
+        said = "Predicted, not measured: h100" if page == "timeline" else "predicted for h100"
         assert said in json.dumps(data_of(Path(f"{page}.html")))
     for kind in ("perfetto", "speedscope", "csv", "prometheus", "tensorboard", "torch-snapshot"):
         found = zprof("export", plan, "--format", kind, "-o", f"out.{kind}")
@@ -80,7 +80,7 @@ def test_what_a_run_held_before_its_first_step_is_not_set_beside_a_plan(plan: Pa
 def test_a_report_of_a_run_shows_a_plan_beside_it(plan: Path, zprof: Zprof) -> None:
     run = write_trace(Path("run.zprof"), sample_rows(units=4, level="alloc"))
     shown = zprof("report", run, "--against", plan).stdout
-    assert "predicted beside measured" in shown and "plan.zprof (predicted)" in shown and "run.zprof (measured)" in shown
+    assert "predicted and measured" in shown and "plan.zprof (predicted)" in shown and "run.zprof (measured)" in shown
     said = json.loads(zprof("report", run, "--against", plan, "--json").stdout)
     assert said["against"]["ranks"][0]["a"]["simulated"] == "h100" and said["runs"][0]["simulated"] is None
     assert zprof("report", run, "--against", run).exit_code == zprof("report", plan, "--against", plan).exit_code == 2

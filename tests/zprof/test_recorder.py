@@ -497,7 +497,7 @@ def test_a_sampler_that_raises_is_asked_no_more(path: Path) -> None:
 
     recorder, faulty = recorder_at(path, interval_s=0.001), Faulty()
     recorder.add_sampler(faulty)
-    with pytest.warns(RuntimeWarning, match="Faulty raised ZeroDivisionError: no samples; it is not asked again") as said:
+    with pytest.warns(RuntimeWarning, match="Faulty raised ZeroDivisionError: no samples; it is not sampled again") as said:
         recorder.start()
     recorder.row(INSTANT, "last", "a", 1)
     recorder.close()

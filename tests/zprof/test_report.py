@@ -172,7 +172,7 @@ def test_ranks_are_told_together_with_who_is_late_and_who_is_missing(report: Rep
     text = report("runs", "--by", "rank").stdout
     assert "3 ranks; shown in full is rank 1, whose device holds most" in text
     assert "device: rank 1 peaks 6 MiB above rank 0" in text
-    assert "rank(s) 3: put beside the first by wall clock, so skews may be clock error" in text
+    assert "rank(s) 3: aligned with the first by wall clock, so skews may be clock error" in text
     assert "not in this report, of 4 ranks: 2" in text
     assert "late to" in text
 
@@ -232,7 +232,7 @@ def test_a_killed_run_and_lost_rows_are_said(report: Report) -> None:
     path.write_bytes(path.read_bytes()[:-700])
     text = report("run.zprof").stdout
     assert "run.zprof: ends inside a chunk at byte" in text
-    assert "run.zprof: has no end: the run was killed, or is still going on" in text
+    assert "run.zprof: has no end: the run was killed, or is still running" in text
     writer = Writer("end.zprof", HEADER)
     writer.rows(list(sample_rows(steps=1)))
     writer.close(reason="SIGTERM", exit=143)
@@ -300,7 +300,7 @@ def test_bad_input_is_one_line_with_the_remedy(report: Report) -> None:
         (["header.zprof"], "header.zprof: holds a header and no rows, expected a recorded run; record it again with "),
         (["steps.zprof", "--at", "step:3"], "steps.zprof: --at step:3: the recording has steps 0 to 2; --at step:2 is "),
         (["plain.zprof", "--at", "step:0"], "plain.zprof: --at step:0: the recording has no optimizer step; use --at peak"),
-        (["steps.zprof", "again.zprof"], "again.zprof: rank 0 is in steps.zprof already; expected one trace a rank"),
+        (["steps.zprof", "again.zprof"], "again.zprof: rank 0 is in steps.zprof already; expected one trace per rank"),
     ):
         result = report(*arguments)
         assert (result.exit_code, result.stdout) == (1, "")

@@ -77,7 +77,7 @@ def test_a_small_batch_may_grow_with_the_learning_rates_by_both_rules() -> None:
 
 @pytest.mark.parametrize(
     ("scale", "batch", "words"),
-    [(1000, 900, "about as large as pays"), (1000, 8000, "8 times the noise scale: one of about 1,000 takes about 1.8 times")],
+    [(1000, 900, "as large as is useful"), (1000, 8000, "8 times the noise scale: one of about 1,000 takes about 1.8 times")],
 )
 def test_a_batch_at_or_above_the_noise_scale_is_told_so(scale: int, batch: int, words: str) -> None:
     write(scale, batch=batch)

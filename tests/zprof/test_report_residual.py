@@ -81,7 +81,7 @@ def test_what_zhooks_counted_stands_beside_the_formula() -> None:
     lines = shown("run.zprof")
     assert "activations device 8 MiB 8 MiB 48 MiB zhooks" in lines
     assert "formula: 12 x hidden x batch x seq x layers: 4 layers, batch 2, seq 1024, hidden 256, 2 bytes" in lines
-    assert any(line.startswith("Korthikanti's, in 16 bits with dropout: ") for line in lines)
+    assert any(line.startswith("by Korthikanti's formula, in 16 bits with dropout: ") for line in lines)
 
 
 def test_a_step_has_its_own_peak() -> None:
@@ -97,7 +97,7 @@ def test_recomputed_units_divided_ones_and_tiers_have_their_formulas() -> None:
     write(Layers(4, 2, 1024, 256, 2, tp=2, checkpoint="unit", partition="tp"))
     found = rows(told("run.zprof"))
     assert found["activations", "device"] == (8 * MIB, 8 * MIB, None, "zhooks")
-    assert found["of it, inputs of recomputed units", "device"] == (6 * MIB, 6 * MIB, inputs // 2, "zhooks")
+    assert found["of which inputs of recomputed units", "device"] == (6 * MIB, 6 * MIB, inputs // 2, "zhooks")
     Path("run.zprof").unlink()
     write(Layers(4, 2, 1024, 256, 2, tier="host"), host=5 * MIB)
     found = rows(told("run.zprof"))
@@ -138,7 +138,7 @@ def test_a_recorded_run_reports_what_memory_says() -> None:
             backward(attachment, out)
             optimizer.step()
     found = rows(told("run.zprof"))
-    inputs = found["of it, inputs of recomputed units", "device"]
+    inputs = found["of which inputs of recomputed units", "device"]
     assert inputs[0] == inputs[1] == inputs[2] == kept["activation inputs"]
     assert found["activations", "device"][0] == sum(kept.values())
     attachment.detach()

@@ -135,10 +135,10 @@ def test_modules_folders_and_scripts_that_do_not_compile_are_as_under_plain_pyth
         (["/dev/zero"], 2, "/dev/zero: expected a script, found a device, not a regular file"),
         (["json"], 2, "json: expected a script, found no such file; a module needs -m"),
         (["-o", "none/run.zprof", "script.py"], 1, "expected a folder to write into, found no none"),
-        (["-o", "old.zprof", "script.py"], 1, "old.zprof: exists already; write over it with -f"),
+        (["-o", "old.zprof", "script.py"], 1, "old.zprof: exists already; overwrite it with -f"),
         (["torchrun", "--nproc_per_node", "2", "train.py", "-x"], 2, "torchrun --nproc_per_node 2 -m zprof run train.py -x"),
         (["-m", "torch.distributed.run", "--nnodes=1", "train.py"], 2, "torchrun --nnodes=1 -m zprof run train.py"),
-        (["python", "train.py"], 2, "expected a script, for zprof starts python itself: zprof run train.py"),
+        (["python", "train.py"], 2, "expected a script, because zprof starts python itself: zprof run train.py"),
         (["--nvml", "on", "script.py"], 4, "NVML"),
     ],
 )
@@ -334,7 +334,7 @@ def test_a_script_that_is_killed_leaves_a_trace_that_reads(tmp_path: Path) -> No
     os.kill(int(child), signal.SIGKILL)
     _, said = run.communicate(timeout=600)
     assert run.returncode == -signal.SIGKILL
-    assert "killed by SIGKILL; no process was ended for want of memory meanwhile" in said
+    assert "killed by SIGKILL; the kernel killed no process for lack of memory meanwhile" in said
     trace = Trace.open(tmp_path / "run.0.zprof")
     assert sum(len(rows) for rows in trace.chunks()) == trace.count > 0
     assert trace.notes("end") == []

@@ -73,7 +73,7 @@ def test_a_script_that_was_killed_in_its_hang_is_told_by_what_it_noted(tmp_path:
     assert said.exit_code == 3
     answer = said.stdout.splitlines()[-1]
     assert answer.startswith("hang: no rank runs any more: rank 0 is gone (killed by signal 9 (SIGKILL)); by its own note ")
-    assert answer.endswith("rank 0 stood in train.py:8 load_batch") and "4 steps done" in said.stdout
+    assert answer.endswith("rank 0 was in train.py:8 load_batch") and "4 steps done" in said.stdout
 
 
 def test_where_nothing_may_look_into_a_process_its_own_note_says_where_it_is(
@@ -91,7 +91,7 @@ def test_where_nothing_may_look_into_a_process_its_own_note_says_where_it_is(
         running.wait()
     assert said[-1].exit_code == 3, said[-1].output
     assert "its own note of " in said[-1].stdout and " ago says where it is:" in said[-1].stdout
-    assert said[-1].stdout.splitlines()[-1] == "hang: rank 0 stands in train.py:8 load_batch; no rank is in a collective"
+    assert said[-1].stdout.splitlines()[-1] == "hang: rank 0 is stuck in train.py:8 load_batch; no rank is in a collective"
 
 
 def test_a_script_without_silences_leaves_nothing(tmp_path: Path) -> None:

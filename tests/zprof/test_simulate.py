@@ -215,14 +215,14 @@ def test_the_text_says_what_to_do_next_and_a_jobs_own_words_go_to_stderr(made: P
         ("broken", 1, f"/job.py:{line_of('no such batch')}: step of job.py:broken raised ValueError: no such batch"),
         ("number", 1, "simulate: expected that build returns a model, or a model and its optimizer, found int."),
         ("one stage", 1, f"/job.py:{line_of('no such stage')}: step of job.py:one_fails raised ValueError: no such stage"),
-        ("stages", 2, "-o: expected a mesh without pp, for a trace is one rank's that stands for all, found pp=2"),
+        ("stages", 2, "-o: expected a mesh without pp, as a trace has one rank for all, found pp=2; drop one"),
         ("unknown axis", 1, "expected a mesh of axes 'replicate', 'shard' (or 'dp'), 'tp' and 'pp'"),
         ("missing", 2, "did you mean small?"),
         ("mesh", 2, "--mesh: expected axes whose sizes multiply to 8 ranks, found 3"),
         ("axes", 2, "expected sizes of axes such as replicate=16,shard=64"),
         ("both", 2, "--ranks: expected --nodes or --ranks, found both"),
         ("many", 2, "--nodes 1000000: expected at most 1,048,576 ranks, found 8,000,000"),
-        ("exists", 1, "job.py: is what is read"),
+        ("exists", 1, "job.py: is the input"),
         ("policy", 1, "none.toml: no such policy file"),
         ("ended", 1, "found that call 2 of 2 ran nothing on the device."),
         ("slow", 2, "'5': expected ranks and how many times as long they take, such as 5:compute=1.5"),
@@ -241,7 +241,7 @@ def test_what_cannot_be_simulated_is_said_in_a_line_and_leaves_no_file(made: Pat
 def test_a_step_that_the_hardware_cannot_hold_is_said_and_its_trace_shows_why(made: Path, zprof: Zprof) -> None:
     found = result(made, "huge")
     assert found["code"] == 3 and "\ndevice: does not fit: a step holds " in "\n" + found["err"]
-    assert "rtx4090 has 24 GiB a rank" in found["err"]
+    assert "rtx4090 has 24 GiB per rank" in found["err"]
     assert zprof("check", made / "huge.zprof", "--max", "device.peak=24GiB").exit_code == 3
 
 

@@ -185,7 +185,7 @@ def test_rows_that_are_none_are_dropped_with_one_warning_and_the_others_written(
         anything._replace(nbytes=1.5), right._replace(ident=-4), right._replace(thread=1 << 40),
     ]  # fmt: skip
     writer = Writer(tmp_path / "run.zprof", HEADER)
-    with pytest.warns(RuntimeWarning, match="rows are no rows and were dropped") as said:
+    with pytest.warns(RuntimeWarning, match="rows are invalid and were dropped") as said:
         for row in wrong:
             writer.rows([right, row, right])
             writer.flush()
@@ -215,7 +215,7 @@ def test_rows_wait_while_there_is_no_memory_and_notes_do_not(
     writer.flush()
     assert list(rows_of(Trace.open(writer.path))) == rows
     assert not Trace.open(writer.path).damage
-    said = rf"5 rows were dropped for want of memory \({lacking.__name__}\)"
+    said = rf"5 rows were dropped for lack of memory \({lacking.__name__}\)"
     with monkeypatch.context() as scarce, pytest.warns(RuntimeWarning, match=said):
         scarce.setattr("zprof.trace.columns.encoded", refused)
         writer.rows(rows[:5])
@@ -261,7 +261,7 @@ def test_a_file_over_its_bound_ends_where_no_thread_can_be_started(tmp_path: Pat
 
 def test_what_a_note_cannot_say_is_dropped_with_a_warning(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run.zprof", HEADER)
-    with pytest.warns(RuntimeWarning, match="no map of plain values"):
+    with pytest.warns(RuntimeWarning, match="not a map of plain values"):
         writer.note("snapshot", {"x": object()})
     with pytest.warns(RuntimeWarning, match=r"note blob of .* is over 16 MiB"):
         writer.note("blob", {"x": b"\x01" * (17 << 20)})

@@ -51,7 +51,7 @@ def open(path: str | Path, *, rank: int | None = None) -> Run:
         path: a trace, or a folder with the traces of one run.
         rank: the rank to read, if there are several.
     Raises:
-        TraceError: the file is missing or is no trace, there are several ranks and none was chosen, or no such rank exists.
+        TraceError: the file is missing or not a trace, there are several ranks and none was chosen, or no such rank exists.
     """
     from zprof.analysis.run import Run
 
@@ -59,7 +59,7 @@ def open(path: str | Path, *, rank: int | None = None) -> Run:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What ``%load_ext zprof`` calls."""
+    """Register the magic ``%%zprof``; ``%load_ext zprof`` calls it."""
     from zprof.running.jupyter import load
 
     load(shell)

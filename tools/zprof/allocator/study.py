@@ -100,7 +100,7 @@ def _recorded(snapshot: Snapshot, device: int) -> tuple[Settings, list[str]]:
         try:
             return parse_settings(snapshot.settings), []
         except PolicyError as error:
-            return DEFAULTS, [f"its settings are not understood, torch's defaults stand in: {error}"]
+            return DEFAULTS, [f"its settings are not understood, torch's defaults are used instead: {error}"]
     if any(segment.expandable for segment in snapshot.segments if segment.device == device):
         return parse_settings("expandable_segments:True"), []
     return DEFAULTS, []
@@ -126,7 +126,7 @@ def _of_snapshot(
         raise TraceError(f"{path}: expected {expected}, found {as_size(limit)}; raise --limit")
     compared = _compared(recording, settings, limit, others) if len(recording.events) > recording.events.held else ()
     if recording.begun:
-        notes.append(f"the history begins with {as_size(recording.begun)} reserved: the replay packs what was held then anew")
+        notes.append(f"the history begins with {as_size(recording.begun)} reserved: the replay allocates that again, packed")
     return Study(
         source=path,
         device=device,
@@ -154,7 +154,7 @@ def _of_trace(trace: Trace, path: str, limit: int | None, others: Sequence[Setti
     made = "simulated for" if trace.header.simulated else "recorded on"
     notes = [f"{trace.path.name} was {made} {trace.device}: what torch's CUDA allocator would do, by replay"]
     if trace.damage:
-        notes.append(f"the trace is damaged, what can be read is used: {trace.damage}")
+        notes.append(f"the trace is damaged, only what can be read is used: {trace.damage}")
     return Study(
         source=path,
         device=recording.events.device,

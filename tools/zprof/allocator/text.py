@@ -98,7 +98,7 @@ def _history(found: Study) -> Iterator[str]:
             f"over {score.count} moments"
         )
     elif found.replays:
-        yield "the recording says nothing of reserved bytes: the replay cannot be held against it"
+        yield "the recording has no reserved bytes: the replay cannot be compared with it"
 
 
 def _after(found: Study, level: Level) -> str:

@@ -139,7 +139,7 @@ class Coverage:
         waits = self.waits()
         if waits is None and not self.zhooks:
             seen = ["data loaders"] * (self.loaders == "") + ["torch.distributed's collectives"] * (self.collectives == "")
-            waits = Unseen(f"those for {' and '.join(seen)} are all that is seen, and not those inside compiled code")
+            waits = Unseen(f"only those for {' and '.join(seen)} are seen, and none inside compiled code")
         aside = [f"storages made {when}" for when in self.unfollowed]
         return [*found, *aside, *([f"waits: {waits}"] if waits is not None else []), *self.lacking]
 

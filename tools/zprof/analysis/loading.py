@@ -146,40 +146,42 @@ def _advice(loader: Loader, count: int, how: _How, *, cuda: bool) -> Iterator[st
     if loader.wait_ns < _LITTLE * how.step_ns or loader.workers is None:
         return
     if not loader.workers:
-        yield f"{loader.name}: num_workers=2 or more makes batches beside training, whose own thread makes them now"
+        yield f"{loader.name}: num_workers=2 or more prepares batches in parallel with training, whose own thread does it now"
         return
     again_ns = loader.first_ns + loader.starting_ns
     if again_ns > loader.steady_ns and loader.epochs > 1 and not loader.persistent:
         each = as_duration(again_ns * count / loader.epochs)
         yield (
-            f"{loader.name}: persistent_workers=True keeps its workers: to start them anew and wait for the first batch took "
-            f"{each} in each of {loader.epochs} epochs"
+            f"{loader.name}: persistent_workers=True keeps its workers: starting them again and waiting for the first batch "
+            f"took {each} in each of {loader.epochs} epochs"
         )
     elif loader.steady_ns >= again_ns:
         yield f"{loader.name}: {_bottleneck(loader, loader.workers, how)}"
     if cuda and loader.pinned is False:
-        yield f"{loader.name}: pin_memory=True, so that copies to the GPU (non_blocking=True) run beside what it computes"
+        yield f"{loader.name}: pin_memory=True, so that copies to the GPU (non_blocking=True) overlap with its compute"
 
 
 def _bottleneck(loader: Loader, workers: int, how: _How) -> str:
     """Its workers make batches more slowly than training takes them."""
     step_ns, cores = how.step_ns, how.cores
-    each = "" if how.busy is None else f", each busy for {how.busy:.0%} of a core"
+    one = workers == 1
+    who, have, are = ("its worker", "has", "is") if one else (f"its {workers} workers", "have", "are")
+    each = "" if how.busy is None else f", {'' if one else 'each '}busy for {how.busy:.0%} of a core"
     if how.queued is not None and how.queued >= _STARVED:
         return (
-            f"its {workers} workers have no core for {how.queued:.0%} of the time{each}: there are too few for them and what "
-            "else runs; fewer workers or threads, or more cores (a container's limit counts)"
+            f"{who} {have} no core for {how.queued:.0%} of the time{each}: there are too few cores for workers and other "
+            "processes; use fewer workers or threads, or more cores (a container's limit counts)"
         )
     if how.busy is not None and how.busy < _WAITS:
         return (
-            f"its {workers} workers wait themselves{each}: for storage, the network or a lock; more of them and a larger "
-            "prefetch_factor help where that can serve more"
+            f"{who} mostly {'waits' if one else 'wait'}{each}: for storage, the network or a lock; more workers and a larger "
+            "prefetch_factor help if that can serve more"
         )
     keep_up = math.ceil(workers * step_ns / max(step_ns - loader.wait_ns, step_ns / _MOST_TIMES))
     if cores is not None and keep_up > cores:
         more = f"num_workers={cores} is one for each core there is, and" if workers < cores else f"with {cores} cores"
         return (
-            f"its {workers} workers are the bottleneck{each}: {more} {keep_up} would be needed: make batches "
+            f"{who} {are} the bottleneck{each}: {more} {keep_up} would be needed: make batches "
             "cheaper (decode and augment less, or beforehand)"
         )
-    return f"its {workers} workers are the bottleneck{each}: num_workers={keep_up} would keep up, if each were as fast as now"
+    return f"{who} {are} the bottleneck{each}: num_workers={keep_up} would keep up, if each were as fast as now"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_END", "Measured", "measured", "simulated"]
 
-NO_END = "has no end: the run was killed, or is still going on; what it held last may be missing"
+NO_END = "has no end: the run was killed, or is still running; its last rows may be missing"
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,8 @@ _TABLE: tuple[Measure, ...] = (
     Measure("children.rss.peak", "bytes", "more", "The same in resident bytes: what they share counts for each."),
     Measure("children.count", "count", "more", "Most processes under this one at once."),
     Measure("tree.peak", "bytes", "more", "Most memory of the process and its children; shared memory counts once (PSS)."),
-    Measure("tree.shared.peak", "bytes", "more", "Most shared memory among it, such as batches that loader workers hand over."),
-    Measure("shm.peak", "bytes", "more", "Most bytes of all files in /dev/shm, whosever they are."),
+    Measure("tree.shared.peak", "bytes", "more", "Most shared memory in that, such as batches that loader workers pass on."),
+    Measure("shm.peak", "bytes", "more", "Most bytes of all files in /dev/shm, of any process."),
     Measure("pinned.peak", "bytes", "more", "Most page-locked host memory that was sampled."),
     Measure("cuda.allocated.peak", "bytes", "more", "Most bytes the CUDA allocator had given out, at a sample."),
     Measure("cuda.reserved.peak", "bytes", "more", "Most bytes the CUDA allocator held, at a sample."),
@@ -68,7 +68,7 @@ _TABLE: tuple[Measure, ...] = (
     Measure("backward.ms_per_step", "ms", "more", "Time in backward, a step."),
     Measure("update.ms_per_step", "ms", "more", "Time in the optimizer, a step."),
     Measure("outside.ms_per_step", "ms", "more", "Time in neither forward, backward nor the optimizer, a step."),
-    Measure("exposed.ms_per_step", "ms", "more", "Time the training threads stood waiting, a step, counted once."),
+    Measure("exposed.ms_per_step", "ms", "more", "Time that training threads waited, a step, counted once."),
     Measure("exposed.percent", "%", "more", "The same as a share of the steps."),
     Measure("exposed.data.percent", "%", "more", "Time the training thread waited for data loaders, as a share of the steps."),
     Measure("energy.joules_per_step", "J", "more", "Energy of all sampled GPUs, a step."),
@@ -84,14 +84,14 @@ _TABLE: tuple[Measure, ...] = (
     Measure("ops.sync_ms", "ms", "more", "Time in calls that wait for a device, a step."),
     Measure("gpu.busy_ms", "ms", "", "Time in which a stream of the idlest GPU of this rank ran anything, a step."),
     Measure("gpu.idle_percent", "%", "more", "Share of the step in which none did."),
-    Measure("gpu.launch_bound_percent", "%", "more", "Of the step: idle because the host had not called for anything yet."),
+    Measure("gpu.launch_bound_percent", "%", "more", "Share of the step: idle because the host had not launched anything yet."),
     Measure("energy.joules_per_token", "J", "more", "Energy of all sampled GPUs, a token of this rank."),
-    Measure("growth.bytes_per_step", "bytes", "more", "What kept growing from step to step, a step: leaks, or what is kept."),
+    Measure("growth.bytes_per_step", "bytes", "more", "Memory that kept growing, a step: leaks, or data kept on purpose."),
     Measure("oom.count", "count", "more", "Requests for memory whose failure ended the script."),
-    Measure("rows.dropped", "count", "more", "Rows that were recorded and are not in the file: figures are then less sure."),
+    Measure("rows.dropped", "count", "more", "Rows that were recorded but are not in the file: figures are less accurate."),
 )
 _NO_STEP = Unseen("no optimizer step was recorded")
-_NO_START = Unseen("not recorded: the recording began in a program that ran already; zprof run records it from the start")
+_NO_START = Unseen("not recorded: recording began in a running program; zprof run records a program from its start")
 _TOO_SHORT = Unseen("sampled over less than half of the steps")
 #: Waits that zhooks names, and those for torch.distributed; a measure each.
 _WAITS = (
@@ -123,9 +123,9 @@ def _all() -> Iterator[Measure]:
             yield Measure(f"{tier}.{category}.peak", "bytes", "more", f"Most {category} bytes on the {tier} tier at once.")
     yield from _TABLE
     for wait in _WAITS:
-        yield Measure(_exposed(wait), "ms", "more", f"Time that only waiting for {wait} took, a step.")
+        yield Measure(_exposed(wait), "ms", "more", f"Time spent only waiting for {wait}, a step.")
     for verb, name in _MOVES.items():
-        yield Measure(f"{name}.bytes_per_s", "bytes/s", "less", f'Bytes of "{verb}" over the time at least one was under way.')
+        yield Measure(f"{name}.bytes_per_s", "bytes/s", "less", f'Bytes of "{verb}" over the time at least one was running.')
         yield Measure(f"{name}.bytes_per_step", "bytes", "more", f'Bytes of "{verb}", a step.')
 
 
@@ -185,9 +185,9 @@ def _sampled(analysis: Analysis) -> dict[str, Value]:
     sampled |= {"cuda allocated": "cuda.allocated", "cuda reserved": "cuda.reserved"}
     for what, name in sampled.items():
         highest = [int(value.max()) for _, value in analysis.ledger.samples(what).values() if len(value)]
-        found[f"{name}.peak"] = float(max(highest)) if highest else Unseen(f"not sampled: nothing said {what}")
+        found[f"{name}.peak"] = float(max(highest)) if highest else Unseen(f"not sampled: nothing reported {what}")
     most, start = found["rss.peak"], analysis.header.rss_nbytes
-    unseen = most if isinstance(most, Unseen) else Unseen("the header does not say what was resident at the start")
+    unseen = most if isinstance(most, Unseen) else Unseen("the header does not record what was resident at the start")
     found["rss.growth"] = most - start if not isinstance(most, Unseen) and start else unseen
     return found | _under(analysis.children)
 
@@ -198,7 +198,7 @@ def _under(found: Children | Unseen) -> dict[str, Value]:
     if isinstance(found, Unseen):
         return dict.fromkeys(names, found)
     alone = Unseen("no process was seen under this one, whose own is rss.peak")
-    unread = Unseen("not sampled: the kernel did not say what they share, or they were there for too short")
+    unread = Unseen("not sampled: the kernel did not report what they share, or they ran too briefly")
 
     def said(value: int | None, without: Value) -> Value:
         return without if not found.most else unread if value is None else float(value)
@@ -235,7 +235,7 @@ def _started(analysis: Analysis) -> Value:
     if unseen is not None or steps.unseen is not None:
         return unseen or Unseen("not recorded: when the first step began, because its forward was not seen")
     took_ns = int(steps.issued[0, 0]) - header.process_ns
-    return took_ns / 1e6 if took_ns >= 0 else Unseen("not recorded: the trace's header says that the process began later")
+    return took_ns / 1e6 if took_ns >= 0 else Unseen("not recorded: by the trace's header, the process began later")
 
 
 def _passes(analysis: Analysis, unseen: Unseen | None) -> dict[str, Value]:
@@ -342,7 +342,7 @@ def _operators(ran: Operators | Unseen) -> dict[str, Value]:
     if isinstance(ran, Unseen):
         return {**{f"ops.{name}": ran for name in names}, **{f"gpu.{name}": ran for name in of_gpu}}
     in_operators, step_ns = ran.in_operators_ns(), ran.step_ns
-    counted = Unseen("the recorded operators are of no whole step") if not ran.shown.counted else None
+    counted = Unseen("the recorded operators do not cover a whole step") if not ran.shown.counted else None
     if ran.shown.left_out:
         counted = Unseen(f"{ran.shown.left_out:,} operators of the steps are not in the trace")
     no_gpu = counted or Unseen("not recorded: the run used no GPU when its operators were recorded")
@@ -365,7 +365,7 @@ def _joules(analysis: Analysis) -> Value:
     samples = (pair for what in rows_of("energy") for pair in analysis.ledger.samples(what).values())
     counters = [pair for pair in samples if len(pair[0]) > 1]
     if not counters:
-        return Unseen("not sampled: no GPU said its energy")
+        return Unseen("not sampled: no GPU reported its energy")
     unseen = analysis.covered.steps() or warm.unseen or (None if analysis.steps.count else _NO_STEP)
     if unseen is not None:
         return unseen

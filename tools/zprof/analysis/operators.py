@@ -603,14 +603,14 @@ def operators_recorded(trace: Trace, found: Operators | Unseen, by: str) -> None
     if isinstance(found, Unseen):
         raise TraceError(f"{trace.path}: --by {by}: expected a run recorded at --level ops; {found}")
     if by == "kernel" and not found.shown.devices:
-        raise TraceError(f"{trace.path}: --by kernel: expected what a GPU did, found a run that used none; try --by op")
+        raise TraceError(f"{trace.path}: --by kernel: expected a run on a GPU, found one that used none; try --by op")
 
 
 def _window(number: int, body: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> Window:
     counted, why, bounds = body.get("counted"), body.get("why"), body.get("bounds")
     whole = {name: body.get(name) for name in ("begin_ns", "end_ns", "first", "events", "left_out", "error_ns")}
     if not all(type(value) is int and 0 <= value < _MOST for value in whole.values()):
-        raise ValueError("its numbers are none")
+        raise ValueError("its numbers are invalid")
     if counted not in ("step", "forward", "") or type(why) is not str:
         raise ValueError("it does not say what was counted")
     if not isinstance(bounds, list) or len(bounds) > _MOST_BOUNDS:

@@ -188,13 +188,13 @@ def members_of(runs: Sequence[str | Path], unreadable: dict[Path, str] | None = 
         if bool(header.simulated) != bool(first.header.simulated):
             kinds = ("a simulation", "a run") if header.simulated else ("a run", "a simulation")
             raise TraceError(
-                f"{path}: of {kinds[0]}, {first.path} of {kinds[1]}; expected one or the other, set them side by side with "
+                f"{path}: of {kinds[0]}, {first.path} of {kinds[1]}; expected traces of one kind, compare the two kinds with "
                 "`zprof diff`"
             )
         other = found.setdefault(header.rank, member)
         if other is not member:
             again = f"rank {header.rank} is in {other.path} already"
-            raise TraceError(f"{path}: {again}; expected one trace a rank, name one of them")
+            raise TraceError(f"{path}: {again}; expected one trace per rank, name one of them")
         if header.world != first.header.world:
             raise TraceError(
                 f"{path}: of a run with {header.world} rank(s), {first.path} of one with {first.header.world}; "

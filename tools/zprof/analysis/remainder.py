@@ -110,7 +110,7 @@ def remainders(ledger: Ledger, time_ns: int) -> list[Remainder]:
     ]
 
 
-_AFTER_PARTS = "threads' stacks, and pages that malloc's account calls used or kept and that are not resident"
+_AFTER_PARTS = "threads' stacks, and pages that malloc counts as used or kept but that are not resident"
 #: What a process's memory consists of beside tensors: the sampled quantity, its line, and what it is.
 _PARTS = (
     ("resident files", "files mapped", "the code and tables of python, torch and other libraries"),
@@ -132,7 +132,7 @@ def _parts(ledger: Ledger, when: int, held: int) -> list[Remainder]:
         # Shared memory, such as the rings between ranks, is in the ledger and not in malloc.
         in_malloc = max(0, held - (shared or 0))
         said, against = ("malloc used since start", used), ("ledger, but for shared memory", in_malloc)
-        found.append(_line("allocated by libraries", said, against, when, "what C++ allocates beside tensors"))
+        found.append(_line("allocated by libraries", said, against, when, "C++ allocations other than tensors"))
     return found
 
 

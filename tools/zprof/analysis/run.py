@@ -113,7 +113,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Close the file: only what its header says can be asked from then on."""
+        """Close the file; after that, only what its header holds can be read."""
         self._closed = True
         self._trace.close()
 
@@ -166,25 +166,25 @@ class Run:
 
     @property
     def not_recorded(self) -> list[str]:
-        """What no figure includes, one line each."""
+        """What the figures do not include, and why, one line each."""
         return list(self._analysis.covered.lines())
 
     @property
     def children(self) -> list[Path]:
-        """The traces of processes under this one, in the order they began; under ``zprof run --children record``."""
+        """The traces of child processes, in the order they began; from ``zprof run --children record``."""
         return [child.path for child in recorded_children(self._trace)]
 
     # Memory.
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The tiers that anything was held on, of "device", "host" and "disk"."""
+        """The tiers on which anything was held: some of "device", "host" and "disk"."""
         return self._ledger.tiers
 
     def peak(self, tier: str = "device", category: str | None = None, *, step: int | None = None) -> Peak | None:
-        """When ``tier`` held most: of ``category`` or in all, in the whole run or within a step, counted from 0.
+        """Return when ``tier`` held the most: of ``category`` or in total, in the whole run or within a step, counted from 0.
 
-        Of what the recording saw, see `not_recorded`; None where that is nothing.
+        Only what was recorded counts, see `not_recorded`; None if that is nothing.
 
         Raises:
             ValueError: there is no such tier, category or step.
@@ -206,11 +206,11 @@ class Run:
         return Peak(moment.nbytes, self._seconds(moment.time_ns), self._analysis.steps.at(moment.time_ns), moment)
 
     def held(self, when: float | Peak | None = None, *, by: By = "category", tier: str = "device") -> dict[str, int]:
-        """Bytes of each group on ``tier``, the largest first; groups that held nothing, or were not seen, are left out.
+        """Return the bytes of each group on ``tier``, the largest first, without groups that held nothing or were not recorded.
 
         Args:
-            when: a peak, or seconds since the recording began; the peak of ``tier`` where it is None.
-            by: "category", "module", "unit", "tier", "rank", or "line" of a recording at level "stack".
+            when: a peak, or seconds since the recording began; None is the peak of ``tier``.
+            by: "category", "module", "unit", "tier", "rank", or, if recorded at level "stack", "line".
         Raises:
             ValueError: there is no such tier or way to group.
             TraceError: no line was recorded.
@@ -225,7 +225,7 @@ class Run:
         return self._ledger.table(moment, by, tier)
 
     def curves(self, *, by: By = "category", tier: str = "device", points: int = 2000) -> Curves:
-        """Bytes of each group on ``tier`` over time, at about ``points`` points, of which the peak is one.
+        """Return the bytes of each group on ``tier`` over time, at about ``points`` points, including the peak.
 
         Raises:
             ValueError: there is no such tier or way to group.
@@ -237,11 +237,11 @@ class Run:
 
     @property
     def sampled(self) -> list[str]:
-        """The names of what was sampled, such as "rss"."""
+        """The names of sampled quantities, such as "rss"."""
         return self._ledger.sampled()
 
     def samples(self, what: str, points: int = 2000) -> dict[str, tuple[NDArray[np.float64], NDArray[np.int64]]]:
-        """key -> (seconds since the recording began, value) of a sampled quantity; empty where it was not sampled."""
+        """Return key -> (seconds since the recording began, values) of a sampled quantity; {} if it was not sampled."""
         found = self._ledger.samples(what, points)
         return {key: ((time_ns - self._ledger.begin_ns) / 1e9, values) for key, (time_ns, values) in found.items()}
 
@@ -251,16 +251,16 @@ class Run:
     def steps(self) -> NDArray[np.float64]:
         """Begin and end of each optimizer step, float64 [steps, 2] in seconds since the recording began.
 
-        Of a script without zhooks the first is only its update.
+        Without zhooks, the first step covers only its update.
         """
         steps = self._analysis.steps
         return (steps.bounds[: steps.count] - self._ledger.begin_ns) / 1e9
 
     def spans(self, *whats: str) -> Iterator[Span]:
-        """What took time, in the order it began: of these names, or beginnings such as "wait *"; all where none is given.
+        """Yield spans in the order they began: those with these names, or patterns such as "wait *"; all if none is given.
 
-        Those that had not ended when the recording did are left out. What a device's stream did has its times there; when the
-        host queued it are spans of their own, such as "queued gather".
+        Spans that had not ended when the recording did are left out. Spans on a stream of the device have the times of that
+        stream; when the host queued them are separate spans, such as "queued gather".
         """
         table, lanes = self._analysis.table.of(*whats or ("*",)), self._analysis.lanes
         columns = (table.what, table.key, table.begin_ns, table.end_ns, table.nbytes, table.thread)
@@ -270,28 +270,28 @@ class Run:
             yield Span(*names, *times, nbytes, thread & (FIRST_LANE - 1), lanes.get(thread, ""))
 
     def growth(self) -> tuple[Grown, ...] | None:
-        """What held more after each step than after the one before, the fastest first: by line of a recording at level
-        "stack", else by module. None where that was not seen, see `unseen["growth.bytes_per_step"]`."""
+        """Return what held more after each step than after the previous one, the fastest first: by line if recorded at level
+        "stack", else by module. None if it was not recorded, see `unseen["growth.bytes_per_step"]`."""
         return None if isinstance(self._analysis.grown, Unseen) else self._analysis.grown
 
     def computed(self) -> Computed | None:
-        """What steps computed: FLOPs by module, batches, and by `Computed.on` the share of a hardware profile that was
-        reached. None where that was not seen, see `unseen["flops.per_step"]`."""
+        """Return what steps computed: FLOPs by module, batches, and, with `Computed.on`, the share of a hardware profile's
+        peak. None if it was not recorded, see `unseen["flops.per_step"]`."""
         return None if isinstance(self._analysis.computed, Unseen) else self._analysis.computed
 
     def operators(self) -> Operators | None:
-        """What the steps whose operators were recorded spent on them, by operator, kernel and module. None where that was not
-        seen, see `unseen["ops.self_ms"]`."""
+        """Return the time that steps spent in operators, by operator, kernel and module. None if no operators were recorded,
+        see `unseen["ops.self_ms"]`."""
         return None if isinstance(self._analysis.operators, Unseen) else self._analysis.operators
 
     def ops(self) -> dict[str, NDArray[Any]]:
-        """Every recorded operator, kernel, copy, call of a runtime and module's forward: `pandas.DataFrame(run.ops())`.
+        """Return every recorded operator, kernel, copy, runtime call and module's forward: `pandas.DataFrame(run.ops())`.
 
-        Columns of one length; without any where none was recorded, see `unseen["ops.self_ms"]`:
-            name, kind, module, pass, where, line: texts; "" where there is none. ``where`` is the thread or device.
+        Columns of equal length; {} if none was recorded, see `unseen["ops.self_ms"]`:
+            name, kind, module, pass, where, line: strings; "" if there is none. ``where`` is the thread or device.
             step: counted from 0, -1 outside. window, stream: numbers; -1 for no stream.
             begin_s: since the recording began. duration_s, self_s (without what ran inside), device_s (of what it launched).
-            parent, cause: rows: what it ran inside of, and what launched a kernel, or made a backward's node; -1 for none.
+            parent, cause: rows: what it ran inside, and what launched a kernel or created a backward node; -1 for none.
         """
         ran = self._analysis.operators
         if isinstance(ran, Unseen):
@@ -305,12 +305,12 @@ class Run:
 
     @cached_property
     def measures(self) -> dict[str, float]:
-        """The numbers of ``zprof check`` by name, those that were seen; `unseen` has the others."""
+        """The measures of ``zprof check`` that were recorded, by name; `unseen` has the others."""
         return {name: value for name, value in self._measured.items() if not isinstance(value, Unseen)}
 
     @cached_property
     def unseen(self) -> dict[str, str]:
-        """The measures that the recording does not hold, and why."""
+        """The measures that were not recorded, and why."""
         return {name: value.why for name, value in self._measured.items() if isinstance(value, Unseen)}
 
     @cached_property
@@ -320,7 +320,7 @@ class Run:
     @property
     def _analysis(self) -> Analysis:
         if self._closed:
-            raise TraceError(f"{self.path}: expected an open run, found a closed one; ask it before its `with` block ends")
+            raise TraceError(f"{self.path}: expected an open run, found a closed one; use it inside its `with` block")
         return self._read
 
     @property

@@ -124,7 +124,7 @@ def _ran(arguments: list[list[str]]) -> list[dict[str, Any]]:
             raise CapabilityError(f"collectives: expected {len(started)} ranks to meet, found that one failed: {last}")
         return [json.loads(out) for out, _ in outputs]
     except subprocess.TimeoutExpired:
-        text = f"collectives: expected an end within {_TIMEOUT_S} s, found none; leave the machine idle"
+        text = f"collectives: expected them to finish within {_TIMEOUT_S} s, found that they did not; leave the machine idle"
         raise CapabilityError(text) from None
     finally:
         for each in started:

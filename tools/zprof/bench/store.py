@@ -114,7 +114,7 @@ def _read(path: Path) -> dict[str, list[Figure]]:
         hosts = {str(host): [Figure(**figure) for figure in known] for host, known in body["hosts"].items()}
         unsound = next((figure for known in hosts.values() for figure in known if not _sound(figure)), None)
         if unsound is not None:
-            raise ValueError("a figure that is none")
+            raise ValueError("an invalid figure")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         said = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
         raise TraceError(f"{path}: expected the figures of zprof bench: {said}. Delete it and run zprof bench again") from None

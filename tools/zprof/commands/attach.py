@@ -81,11 +81,11 @@ def attach(
         process = script
     if seconds is not None:
         if as_json or native:
-            raise Misuse("--record: expected no --json and no --native beside it; look first, then record")
+            raise Misuse("--record: expected neither --json nor --native with it; look first, then record")
         _record(process, seconds, output, level, force)
         return
     if output is not None or level is not None or force:
-        raise Misuse("-o, -f and --level are of --record, which was not given")
+        raise Misuse("-o, -f and --level: expected --record with them, found none; add it, or leave them out")
     _show(process, native, as_json)
 
 
@@ -106,7 +106,7 @@ def _record(process: Process, seconds: float, output: Path | None, level: str | 
 
     trace, _ = recording_of(process)
     if trace is not None:
-        raise Problem(f"pid {process.pid}: is being recorded already, into {shown_path(trace)}; zprof report reads it now")
+        raise Problem(f"pid {process.pid}: is already being recorded, into {shown_path(trace)}; zprof report can read it now")
     if not process.is_python:
         raise Problem(f"pid {process.pid}: expected a Python process, found {process.command}")
     lacks = why_not(process)
@@ -131,7 +131,7 @@ def _record_inside(process: Process, seconds: float, output: Path | None, level:
         changed.append(f"imported modules ({', '.join(map(str, said['imported'][:12]))})")
     click.echo(f"zprof: in pid {process.pid}: {', '.join(changed)}", err=True)
     if said["waits"]:
-        click.echo("zprof: it begins with the next forward of a module, outside of a backward and of inference_mode", err=True)
+        click.echo("zprof: recording begins at the next forward of a module outside of backward and inference_mode", err=True)
     try:
         ended = _wait_for_end(process, path, seconds + _GRACE_S)
     except KeyboardInterrupt:
@@ -139,7 +139,7 @@ def _record_inside(process: Process, seconds: float, output: Path | None, level:
         ended = _wait_for_end(process, path, _GRACE_S)
     if not path.exists():
         raise Problem(f"pid {process.pid}: nothing was recorded: no forward of a module began within {seconds:.3g} s")
-    left = "its hooks are out again; imported modules stay"
+    left = "its hooks were removed; imported modules stay"
     state = left if ended else "the process ended first, or its trace has no end yet"
     click.echo(f"zprof: {shown_path(path)} ({state})", err=True)
     click.echo(f"zprof: next: zprof report {shown_path(path)}", err=True)
@@ -169,7 +169,7 @@ def _sample(process: Process, seconds: float, output: Path | None, force: bool, 
 
     path = output or Path(f"attach-{process.pid}.speedscope.json")
     check_output(path, (), force=force)
-    instead = "py-spy samples the Python of its threads instead: no bytes and no steps, and nothing is changed in it"
+    instead = "py-spy samples its Python stacks instead, without bytes and steps, and changes nothing in it"
     click.echo(f"zprof: {lacks}; {instead}", err=True)
     body = sampled(process, seconds)
     write_output(path, body)

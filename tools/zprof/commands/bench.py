@@ -84,7 +84,7 @@ def bench(
     nbytes = size or min(USUAL_NBYTES, max(1 << 20, available(Tier.HOST) // 16))
     folder = Path(path).absolute()
     if "disk" in chosen and not folder.is_dir():
-        raise click.BadParameter(f"{path}: expected a folder, found none; make it first", param_hint="--path")
+        raise click.BadParameter(f"{path}: expected a folder, found none; create it first", param_hint="--path")
     if to is not None:
         if what:
             raise click.UsageError(f"--profile: measures everything a profile holds; leave out {' '.join(what)}")
@@ -181,19 +181,19 @@ def _gather(nbytes: int, ranks: int | None, now: str) -> Figure:
     gpus = torch.cuda.device_count()
     world = ranks or max(2, gpus)
     if 0 < gpus < world:
-        raise CapabilityError(f"gather: expected a GPU a rank, found {gpus} for {world} rank(s); say --ranks, or add GPUs")
+        raise CapabilityError(f"gather: expected one GPU per rank, found {gpus} for {world} rank(s); set --ranks, or add GPUs")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     try:
         done = subprocess.run(
             [*launcher, "-m", "zprof.bench.gather", str(nbytes)], capture_output=True, text=True, timeout=_GATHER_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        text = f"gather: expected an end within {_GATHER_TIMEOUT_S} s, found none; try a smaller --size"
+        text = f"gather: expected it to finish within {_GATHER_TIMEOUT_S} s, found that it did not; try a smaller --size"
         raise CapabilityError(text) from None
     said = [line.partition(PREFIX)[2] for line in done.stdout.splitlines() if PREFIX in line]
     if done.returncode or not said:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise CapabilityError(f"gather: expected {world} ranks to meet, found exit code {done.returncode}: {last}")
+        raise CapabilityError(f"gather: expected {world} ranks to finish, found exit code {done.returncode}: {last}")
     backend, rate = said[0].split()
     return Figure("gather", float(rate), now, f"{backend} x {world}" if not gpus else torch.cuda.get_device_name())
 
@@ -229,7 +229,7 @@ def _show(figures: list[Figure], missing: list[str], nbytes: int, kept: Path | N
         console.print(f"not measured: {line}", markup=False, highlight=False, soft_wrap=True)
     if kept is not None:
         console.print(
-            f"transfers of {as_size(nbytes)}; stored in {bench_path()}: zprof report shows a run's bandwidths beside them",
+            f"transfers of {as_size(nbytes)}; stored in {bench_path()}: zprof report compares a run's bandwidths with them",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -203,7 +203,7 @@ def junit(found: Sequence[Measured], verdicts: Sequence[Verdict]) -> bytes:
         bound = "max" if verdict.limit.fails == ">" else "min"
         case(verdict.run, f"{bound} {verdict.limit.text}", "failure" if verdict.failed else "", verdict.line)
     for run in damaged:
-        case(run, "recording is whole", "error", run.damage)
+        case(run, "recording is complete", "error", run.damage)
     text: bytes = ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True)
     return text
 

@@ -210,7 +210,7 @@ def convert(
         raise Misuse(f"--max-file: {error}") from None
     saved = _opened(folder)
     if kind == "dcp" and isinstance(saved, DistributedModel):
-        raise Misuse(f"--to dcp: expected a folder of another kind, found {folder}, which is one already; leave it out")
+        raise Misuse(f"--to dcp: expected a checkpoint in another format, found {folder}, which is in this one; leave it out")
     if single:
         check_output(output, [saved.path / name for name, _ in saved.files()], force=force)
     elif os.path.lexists(output):

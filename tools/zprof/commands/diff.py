@@ -93,7 +93,7 @@ def diff(a: str, b: str, limits: tuple[Limit, ...], want_json: bool) -> None:
 
     An expression with a sign tests the change from A to B: NAME>+2% or NAME>+100MiB, or NAME<-5% for what must not fall.
     Without a sign it tests B alone: NAME>38GiB. With several ranks, each is compared with itself and the worst is shown.
-    A trace of `zprof simulate` is compared over the steps alone, and its rank with every rank of the run. What only one of
+    A trace of `zprof simulate` is compared only over the steps, and its rank with every rank of the run. What only one of
     the runs recorded is not compared, nor are bytes recorded at different levels; a --fail-on about them fails.
 
     \b

@@ -69,7 +69,7 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
                     columns what and key as text.
     prometheus      The measures of `zprof check` as gauges, in bytes, seconds and
                     ratios, for a node exporter's textfile folder.
-    tensorboard     Bytes, step times and samples as scalars of 32 bits, one run a
+    tensorboard     Bytes, step times and samples as scalars of 32 bits, one run per
                     rank; the step is the millisecond of the recording.
 
     \b
@@ -109,7 +109,7 @@ def _check_count(kind: str, count: int) -> None:
     if kind == "torch-snapshot" and count > 1:
         raise click.UsageError(f"torch-snapshot: expected one rank, found {count}; choose one with --rank")
     if kind in _TOGETHER and count > MANY:
-        whose = "choose some with --rank, said again for each; zprof report says which stand out"
+        whose = "choose some with --rank, repeated for each; zprof report shows which stand out"
         raise Misuse(f"--format {kind}: expected {MANY} ranks at most, found {count:,}; {whose}")
 
 
@@ -129,7 +129,7 @@ def _writable(path: Path, *, folder: bool, force: bool) -> None:
     if not path.exists():
         return
     if not force and (path.is_file() or folder):
-        raise TraceError(f"{shown}: is there already, expected a new name; name another with -o, or write over it with -f")
+        raise TraceError(f"{shown}: exists already, expected a new name; name another with -o, or overwrite it with -f")
     if folder and not path.is_dir():
         raise TraceError(f"{shown}: expected a folder, found something else; name another with -o")
     if not folder and not path.is_file():

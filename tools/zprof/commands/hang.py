@@ -46,7 +46,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> f
 @click.option(
     "-p", "--pid", "pids", multiple=True, type=click.IntRange(min=1), help="A rank, or its launcher; repeatable."
 )
-@click.option("--interval", callback=_seconds, metavar="TIME", help="Time between the looks; 2s, or 5s with other machines.")
+@click.option("--interval", callback=_seconds, metavar="TIME", help="Time between the two looks; 2s, or 5s with other hosts.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def hang(runs: tuple[Path, ...], pids: tuple[int, ...], interval: float | None, as_json: bool) -> None:
     """Show where every rank of a job is, and whether the job hangs: what ranks wait in, for how long, and which is missing.
@@ -96,7 +96,7 @@ def _job(runs: Sequence[Path], pids: Sequence[int]) -> Job:
             "RUN: expected a job, found no process here with a rank (RANK and WORLD_SIZE) and no *.zprof in this folder; name "
             "a trace, or a process with --pid"
         ) from None
-    click.echo(f"zprof: {' '.join(map(str, paths))}: the newest run in this folder, for no job runs here", err=True)
+    click.echo(f"zprof: {' '.join(map(str, paths))}: the newest run in this folder, because no job runs here", err=True)
     return of_traces(paths)
 
 

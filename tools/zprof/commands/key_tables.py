@@ -39,7 +39,7 @@ def writer(render: Callable[[str], str]) -> click.Command:
     @click.command()
     @click.argument("page", type=click.Path(exists=True, dir_okay=False, path_type=Path))
     def main(page: Path) -> None:
-        """Make the tables of PAGE anew, in place."""
+        """Regenerate the tables of PAGE, in place."""
         before = page.read_text(encoding="utf-8")
         after = render(before)
         page.write_text(after, encoding="utf-8")

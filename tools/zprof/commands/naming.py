@@ -111,7 +111,7 @@ def output_of(output: str | None, rank: int, world: int, force: bool) -> Path:
     else:
         pattern = output or (RUN if force else _next_name(job))
     if world > 1 and "{rank}" not in pattern:
-        raise Misuse(f"-o {output}: expected {{rank}} in the name, for each of {world} ranks writes a file of its own")
+        raise Misuse(f"-o {output}: expected {{rank}} in the name, because each of {world} ranks writes its own file")
     path = _of_attempt(Path(pattern.replace("{rank}", str(rank))), job, force)
     _check_writable(path, force)
     return path
@@ -127,7 +127,7 @@ def _folder(output: str) -> Path:
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise Problem(f"-o {output}: expected a folder, or to make one: {error.strerror}; name another with -o") from None
+        raise Problem(f"-o {output}: expected a folder, or to create one: {error.strerror}; name another with -o") from None
     return folder
 
 
@@ -149,9 +149,9 @@ def _check_writable(path: Path, force: bool) -> None:
     if path.is_dir():
         raise Problem(f"{path}: expected the name of a file, found a folder; name a file with -o")
     if path.exists() and not force:
-        raise Problem(f"{path}: exists already; write over it with -f, or name another file with -o")
+        raise Problem(f"{path}: exists already; overwrite it with -f, or name another file with -o")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise Problem(f"{path}: expected to write there, found no permission; name another file with -o")
+        raise Problem(f"{path}: expected permission to write there, found none; name another file with -o")
 
 
 def _next_name(job: _Job, folder: Path = Path()) -> str:
@@ -233,7 +233,7 @@ def named_or_latest(
             is_eager=True,
             expose_value=False,
             callback=_remember,
-            help="Read only this rank of RUN" + ("; may be said again, for several." if several else "."),
+            help="Read only this rank of RUN" + ("; repeatable." if several else "."),
         )(command)
         return click.argument(
             name,

@@ -106,10 +106,10 @@ def oom(
     device_bytes host_bytes step_s policy
     """
     if (job is None) != (hardware is None):
-        raise Misuse("--job, --hardware: expected both of them or none, for a job is tried on what it ran on; found one")
+        raise Misuse("--job, --hardware: expected both or neither, because a job is tried on what it ran on; found one")
     given = {"--policy": policy, "--device": device, "--host": host, "--disk": disk}
     if job is None and (unused := [name for name, value in given.items() if value is not None]):
-        raise Misuse(f"{unused[0]}: expected --job and --hardware, too, for it is about what is tried; found neither")
+        raise Misuse(f"{unused[0]}: expected --job and --hardware too, because it only affects simulations; found neither")
     from zprof.analysis.analysis import Analysis
     from zprof.oom.case import recorded
     from zprof.oom.explanation import explained
@@ -191,7 +191,7 @@ class _Trials:
 
         keys = remedy.keys
         if keys is None:
-            return _Trial(remedy.what, remedy.price, tried=False, why="it is no key of a policy")
+            return _Trial(remedy.what, remedy.price, tried=False, why="it is not a policy key")
         values = self._base.values()
         for table, value in keys.items():
             values[table] = {**values[table], **value} if isinstance(value, Mapping) else value
@@ -262,7 +262,7 @@ def _lines(found: Explained, trials: _Trials | None) -> Iterator[str]:
         yield from (f"not tried: {each}" for each in found.remedies)
         yield "zprof oom RUN --job module:function --hardware FILE tries each in the simulator, and looks for others"
         return
-    yield f"simulated on {trials.hardware.name} x {found.world}, {_size(trials.limit)} a device (predicted, on no hardware)"
+    yield f"simulated on {trials.hardware.name} x {found.world}, {_size(trials.limit)} per device (predicted, not measured)"
     yield f"  {trials.as_it_ran}"
     yield "what recorded bytes suggest:" if trials.changes else "recorded bytes suggest nothing"
     for each in trials.changes:

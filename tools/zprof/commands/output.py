@@ -27,7 +27,7 @@ def check_output(path: Path, inputs: Sequence[Path], *, force: bool) -> None:
     if path.is_dir():
         raise Problem(f"{path}: expected a file to write, found a directory; name a file with -o")
     if any(os.path.realpath(path) == os.path.realpath(each) for each in inputs):
-        raise Problem(f"{path}: is what is read; name another file with -o")
+        raise Problem(f"{path}: is the input; name another file with -o")
     if os.path.lexists(path) and not force:
         raise Problem(f"{path}: exists already; overwrite it with -f, or name another with -o")
     if not path.parent.exists():

@@ -157,14 +157,14 @@ def _commented(loaded: Policy, ignored: list[str], spent: Cost | None) -> Iterat
         yield from ("", *(f"not honoured: {line}" for line in ignored))
     if spent is None:
         return
-    yield from ("", f"{spent.numel:,} parameters over {spent.ranks} rank(s), Adam, bytes a rank at the end of backward:")
+    yield from ("", f"{spent.numel:,} parameters over {spent.ranks} rank(s), Adam, bytes per rank at the end of backward:")
     yield from _table(spent)
     if loaded.rule:
-        yield "Rules are not counted: which parameters they match only a model can say."
-    yield "Buffers that come and go are on top: gathered units, partial gradients, buffers on the way between tiers."
+        yield "Rules are not counted: which parameters they match depends on the model."
+    yield "Temporary buffers come on top: gathered units, partial gradients, buffers in transit between tiers."
     for tier in spent.tiers:
         if tier.budget is not None or tier.nbytes:
-            held = {True: "holds it", False: "does not hold it", None: "of what is free is decided at attach"}[tier.holds]
+            held = {True: "holds it", False: "does not hold it", None: "of what is free, known only at attach"}[tier.holds]
             allowed = "no bound" if tier.budget is None else f"{_gib(tier.budget)} {held}"
             yield f"[budget] {tier.tier.value}: needs {_gib(tier.nbytes)}; {allowed}"
 

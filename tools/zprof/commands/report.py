@@ -126,7 +126,7 @@ def report(
                   the process) shared_bytes unread zombies kinds[]{name most bytes
                   rss_bytes cpu_s busy queued} who[]{pid kind name bytes rss_bytes} who_at_s
         recorded_children[]  with --children record: file pid rank world began_s since
-                  how end{exit reason}, null for one that was killed or goes on
+                  how end{exit reason}, null for one that was killed or is running
         measures{}  the names of `zprof check --max`; unseen{} has why one is null
         not_recorded[]  lines: what no figure here includes
         waits[]   null if not seen; what unit ms_per_step waits longest_ms
@@ -177,7 +177,7 @@ def report(
 
         show(report, top=top)
     if against is not None and not as_json:
-        click.echo("\npredicted beside measured")
+        click.echo("\npredicted and measured")
         diff.show(against, runs[0] if len(runs) == 1 else "run", pairs, apart)
     if report["unreadable"]:
         raise click.exceptions.Exit(Problem.exit_code)

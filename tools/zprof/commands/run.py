@@ -166,21 +166,21 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     "--prometheus",
     callback=_address,
     metavar="[HOST:]PORT",
-    help="While it runs, serve live figures for Prometheus at http://HOST:PORT/metrics; HOST is 127.0.0.1 unless said. Each "
-    "rank of a host has a port of its own: PORT for the first, PORT+1 for the next.",
+    help="While it runs, serve live figures for Prometheus at http://HOST:PORT/metrics; by default HOST is 127.0.0.1. Each "
+    "rank of a host has its own port: PORT for the first, PORT+1 for the next.",
 )
 @click.option(
     "--prometheus-file",
     metavar="FILE",
-    help="While it runs, keep the same in FILE for a node exporter's --collector.textfile.directory. Needs {rank} in the name "
-    "where there are several ranks, and .prom at its end; it is removed at the end.",
+    help="While it runs, write the same to FILE for a node exporter's --collector.textfile.directory. The name must end in "
+    ".prom and, with several ranks, contain {rank}; the file is removed at the end.",
 )
 @click.option(
     "--gather",
     "gathers",
     is_flag=True,
-    help="Where hosts share no folder: at the end, send each rank's trace to the folder of rank 0 through torchrun's store. "
-    "Nothing is sent where a script failed, and each trace stays where it is, too.",
+    help="For hosts without a shared folder: at the end, send each rank's trace to the folder of rank 0 through torchrun's "
+    "store. If a script failed, nothing is sent. Each trace also stays where it is.",
 )
 @click.option(
     "--gather-wait",
@@ -188,7 +188,7 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     default="5min",
     show_default=True,
     metavar="TIME",
-    help="For how long ranks that have ended wait for others.",
+    help="How long ranks that have ended wait for others.",
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
@@ -292,7 +292,7 @@ def _published(
     """
     looks: list[Callable[[], None]] = []
     if file is not None and world > 1 and "{rank}" not in file:
-        why = f"expected {{rank}} in the name, for each of {world} ranks writes a file of its own"
+        why = f"expected {{rank}} in the name, because each of {world} ranks writes its own file"
         raise Misuse(f"--prometheus-file {file}: {why}")
     with ExitStack() as stack:
         if address is not None or file is not None:
@@ -325,7 +325,7 @@ def _gather(at: Meeting, path: Path, ending: Ending, patience_s: float) -> None:
 
     if ending.failed:
         # Its launcher is about to end the others, which must not wait for this one.
-        lines = [f"traces are not gathered, for the script failed; that of rank {at.rank} is {path.absolute()}"]
+        lines = [f"traces are not gathered, because the script failed; that of rank {at.rank} is {path.absolute()}"]
     else:
         try:
             lines = gather(at, path, patience_s)
@@ -362,7 +362,8 @@ def _refuse_launchers(command: Sequence[str], module: bool) -> None:
     at = next((at for at, word in enumerate(words) if word == "-m" or word.endswith(".py")), None)
     options = " ".join(words[:at]) if at is not None else "..."
     script = " ".join(words[at:]) if at is not None else "train.py"
-    why = "expected a script, for zprof starts python itself" if name == "python" else "starts ranks, and each of them records"
+    starts = "expected a script, because zprof starts python itself"
+    why = starts if name == "python" else "starts ranks, and zprof must run in each of them"
     line = re.sub(" +", " ", _LAUNCHERS[name].format(options=options, script=script))
     raise Misuse(f"{command[0]}: {why}: {line}")
 
@@ -377,12 +378,12 @@ def _check_script(script: str, module: bool) -> None:
         return
     path = Path(script)
     if path.is_dir() and not (path / "__main__.py").is_file():
-        raise Misuse(f"{script}: expected a script, or a folder with a __main__.py, found a folder without")
+        raise Misuse(f"{script}: expected a script, or a folder with a __main__.py, found a folder without one")
     if not path.exists():
         named = importlib.machinery.PathFinder.find_spec(script, [os.getcwd(), *sys.path]) if script.isidentifier() else None
         raise Misuse(f"{script}: expected a script, found no such file{'; a module needs -m' if named else ''}")
     if not os.access(path, os.R_OK):
-        raise Misuse(f"{script}: expected a script that can be read, found no permission")
+        raise Misuse(f"{script}: expected a script that can be read, found no permission; change its mode")
     if not path.is_dir():
         try:
             os.close(open_regular(path))

@@ -135,7 +135,7 @@ def simulate(
     if mesh is not None and math.prod(mesh.values()) != world:
         raise Misuse(f"--mesh: expected axes whose sizes multiply to {world} ranks, found {math.prod(mesh.values())}")
     if output is not None and mesh is not None and mesh.get("pp", 1) > 1:
-        raise Misuse(f"-o: expected a mesh without pp, for a trace is one rank's that stands for all, found pp={mesh['pp']}")
+        raise Misuse(f"-o: expected a mesh without pp, as a trace has one rank for all, found pp={mesh['pp']}; drop one")
     if output is not None:
         inputs = [Path(each) for each in (policy, job.rpartition(":")[0] or job, hardware) if each is not None]
         check_output(output, inputs, force=force)
@@ -148,7 +148,7 @@ def simulate(
     beside = min(world, profile.device.count)
     capacity = {"device": profile.device.memory, "host": profile.host.memory // beside}
     lacking = [
-        f"{tier}: does not fit: a step holds {_size(held)}, {profile.name} has {_size(capacity[tier])} a rank"
+        f"{tier}: does not fit: a step holds {_size(held)}, {profile.name} has {_size(capacity[tier])} per rank"
         for tier, held in most.items()
         if held > capacity[tier]
     ]
@@ -186,7 +186,7 @@ def _world(profile: Hardware, nodes: int | None, ranks: int | None) -> int:
     if nodes is not None and ranks is not None:
         raise Misuse("--ranks: expected --nodes or --ranks, found both")
     if nodes is not None and nodes > 1 and profile.network is None:
-        raise Misuse(f"--nodes {nodes}: expected one node, for {profile.name} has no [network]")
+        raise Misuse(f"--nodes {nodes}: expected one node, because {profile.name} has no [network]; write one, or use one node")
     world = ranks or (nodes or 1) * profile.device.count
     if world > _MOST_RANKS:
         raise Misuse(f"--nodes {nodes}: expected at most {_MOST_RANKS:,} ranks, found {world:,}")
@@ -270,9 +270,9 @@ def _next(found: Simulation, output: Path | None, *, fits: bool) -> Iterator[tup
     if not fits:
         most = max(found.device.holders, key=found.device.holders.__getitem__, default="")
         remedy = '[activation] checkpoint = "unit", or a smaller batch' if "activation" in most else '[optimizer] tier = "host"'
-        yield f"{remedy}, or more ranks", f"the most is held for {most}"
+        yield f"{remedy}, or more ranks", f"most memory is held for {most}"
     elif found.exposed_s > _LARGE * found.step_s:
-        share = f"{found.exposed_s / found.step_s:.0%} of the step is communication that nothing hides"
+        share = f"{found.exposed_s / found.step_s:.0%} of the step is exposed communication"
         yield "[schedule] prefetch, more tokens a step, or --mesh replicate=..,shard=..", share
     elif found.host_s > (1 - _LARGE) * found.step_s and found.compute_s < (1 - _LARGE) * found.step_s:
         yield "more tokens a step, or torch.compile", "the host issues work no faster than the device does it"
@@ -282,7 +282,7 @@ def _next(found: Simulation, output: Path | None, *, fits: bool) -> Iterator[tup
     name = shlex.quote(str(output))
     yield f"zprof report {name}", "who held what at the peak, and what the step waited for"
     yield f"zprof timeline {name}", "streams, transfers and memory over the step"
-    yield f"zprof diff {name} run.zprof", "predicted beside measured, of a run by zprof run --level alloc"
+    yield f"zprof diff {name} run.zprof", "compares the prediction with a run by zprof run --level alloc"
 
 
 def _size(nbytes: int) -> str:

@@ -32,7 +32,7 @@ def timeline(runs: tuple[Path, ...], output: Path | None, force: bool, as_json: 
     run in this folder.
 
     Of more than 16 ranks the page shows the figures of all, outliers first, and plots a few: the farthest from the others,
-    those with the most work and the most memory, and one that is as most are. --rank plots others.
+    those with the most work and the most memory, and a typical one. --rank plots others.
 
     The page is one HTML file that needs no network: open it in a browser, send it, archive it.
 

@@ -40,10 +40,10 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 def top(runs: tuple[Path, ...], once: bool, as_json: bool, interval: float) -> None:
     """Watch GPUs, host memory and recording runs: bytes by tier, step time, bandwidths, and what each rank waits for.
 
-    RUN is a trace, possibly still being written; the default is all that are being recorded in this folder. Ctrl-C ends it.
+    RUN is a trace, possibly still being written; the default is all runs being recorded in this folder. Ctrl-C ends it.
 
     \b
-    One look, for a script:   zprof top -1 --json
+    Once, for a script:       zprof top -1 --json
     A run with two ranks:     zprof top run.0.zprof run.1.zprof
     """
     watch = Watch(runs)

@@ -31,7 +31,7 @@ _OLDEST_PYTHON = (3, 11)
 #: Package, the extra it is in, and what needs it.
 _OPTIONAL = (
     ("plotly", "pages", "pages of timelines and flame graphs"),
-    ("prometheus-client", "prometheus", "Prometheus export, and no figures for it while a run is recorded"),
+    ("prometheus-client", "prometheus", "Prometheus export, and no live figures for it"),
     ("tensorboard", "tensorboard", "TensorBoard export"),
 )
 _ALIGN = 4096

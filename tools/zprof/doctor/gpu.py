@@ -68,8 +68,8 @@ def _build(version: str, built: tuple[str, str] | None, there: bool) -> Finding:
         return Finding(name, OK, f"{version}, for {' '.join(built)}")
     if there:
         remedy = "install the build of torch for this GPU: https://pytorch.org/get-started/locally"
-        return Finding(name, WARN, f"{version}, for CPU alone, on a host with a GPU", remedy)
-    return Finding(name, OK, f"{version}, for CPU alone")
+        return Finding(name, WARN, f"{version}, for CPU only, on a host with a GPU", remedy)
+    return Finding(name, OK, f"{version}, for CPU only")
 
 
 def _library(sampler: GpuSampler, state: dict[str, object], there: bool) -> Finding:

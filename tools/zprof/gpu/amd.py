@@ -225,5 +225,5 @@ def _visible(found: Sequence[Device]) -> Visible:
             chosen, noted = at_places(chosen, wanted, name, AMD.library)
             said += noted
     if len(found) > 1:
-        said.append("HIP may number devices otherwise than the bus; they are keyed anew once torch computes on one")
+        said.append("HIP may number devices differently than the bus; their keys are corrected once torch computes on one")
     return Visible(tuple(chosen), tuple(said))

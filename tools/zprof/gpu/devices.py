@@ -127,7 +127,7 @@ def visible_devices(
     chips = [device for device in found if device.instance is None]
     notes_: list[str] = []
     if order != "PCI_BUS_ID" and len({chip.name for chip in chips}) > 1:
-        notes_.append("GPUs differ: CUDA may number them otherwise than the bus; set CUDA_DEVICE_ORDER=PCI_BUS_ID")
+        notes_.append("GPUs differ: CUDA may number them differently than the bus; set CUDA_DEVICE_ORDER=PCI_BUS_ID")
     chosen: list[Device] = []
     if wanted is None:
         chosen = [_computing(found, chip) for chip in chips]
@@ -144,7 +144,7 @@ def visible_devices(
     if instances:
         # CUDA computes on one instance a process, and on no other device beside it.
         chosen = instances[:1]
-        notes_.append("MIG: utilisation, power, energy, PCIe and NVLink are known of the whole GPU only and left out")
+        notes_.append("MIG: utilisation, power, energy, PCIe and NVLink are known only for the whole GPU and left out")
     return Visible(tuple(chosen), tuple(notes_))
 
 

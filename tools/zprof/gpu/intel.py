@@ -269,7 +269,7 @@ class _Card:
 
     def crossed(self) -> tuple[int, int]:
         if self.tile is not None:
-            raise Refused("known of the whole card only", final=True)
+            raise Refused("known only for the whole card", final=True)
         about = _filled(self.zes, "zesDevicePciGetProperties", self.handle, PciProperties)
         if not about.haveBandwidthCounters:
             raise Refused("not supported", final=True)

@@ -146,7 +146,7 @@ class Rate:
         if value < last[0] or clock < last[1]:
             self._take((value, clock))
             self._rate = None
-            raise Unbelievable("its counter began anew")
+            raise Unbelievable("its counter was reset")
         if clock > last[1]:
             self._take((value, clock))
             self._rate = (value - last[0]) / (clock - last[1])

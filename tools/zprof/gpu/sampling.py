@@ -161,7 +161,7 @@ class GpuSampler:
         self._notes = [*self._of_host, *seen.notes]
         if before:
             was = ", ".join(f"{key} {device.label}" for key, device in before.items())
-            self._notes.append(f"keyed anew when torch began to compute on them; until then by the bus: {was}")
+            self._notes.append(f"keys corrected when torch began to compute on them; until then by the bus: {was}")
         if self._claims is not None:
             self._claims.close()
         self._claims, self._elsewhere = Claims(), keyed

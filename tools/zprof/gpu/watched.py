@@ -15,7 +15,7 @@ from zprof.recording.sampler import Reading
 __all__ = ["Watched"]
 
 _STRIKES = 3
-_WHOLE_ONLY = "MIG: known of the whole GPU only"
+_WHOLE_ONLY = "MIG: known only for the whole GPU"
 
 
 class _Answering:

@@ -140,7 +140,7 @@ def of_processes(pids: Sequence[int]) -> Job:
         else:
             alone += _spawned(recorded_by(process) or process) or [recorded_by(process) or process]
     if len(jobs) + bool(alone) > 1:
-        raise ZhooksError("expected processes of one job, found several jobs; look at one after the other")
+        raise ZhooksError("expected processes of one job, found several jobs; name those of one at a time")
     if jobs:
         return jobs[0]
     members = tuple(_member(process, None) for process in {process.pid: process for process in alone}.values())

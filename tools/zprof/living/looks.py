@@ -175,7 +175,7 @@ class Looking:
             assert member.header is not None
             unseen = f"stacks of {_text(member.header.host)} are not seen from here"
             if following is not None and following.silent:
-                gone = "has not written to its trace for long: it was killed, or its machine is lost"
+                gone = "has not written to its trace for a long time: it was killed, or its machine is lost"
         elif following is not None:
             gone = "killed: its trace has no end"
         else:

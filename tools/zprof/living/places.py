@@ -41,7 +41,7 @@ _ZHOOKS = {"finish_gather": "gather", "start_gather": "gather", "finish_backward
 #: Symbols of C frames, the innermost that is found: what they wait for.
 _NATIVE: tuple[tuple[str, str, str], ...] = (
     ("c10d::Reducer", "collective", "all_reduce of DDP's gradients"),
-    ("c10d::TCPStore", "collective", "an answer of the store"),
+    ("c10d::TCPStore", "collective", "an answer from the store"),
     ("c10d::", "collective", "a collective"),
     ("gloo::", "collective", "a collective"),
     ("nccl", "collective", "a collective"),

@@ -235,7 +235,7 @@ def refusal(process: Process) -> CapabilityError:
         )
     scope = _scope()
     if scope:
-        may = {1: "only its parents may", 2: "only root may"}.get(scope, "nobody may until the machine starts anew")
+        may = {1: "only its parents may", 2: "only root may"}.get(scope, "nobody may until the machine is restarted")
         do = "run zprof with sudo, or give the container SYS_PTRACE"
         return CapabilityError(f"{who}: expected to read its memory, found kernel.yama.ptrace_scope = {scope}: {may}; {do}")
     return CapabilityError(

@@ -291,7 +291,7 @@ def recording_of(process: Process) -> tuple[Path | None, str]:
     try:
         names = os.listdir(folder)[:_MOST_OPEN_FILES]
     except PermissionError:
-        return None, "its open files may not be seen"
+        return None, "its open files cannot be read"
     except OSError:
         return None, "it has ended"
     found: list[tuple[int, Path]] = []

@@ -44,14 +44,14 @@ def why_not(process: Process) -> str:
     """Why nothing can be run inside ``process`` from here, in a few words; "" where it can."""
     theirs, mine = version_of(process.pid), sys.version_info[:2]
     if theirs is None:
-        return "its version of Python cannot be seen"
+        return "its version of Python cannot be determined"
     if theirs < FIRST:
         return f"it runs Python {theirs[0]}.{theirs[1]}, and sys.remote_exec needs 3.14"
     if theirs != mine:
         versions = f"Python {theirs[0]}.{theirs[1]} and zprof {mine[0]}.{mine[1]}"
         return f"it runs {versions}: sys.remote_exec needs the same on both sides"
     if _namespace(process.pid) != _namespace(os.getpid()):
-        return "it is in another container, whose files are not these: run zprof inside it"
+        return "it is in another container, with other files: run zprof inside it"
     return ""
 
 
@@ -119,7 +119,7 @@ def _ask(process: Process, name: str, words: tuple[object, ...], seconds: float)
     if not isinstance(said, dict) or said.get("pid") not in (process.pid, process.inner):
         raise ZhooksError(f"pid {process.pid}: expected its own answer, found another's")
     if "problem" in said:
-        raise ZhooksError(f"pid {process.pid}: it could not: {_text(said['problem'])}")
+        raise ZhooksError(f"pid {process.pid}: the request failed there: {_text(said['problem'])}")
     return said
 
 
@@ -146,7 +146,7 @@ def _there(reply: Path, process: Process, seconds: float) -> bool:
     while not reply.exists():
         now = found(process.pid)
         if now is None or not now.alive or now.began_s != process.began_s:
-            raise ZhooksError(f"pid {process.pid}: expected a running process, found one that has ended meanwhile")
+            raise ZhooksError(f"pid {process.pid}: expected a running process, found that it has just ended")
         if time.monotonic() > until:
             return False
         time.sleep(_LOOK_S)
@@ -156,7 +156,7 @@ def _there(reply: Path, process: Process, seconds: float) -> bool:
 def _unanswered(process: Process, seconds: float, script: Path) -> str:
     return (
         f"pid {process.pid}: expected an answer within {seconds:.0f} s, found none: its main thread is in C code, which only "
-        f"py-spy sees (pip install 'zhooks[attach]'); the request stays, and {script}, made empty, is read then"
+        f"py-spy sees (pip install 'zhooks[attach]'); the request stays pending, and will read {script}, which is empty now"
     )
 
 

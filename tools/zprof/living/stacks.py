@@ -155,14 +155,14 @@ def _by_py_spy(program: str, process: Process, native: bool) -> Stacks:
         threads = [_thread(each) for each in json.loads(done.stdout)[:_MOST_THREADS]]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         kind = type(error).__name__
-        raise ZhooksError(f"pid {process.pid}: py-spy answers what is not read here ({kind}: {error})") from None
+        raise ZhooksError(f"pid {process.pid}: expected stacks from py-spy, found another format ({kind}: {error})") from None
     return Stacks(_in_order(threads, process), "py-spy")
 
 
 def _problem(process: Process, said: str) -> ZhooksError:
     now = found(process.pid)
     if now is None or not now.alive:
-        return ZhooksError(f"pid {process.pid}: expected a running process, found one that has ended meanwhile")
+        return ZhooksError(f"pid {process.pid}: expected a running process, found that it has just ended")
     lowered = said.lower()
     if any(word in lowered for word in _DENIED):
         return refusal(process)

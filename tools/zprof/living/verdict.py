@@ -286,7 +286,7 @@ def _all_gone(gone: Sequence[Look], groups: Sequence[Group]) -> Verdict:
     noted = [look for look in failed if look.noted_ns is not None]
     if noted and not waited:
         stood = [group for group in groups if group.looks[0] in noted]
-        text += "".join(f"; by its own note {_names(each)} stood {_place_of(each)}" for each in stood)
+        text += "".join(f"; by its own note {_names(each)} was {_place_of(each)}" for each in stood)
     return Verdict(Finding.MISSING if waited or noted else Finding.ENDED, bool(waited or noted), text, tuple(groups))
 
 
@@ -328,8 +328,11 @@ def _at(group: Group) -> str:
 
 
 def _there(groups: Sequence[Group]) -> str:
-    verbs = {Motion.STILL: "stand", Motion.WORKS: "work"}
-    return "; ".join(f"{_names(group)} {_plural(group, verbs[group.motion])} {_place_of(group)}" for group in groups)
+    stuck = {Motion.STILL: " stuck", Motion.WORKS: ""}
+    are = {True: "is", False: "are"}
+    return "; ".join(
+        f"{_names(group)} {are[len(group.looks) == 1]}{stuck[group.motion]} {_place_of(group)}" for group in groups
+    )
 
 
 def _places(groups: Sequence[Group]) -> str:

@@ -116,11 +116,11 @@ class Change:
 _ALLOCATORS = {
     "cuda": (
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        "none at run time: memory the allocator had reserved and could not use becomes usable, as far as it was torn",
+        "none at run time: memory that the allocator had reserved and could not use becomes usable, if it was fragmented",
     ),
     "malloc": (
         "MALLOC_MMAP_THRESHOLD_=1048576 in the environment",
-        "blocks of 1 MiB and more come from the system each time and go back at once, which takes time of the kernel",
+        "blocks of 1 MiB and more come from the system each time and go back at once, which costs kernel time",
     ),
 }
 
@@ -149,7 +149,7 @@ def _schedule(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
     if fetched and "device" in plight.pool:
         yield Change(
             "[schedule] prefetch = 0",
-            "gathers are waited for where they were hidden behind the compute",
+            "gathers are no longer hidden behind compute",
             (False, plight.pace.moving(2 * sum(gathered_nbytes for _, gathered_nbytes in gathered), "gather")),
             _about("prefetch"),
             less("parameter", "device", fetched),
@@ -244,7 +244,7 @@ def _activations(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
     if _value(policy, "activation", "checkpoint", "none") == "none" and len(held) > 1:
         yield Change(
             '[activation] checkpoint = "unit"',
-            f"every unit's forward is computed again in backward; the inputs of {len(held)} units stay",
+            f"every unit's forward is recomputed in backward; the inputs of {len(held)} units stay",
             (False, plight.pace.computing_again(total)),
             _about("activation"),
             largest_alone("activation", plight.pool),
@@ -278,7 +278,7 @@ def _half_batch(plight: Plight) -> Iterator[Change]:
     again = plight.pace.moving(2 * sum(gathered.values()), "gather")
     yield Change(
         "half the batch",
-        "two backwards a step for the same gradients; what does not grow with the batch stays",
+        "two backward passes a step for the same gradients; what does not grow with the batch stays",
         (False, 3 * _HALVED * plight.pace.computing_again(activations) + again),
         _about("batch"),
         halved(("activation", "temporary")),
@@ -306,7 +306,7 @@ def _without_zhooks(plight: Plight) -> Iterator[Change]:
     if len(blocks) > 1:
         yield Change(
             "torch.utils.checkpoint around each block",
-            f"forward is computed again in backward; the inputs of {plight.blocks or len(blocks)} blocks stay",
+            f"forward is recomputed in backward; the inputs of {plight.blocks or len(blocks)} blocks stay",
             (False, plight.pace.computing_again(activations)),
             _about("activation"),
             largest_alone("activation", plight.pool),

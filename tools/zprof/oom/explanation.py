@@ -36,7 +36,7 @@ _OF_THE_PROCESS = ("cpu", "memory")
 _MUCH_FREED = 0.01
 _MORE_SHM = (
     "give it more: docker run --shm-size=8g or --ipc=host, or mount -o remount,size=8G /dev/shm",
-    "or have less on its way: fewer loader workers (num_workers), a smaller prefetch_factor, smaller batches",
+    "or keep less in flight: fewer loader workers (num_workers), a smaller prefetch_factor, smaller batches",
 )
 _NOT_TRIED = "not tried: zprof oom RUN --job module:function --hardware FILE simulates each, and looks for others"
 
@@ -143,7 +143,7 @@ def _limit_lines(failure: Failure) -> list[str]:
         counts = f"address space, used or not{resident}"
     lines = [f"{failure.bound} limits this process, not the machine, and counts {counts}; {failure.remedy} before the start"]
     if failure.limit and (failure.given_back or 0) > _MUCH_FREED * failure.limit:
-        lines.append(f"{as_size(failure.given_back or 0)} of what was in use was freed since, as the error left the script")
+        lines.append(f"{as_size(failure.given_back or 0)} of what was in use has been freed since the error was raised")
     return lines
 
 
@@ -197,7 +197,7 @@ def _fewer_workers(analysis: Analysis, failure: Failure) -> list[str]:
     if workers.pss_nbytes < _GOOD_PART * (found.tree_nbytes or 0):
         return []
     each = as_size(workers.pss_nbytes // workers.most)
-    return [f"of {workers.most} loader workers each one fewer (num_workers) saves about {each}"]
+    return [f"each loader worker (num_workers; {workers.most} at most) takes about {each}"]
 
 
 def _shm_lines(analysis: Analysis, failure: Failure) -> list[str]:
@@ -217,12 +217,12 @@ def _proposals(case: Case) -> list[str]:
     lines = []
     if case.reckoned:
         coming = f"gradients of {as_size(failure.step_gradients or 0)} and states of {as_size(failure.step_states or 0)}"
-        kept = "; what malloc keeps of what is freed comes on top" if case.plight.shared else ""
-        lines.append(f"no whole step was seen; it is reckoned from blocks alike, and {coming} still to be made{kept}")
+        kept = "; freed memory that malloc keeps comes on top" if case.plight.shared else ""
+        lines.append(f"no whole step was seen; it is estimated from similar blocks, and {coming} still to be made{kept}")
     if not any(remedy.verdict.good for remedy in found):
-        lines.append("nothing that was tried on these bytes, alone or together, would have let it fit")
+        lines.append("no change that was tried on these bytes, alone or combined, would have let it fit")
     if case.to_come:
-        lines.append(f"states still to be made are counted in: {as_size(case.to_come)}, as the units that have theirs hold")
+        lines.append(f"{as_size(case.to_come)} of states still to be made are counted, estimated from units that have theirs")
     for before, remedy in zip([None, *found], found[:_MOST_REMEDIES], strict=False):
         if before is None or before.verdict is not remedy.verdict:
             lines.append(remedy.verdict.value)

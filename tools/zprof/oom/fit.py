@@ -31,7 +31,7 @@ class Verdict(Enum):
     WOULD = "would have let it fit:"
     MAY = "may let it fit (what they save is not known exactly):"
     REQUEST_ALONE = "would have let this request fit; what the rest of the step needs is not known (no whole step was seen):"
-    LACK_UNKNOWN = "would have saved (the lack is unknown):"
+    LACK_UNKNOWN = "would have saved (how much was missing is unknown):"
     NOT_THE_STEP = "would have let this request fit, but not a whole step:"
     NOT_ENOUGH = "not enough alone:"
 

@@ -119,7 +119,7 @@ class _Joined:
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
-        self.recorder.close("the time it was asked for is over")
+        self.recorder.close("the requested time is over")
 
 
 _joined: dict[str, _Joined] = {}

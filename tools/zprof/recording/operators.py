@@ -167,7 +167,7 @@ class Operators:
         seen = [(self._steps, "optimizer steps"), (self._forwards, "forwards")]
         found = [f"{count} {what}" for count, what in seen if count]
         said = " and ".join(found) or "neither an optimizer step nor a module's forward"
-        return f"{said} were seen, and steps {self._schedule} were to be recorded; --ops-steps names others, or all"
+        return f"{said} were seen, and steps {self._schedule} were to be recorded; choose others, or all, with --ops-steps"
 
     def _skip(self, why: str) -> None:
         self._note(WINDOW, {"why": why})
@@ -352,7 +352,7 @@ class Operators:
         if self._busy():
             return
         if self._tracker is not None and not self._tracker.pause():
-            self._why = f"a {unit} ended inside of inference_mode, where storages cannot be left alone for a while"
+            self._why = f"a {unit} ended inside of inference_mode, where the tracking of storages cannot be paused"
             return
         if self._computing is not None:
             self._computing.step_aside(True)
@@ -391,7 +391,7 @@ class Operators:
                 why = f"the process grew by over {MOST_RSS_NBYTES >> 30} GiB"
                 break
         else:
-            why = f"{LONGEST_S:.0f} s were over"
+            why = f"{LONGEST_S:.0f} s had passed"
         with self._changing:
             if self._window is window:
                 try:

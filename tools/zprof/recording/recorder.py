@@ -73,7 +73,7 @@ class Part(Protocol):
 class Recorder:
     """Records into one file: attach it to a run with ``attachment.observe``, or use ``zprof.record``.
 
-    What is still open when the program ends is closed then. A process forked from this one records nothing.
+    If it is still open when the program ends, it is closed then. A process forked from this one records nothing.
 
     Args:
         path: the trace; "{rank}" becomes this process's rank.
@@ -88,7 +88,7 @@ class Recorder:
         ops_stack: at level "ops", also the lines that called them, which is expensive.
     Raises:
         ValueError: an argument is not one of those.
-        TraceError: the file exists already or cannot be made.  CapabilityError: ``nvml="on"`` and none answers.
+        TraceError: the file exists already or cannot be created.  CapabilityError: ``nvml="on"`` and none of them works.
     """
 
     #: The program is recorded from its start.
@@ -216,16 +216,16 @@ class Recorder:
                 self._warn(f"writing takes too long; note {name} is not in the trace")
 
     def add_sampler(self, sampler: Sampler) -> None:
-        """Ask ``sampler`` at every interval, and close it at the end."""
+        """Read ``sampler`` at every interval, and close it at the end."""
         self._sampling.add(sampler)
 
     # Its life.
 
     def start(self) -> Recorder:
-        """Begin: make the file, sample, and record; again changes nothing.
+        """Create the file, and start to sample and record; calling it again changes nothing.
 
         Raises:
-            TraceError: as above, or it was closed.  Whatever else failed; then nothing of it is left, no file either.
+            TraceError: as above, or it was closed.  Any other error is raised too, and leaves nothing behind, not even a file.
         """
         with self._life:
             if self._ended:
@@ -283,7 +283,7 @@ class Recorder:
                 self.path.unlink()
 
     def listen(self) -> Recorder:
-        """Start, and hear every attachment of this process, those made later too."""
+        """Start, and receive events of every attachment of this process, including later ones."""
         self.start()
         try:
             listen_everywhere(self)
@@ -293,7 +293,7 @@ class Recorder:
         return self
 
     def close(self, reason: str = "", exit: int = 0) -> None:
-        """End the recording; what was recorded is in the file.  Any thread may call, again changes nothing."""
+        """End the recording; what was recorded is in the file.  Any thread may call it, and again without effect."""
         if os.getpid() != self._pid:
             return
         with self._life:
@@ -339,7 +339,7 @@ class Recorder:
         try:
             do()
         except Exception as error:
-            self._warn(f"ended with {type(error).__name__}: {error}; the trace is whole")
+            self._warn(f"ended with {type(error).__name__}: {error}; the trace is complete")
 
     def _warn(self, what: str) -> None:
         # A filter that makes warnings errors must not reach the training loop from here.
@@ -522,7 +522,7 @@ class Recorder:
                 raise
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write buffered rows to the file."""
         with self._queue.alone() as writer:
             if writer is not None:
                 self._write(writer)

@@ -96,7 +96,7 @@ class Sampling:
         for samplers in (self._own, self._given):
             if sampler in samplers:
                 samplers.remove(sampler)
-        self._warn(f"{type(sampler).__name__} raised {type(error).__name__}: {error}; it is not asked again")
+        self._warn(f"{type(sampler).__name__} raised {type(error).__name__}: {error}; it is not sampled again")
         self._close(sampler)
 
     def _close(self, sampler: Sampler) -> None:

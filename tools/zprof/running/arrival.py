@@ -60,7 +60,7 @@ class _Arrival:
                 except Exception as error:
                     # The script's import went well; a filter that makes warnings errors must not reach it either.
                     with suppress(Warning):
-                        warnings.warn(f"zprof: nothing begins with {self._name}: {type(error).__name__}: {error}", stacklevel=2)
+                        warnings.warn(f"zprof: {self._name} is not followed: {type(error).__name__}: {error}", stacklevel=2)
 
         loader.exec_module = executed
 

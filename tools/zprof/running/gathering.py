@@ -235,15 +235,15 @@ def _take(store: Any, at: Meeting, rank: int, path: Path) -> int:
         raise TraceError(f"it has no trace ({one_line(str(said.get('why')))})")
     target = name_of_rank(path, at.rank, rank)
     if target is None:
-        raise TraceError(f"{path.name} does not say the rank as <run>.<rank>.zprof does; name traces so with -o")
+        raise TraceError(f"{path.name} is not of the form <run>.<rank>.zprof; name traces so with -o")
     try:
         if nbytes > MOST_NBYTES:
-            raise TraceError(f"its trace of {as_size(nbytes)} is over {as_size(MOST_NBYTES)}")
+            raise TraceError(f"its trace of {as_size(nbytes)} is larger than {as_size(MOST_NBYTES)}")
         if os.path.lexists(target):
             if _identity(target) == said["is"]:
                 store.set(f"done/{rank}", "")
                 return 0
-            raise TraceError(f"{target} is there already, of another run")
+            raise TraceError(f"{target} exists already, of another run")
         store.set(f"take/{rank}", "")
         with committing(target) as file:
             _receive(store, rank, nbytes, file)
@@ -262,7 +262,7 @@ def _receive(store: Any, rank: int, nbytes: int, file: BinaryIO) -> None:
     while left:
         chunk = store.get(f"data/{rank}/{number}")
         if len(chunk) != min(CHUNK, left):
-            raise TraceError("what came is not as long as was said")
+            raise TraceError("the trace that arrived is not as long as announced")
         store.delete_key(f"data/{rank}/{number}")
         file.write(chunk)
         checksum.update(chunk)
@@ -270,7 +270,7 @@ def _receive(store: Any, rank: int, nbytes: int, file: BinaryIO) -> None:
         left, number = left - len(chunk), number + 1
         store.add("alive", 1)
     if store.get(f"sum/{rank}").decode() != checksum.hexdigest():
-        raise TraceError("what came is not what was sent")
+        raise TraceError("the trace that arrived is not the one that was sent")
 
 
 def _identity(path: Path) -> list[object]:

@@ -103,8 +103,8 @@ def _held(ledger: Ledger, peaks: dict[str, int]) -> dict[tuple[str, str], int]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("-o", "--output", default="cell.zprof", show_default=True, metavar="FILE", help="The trace; written over.")
-@click.option("--level", type=click.Choice(LEVELS), default="alloc", show_default=True, help="How finely to record.")
+@click.option("-o", "--output", default="cell.zprof", show_default=True, metavar="FILE", help="The trace; overwritten.")
+@click.option("--level", type=click.Choice(LEVELS), default="alloc", show_default=True, help="How much to record.")
 @click.option("--ops-steps", metavar="STEPS", help="At --level ops, which: 10:13 for steps 10, 11 and 12, or all.")
 def options(output: str, level: Level, ops_steps: str | None) -> tuple[str, Level, str | None]:
     """%%zprof [-o FILE] [--level LEVEL] [--ops-steps STEPS]: record this cell and show what it held."""

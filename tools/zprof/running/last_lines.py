@@ -61,10 +61,10 @@ def last_lines(path: Path, ending: Ending, kill: tuple[str, int | None] | None, 
     children = recorded_children(trace)
     lines = _explained(analysis, killed, children, died) if ending.failed else []
     if died is not None and killed is None and died.signal == 9:
-        lines.append(f"{one_line(died.who)} was ended by SIGKILL; no process was ended for want of memory meanwhile")
+        lines.append(f"{one_line(died.who)} was killed by SIGKILL; the kernel killed no process for lack of memory meanwhile")
     if ending.signal == 9 and killed is None:
         had = f"it had {_rss(ending, analysis)}"
-        lines.append(f"killed by SIGKILL; no process was ended for want of memory meanwhile; {had}")
+        lines.append(f"killed by SIGKILL; the kernel killed no process for lack of memory meanwhile; {had}")
     elif ending.signal and killed is None:
         lines.append(f"ended by signal {ending.signal}")
     ledger, covered = analysis.ledger, analysis.covered
@@ -135,7 +135,7 @@ def _kill(ending: Ending, kill: tuple[str, int | None] | None, analysis: Analysi
 
 
 def _ended_for_memory(who: str, had: str, itself: str = "it") -> str:
-    return f"the kernel ended {who} for want of memory{f': {itself} had {had}' if had else ''}"
+    return f"the kernel killed {who} for lack of memory{f': {itself} had {had}' if had else ''}"
 
 
 def _host_tier(analysis: Analysis) -> str:

@@ -152,7 +152,7 @@ def decoded(payload: bytes, count: int, names: Names) -> Rows:
         raise ValueError("it is not a chunk of rows")
     table, start = whole[0], whole[1]
     if not (isinstance(table, list) and all(type(name) is str for name in table) and len(table) <= 2 * MOST_ROWS):
-        raise ValueError("its table of names is not one")
+        raise ValueError("its table of names is invalid")
     if not (type(start) is int and 0 <= start < MOST_TIME):
         raise ValueError("its time is out of bounds")
     numbers = {
@@ -216,7 +216,7 @@ def wide(column: Any, count: int, name: str, low: int, high: int) -> _Int64s:
         ValueError: it is no column, or not of such values.
     """
     if not (isinstance(column, list) and len(column) == 2 and type(column[0]) is int and type(column[1]) is bytes):
-        raise ValueError(f"its column {name} is not one")
+        raise ValueError(f"its column {name} is invalid")
     base, raw = column
     width, odd = divmod(len(raw), count)
     if odd or width not in (0, 1, 2, 4, 8) or not low <= base < high:

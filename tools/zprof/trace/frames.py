@@ -118,9 +118,9 @@ def opened(frame: Frame, payload: bytes) -> bytes:
     try:
         unzipped = machine.decompress(payload, bound)
     except zlib.error:
-        raise ValueError("it does not unzip") from None
+        raise ValueError("it cannot be decompressed") from None
     if not machine.eof or machine.unused_data:
-        raise ValueError(f"it unzips to more than {bound} bytes, or ends early")
+        raise ValueError(f"it decompresses to more than {bound} bytes, or ends early")
     return unzipped
 
 

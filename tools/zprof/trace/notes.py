@@ -53,7 +53,7 @@ class Notes:
             nbytes = len(payload)
             pair = unpacked(payload)
             if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is str and type(pair[1]) is dict):
-                raise ValueError("it is no note")
+                raise ValueError("it is not a note")
             note = Note(pair[0], pair[1])
         except ValueError as error:
             self._file.damaged(offset, str(error))

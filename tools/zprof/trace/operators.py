@@ -140,7 +140,7 @@ def events_of(notes: Sequence[Mapping[str, Any]]) -> Events:
         if total + count > MOST_EVENTS:
             raise ValueError(f"over {MOST_EVENTS:,} operators")
         if not isinstance(names, list) or not all(type(name) is str for name in names) or len(names) > 3 * count:
-            raise ValueError("its table of names is not one")
+            raise ValueError("its table of names is invalid")
         if not isinstance(columns, dict):
             raise ValueError("it has no columns")
         found = {

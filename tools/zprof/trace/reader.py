@@ -172,7 +172,7 @@ class Trace:
         file, header = _begun(self.path)
         # One that began anew at another level holds other rows.
         if _of_run(header) != _of_run(self.header):
-            raise TraceError(f"{self.path}: expected the run that was watched, found another; open it anew")
+            raise TraceError(f"{self.path}: expected the run that was watched, found another; open it again")
         self.file.close()
         self.file = file
         self._notes = Notes(file)

@@ -106,7 +106,7 @@ class Writer:
             try:
                 payload = packed([name, dict(body)])
             except (ValueError, TypeError, OverflowError, RecursionError) as error:
-                self._warn("plain", f"note {name} is no map of plain values and was dropped: {str(error)[:80]}")
+                self._warn("plain", f"note {name} is not a map of plain values and was dropped: {str(error)[:80]}")
                 return
             bound = most(FrameKind.NOTE)
             if len(payload) > bound:
@@ -159,7 +159,7 @@ class Writer:
                 self._turned.wait()
             if self._pending:
                 self.dropped_rows += len(self._pending)
-                self._warn("rows", f"{len(self._pending)} rows were dropped for want of memory ({self._lacking})")
+                self._warn("rows", f"{len(self._pending)} rows were dropped for lack of memory ({self._lacking})")
             self._limit = 1 << 62
             self.note("end", {"exit": exit, "reason": reason[:_MOST_REASON], "dropped_rows": self.dropped_rows})
             self._stop()
@@ -194,7 +194,7 @@ class Writer:
             self.dropped_rows += len(rows)
             return []
         if "numpy" not in sys.modules and not _numpy_fits():
-            raise MemoryError("too little to load numpy, whose libraries would end the process")
+            raise MemoryError("too little to load numpy, whose libraries would abort the process")
         # Only now: a script that is recorded may still want to say how numpy starts.
         from zprof.trace.columns import encoded, fits
 
@@ -205,7 +205,7 @@ class Writer:
             lost = len(rows) if len(right) == len(rows) else len(rows) - len(right)
             frames = self._frames(right, sequence) if right and len(right) < len(rows) else []
             self.dropped_rows += lost
-            self._warn("rows", f"{lost} rows are no rows and were dropped: {str(error)[:80]}")
+            self._warn("rows", f"{lost} rows are invalid and were dropped: {str(error)[:80]}")
             return frames
         if len(payload) > most(FrameKind.ROWS):
             # Only names of thousands of bytes each do this; a single row always fits.

@@ -59,7 +59,7 @@ def write(traces: Iterable[Trace], path: Path) -> Written:
     # Its reader is another user.
     committed(path, exposition(families), mode=0o644)
     count = sum(len(family.samples) for family in families)
-    said = f"{counted(count, 'sample')}; put it into a node exporter's --collector.textfile.directory, its name ending in .prom"
+    said = f"{counted(count, 'sample')}; put it into a node exporter's --collector.textfile.directory, named *.prom"
     return Written(said, missing)
 
 

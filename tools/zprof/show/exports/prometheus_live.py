@@ -28,8 +28,8 @@ LIVE = {
         Measure("step.recent_ms", "ms", "more", f"The median of the last {RECENT_STEPS} optimizer steps."),
         Measure("tokens.recent_per_second", "count", "less", "Tokens of the model's input, a second of that; of this rank."),
         Measure("samples.recent_per_second", "count", "less", "Samples of the model's input, a second of that; of this rank."),
-        Measure("exposed.recent_percent", "%", "more", f"Share of {_RECENT} in which the training threads stood waiting."),
-        Measure("exposed.recent.ms_per_step", "ms", "more", f"Time they stood waiting, a step, over {_RECENT}."),
+        Measure("exposed.recent_percent", "%", "more", f"Share of {_RECENT} in which the training threads waited."),
+        Measure("exposed.recent.ms_per_step", "ms", "more", f"Time they waited, a step, over {_RECENT}."),
         Measure("rss", "bytes", "more", "Resident memory of the process."),
         Measure("cgroup", "bytes", "more", "Memory of the process's cgroup."),
         Measure("pinned", "bytes", "more", "Page-locked host memory."),
@@ -49,10 +49,10 @@ _SAMPLED = {
 }
 #: Of each GPU: what the sampler calls it -> name, meaning, and what to multiply by.
 _GPU = {
-    "memory used": ("zprof_gpu_memory_used_bytes", "Memory of the GPU in use, by its vendor's library.", 1.0),
-    "utilisation": ("zprof_gpu_utilisation_ratio", "Share of time in which the GPU ran any kernel, by the same.", 1e-2),
-    "power": ("zprof_gpu_power_watts", "What the GPU draws, by the same.", 1e-3),
-    "temperature": ("zprof_gpu_temperature_celsius", "How hot the GPU is, by the same.", 1.0),
+    "memory used": ("zprof_gpu_memory_used_bytes", "Memory of the GPU in use, from its vendor's library.", 1.0),
+    "utilisation": ("zprof_gpu_utilisation_ratio", "Share of time in which the GPU ran any kernel, from the same.", 1e-2),
+    "power": ("zprof_gpu_power_watts", "Power draw of the GPU, from the same.", 1e-3),
+    "temperature": ("zprof_gpu_temperature_celsius", "Temperature of the GPU, from the same.", 1.0),
 }
 
 

@@ -74,7 +74,7 @@ def write(traces: Sequence[Trace], path: Path) -> Written:
                 drawn += len(track.places)
     profiles = [profile for profile in profiles if profile["endValue"] > profile["startValue"]]
     if not profiles:
-        raise TraceError(f"{traces[0].path}: expected bytes held or spans, found none; speedscope cannot draw nothing")
+        raise TraceError(f"{traces[0].path}: expected bytes held or spans, found none: there is nothing to draw")
     body = {
         "$schema": _SCHEMA,
         "name": text(traces[0].path.name),

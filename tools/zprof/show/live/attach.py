@@ -70,7 +70,7 @@ def _recording(found: Attached) -> list[str]:
     if begun:
         lines.append(f"begun and not ended: {', '.join(begun[:6])}{', ...' if len(begun) > 6 else ''}")
     if doing.last_ns is not None and not doing.waits:
-        lines.append(f"last seen to do anything {as_duration(max(0, found.time_ns - doing.last_ns))} ago")
+        lines.append(f"last recorded activity {as_duration(max(0, found.time_ns - doing.last_ns))} ago")
     return lines
 
 

@@ -62,7 +62,7 @@ def _group(group: Group, known: Mapping[str, Look], elapsed_s: float, sources: S
         lines.append(f"  its worker pid {worker.pid} is in {where}")
     before = known.get(look.label)
     if group.motion in (Motion.STILL, Motion.WORKS) and before is not None and (used := busy_text(before, look, elapsed_s)):
-        lines.append(f"  used meanwhile: {used}")
+        lines.append(f"  used in between: {used}")
     return lines
 
 
@@ -75,7 +75,7 @@ def _state(group: Group) -> str:
     if group.motion is Motion.WAITS:
         said = f"waits in {group.wait}{_for(group)}" if len(group.looks) == 1 else f"wait in {group.wait}{_for(group)}"
     elif group.motion is Motion.STILL:
-        said = "stands still, in no collective" if len(group.looks) == 1 else "stand still, in no collective"
+        said = "stuck, in no collective"
         if group.wait:
             said += f": waits for {group.wait}"
     if look.process is not None and look.process.state in (State.STOPPED, State.TRACED, State.UNINTERRUPTIBLE):

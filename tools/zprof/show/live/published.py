@@ -132,7 +132,7 @@ class _File:
     def begin(self) -> None:
         shown = f"--prometheus-file {self._path}"
         if self._path.suffix != ".prom":
-            raise Problem(f"{shown}: expected a name that ends in .prom, which node exporters read; name it so")
+            raise Problem(f"{shown}: expected a name that ends in .prom, which node exporters read; rename it")
         if os.path.lexists(self._path) and not _ours(self._path):
             raise Problem(f"{shown}: expected no file, or one of zprof's, found another; remove it, or name another")
         try:
@@ -151,7 +151,7 @@ class _File:
             # Full, or its folder is gone: the script goes on, and the next try may do better.
             if not self._told:
                 self._told = True
-                click.echo(f"zprof: {self._path}: cannot be written: {error.strerror}; figures there are old", err=True)
+                click.echo(f"zprof: {self._path}: cannot be written: {error.strerror}; its figures are out of date", err=True)
 
     def remove(self) -> None:
         """Unless somebody put another file there."""

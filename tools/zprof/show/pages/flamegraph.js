@@ -168,7 +168,7 @@ function described(each) {
   const name = each.small ? `${each.small} smaller parts of ${fullName(each.node)}` : fullName(each.node);
   const of = each.small ? tier.nbytes[each.node] : above >= 0 ? tier.nbytes[above] : tier.total;
   return [el("b", {}, isLeaf(each.node) ? dot(tier.categories[tier.category[each.node]]) : "", name), el("table", {},
-    [["bytes", bytes(each.nbytes)], [`of ${tier.tier}`, share(each.nbytes, tier.total)], ["of what it is part of", share(each.nbytes, of)]]
+    [["bytes", bytes(each.nbytes)], [`of ${tier.tier}`, share(each.nbytes, tier.total)], ["of its parent", share(each.nbytes, of)]]
       .map(([label, value]) => el("tr", {}, el("td", {}, label), el("td", { class: "num" }, value))))];
 }
 
@@ -241,11 +241,11 @@ start(() => {
   if (!DATA.tiers.length) {
     main.append(el("section", {}, el("p", { class: "note" }, "This run recorded no memory: nothing was placed by the runtime. Record with zprof run --level alloc to see every storage.")));
   } else {
-    main.append(el("section", { "aria-labelledby": "flame-title" }, el("div", { class: "head" }, el("h2", { id: "flame-title" }, `Bytes by ${DATA.by}`), el("div", { class: "legend", id: "legend" }), el("span", { class: "say" }, `click a ${DATA.by} to look into it, again to come back`)),
-      el("nav", { class: "crumbs", id: "crumbs", "aria-label": `Shown ${DATA.by}` }), el("div", { class: "plot", id: "flame", role: "img", "aria-label": `Bytes by ${DATA.by}; the table below says the same` })),
-    el("section", { "aria-labelledby": "largest-title" }, el("div", { class: "head" }, el("h2", { id: "largest-title" }, "Largest of what is shown"), el("span", { class: "say", id: "largest-count" })),
+    main.append(el("section", { "aria-labelledby": "flame-title" }, el("div", { class: "head" }, el("h2", { id: "flame-title" }, `Bytes by ${DATA.by}`), el("div", { class: "legend", id: "legend" }), el("span", { class: "say" }, `click a ${DATA.by} to zoom in, again to zoom out`)),
+      el("nav", { class: "crumbs", id: "crumbs", "aria-label": `Shown ${DATA.by}` }), el("div", { class: "plot", id: "flame", role: "img", "aria-label": `Bytes by ${DATA.by}; the table below shows the same` })),
+    el("section", { "aria-labelledby": "largest-title" }, el("div", { class: "head" }, el("h2", { id: "largest-title" }, "Largest shown"), el("span", { class: "say", id: "largest-count" })),
       el("div", { class: "scroll", tabindex: "0", role: "group", "aria-labelledby": "largest-title" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "part"), el("th", { scope: "col", class: "num" }, "bytes"), el("th", { scope: "col", class: "num" }, "of the tier"), el("th", { scope: "col" }, el("span", { class: "sr" }, "show")))), el("tbody", { id: "largest-body" })))));
-    if (DATA.tiers.some((tier) => tier.least)) main.append(el("p", { class: "note" }, DATA.tiers.filter((tier) => tier.least).map((tier) => `On ${tier.tier}, parts below ${bytes(tier.least)} are put together.`).join(" ")));
+    if (DATA.tiers.some((tier) => tier.least)) main.append(el("p", { class: "note" }, DATA.tiers.filter((tier) => tier.least).map((tier) => `On ${tier.tier}, parts below ${bytes(tier.least)} are merged.`).join(" ")));
     fillLegend();
   }
   themed.push(redraw);

@@ -208,13 +208,13 @@ def _notes(reads: Sequence[Analysis], clocks: Sequence[RankClock]) -> list[str]:
     walled = sum(clock.by == "wall" for clock in clocks)
     if walled:
         of = f"{walled} of {len(clocks)} ranks are from another host or boot"
-        notes.append(f"{of}: set beside the first by the wall clock.")
+        notes.append(f"{of}: aligned with the first by the wall clock.")
     notes += proven_lines(clocks)
     for read in reads:
         header = read.trace.header
         rank = f"rank {header.rank}"
         if header.simulated:
-            notes.append(f"Predicted, on no hardware: {header.simulated}; this rank stands for all {header.world}.")
+            notes.append(f"Predicted, not measured: {header.simulated}; this rank stands for all {header.world}.")
         if read.table.open is not None:
             count = len(read.table.open)
             ended = f"{count:,} spans had" if count > 1 else "1 span had"

@@ -22,7 +22,7 @@ function fillMemoryLegend() {
   const view = runs.length ? viewOf(runs[0]) : null;
   legend.replaceChildren(...(view ? [
     ...view.series.map((part) => legendButton(part.name, part.name, part.name)),
-    ...(apart(view) ? [el("span", { class: "entry soft", id: "band" }, "lower band, a scale of its own:")] : []),
+    ...(apart(view) ? [el("span", { class: "entry soft", id: "band" }, "lower band, with its own scale:")] : []),
     ...(view.explained ? [legendButton("explained", EXPLAINED, "explained")] : []),
     ...(view.remainder ? [legendButton("unexplained", "unexplained remainder", "unexplained")] : []),
     ...view.lines.map((line, i) => legendButton(line.name, line.name, i ? "soft" : "measured", i ? "dashed" : "dotted")),
@@ -110,11 +110,11 @@ function fillUnits() {
 }
 
 function unitTable() {
-  const all = UNITS.all > UNITS.name.length ? `the ${UNITS.name.length.toLocaleString("en")} weightiest of ${plural(UNITS.all, "unit")}` : plural(UNITS.all, "unit");
+  const all = UNITS.all > UNITS.name.length ? `the ${UNITS.name.length.toLocaleString("en")} largest of ${plural(UNITS.all, "unit")}` : plural(UNITS.all, "unit");
   const made = section("units", "Units and modules", el("span", { class: "say" }, `${RANKS ? `of the ${plural(DATA.runs.length, "rank")} drawn: ` : ""}${all}; a click on a heading sorts, Find filters`));
   if (UNITS.unseen) made.append(el("p", { class: "note" }, `Waits: ${UNITS.unseen}.`));
   if (!COLUMNS.length) {
-    made.append(el("p", { class: "note" }, "Nothing was recorded of any unit."));
+    made.append(el("p", { class: "note" }, "No unit was recorded."));
     return made;
   }
   if (DATA.report.remedies.length) made.append(el("ul", { class: "note", id: "advice" }, DATA.report.remedies.map((line) => el("li", {}, line))));

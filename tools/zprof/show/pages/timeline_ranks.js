@@ -148,8 +148,8 @@ function ranksSection() {
       if (found && found.at === pressed.at) showRank(found.at);
       pressed = null;
     }, true);
-    made.append(node, el("p", { class: "note" }, `Dots are ranks, beside them how many have which value; the strip below is blue where a rank is below the median, red where it is above, full at ${2 * ODD} robust deviations. Hover names a rank, a click has its figures.${RANKS.count > MOST_COLUMNS ? " Ranks that share a column are shown by the one farthest from the median." : ""}`));
-  } else made.append(el("p", { class: "note" }, "Nothing was recorded in which ranks can be compared."));
+    made.append(node, el("p", { class: "note" }, `Dots are ranks, with a histogram of their values; the strip below is blue where a rank is below the median, red where it is above, full at ${2 * ODD} robust deviations. Hover names a rank, a click shows its figures.${RANKS.count > MOST_COLUMNS ? " Ranks that share a column are shown by the one farthest from the median." : ""}`));
+  } else made.append(el("p", { class: "note" }, "Nothing was recorded by which ranks can be compared."));
   made.append(el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Ranks" }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", { scope: "col", class: "num" }, "rank"), el("th", { scope: "col" }, "host"), RANKS.figures.map((figure) => el("th", { scope: "col", class: "num" }, figure.name)), el("th", { scope: "col" }, "stands out in"), el("th", { scope: "col" }, "drawn below"))),
     el("tbody", { id: "ranks-body" }))),

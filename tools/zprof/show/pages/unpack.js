@@ -26,7 +26,7 @@ function run(text) {
 
 (async () => {
   try {
-    if (typeof DecompressionStream === "undefined") throw new Error("this browser cannot unpack what is in it; Chrome or Edge 80, Firefox 113 and Safari 16.4 and newer can");
+    if (typeof DecompressionStream === "undefined") throw new Error("this browser cannot unpack its data; Chrome or Edge 80, Firefox 113 and Safari 16.4 and newer can");
     DATA = JSON.parse(await unpacked("data"));
     run(await unpacked("plotly"));
     if (typeof Plotly === "undefined") throw new Error("the browser did not run plotly.js, which is in the page");

@@ -81,7 +81,7 @@ def children_lines(found: Mapping[str, Any], shm_bytes: float | None) -> Iterato
         more = len(found["who"]) - _MOST_NAMED
         yield f"held most: {', '.join(named)}{f', and {more} more' if more > 0 else ''}"
     if found["unread"]:
-        yield f"{found['unread']} of them may not be read: counted with all that they share"
+        yield f"{found['unread']} of them cannot be read: counted with all the memory they share"
     if found["zombies"] >= _MANY_ZOMBIES:
         yield f"{found['zombies']} of them had ended and were not waited for"
 
@@ -108,7 +108,7 @@ def recorded_rows(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...
     for child in found:
         which = f"rank {child['rank']} of {child['world']}" if child["world"] > 1 else "a process"
         end = child["end"]
-        ended = "killed, or goes on" if end is None else "well"
+        ended = "killed, or still running" if end is None else "normally"
         if end is not None and end["exit"]:
             ended = f"exit code {end['exit']} {end['reason']}"
         began = f"{as_moment(child['began_s'] * 1e9)}: {child['since']}"

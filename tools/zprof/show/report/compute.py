@@ -88,7 +88,7 @@ def compute_lines(run: Mapping[str, Any], most: int) -> list[Any]:
 def _lines(did: Mapping[str, Any]) -> list[str]:
     took, seconds = as_duration(did["step_s"] * 1e9), did["step_s"]
     again = 1 - did["model_flops"] / did["flops"]
-    beside = f"; {again:.0%} of them computed again, or by the optimizer" if again >= 0.005 else ""
+    beside = f"; {again:.0%} of them recomputed, or in the optimizer" if again >= 0.005 else ""
     dtypes = ", ".join(f"{_flops(flops)} in {dtype or 'integers'}" for dtype, flops in did["dtypes"].items())
     lines = [f"{_flops(did['flops'])} a step of {took}: {_flops(did['flops'] / seconds)}/s{beside} ({dtypes})"]
     if did["tokens"] is not None:
@@ -102,14 +102,14 @@ def _lines(did: Mapping[str, Any]) -> list[str]:
         lines.append(f"of {reached['hardware']}: MFU {reached['mfu']:.1%}, HFU {reached['hfu']:.1%}")
         floor, compute, memory = (as_duration(reached[name] * 1e9) for name in ("floor_s", "compute_s", "memory_s"))
         bound = f"{compute} bound by compute, {memory} by memory"
-        lines.append(f"its least time for these operations is {floor} of the {took}: {bound}")
+        lines.append(f"it needs at least {floor} of the {took} for these operations: {bound}")
         if reached["joules"] is not None:
             lines.append(f"energy by the profile's watts: about {reached['joules']:,.3g} J a step and device")
         if reached["price"] is not None:
             each = f", {1e6 * reached['price'] / did['tokens']:,.3g} US dollars a million tokens" if did["tokens"] else ""
             lines.append(f"price by the profile: {reached['price']:,.3g} US dollars a step and device{each}")
     if did["uncounted"]:
-        lines.append(f"not counted, for they have no formula: {', '.join(did['uncounted'])}")
+        lines.append(f"not counted, because they have no formula: {', '.join(did['uncounted'])}")
     return lines
 
 

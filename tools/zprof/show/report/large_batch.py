@@ -69,7 +69,7 @@ def advised(found: Body) -> list[str]:
             "a batch k times as large; warm up, and expect less near the end of that range"
         )
     elif 2 * scale >= batch:
-        lines.append("the batch is about as large as pays: a larger one saves few steps; keep the learning rate")
+        lines.append("the batch is about as large as is useful: a larger one saves few steps; keep the learning rate")
     else:
         lines.append(
             f"the batch is {batch / scale:.3g} times the noise scale: one of about {scale:,} takes about "

@@ -47,17 +47,17 @@ def _all(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"zprof run --children record {script}", why
     large = [line for line in run["reconciliation"] if line["said_bytes"] > 0 and line["bytes"] > LARGE * line["said_bytes"]]
     if run["simulated"]:
-        why = "predicted beside measured, of a run by zprof run --level alloc"
+        why = "compares the prediction with a run by zprof run --level alloc"
         yield f"zprof diff {shlex.quote(run['file'])} run.zprof", why
     if run["level"] == "events" and any("unexplained" in line["name"] for line in large):
-        yield _recorded_again(report), "a good part of memory is not explained; this level sees every storage"
+        yield _recorded_again(report), "much of the memory is not explained; this level sees every storage"
     if any(line["name"].startswith("reserved") for line in large):
-        yield f"zprof frag {shlex.quote(run['file'])}", "the allocator reserved a good part that is not in use"
+        yield f"zprof frag {shlex.quote(run['file'])}", "much of what the allocator reserved is not in use"
     if len(report["runs"]) > MANY and ranks["outliers"]:
         pair = " ".join(f"--rank {rank}" for rank in _farthest_and_nearest(ranks))
-        yield f"zprof timeline {files} {pair}", "draws the rank that stands out most beside the one nearest to the median"
+        yield f"zprof timeline {files} {pair}", "draws the rank that stands out most next to the one nearest to the median"
     if run["waits"]:
-        yield f"zprof timeline {files}", "shows each wait beside the compute it holds up"
+        yield f"zprof timeline {files}", "shows each wait next to the compute it delays"
     if run["rates"] and not run["simulated"] and not any(rate["bench_bytes_per_s"] for rate in run["rates"]):
         yield "zprof bench", "measures what this machine can do, for the bandwidths to compare with"
     if run["tiers"]:

@@ -92,7 +92,7 @@ def _table(ran: Mapping[str, Any], rows: list[Mapping[str, Any]], by: str) -> Ta
         cells += [] if kernels else [as_duration(row["host_ns"])]
         cells += [as_duration(row["device_ns"]) if row["device_ns"] else "-"] if gpu or kernels else []
         # Several of another thread's may run at once, and none of them takes the step's time.
-        cells += ["beside" if row["beside"] else f"{share:.1%}"]
+        cells += ["-" if row["beside"] else f"{share:.1%}"]
         cells += [_rate(row["flops_per_s"])] if rates else []
         mostly = f"(thread {row['beside']})" if row["beside"] else row["mostly"] or "-"
         cells += [] if grouped else [_fitted(mostly, _MOSTLY)]
@@ -112,7 +112,7 @@ def _lines(ran: Mapping[str, Any]) -> Iterator[str]:
     yield f"the host was in operators {inside / step:.0%} of the {took}{rest}{': ' + where if where else ''}"
     for sync in ran["syncs"][:_MOST_BESIDE]:
         times = f"{sync['call']} {sync['calls']:.3g} times {each}, {as_duration(sync['ns'])}"
-        waits = "waits for the device" if ran["devices"] else "reads a value, for which the host waits where a GPU has it"
+        waits = "waits for the device" if ran["devices"] else "reads a value, which makes the host wait if it is on a GPU"
         yield f"{waits}: {times}: {sync['where']}"
     if ran["syncs"] and not ran["stack"]:
         yield "record with --ops-stack to see the lines that wait"
@@ -128,13 +128,13 @@ def _lines(ran: Mapping[str, Any]) -> Iterator[str]:
 
 def _reasons(idle: Mapping[str, Any], step: float) -> str:
     said = {
-        "launch": "the host had not called for anything yet (launch-bound)",
+        "launch": "the host had not launched anything yet (launch-bound)",
         "sync": "the host waited for it first",
         "device": "it waited for a stream or a copy",
     }
     parts = [f"{ns / step:.0%} {said[reason]}" for reason, ns in idle["reasons"].items() if ns >= 0.005 * step]
     modules = [f"{name} {ns / step:.0%}" for name, ns in idle["modules"].items() if ns >= 0.005 * step][:_MOST_BESIDE]
-    return "; ".join([*parts, *([f"mostly before {', '.join(modules)}"] if modules else [])]) or "too little to tell why"
+    return "; ".join([*parts, *([f"mostly before {', '.join(modules)}"] if modules else [])]) or "too short to say why"
 
 
 def _fitted(name: str, most: int) -> str:

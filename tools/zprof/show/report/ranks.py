@@ -104,7 +104,7 @@ def ranks_lines(ranks: Mapping[str, Any], top: int | None = None, *, simulated: 
         if peaks[high] > peaks[low]:
             lines.append(Text(f"{tier}: rank {high} peaks {as_size(peaks[high] - peaks[low])} above rank {low}"))
     if ranks["stragglers"] is None:
-        lines.append(Text("who is slow, and who waits for whom, was not seen: see below what is not recorded"))
+        lines.append(Text('which rank is slow, and who waits for whom, was not seen: see "not recorded" below'))
     stragglers = ranks["stragglers"] or ()
     for slow in stragglers[:_MOST_LINES]:
         more = slow["work_ns"] / slow["median_ns"] - 1
@@ -115,10 +115,10 @@ def ranks_lines(ranks: Mapping[str, Any], top: int | None = None, *, simulated: 
     if ranks["skew"]:
         lines.append(_skew(ranks, top or _MOST_SKEWS))
         if ranks["skew_every"] > 1:
-            lines.append(Text(f"late ranks: by 1 of {ranks['skew_every']} collectives of each unit, as many as fit in memory"))
+            lines.append(Text(f"late ranks: from 1 in {ranks['skew_every']} collectives of each unit, to fit in memory"))
     elsewhere = [str(clock["rank"]) for clock in ranks["clocks"] if clock["by"] == "wall"]
     if elsewhere:
-        lines.append(Text(f"rank(s) {_listed(elsewhere)}: put beside the first by wall clock, so skews may be clock error"))
+        lines.append(Text(f"rank(s) {_listed(elsewhere)}: aligned with the first by wall clock, so skews may be clock error"))
     lines += map(Text, proven_lines([Clock(**clock) for clock in ranks["clocks"]]))
     moved = [clock for clock in ranks["clocks"] if clock["by"] == "wall" and abs(clock["drift_ns"]) > MOST_DRIFT_NS]
     for clock in sorted(moved, key=lambda clock: -abs(clock["drift_ns"]))[:_MOST_LINES]:
@@ -144,10 +144,10 @@ def proven_lines(clocks: Sequence[Clock]) -> list[str]:
     for (least, most), mine in list(of_host.items())[:_MOST_LINES]:
         off = mine[0].wall_ns - mine[0].offset_ns
         wrong = f"its wall clock is {as_duration(abs(off))} {'behind' if off < 0 else 'ahead of'} the first rank's"
-        within = f"put beside it by collectives, to within {as_duration((most - least + 1) // 2)}"
+        within = f"corrected by collectives, to within {as_duration((most - least + 1) // 2)}"
         lines.append(f"rank(s) {_listed([clock.rank for clock in mine])}: {wrong}; {within}")
     if len(of_host) > _MOST_LINES:
-        lines.append(f"and {len(of_host) - _MOST_LINES:,} more hosts whose wall clocks are wrong, put right by collectives")
+        lines.append(f"and {len(of_host) - _MOST_LINES:,} more hosts whose wall clocks are wrong, corrected by collectives")
     return lines
 
 

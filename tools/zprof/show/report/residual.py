@@ -100,7 +100,7 @@ def _activations(
         yield _row("activations", "device", None, None, None if again else here)
     if again:
         found = (None, None) if inputs is None else inputs
-        yield _row("of it, inputs of recomputed units", "device", found[0], found[1], here, "zhooks")
+        yield _row("of which inputs of recomputed units", "device", found[0], found[1], here, "zhooks")
     for row in _of("activation", "activations", ledger, tiers):
         if row["tier"] != "device":
             yield row | {"formula_bytes": formula if row["tier"] == tier else None}

@@ -167,7 +167,7 @@ def _headroom(run: Run, tier: str, held: Mapping[str, Any]) -> tuple[str, bool]:
     if held["memory_bytes"] is not None:
         reserved = round(run["measures"]["cuda.reserved.peak"] or 0)
         left = held["memory_bytes"] - max(taken, reserved)
-        beside = f" beside the {as_size(reserved)} that the allocator reserved" if reserved > taken else ""
+        beside = f" on top of the {as_size(reserved)} that the allocator reserved" if reserved > taken else ""
         word = f"{as_size(left)} left{beside}" if left >= 0 else f"{as_size(-left)} more than that"
         return f"the device has {as_size(held['memory_bytes'])}: {word}", left < 0
     gpu = " and no hardware profile of this GPU is known" if tier == "device" and run["device"] != "cpu" else ""

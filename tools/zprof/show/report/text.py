@@ -256,12 +256,13 @@ def _residual(run: Run) -> list[Any]:
     drawing = _table(*columns, ("seen by", "left"))
     for row in rows:
         figures = ["-" if row[key] is None else sized(row[key]) for key in ("bytes", "peak_bytes", "formula_bytes")]
-        drawing.add_row(Text(plain(row["name"])), row["tier"], *figures, plain(row["seen_by"] or "nobody"))
+        drawing.add_row(Text(plain(row["name"])), row["tier"], *figures, plain(row["seen_by"] or "not seen"))
     lines: list[Any] = [drawing]
     if found["formula"]:
         lines.append(Text(f"formula: {plain(found['formula']['words'])}"))
         if found["formula"]["korthikanti_bytes"] is not None:
-            lines.append(Text(f"Korthikanti's, in 16 bits with dropout: {sized(found['formula']['korthikanti_bytes'])}"))
+            bound = sized(found["formula"]["korthikanti_bytes"])
+            lines.append(Text(f"by Korthikanti's formula, in 16 bits with dropout: {bound}"))
     if any(row["bytes"] is None for row in rows):
         lines.append(Text("activations were not seen: record with --level alloc"))
     return lines
@@ -279,7 +280,7 @@ def _reconciled(run: Run) -> list[Any]:
         said = f"{line['said']} {sized(line['said_bytes'])} - {line['against']} {sized(line['against_bytes'])}"
         lines.append(Text(f"{said} = {amount}, at {as_moment(line['at_s'] * 1e9)}\n    likely: {line['likely']}"))
     if not lines:
-        lines.append(Text("the process was not sampled near the peak: the ledger cannot be held against it"))
+        lines.append(Text("the process was not sampled near the peak: the ledger cannot be compared with it"))
     if run["rss"]:
         rss = run["rss"]
         most = f"{sized(rss['peak_bytes'])} at most ({as_moment(rss['at_s'] * 1e9)})"
@@ -345,8 +346,8 @@ def _loading(run: Run, most: int) -> list[Any]:
     found = run["data"]
     if not found or not found["loaders"]:
         return []
-    headings = (("loader", "left"), ("workers", "right"), ("a step", "right"), ("of it first batches", "right"))
-    drawing = _table(*headings, ("starting workers", "right"))
+    headings = (("loader", "left"), ("workers", "right"), ("wait a step", "right"), ("for first batches", "right"))
+    drawing = _table(*headings, ("for starting workers", "right"))
     for row in list(loading_rows(found))[:most]:
         drawing.add_row(*(Text(plain(cell)) for cell in row))
     advice = (Text(f"remedy: {plain(line)}") for line in found["advice"])
@@ -362,7 +363,7 @@ def _waits_in_all(figures: dict[str, float]) -> list[Any]:
         if first == "exposed" and unit == "ms_per_step" and value:
             sums[kind.replace("_", " ")] = value
     terms = ", ".join(f"{kind} {_took(sums[kind])}" for kind in sorted(sums, key=lambda kind: -sums[kind]))
-    return [Text(f"of it, a step: {terms}")] if terms else []
+    return [Text(f"waiting a step, by cause: {terms}")] if terms else []
 
 
 def _took(ms: float) -> str:
@@ -426,11 +427,11 @@ def _doubts(run: Run) -> Iterator[str]:
     if run["damage"]:
         yield plain(run["damage"])
     if run["dropped_rows"]:
-        yield f"{run['dropped_rows']:,} recorded rows are not in the file: figures away from peaks are less sure"
+        yield f"{run['dropped_rows']:,} recorded rows are not in the file: figures away from peaks are less accurate"
     if run["below_zero"]:
         yield f"{run['below_zero']:,} series end below zero: frees were recorded whose allocations were not"
     if run["end"] is None:
-        yield "has no end: the run was killed, or is still going on"
+        yield "has no end: the run was killed, or is still running"
     elif run["end"]["exit"]:
         reason = f" ({plain(run['end']['reason'])})" if run["end"]["reason"] else ""
         yield f"the run ended with exit code {plain(run['end']['exit'])}{reason}"
