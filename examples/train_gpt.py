@@ -169,7 +169,7 @@ def open_ranks(device: str) -> Iterator[Ranks]:
     """Join the other processes under torchrun, over NCCL if each has a GPU, else over Gloo; alone without torchrun."""
     local_world, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if device == "cuda" and gpus < local_world:
-        raise click.UsageError(f"--device cuda: expected {local_world} GPUs, one a rank, found {gpus}")
+        raise click.UsageError(f"--device cuda: expected {local_world} GPUs, one per rank, found {gpus}")
     use_cuda = device != "cpu" and gpus >= local_world
     mine = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
     if use_cuda:

@@ -24,6 +24,7 @@ __all__ = [
     "as_duration",
     "as_moment",
     "as_size",
+    "counted",
     "format_amount",
     "format_size",
     "one_line",
@@ -99,6 +100,11 @@ def as_size(nbytes: int) -> str:
             value = nbytes / unit
             return f"{nbytes // unit if nbytes % unit == 0 else f'{value:.3g}' if value < 999.5 else f'{value:.0f}'} {name}"
     return f"{nbytes} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """"1 unit", "1,024 units"; for nouns whose plural ends in s."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def as_duration(ns: float, digits: int = 3) -> str:

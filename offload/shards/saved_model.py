@@ -20,6 +20,7 @@ from offload.shards.file import Entry, ShardReader
 from offload.shards.manifest import read_manifest
 from offload.shards.saved_layout import Places, SavedFlat, SavedLayout, SavedParam, UnknownPlacesError, read_flats
 from offload.shards.saved_states import flat_states, groups_of, number_states, state_key
+from offload.text import counted
 
 __all__ = ["SavedModel"]
 
@@ -119,7 +120,7 @@ class SavedModel:
         """
         left = self.document().get("left out")
         if left:
-            found = f"{len(left)} quantised parameters, such as {next(iter(left))}, of which it has only checksums"
+            found = f"{counted(len(left), 'quantised parameter')}, such as {next(iter(left))}, of which it has only checksums"
             raise self._refused(found)
         self._places()
         entries = [Entry(param.name, flat.dtype, param.shape) for flat in self.flats for param in flat.params]

@@ -249,7 +249,7 @@ def test_batches_of_different_lengths_are_no_leak() -> None:
 def test_growth_that_was_not_seen_is_none_and_says_why() -> None:
     short = trained(a_list_of_outputs, steps=4)
     assert short.growth() is None
-    assert short.unseen["growth.bytes_per_step"] == "4 optimizer steps were recorded: growth is seen from 5 on"
+    assert short.unseen["growth.bytes_per_step"] == "4 optimizer steps recorded: growth is seen from 5 on"
     coarse = trained(a_list_of_outputs, level="events")
     assert coarse.growth() is None and "record with --level alloc" in coarse.unseen["growth.bytes_per_step"]
 

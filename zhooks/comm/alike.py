@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import SimulationError
+from offload.text import counted
 
 __all__ = ["combined", "gathered", "reduced", "scattered"]
 
@@ -73,5 +74,6 @@ def scattered(outputs: Sequence[Tensor], given: Tensor) -> None:
     """
     if any(output.numel() != given.numel() for output in outputs):
         sizes, count = [output.numel() for output in outputs], given.numel()
-        raise SimulationError(f"simulate: expected {count} elements from every rank, as all send the same; found {sizes}.")
+        wanted = counted(count, "element")
+        raise SimulationError(f"simulate: expected {wanted} from every rank, as all send the same; found {sizes}.")
     gathered([outputs], [given])

@@ -260,7 +260,7 @@ def _once(message: Message) -> None:
 
 
 def _label(call: Call, sequence: int, nbytes: int) -> bytes:
-    return f"{call.what} {call.key} (call {sequence}, {nbytes} bytes)".encode()[: LABEL_BYTES - 1] + b"\0"
+    return f"{call.what} {call.key} (call {sequence}, {nbytes} B)".encode()[: LABEL_BYTES - 1] + b"\0"
 
 
 def _count(nbytes: int, slot: int) -> int:

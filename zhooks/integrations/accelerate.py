@@ -18,7 +18,7 @@ from torch import nn
 
 from offload.errors import CheckpointError, PolicyError
 from offload.policy import Policy
-from offload.text import shown_path
+from offload.text import counted, shown_path
 from zhooks.attach import Attachment, attach
 from zhooks.compiled import uncompiled
 from zhooks.integrations.marks import NO_SYNC, mark, unmark
@@ -283,11 +283,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         saved.check_noted(folder)
         if any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders):
             raise CheckpointError(
-                f"load {shown_path(folder)}: expected {saved.ranks} ranks as saved, found {self.num_processes}: the state of a "
-                "stateful data loader belongs to one rank. Resume on as many ranks, or do not set use_stateful_dataloader."
+                f"load {shown_path(folder)}: expected {counted(saved.ranks, 'rank')} as saved, found {self.num_processes}: "
+                "the state of a stateful data loader belongs to one rank. Resume on as many ranks, or do not set "
+                "use_stateful_dataloader."
             )
-        counted = [one for one in self._schedulers if one.step_with_optimizer and not one.split_batches]
-        if counted:
+        stepping = [one for one in self._schedulers if one.step_with_optimizer and not one.split_batches]
+        if stepping:
             instead = (
                 "A prepared scheduler steps once per rank: keep each rank's batch and gradient_accumulation_steps, or do not "
                 "prepare the scheduler and step it yourself."

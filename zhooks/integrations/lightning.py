@@ -17,7 +17,7 @@ import torch
 
 from offload.errors import AttachError, CheckpointError, PolicyError
 from offload.policy import Policy
-from offload.text import shown_path
+from offload.text import counted, shown_path
 from zhooks.attach import Attachment, attach
 from zhooks.integrations.required import require
 from zhooks.integrations.weights import whole_weights
@@ -209,9 +209,9 @@ class ZhooksStrategy(DDPStrategy):
         done = batches.get("current", {}).get("processed", 0)
         if fitting and ranks != self.world_size and done and not batches.get("is_last_batch"):
             raise CheckpointError(
-                f"load {shown_path(checkpoint_path)}: expected {ranks} ranks as saved, or a checkpoint from the end of an "
-                f"epoch, found {self.world_size} and one after {done} batches per rank. Resume on as many, or save when "
-                "epochs end."
+                f"load {shown_path(checkpoint_path)}: expected {counted(ranks, 'rank')} as saved, or a checkpoint from the "
+                f"end of an epoch, found {self.world_size} and one after {done} batch(es) per rank. Resume on as "
+                "many, or save when epochs end."
             )
         return checkpoint
 

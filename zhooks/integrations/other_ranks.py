@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError
-from offload.text import shown_path
+from offload.text import counted, shown_path
 from zhooks.checkpoint import generators, restore, saved_extra
 
 __all__ = ["RandomStates", "SavedBy", "saved_by"]
@@ -49,7 +49,7 @@ class SavedBy:
         if not self.facts:
             raise CheckpointError(
                 f"load {shown_path(folder)}: expected as many ranks as saved ({self.ranks}), because an older release did not "
-                f"record what its steps were. Resume on {self.ranks} ranks, and save again."
+                f"record what its steps were. Resume on {counted(self.ranks, 'rank')}, and save again."
             )
 
     def check_same(self, folder: str | os.PathLike[str], what: str, key: str, here: Any, instead: str) -> None:
@@ -60,8 +60,8 @@ class SavedBy:
         """
         if self.facts.get(key) != here:
             raise CheckpointError(
-                f"load {shown_path(folder)}: expected {what} of the checkpoint of {self.ranks} ranks, {self.facts.get(key)}, "
-                f"found {here}. {instead}"
+                f"load {shown_path(folder)}: expected {what} of the checkpoint of {counted(self.ranks, 'rank')}, "
+                f"{self.facts.get(key)}, found {here}. {instead}"
             )
 
 

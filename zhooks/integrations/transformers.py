@@ -16,7 +16,7 @@ from torch import nn
 
 from offload.errors import CapabilityError, CheckpointError, PolicyError
 from offload.policy import Policy
-from offload.text import shown_path
+from offload.text import counted, shown_path
 from zhooks.attach import Attachment
 from zhooks.integrations.accelerate import SHARDS, Accelerator, bare_optimizer
 from zhooks.integrations.automatic import filled
@@ -217,8 +217,8 @@ class ZeroMixin:
         strategy = "group_by_length" if by_length else getattr(self.args, "train_sampling_strategy", "random")
         if strategy not in ("random", "sequential"):
             raise CheckpointError(
-                f"load {shown_path(shards)}: expected {saved.ranks} ranks as saved, found {self.args.world_size}: which "
-                f"examples were seen under {strategy} depends on each rank's batch. Resume on as many, or set "
+                f"load {shown_path(shards)}: expected {counted(saved.ranks, 'rank')} as saved, found {self.args.world_size}: "
+                f"which examples were seen under {strategy} depends on each rank's batch. Resume on as many, or set "
                 "ignore_data_skip=True."
             )
         instead = (

@@ -32,6 +32,7 @@ from offload.device import computes_on_host
 from offload.errors import BudgetError, ShardedOpError, ZhooksError
 from offload.events import HERE, Bus
 from offload.store import Block, BlockRange, Lease, Mode, Store
+from offload.text import counted
 from offload.tier import Tier
 from zhooks.layout import Kind
 from zhooks.optim.choose_kernel import Choice
@@ -173,7 +174,7 @@ class Updater:
                     fetched.close()
         except ZhooksError as error:
             if done or isinstance(error, ShardedOpError):
-                lost = f"{done} of {len(updates)} units had been updated in this step"
+                lost = f"{done} of {counted(len(updates), 'unit')} had been updated in this step"
                 advice = ": load the last checkpoint, or continue under a larger budget (attachment.apply)"
                 error.args = (f"{str(error).rstrip('.')}. {lost}{advice if done and isinstance(error, BudgetError) else ''}.",)
             raise

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.policy import Policy
-from offload.text import toml_value
+from offload.text import counted, toml_value
 from offload.tier import Tier
 from zhooks.comm import Comm
 from zhooks.compiled import named_modules
@@ -52,7 +52,7 @@ def describe(
     padding = sum(flat.layout.padding for unit in units for flat in unit.flats)
     on_tp = " on this tp rank" if comm.tp.axis.world > 1 else ""
     lines.append(
-        f"{len(units)} units, {numel:,} elements{on_tp}, {padding:,} of padding ({padding / max(1, numel):.3%}); "
+        f"{counted(len(units), 'unit')}, {numel:,} elements{on_tp}, {padding:,} of padding ({padding / max(1, numel):.3%}); "
         f"{_axes(comm)}; transport {comm.shard.name}."
     )
     if payload is not None:
@@ -60,12 +60,12 @@ def describe(
     lines.extend(_scaled(scaling, any(flat.kind.compute is torch.float16 for unit in units for flat in unit.flats)))
     if named := ignored.named:
         count, few = sum(param.numel() for param in named.values()), ", ".join(list(named)[:3])
-        lines.append(f"Ignored, and not reduced: {len(named)} parameters, {count:,} elements ({few}).")
+        lines.append(f"Ignored, and not reduced: {counted(len(named), 'parameter')}, {count:,} elements ({few}).")
     if ignored.unnamed:
         names = [name for name in ignored.frozen if name in ignored.unnamed]
         kinds = ", ".join(sorted({ignored.frozen[name].kind for name in names}))
         lines.append(
-            f"Frozen tensor subclasses (quantised), left as they are on every rank: {len(names)} parameters, "
+            f"Frozen tensor subclasses (quantised), left as they are on every rank: {counted(len(names), 'parameter')}, "
             f"{sum(map(ignored.nbytes, names)) / 2**20:,.2f} MiB ({', '.join(names[:3])}: {kinds})."
         )
     lines.extend(_divided(units, policy))

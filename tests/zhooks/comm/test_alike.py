@@ -45,6 +45,6 @@ def test_tensors_of_the_host_get_what_alike_ranks_would_give_them() -> None:
         assert made(dist.scatter, torch.zeros(1), ones).tolist() == [1]
         assert made(dist.all_gather_object, [None, None], {"a": 1}) == [{"a": 1}] * 2
         assert made(dist.reduce, torch.ones(1), 0).tolist() == [2]
-        with pytest.raises(SimulationError, match=r"expected 1 elements from every rank, as all send the same; found \[1, 3\]"):
+        with pytest.raises(SimulationError, match=r"expected 1 element from every rank, as all send the same; found \[1, 3\]"):
             dist.all_to_all_single(torch.zeros(4), torch.arange(4.0), [1, 3], [1, 3])
         dist.barrier()

@@ -104,7 +104,7 @@ def test_a_step_that_finds_no_room_for_new_states_says_that_it_had_updated() -> 
     model = build()
     attached = zhooks.attach(model, policy={**tiered("host"), "budget": {"host": 6000}})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with pytest.raises(BudgetError, match="1 of 1 units had been updated in this step"):
+    with pytest.raises(BudgetError, match="1 of 1 unit had been updated in this step"):
         step(model, optimizer)
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}
     attached.detach()

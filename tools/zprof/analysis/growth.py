@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from offload.text import counted
 from zprof.analysis.coverage import Coverage, Unseen
 from zprof.analysis.curves import NO_KEY, module_of
 from zprof.analysis.operators import unfollowed
@@ -81,13 +82,14 @@ def growth(ledger: Ledger, steps: Steps, covered: Coverage) -> tuple[Grown, ...]
     if (unseen := covered.steps()) is not None:
         return unseen
     if steps.count < LEAST_STEPS:
-        return Unseen(f"{steps.count} optimizer steps were recorded: growth is seen from {LEAST_STEPS} on")
+        return Unseen(f"{counted(steps.count, 'optimizer step')} recorded: growth is seen from {LEAST_STEPS} on")
     ends = np.arange(1, steps.count)
     for begin_ns, end_ns in unfollowed(ledger.trace):
         # What was made there is met when it is over.
         ends = ends[(steps.issued[ends, 1] <= begin_ns) | (steps.issued[ends, 1] > end_ns)]
     if len(ends) < LEAST_STEPS - 1:
-        return Unseen(f"storages were followed to the end of {len(ends)} steps: growth is seen from {LEAST_STEPS - 1} on")
+        followed = f"storages were followed to the end of {counted(len(ends), 'step')}"
+        return Unseen(f"{followed}: growth is seen from {LEAST_STEPS - 1} on")
     numbers = ends[np.unique(np.linspace(0, len(ends) - 1, min(MOST_POINTS, len(ends))).astype(np.int64))]
     levels = np.array([ledger.at(int(end_ns)) for end_ns in steps.issued[numbers, 1]])
     groups: dict[tuple[str, str], list[int]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.text import as_duration, as_size
+from offload.text import as_duration, as_size, counted
 from zprof.analysis.coverage import NOT_MEASURED
 from zprof.analysis.curves import NO_KEY
 from zprof.analysis.following import RunFollower, Seen
@@ -82,7 +82,8 @@ def _drawn(seen: Seen | None, unfinished: str) -> Any:
         return Group(*parts, Text("zprof: waiting for the first rows", style="dim"))
     text = f"zprof: {as_duration(round(seen.elapsed_s) * 1e9)}"
     if seen.steps:
-        text += f", {seen.steps} steps" + (f" of {as_duration(seen.step_ms * 1e6)}" if seen.step_ms is not None else "")
+        each = f" of {as_duration(seen.step_ms * 1e6)}" if seen.step_ms is not None else ""
+        text += f", {counted(seen.steps, 'step')}{each}"
     if "rss" in seen.samples:
         text += f", rss {as_size(seen.samples['rss'])}"
     if seen.samples.get("children count"):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offload.budget import Machine
-from offload.text import as_size
+from offload.text import as_size, counted
 from zprof.rows import Row, TraceError
 from zprof.trace.frames import MAGIC, MOST_ROWS, FrameKind, most, packed, sealed
 from zprof.trace.header import Header
@@ -95,7 +95,7 @@ class Writer:
         with self._lock:
             self.dropped_rows += count
             self.note(LOST, {"rows": self.dropped_rows})
-            self._warn("lost", f"{count:,} rows were dropped, because writing the trace took too long; training went on")
+            self._warn("lost", f"dropped {counted(count, 'row')}, because writing the trace took too long; training went on")
 
     def note(self, name: str, body: Mapping[str, object]) -> None:
         """Write a named map of plain values after all rows taken so far; one of more than 16 MiB is dropped with a warning."""
@@ -159,7 +159,7 @@ class Writer:
                 self._turned.wait()
             if self._pending:
                 self.dropped_rows += len(self._pending)
-                self._warn("rows", f"{len(self._pending)} rows were dropped for lack of memory ({self._lacking})")
+                self._warn("rows", f"dropped {counted(len(self._pending), 'row')} for lack of memory ({self._lacking})")
             self._limit = 1 << 62
             self.note("end", {"exit": exit, "reason": reason[:_MOST_REASON], "dropped_rows": self.dropped_rows})
             self._stop()
@@ -205,7 +205,7 @@ class Writer:
             lost = len(rows) if len(right) == len(rows) else len(rows) - len(right)
             frames = self._frames(right, sequence) if right and len(right) < len(rows) else []
             self.dropped_rows += lost
-            self._warn("rows", f"{lost} rows are invalid and were dropped: {str(error)[:80]}")
+            self._warn("rows", f"dropped {counted(lost, 'row')} as invalid: {str(error)[:80]}")
             return frames
         if len(payload) > most(FrameKind.ROWS):
             # Only names of thousands of bytes each do this; a single row always fits.

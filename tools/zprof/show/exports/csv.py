@@ -13,8 +13,9 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
+from offload.text import counted
 from zprof.rows import RowKind
-from zprof.show.exports.exported import Written, counted, lost
+from zprof.show.exports.exported import Written, lost
 from zprof.trace.reader import Trace
 from zprof.writing import committing
 

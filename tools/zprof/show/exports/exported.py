@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Order = NDArray[np.intp]
 
 __all__ = [
-    "MOST_SPANS", "Read", "Track", "Written", "afford", "counted", "fairly", "full", "lost", "one_by_one", "read",
+    "MOST_SPANS", "Read", "Track", "Written", "afford", "fairly", "full", "lost", "one_by_one", "read",
     "rows_of", "shifts", "text", "tracks", "unit_of",
 ]  # fmt: skip
 
@@ -237,11 +237,6 @@ def rows_of(begin_ns: Ints, end_ns: Ints, places: list[int], *, nested: bool) ->
                 rows.append([place])
                 opened.append([end])
     return rows, left
-
-
-def counted(number: int, noun: str) -> str:
-    """"1 span", "2,000 spans"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def full(what: str, key: str) -> str:

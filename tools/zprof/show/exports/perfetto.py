@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from offload.text import as_duration
-from zprof.show.exports.exported import Read, Written, afford, counted, full, lost, read, shifts, text, tracks, unit_of
+from offload.text import as_duration, counted
+from zprof.show.exports.exported import Read, Written, afford, full, lost, read, shifts, text, tracks, unit_of
 from zprof.show.exports.perfetto_operators import OperatorLines
 from zprof.trace.reader import Trace
 from zprof.writing import committing

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import CapabilityError
+from offload.text import counted
 from zprof.analysis.analysis import Analysis
 from zprof.analysis.measures import MEASURES, Measure, measures, numbers
-from zprof.show.exports.exported import Written, counted, lost, text
+from zprof.show.exports.exported import Written, lost, text
 from zprof.trace.families import family_of
 from zprof.trace.reader import Trace
 from zprof.writing import committed

@@ -10,9 +10,10 @@ import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
+from offload.text import counted
 from zprof.allocator.recordings import snapshot_of
 from zprof.allocator.snapshot import plain
-from zprof.show.exports.exported import Written, counted, lost
+from zprof.show.exports.exported import Written, lost
 from zprof.trace.reader import Trace
 from zprof.writing import committed
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from offload.text import counted
 from zprof.analysis.bandwidth import VERBS
 from zprof.analysis.ledger import Ledger
 from zprof.rows import BEFORE_STACK, TraceError
-from zprof.show.exports.exported import Read, Track, Written, afford, counted, full, lost, read, shifts, text, tracks
+from zprof.show.exports.exported import Read, Track, Written, afford, full, lost, read, shifts, text, tracks
 from zprof.trace.reader import Trace
 from zprof.writing import committed
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import CapabilityError
+from offload.text import counted
 from zprof.analysis.analysis import Analysis
 from zprof.rows import TraceError
-from zprof.show.exports.exported import Written, counted, full, lost, text, unit_of
+from zprof.show.exports.exported import Written, full, lost, text, unit_of
 from zprof.trace.reader import Trace
 
 __all__ = ["write"]

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload.text import as_duration, as_moment, as_size
+from offload.text import as_duration, as_moment, as_size, counted
 from zprof.analysis.coverage import NOT_MEASURED
 from zprof.analysis.outliers import MANY
 from zprof.show.report.children import children_lines, children_rows, recorded_rows
@@ -133,7 +133,7 @@ def _heading(report: Mapping[str, Any], run: Run) -> Iterator[Text]:
     yield Text(plain(" ".join(run["argv"]) or "(no command)"), style="bold")
     where = f"rank {run['rank']} of {run['world']}, {run['host']}, {run['device']}"
     steps = run["steps"]["count"]
-    took = f"{as_duration(run['duration_s'] * 1e9)}, {f'{steps} steps' if steps else 'no optimizer step'}"
+    took = f"{as_duration(run['duration_s'] * 1e9)}, {counted(steps, 'step') if steps else 'no optimizer step'}"
     chosen = f" ({run['level_chosen']})" if run["level_chosen"] else ""
     yield Text(plain(f"{where}; level {run['level']}{chosen}; {took}; {run['rows']:,} rows; {run['file']}"))
     if many:
