@@ -19,7 +19,7 @@ TRAINS = "tests/a/test_loop.py::test_it_trains"
 SAVES = "tests/a/test_loop.py::test_it_saves"
 
 
-def product(test: str = TRAINS, **factors: tuple[Hashable, ...]) -> list[Case]:
+def product(test: str = TRAINS, /, **factors: tuple[Hashable, ...]) -> list[Case]:
     return [Case(test, dict(zip(factors, row, strict=True))) for row in itertools.product(*factors.values())]
 
 
