@@ -36,7 +36,7 @@ def test_doctor_finds_this_machine_fit_and_every_line_has_a_status_and_a_finding
     assert {"NVML", "torch build", "/dev/shm", "processors", "transparent huge pages"} <= set(found)
     for finding in found.values():
         assert finding["status"] in ("ok", "warn") and finding["found"].isprintable()
-        assert bool(finding["mend"]) == (finding["status"] == "warn"), finding
+        assert bool(finding["remedy"]) == (finding["status"] == "warn"), finding
 
 
 def test_the_text_is_plain_and_gives_the_remedy_below_its_line(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_gpu_is_told_with_its_driver_and_a_broken_one_with_its_mend(
     assert failed <= {"driver"} and done.returncode == (4 if failed else 0) and not done.stderr, done.stderr
     if "ret_init" in values:
         assert found["NVML"]["status"] == "warn" and found["NVML"]["found"].startswith("no driver (")
-        assert "--gpus all" in found["NVML"]["mend"] and "GPU 0" not in found
+        assert "--gpus all" in found["NVML"]["remedy"] and "GPU 0" not in found
     elif "lost" in values:
         assert found["NVML"]["status"] == "warn" and "GPU is lost" in found["NVML"]["found"]
     else:

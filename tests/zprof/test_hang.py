@@ -126,7 +126,7 @@ def test_ranks_that_wait_for_one_that_sleeps_are_told_with_unit_time_and_its_lin
     ranks = {rank["rank"]: rank for rank in whole["ranks"]}
     assert whole["hang"] and whole["finding"] == "missing" and whole["world"] == 2
     assert ranks[0]["waits"]["what"] == "wait gather" and ranks[0]["waits"]["for_s"] > 0.3 and ranks[0]["steps"] == 3
-    assert ranks[0]["place"]["kind"] == "collective" and ranks[1]["waits"] is None and ranks[1]["motion"] == "stands still"
+    assert ranks[0]["place"]["kind"] == "collective" and ranks[1]["waits"] is None and ranks[1]["motion"] == "stuck"
     # Both were killed now, and what they waited for is in what they left.
     after = zprof("hang", tmp_path)
     assert after.exit_code == 3

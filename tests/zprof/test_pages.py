@@ -231,7 +231,7 @@ def test_a_page_says_first_what_the_report_says_first(zprof: Zprof) -> None:
     report = json.loads(zprof("report", "run.zprof", "--json").stdout)
     shown = data_of(Path("run.timeline.html"))["report"]
     assert shown["summary"] == told["summary"] == report["summary"] and len(report["summary"]) >= 4
-    assert shown["not_recorded"] == report["runs"][0]["not_recorded"] and shown["remedies"] == report["runs"][0]["mends"]
+    assert shown["not_recorded"] == report["runs"][0]["not_recorded"] and shown["remedies"] == report["runs"][0]["remedies"]
     assert shown["step_ms"] == report["runs"][0]["measures"]["step.median_ms"]
 
 

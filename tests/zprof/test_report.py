@@ -90,7 +90,7 @@ def test_the_keys_of_version_1_stay(report: Report) -> None:
     assert set(told["runs"][0]) == words(
         "file rank world simulated host device level level_chosen argv versions duration_s rows dropped_rows damage below_zero "
         "bench_problem end steps tiers residual reconciliation growth compute operators rss children recorded_children "
-        "measures unseen not_recorded waits mends data rates large_batch oom"
+        "measures unseen not_recorded waits remedies data rates large_batch oom"
     )
     assert set(told["runs"][0]["tiers"]["device"]) == words(
         "bytes at_s step peak_bytes budget_bytes memory_bytes groups categories not_recorded holders"

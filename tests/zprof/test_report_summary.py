@@ -50,7 +50,7 @@ def test_every_figure_is_one_of_the_report(zprof: Zprof) -> None:
     assert found["waits"]["figure"] == f"{run['measures']['exposed.percent']:.1f} %"
     first = run["waits"][0]
     assert f"mostly for {first['what']} {first['unit']}, " in found["waits"]["what"]
-    assert found["waits"]["act"] and found["waits"]["remedy"] == run["mends"][0]
+    assert found["waits"]["act"] and found["waits"]["remedy"] == run["remedies"][0]
     assert found["device"]["figure"] == f"{round(run['tiers']['device']['bytes'] / MIB)} MiB"
     assert "activation 116 MiB" in found["device"]["what"] and "in step 0" in found["device"]["what"]
     assert found["device"]["what"].endswith("headroom not known: no [budget] was set")

@@ -131,7 +131,7 @@ def report(
         not_recorded[]  lines: what no figure here includes
         waits[]   null if not seen; what unit ms_per_step waits longest_ms
                   settings[]
-        mends[]   lines
+        remedies[] lines
         data      waits for data loaders, null if not seen: ms_per_step percent cores busy
                   (of a core, each worker) queued (of the time, without one) loaders[]{name workers batch prefetch
                   persistent pinned ms_per_step first_ms_per_step starting_ms_per_step

@@ -56,8 +56,8 @@ class Finding:
     remedy: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """As ``--json`` prints it, where the remedy is called ``mend``."""
-        return {"name": self.name, "status": self.status, "found": self.found, "mend": self.remedy}
+        """As ``--json`` prints it."""
+        return {"name": self.name, "status": self.status, "found": self.found, "remedy": self.remedy}
 
 
 def software_findings() -> Iterator[Finding]:

@@ -33,7 +33,7 @@ class Motion(Enum):
     GONE = "gone"
     #: In a wait for other ranks, or for the device, at both looks.
     WAITS = "waits"
-    STILL = "stands still"
+    STILL = "stuck"
     #: At the same place, and busy there.
     WORKS = "works"
     MOVES = "moves"

@@ -146,7 +146,7 @@ def _report(report: Body) -> dict[str, Any]:
     runs = report["runs"]
     first = foremost(runs)
     named = {run["rank"]: f"rank {run['rank']}: " if len(runs) > 1 else "" for run in runs}
-    remedies = [f"{named[run['rank']]}{line}" for run in runs for line in run["mends"]]
+    remedies = [f"{named[run['rank']]}{line}" for run in runs for line in run["remedies"]]
     return {
         "summary": report["summary"],
         "unreadable": report["unreadable"],

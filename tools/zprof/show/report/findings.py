@@ -188,7 +188,7 @@ def _run(
         "not_recorded": [*covered.lines(), *([f"step 0: {steps.unseen}"] if steps.unseen is not None else [])],
         "waits": None if covered.waits() else list(_waits(analysis, most)),
         "data": None if isinstance(data, Unseen) else loading_body(data),
-        "mends": [] if covered.waits() else list(analysis.advice.lines),
+        "remedies": [] if covered.waits() else list(analysis.advice.lines),
         "rates": _rates(analysis),
         "bench_problem": analysis.bench_problem,
         "large_batch": large_batch(ledger),

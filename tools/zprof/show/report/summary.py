@@ -124,7 +124,7 @@ def _waits(run: Run) -> Iterator[Finding]:
         yield _finding("waits", f"{share:.1f} %", what)
         return
     settings = f"look at {', '.join(first['settings'][:2])}" if first["settings"] else ""
-    advice = run["data"]["advice"] if first["what"] == "data" and run["data"] else run["mends"]
+    advice = run["data"]["advice"] if first["what"] == "data" and run["data"] else run["remedies"]
     remedy = next(iter(advice), settings)
     yield _finding("waits", f"{share:.1f} %", what, remedy, act=True)
 

@@ -339,7 +339,7 @@ def _times(run: Run, most: int) -> list[Any]:
     if len(run["waits"]) > most:
         drawing.add_row(f"and {len(run['waits']) - most} more", "", "", "", "")
         lines += _waits_in_all(figures)
-    return [*lines, drawing, *(Text(f"remedy: {plain(line)}") for line in run["mends"])]
+    return [*lines, drawing, *(Text(f"remedy: {plain(line)}") for line in run["remedies"])]
 
 
 def _loading(run: Run, most: int) -> list[Any]:
