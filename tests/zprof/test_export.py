@@ -346,7 +346,7 @@ def test_tensorboard_reads_every_scalar(export: Export) -> None:
 def test_a_folder_is_replaced_only_where_it_is_an_earlier_export(export: Export) -> None:
     path = write_trace(Path("run.zprof"), sample_rows())
     well(export(path, "--format", "tensorboard", "-o", "logs"))
-    assert "is there already" in refused(export(path, "--format", "tensorboard", "-o", "logs"))
+    assert "exists already" in refused(export(path, "--format", "tensorboard", "-o", "logs"))
     well(export(path, "--format", "tensorboard", "-o", "logs", "--force"))
     (Path("logs") / "rank0" / "mine.txt").write_text("kept")
     assert "found something else" in refused(export(path, "--format", "tensorboard", "-o", "logs", "--force"))

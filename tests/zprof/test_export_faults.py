@@ -123,7 +123,7 @@ def test_an_output_that_cannot_be_is_one_line_and_leaves_nothing_behind(export: 
     path = write_trace(Path("run.zprof"), sample_rows(level="alloc"), level="alloc")
     Path("there").write_text("kept")
     Path("folder").mkdir()
-    assert "there: is there already" in refused(export(path, "--format", kind, "-o", "there"))
+    assert "there: exists already" in refused(export(path, "--format", kind, "-o", "there"))
     assert "expected a folder missing, found none" in refused(export(path, "--format", kind, "-o", "missing/out"))
     assert "cannot be written" in refused(export(path, "--format", kind, "-o", "/proc/zprof-export"))
     if kind != "tensorboard":

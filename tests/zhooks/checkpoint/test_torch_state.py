@@ -178,7 +178,7 @@ def test_a_state_dict_that_differs_by_rank_is_refused_on_all_before_anything_is_
         "nothing": {},
     }
     for name, other in others.items():
-        with pytest.raises(zhooks.CheckpointError, match="every rank to load a state dict of the same names"):
+        with pytest.raises(zhooks.CheckpointError, match="every rank to load a state dict with the same names"):
             job.model.load_state_dict(other if last else good, strict=False)
         assert same(job.values(), before), name
     with pytest.raises(zhooks.CheckpointError, match="every rank to load"):

@@ -69,8 +69,8 @@ def export(runs: tuple[Path, ...], kind: str, output: Path | None, force: bool) 
                     columns what and key as text.
     prometheus      The measures of `zprof check` as gauges, in bytes, seconds and
                     ratios, for a node exporter's textfile folder.
-    tensorboard     Bytes, step times and samples as scalars of 32 bits, one run per
-                    rank; the step is the millisecond of the recording.
+    tensorboard     Bytes, step times and samples as scalars of 32 bits, one run
+                    per rank; the step is the millisecond of the recording.
 
     \b
     Examples:
