@@ -61,7 +61,7 @@ class Stateful:
         """What the attachment knew of the model is over once it is detached, and would be read or written in vain."""
         if self._undo is None:
             raise AttachError(
-                f"{verb}: expected an attached model, found one that was detached already. Attach it again first."
+                f"{verb}: expected an attached model, found one that was detached already. To go on training, attach it again."
             )
         if self._torn:
             raise AttachError(

@@ -247,7 +247,7 @@ class Ring:
         for rank in late:
             count = int(self._head[rank][0])
             last = bytes(self._labels[rank][(count - 1) % self._slots]).partition(b"\0")[0] if count else b""
-            made = f"last made {last.decode(errors='replace')}" if last else "has made no call yet"
+            made = f"last called {last.decode(errors='replace')}" if last else "has made no call yet"
             said.append(f"rank {self._axis.ranks[rank]} {made}")
         return "; ".join(said) or "the peers have not read what this rank sent"
 
