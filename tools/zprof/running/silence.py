@@ -18,7 +18,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from offload.text import as_duration, one_line
+from offload.text import as_duration, counted, one_line
 from zprof.clock import now_ns
 from zprof.living.stacks import OWN_THREADS
 
@@ -119,7 +119,7 @@ class Silence:
 
 
 def _in_words(doing: Doing) -> str:
-    said = [f"{doing.steps:,} step{'' if doing.steps == 1 else 's'} done"]
+    said = [f"{counted(doing.steps, 'step')} done"]
     if doing.unit is not None:
         said.append(f"in unit {one_line(doing.unit)}")
     if doing.waits:

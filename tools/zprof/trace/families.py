@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offload.text import counted
 from zprof.rows import TraceError
 from zprof.trace.children import without_children
 
@@ -51,7 +52,7 @@ class Family:
             return None
         which = f" of run {self.name}" if self.name else ""
         attempt = f", started {self.attempts} times" if self.attempts > 1 else ""
-        count = f"{len(self.paths):,} trace{'' if len(self.paths) == 1 else 's'}{which}{attempt}"
+        count = f"{counted(len(self.paths), 'trace')}{which}{attempt}"
         return f"{where}: {count}, the newest here; {self.others:,} other{' is' if self.others == 1 else 's are'} left out"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from offload.text import as_duration, as_size, one_line, shown_path
+from offload.text import as_duration, as_size, counted, one_line, shown_path
 from zprof.living.attached import Attached
 from zprof.living.memory import Memory, as_json
 from zprof.living.places import of_script
@@ -56,7 +56,7 @@ def _recording(found: Attached) -> list[str]:
     doing = found.doing
     if doing is None or found.trace is None:
         return [f"not recorded by zprof{f': {found.unrecorded}' if found.unrecorded else ''}"]
-    said = [f"{doing.steps:,} step{'' if doing.steps == 1 else 's'} done"]
+    said = [f"{counted(doing.steps, 'step')} done"]
     if doing.in_step:
         said.append("in an optimizer's step")
     if doing.phase is not None:
