@@ -16,25 +16,21 @@ import torch
 from tests.architectures.sweep import Result, read, sweep, table
 from tests.architectures.train import JOB, Trained, close, differences
 from tests.support.ranks import Pool
+from tests.support.slow import slow
 
-#: Of every kind one: decoder, mixture, encoder-decoder, a cache in every forward, images, windows of images, speech, state
-#: space, two towers, a denoiser with skips, graphs.
+#: Of every kind one: decoder, mixture, encoder-decoder, images, state space, a denoiser with skips, graphs; a cache in every
+#: forward, windows of images, speech, two towers.
 SAMPLE = (
-    "transformers/llama", "transformers/mixtral", "transformers/t5", "transformers/xlm", "transformers/vit",
-    "transformers/swin", "transformers/wav2vec2", "transformers/mamba", "transformers/blip",
-    "diffusers/UNet2DConditionModel", "geometric/GATConv",
-)  # fmt: skip
-#: Those of them that a default run trains.
-FEW = (
     "transformers/llama", "transformers/mixtral", "transformers/t5", "transformers/vit", "transformers/mamba",
     "diffusers/UNet2DConditionModel", "geometric/GATConv",
+    *slow("transformers/xlm", "transformers/swin", "transformers/wav2vec2", "transformers/blip"),
 )  # fmt: skip
 MODES = ["eager", "host-recomputed"]
 WORLDS = pytest.mark.parametrize("world", [1, 2, 4], ids=["world1", "world2", "world4"])
 
 
 @WORLDS
-@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in SAMPLE if name not in FEW)])
+@pytest.mark.parametrize("name", SAMPLE)
 def test_it_trains_attached_exactly_as_plain(name: str, world: int, ranks: Callable[[int], Pool]) -> None:
     pytest.importorskip(name.partition("/")[0].replace("geometric", "torch_geometric"))
     built, verdicts = ranks(world).run(JOB, limit_s=600.0, name=name, modes=MODES)[0]

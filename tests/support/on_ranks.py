@@ -10,7 +10,6 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ from torch import nn
 from tests.support.ranks import LIMIT_S, Pool
 
 Job = Callable[..., Any]
+#: What `pytest.param` makes.
+_Param = type(pytest.param(None))
 
 
 def on_ranks(*worlds: int, limit_s: float = LIMIT_S, **choices: tuple[Any, ...]) -> Callable[[Job], Any]:
     """Run the function on every rank of each world, for each combination of ``choices``, given as keywords.
 
-    A choice that is made by ``slow`` is left to a run of the slow cases.
+    A choice of `slow` is left to a run of the slow cases.
     ``limit_s`` is for what may take longer than others: no job is given less than ``LIMIT_S``.
     """
 
@@ -49,23 +50,14 @@ def on_ranks(*worlds: int, limit_s: float = LIMIT_S, **choices: tuple[Any, ...])
     return decorate
 
 
-@dataclass(frozen=True, slots=True)
-class _Slow:
-    value: Any
-
-
-def slow(*values: Any) -> tuple[Any, ...]:
-    """Choices that a default run does without."""
-    return tuple(map(_Slow, values))
-
-
 def combinations(
     choices: Mapping[str, tuple[Any, ...]],
-) -> Iterator[tuple[dict[str, Any], list[str], list[pytest.MarkDecorator]]]:
+) -> Iterator[tuple[dict[str, Any], list[str], list[pytest.Mark | pytest.MarkDecorator]]]:
     """Each combination of ``choices``: the value of each, how each is named, and the marks of the whole."""
     for row in itertools.product(*choices.values()):
-        values = [choice.value if isinstance(choice, _Slow) else choice for choice in row]
-        marks = [pytest.mark.slow] if any(isinstance(choice, _Slow) for choice in row) else []
+        params = [choice if isinstance(choice, _Param) else pytest.param(choice) for choice in row]
+        values = [param.values[0] for param in params]
+        marks = [mark for param in params for mark in param.marks]
         yield dict(zip(choices, values, strict=True)), list(map(str, values)), marks
 
 

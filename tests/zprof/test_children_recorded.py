@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import forked
+from tests.support.slow import slow
 from tests.support.waiting import soon
 from tests.support.zprof_command import Zprof
 from tests.support.zprof_traces import HEADER, MIB, begun, sample_rows, write_trace
@@ -82,7 +83,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", *(pytest.param(way, marks=pytest.mark.slow) for way in ("forkserver", "spawn"))])
+@pytest.mark.parametrize("method", ["fork", *slow("forkserver", "spawn")])
 def test_ranks_that_a_script_spawns_are_recorded_as_ranks(method: str, tmp_path: Path, zprof: Zprof) -> None:
     done = record(RANKS, tmp_path, method)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import forked
+from tests.support.slow import slow
 from tests.support.waiting import soon
 from tests.support.zprof_command import NOT_LAUNCHED
 from tests.support.zprof_traces import HEADER, sample_rows, write_trace
@@ -58,10 +58,6 @@ def python(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=at, env=NOT_LAUNCHED, capture_output=True, text=True, timeout=600)
 
 
-def slowly(*values: Any) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
 def theirs(text: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("zprof: "))
 
@@ -72,7 +68,7 @@ def script(at: Path, text: str, name: str = "script.py") -> str:
     return name
 
 
-@pytest.mark.parametrize("mode", ["0", "7", "raise", "abort", *slowly("300", "text", "interrupt", "hook", "group", "_exit")])
+@pytest.mark.parametrize("mode", ["0", "7", "raise", "abort", *slow("300", "text", "interrupt", "hook", "group", "_exit")])
 def test_a_script_prints_raises_and_ends_as_under_plain_python(mode: str, tmp_path: Path) -> None:
     script(tmp_path, ENDINGS, "below/script.py")
     plain = python("below/script.py", mode, "--", "-f", at=tmp_path)
@@ -216,7 +212,7 @@ sys.exit(10 * len(heard) + len(set(heard)))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, *slowly(signal.SIGHUP, signal.SIGUSR1)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, *slow(signal.SIGHUP, signal.SIGUSR1)])
 def test_a_signal_sent_to_zprof_reaches_the_script_once(number: signal.Signals, tmp_path: Path) -> None:
     run = started(script(tmp_path, HEARS), number.name, at=tmp_path)
     run.send_signal(number)

@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from tests.support.slow import slow
 from tests.support.zprof_traces import HEADER, rows_of, sample_rows, write_trace
 from zprof.rows import Row, RowKind, TraceError
 from zprof.trace.columns import encoded
@@ -160,7 +161,7 @@ def resealed(data: bytes) -> bytes:
     return bytes(out)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 10))])
 def test_ten_times_a_thousand_mutated_files_are_read_or_refused_in_one_line(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     sources = []

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import zhooks
 from tests.support.inside import flats_of, runtime_of, short_waits
 from tests.support.moving import arranged
-from tests.support.on_ranks import folder, on_ranks, slow
+from tests.support.on_ranks import folder, on_ranks
+from tests.support.slow import slow
 from tests.support.values import full, same
 
 #: Long: nobody is given up but inside ``short_waits``.

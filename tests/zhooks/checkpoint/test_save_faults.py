@@ -37,9 +37,10 @@ from offload.text import as_size
 from tests.support.forked import python
 from tests.support.inside import checksum_of, units_of
 from tests.support.json_damage import mutate, places
-from tests.support.on_ranks import folder, from_first, on_ranks, place, slow
+from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.ranks import End, Pool
 from tests.support.resuming import Run
+from tests.support.slow import slow
 from tests.support.values import same
 
 SMALL = {"stage": 3, "units": {"min_numel": 0}}

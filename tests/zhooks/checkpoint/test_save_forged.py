@@ -23,8 +23,9 @@ import zhooks
 from offload.shards import Entry, ShardReader, ShardWriter, read_manifest, shard_name
 from tests.support.inside import checksum_of
 from tests.support.json_damage import mutate, places
-from tests.support.on_ranks import folder, from_first, on_ranks, place, slow
+from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.resuming import Run, stir
+from tests.support.slow import slow
 from tests.support.values import sharded
 
 POLICY = {"stage": 3, "units": {"min_numel": 0}, "precision": {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 8}}

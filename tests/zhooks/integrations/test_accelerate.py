@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import zhooks
 from tests.support.compiling import breaks, compiling, graphs
 from tests.support.launched import launched
-from tests.support.on_ranks import folder, hooks_left, on_ranks, place, slow
+from tests.support.on_ranks import folder, hooks_left, on_ranks, place
+from tests.support.slow import slow
 
 accelerate = pytest.importorskip("accelerate")
 

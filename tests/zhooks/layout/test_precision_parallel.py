@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zhooks
-from tests.support.on_ranks import on_ranks, slow
+from tests.support.on_ranks import on_ranks
 from tests.support.pipelines import Run
 from tests.support.pipelines import mesh_of as staged
+from tests.support.slow import slow
 from tests.support.tp_gpt import divide, plain_gpt
 from tests.support.tp_runs import FINE, attached, data_place, mean_over_data, mesh_of, train
 from tests.support.values import full, whole

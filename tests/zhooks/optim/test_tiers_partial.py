@@ -20,7 +20,8 @@ from offload.store import Block, Mode, Store
 from offload.store.lease import Lease
 from offload.store.transfer import as_bytes
 from offload.tier import Tier
-from tests.support.on_ranks import on_ranks, place, slow
+from tests.support.on_ranks import on_ranks, place
+from tests.support.slow import slow
 from zhooks.optim.numba_kernel import AdamRule
 
 STEPS = 6

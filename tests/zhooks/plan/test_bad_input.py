@@ -25,6 +25,7 @@ import zhooks
 from offload.events import Recorder
 from tests.support.on_ranks import from_first, hooks_left, on_ranks, place
 from tests.support.ranks import End, Pool
+from tests.support.slow import slow
 from tests.support.values import full, same
 
 
@@ -286,7 +287,7 @@ def run_alone(transport: str) -> str:
     return everybody[0]
 
 
-@pytest.mark.parametrize("transport", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("p2p", "stock"))])
+@pytest.mark.parametrize("transport", ["shm", *slow("p2p", "stock")])
 def test_a_rank_that_never_makes_a_call_the_others_make_is_an_error_in_time(transport: str, ranks2: Pool) -> None:
     outcomes = ranks2.attempt(f"{__name__}:run_alone", transport=transport)
     assert [outcome.end for outcome in outcomes] == [End.RETURNED] * 2, outcomes[0].text

@@ -22,7 +22,7 @@ import zhooks
 from offload.tier import Tier
 from offload.virtual import ACCELERATOR, HOST
 from tests.support.inside import store_of
-from tests.support.on_ranks import slow
+from tests.support.slow import slow
 from tests.support.virtual import machine, on_virtual
 
 WORLDS = (1, 2, 3, 4, 8, 64, 1000, 1024)

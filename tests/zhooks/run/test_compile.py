@@ -18,7 +18,8 @@ from torch._dynamo import compiled_autograd
 import zhooks
 from tests.support.compiling import breaks, compiling, graphs, restart
 from tests.support.inside import flats_of
-from tests.support.on_ranks import folder, on_ranks, place, slow
+from tests.support.on_ranks import folder, on_ranks, place
+from tests.support.slow import slow
 from tests.support.zoo import GPT, draw_tokens, next_token
 
 UNITS = {"min_numel": 0}
@@ -125,9 +126,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "recomputed from host": {"activation": {"checkpoint": "unit", "tier": "host", "min_bytes": 0}},
     "bf16": {"precision": {"param": "bf16"}},
 }
+#: Those of them that a default run trains.
+MAIN = ("bf16", "recomputed from host")
 
 
-@on_ranks(2, named=("bf16", "recomputed from host", *slow(*sorted(POLICIES.keys() - {"bf16", "recomputed from host"}))))
+@on_ranks(2, named=(*MAIN, *slow(*sorted(POLICIES.keys() - set(MAIN)))))
 @compiling()
 def test_compiled_blocks_train_under_every_policy_as_uncompiled_ones(named: str) -> None:
     policy = {"units": UNITS, **POLICIES[named]}

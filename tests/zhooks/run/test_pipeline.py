@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zhooks
 from offload.events import Recorder
 from tests.support.inside import comm_of, flats_of, plans_of, runtime_of
-from tests.support.on_ranks import on_ranks, slow
+from tests.support.on_ranks import on_ranks
 from tests.support.pipelines import (
     Run,
     batch_of,
@@ -29,6 +29,7 @@ from tests.support.pipelines import (
     parts,
     share,
 )
+from tests.support.slow import slow
 from zhooks.plan.device_budget import device_floor
 
 # Each has several micro-batches, and a change of momentum shows from the second on.

@@ -16,8 +16,9 @@ from torch.distributed.pipelining import PipelineStage
 
 import zhooks
 from offload.errors import AttachError, DivergenceError, PolicyError
-from tests.support.on_ranks import on_ranks, slow
+from tests.support.on_ranks import on_ranks
 from tests.support.pipelines import Pipeline, Run, batch_of, loss_of, mesh_of, mine_of, parts, pipeline, share
+from tests.support.slow import slow
 from tests.support.values import sharded
 
 #: A stage's methods are called one by one here; in newer torches a schedule also gives it the buffers that it receives into.

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import zhooks
 from offload.errors import BudgetError, DivergenceError
 from tests.support.inside import short_waits
-from tests.support.on_ranks import on_ranks, place, slow
+from tests.support.on_ranks import on_ranks, place
+from tests.support.slow import slow
 from zhooks.run.schedule import Path, Walk
 
 STEPS = 6
