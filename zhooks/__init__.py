@@ -4,6 +4,7 @@ Users import from here; everything else is implementation (see docs/architecture
 imports no optional library.
 """
 
+import zhooks.shadowed  # noqa: F401  (first: what follows imports offload)
 from offload.errors import (
     AttachError,
     BudgetError,
