@@ -313,19 +313,22 @@ class Stateful:
         Args:
             folder: one folder, or a list with those of all stages of a pipeline that was split differently; parameters are
                 found by name.
-            optimizer: as in ``save``; () leaves optimizers as they are.
+            optimizer: as in ``save``; () loads only the model and leaves optimizers as they are.
             objects: as in ``save``; {} ignores those in the file.
         Returns:
             What was saved as ``extra``.
         Raises:
-            CheckpointError: on every rank; the run is unchanged unless the message says that it is partly loaded.
+            CheckpointError: on every rank; the run is unchanged unless the message says that it is partly loaded.  Also if
+                optimizer states were saved and there is no optimizer yet.
         """
         self._check_at_rest("load")
         self._finish_saving("load")
         self._runtime.due()
         chosen = self._chosen("load", optimizer)
         self._check_reload("load", chosen)
-        live = AllRanks(self._comm.stage, "load", shown_path(folder)).run(lambda: self._live("load", chosen, objects))
+        model_only = optimizer is not None and not chosen
+        ranks = AllRanks(self._comm.stage, "load", shown_path(folder))
+        live = ranks.run(lambda: self._live("load", chosen, objects, model_only=model_only))
         with self._steps.changing("load"):
             extra = checkpoint.load(live, folder)
         self._loaded()
@@ -366,7 +369,13 @@ class Stateful:
             )
 
     def _live(
-        self, verb: str, optimizers: tuple[Any, ...], objects: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
+        self,
+        verb: str,
+        optimizers: tuple[Any, ...],
+        objects: Mapping[str, Any] | None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        model_only: bool = False,
     ) -> checkpoint.RunState:
         checkpoint.check_handed(verb, objects, extra)
         check_holds(optimizers, self.model, verb)
@@ -375,5 +384,5 @@ class Stateful:
         reducer = self._runtime.reducer
         return checkpoint.RunState(
             self.model, self._units, self._comm, reducer, self._bus, optimizers, objects, about, self._runtime.scaling,
-            partial(self._tiers.adopt, optimizers), self._rounding, self._ignored,
+            partial(self._tiers.adopt, optimizers), self._rounding, self._ignored, model_only,
         )

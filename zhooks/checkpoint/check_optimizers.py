@@ -70,15 +70,16 @@ class _Entry:
 
 def check_optimizers(run: RunState, sources: Sequence[Source]) -> list[OptimizerStates]:
     """What each optimizer shall hold, once it has been found to be like the one that was saved; nothing is changed."""
-    if not run.optimizers:
+    if run.model_only:
         return []
     kinds = [type(optimizer).__name__ for optimizer in run.optimizers]
     for source in sources:
         found = [str(one["type"]) for one in source.optimizers]
         if found != kinds:
+            what = "Pass the same ones in the same order" if kinds else "Build them before loading"
             raise CheckpointError(
                 f"load: expected the optimizers of the checkpoint ({', '.join(found) or 'none'}), "
-                f"found {', '.join(kinds)}. Pass the same ones in the same order, or optimizer=() to load only the model."
+                f"found {', '.join(kinds) or 'none'}. {what}, or pass optimizer=() to load only the model."
             )
     return [_check_optimizer(run, number, optimizer, sources) for number, optimizer in enumerate(run.optimizers)]
 

@@ -108,10 +108,10 @@ class _Content:
         states: list[Any] = []
         document = {
             "gradients": [None] * len(self.params), "partials": [None] * len(self.params), "states": states,
-            "optimizers": [_optimizer(self._run, self._saved, self._named)] if self._run.optimizers else [],
+            "optimizers": [] if self._run.model_only else [_optimizer(self._run, self._saved, self._named)],
             "buffers": dict.fromkeys(buffers, True), "modules": {}, "objects": {}, "rounding": {},
         }  # fmt: skip
-        if self._run.optimizers:
+        if not self._run.model_only:
             for number, param in enumerate(self.params.values()):
                 for key, values in _states(param).items():
                     name = state_name(number, 0, key, values.dtype)
@@ -279,7 +279,7 @@ def _options(
 
 def _other(saved: SavedRun, expected: str, found: str) -> CheckpointError:
     return CheckpointError(
-        f"load {saved.path}: expected {expected}, found {found}. Build the optimizer as it was built for DeepSpeed, or pass "
-        "optimizer=() to load only the model."
+        f"load {saved.path}: expected {expected}, found {found}. Build the optimizer as it was built for DeepSpeed before "
+        "loading, or pass optimizer=() to load only the model."
     )
 

@@ -47,6 +47,7 @@ class RunState:
 
     ``scaling`` keeps the loss scale, which the manifest holds.  ``landed`` is called with each flat buffer whose values,
     gradients and states have been loaded, so that new states can go to their tier before the next flat's are made.
+    ``model_only`` is what the caller asked for: without it, states that are saved have an optimizer to go to, or are refused.
     """
 
     model: nn.Module
@@ -61,6 +62,7 @@ class RunState:
     landed: Callable[[Flat], None]
     rounding: Rounding
     ignored: Ignored = field(default_factory=Ignored)
+    model_only: bool = False
 
     @property
     def flats(self) -> list[Flat]:

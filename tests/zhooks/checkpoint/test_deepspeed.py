@@ -133,6 +133,8 @@ def test_other_optimizers_and_groups_are_refused_by_name(tmp_path: Path) -> None
     assert "expected one optimizer, found 2 here" in refused(run, path, [run.optimizer, torch.optim.AdamW(turned)])
     run.attachment.load(path, ())
     assert not run.optimizer.state
+    with pytest.raises(CheckpointError, match="expected one optimizer, found 0 here"):
+        zhooks.attach(program().Net(), policy={"stage": 2}).load(path)
 
 
 def test_frozen_parameters_that_were_left_out_are_named(tmp_path: Path) -> None:

@@ -241,6 +241,9 @@ def test_a_state_of_another_optimizer_is_refused_on_every_rank_and_changes_nothi
         with pytest.raises(zhooks.CheckpointError, match=found):
             attachment.load_state_dict(wrong, optimizer)
         assert same(full(model), before)
+    with pytest.raises(zhooks.CheckpointError, match='expected the optimizer whose state is under "optimizer", found none'):
+        attachment.load_state_dict(state)
+    assert same(full(model), before)
     held = {key: value.clone() for key, value in optimizer.state[next(iter(model.parameters()))].items()}
     attachment.load_state_dict({"model": state["model"]} if first else {}, optimizer)
     for key, value in optimizer.state[next(iter(model.parameters()))].items():

@@ -23,7 +23,7 @@ from offload.events import Recorder
 from offload.shards import read_manifest
 from tests.support.inside import flats_of, tier_of
 from tests.support.on_ranks import folder, on_ranks, place
-from tests.support.resuming import Run, batch, stir
+from tests.support.resuming import Run, batch, net, stir
 from tests.support.values import full, same
 
 # ---- going on
@@ -256,6 +256,29 @@ def test_living_optimizers_are_found_and_others_can_be_left_out() -> None:
         with pytest.raises(zhooks.CheckpointError, match=r"optimizers of the checkpoint \(none\), found AdamW.*optimizer=\(\)"):
             run.attachment.load(path / "bare")
     assert "exp_avg" not in manifest
+
+
+@on_ranks(1, 2)
+def test_saved_states_are_not_dropped_because_the_optimizer_is_built_after_the_load() -> None:
+    run = Run({"stage": 3})
+    run.train(range(2))
+    saved, states = full(run.model), run.optimizer.state[run.model[0].weight]["exp_avg"].to_local().clone()
+    with folder() as path:
+        run.save(path / "run")
+        run.attachment.detach()
+        model = net(seed=5)
+        attachment = zhooks.attach(model)
+        before = full(model)
+        loads: list[Any] = [attachment.load, attachment.resume]
+        for load in loads:
+            with pytest.raises(zhooks.CheckpointError, match=r"checkpoint \(AdamW\), found none. Build them before"):
+                load(path / "run", objects={})
+            assert same(full(model), before)
+        attachment.load(path / "run", (), objects={})
+        assert same(full(model), saved)
+        again = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        attachment.load(path / "run", objects={})
+    assert torch.equal(again.state[model[0].weight]["exp_avg"].to_local(), states)
 
 
 @on_ranks(1)
