@@ -47,6 +47,7 @@ from zhooks.report import (
     describe,
     memory_report,
     state_held,
+    warn_of_unmatched,
 )
 from zhooks.run import Casts, Runtime, batches, install, remove
 from zhooks.tensor import Overflow, Registries
@@ -153,6 +154,7 @@ class Attachment(
         runtime, scaling = self._runtime, self._runtime.scaling
         runtime.take(self._units)
         runtime.saved.follow(self.policy, self._units, self._tiers.store, self._pool.arena)
+        warn_of_unmatched(self.model, self._units, self.policy, self._comm)
         self._casts, registries = Casts(scaling), Registries()
         keep_outside_graphs()
         self._device_budget = DeviceBudget(

@@ -27,7 +27,7 @@ from zhooks.layout import PP, TP, Ignored, Mesh, Table, UnitPlan
 from zhooks.optim import Optimizers, Rounding, Steps
 from zhooks.plan import DeviceBudget, Headroom, Layouts, check_change, check_ignored, check_scaled, rest_reserve, shards_reserve
 from zhooks.planning import Replanning
-from zhooks.report import NonFinite, check_resilience
+from zhooks.report import NonFinite, check_resilience, warn_of_unmatched
 from zhooks.run import Casts, Choices, Map, Runtime, chart
 from zhooks.unit import Links, Pool, Unit
 
@@ -291,6 +291,7 @@ class Changeable:
             mean=chosen.gradient.reduce == "mean",
         )
         self._runtime.saved.follow(chosen, self._units, self._tiers.store, self._pool.arena)
+        warn_of_unmatched(self.model, self._units, chosen, self._comm)
         self._size_pool(0)
         # Nothing is kept between forward and backward until the budget is known to allow it.
         schedule = chosen.schedule

@@ -11,6 +11,7 @@ from zhooks.report.noise_scale import NoiseEstimate, NoiseScale
 from zhooks.report.nonfinite import NonFinite
 from zhooks.report.observe import Observation, state_held
 from zhooks.report.replica_checks import ReplicaChecks, check_resilience
+from zhooks.report.unmatched import warn_of_unmatched
 
 __all__ = [
     "Calibrated",
@@ -26,4 +27,5 @@ __all__ = [
     "describe",
     "memory_report",
     "state_held",
+    "warn_of_unmatched",
 ]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -15,9 +14,9 @@ from offload.policy import Policy
 from offload.text import counted, toml_value
 from offload.tier import Tier
 from zhooks.comm import Comm
-from zhooks.compiled import named_modules
 from zhooks.grad import Scaling
 from zhooks.layout import EP, PP, REPLICATE, SHARD, TP, Ignored, Placement, Table
+from zhooks.report.unmatched import unmatched
 from zhooks.unit import Unit
 
 
@@ -70,7 +69,7 @@ def describe(
         )
     lines.extend(_divided(units, policy))
     lines.extend(_chosen(policy))
-    lines.extend(_unmatched(model, units, policy))
+    lines.extend(f"Matches nothing here: {text}." for text in unmatched(model, units, policy))
     lines.append("R replicated, P partial sum until the accumulation boundary, S sharded.")
     return "\n".join(lines)
 
@@ -104,19 +103,6 @@ def _chosen(policy: Policy) -> list[str]:
         if keys:
             said.append(f"[{name}] " + ", ".join(f"{key} = {toml_value(value)}" for key, value in keys.items()))
     return [f"Set: {'; '.join(said)}."] if said else []
-
-
-def _unmatched(model: nn.Module, units: Sequence[Unit], policy: Policy) -> list[str]:
-    """Globs that match nothing here. No error: a stage of a pipeline has not every layer that a policy speaks of."""
-    names = [name for unit in units for first in unit.plan.group.params for name in unit.plan.group.names(first)]
-    said = [f'[[rule]] match = "{rule.match}"' for rule in policy.rule if not any(map(rule.matches, names))]
-    entries = {id(entry) for unit in units for entry in unit.entries}
-    every = named_modules(model, remove_duplicate=False)
-    entered = [unit.name for unit in units] + [name for name, module in every if id(module) in entries]
-    for glob in policy.activation.sharded_inputs:
-        if not any(fnmatchcase(name, glob) for name in entered):
-            said.append(f'[activation] sharded_inputs "{glob}"')
-    return [f"Matches nothing here: {text}." for text in said]
 
 
 def _scaled(scaling: Scaling, half: bool) -> list[str]:

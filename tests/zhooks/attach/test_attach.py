@@ -6,6 +6,7 @@ pytest runs it, on one, two and four ranks. States, full values and whole loops 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,23 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
-def test_describe_names_globs_that_match_nothing_here() -> None:
+@on_ranks(1, 2)
+def test_globs_that_match_nothing_here_are_described_and_warned_of_once() -> None:
     rules = [{"match": "0.*", "parameter": {"tier": "host"}}, {"match": "decoder.*", "parameter": {"tier": "host"}}]
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     policy = {"units": {"min_numel": 0}, "rule": rules, "activation": {"sharded_inputs": ["1", "encoder.*"]}}
-    attachment = zhooks.attach(model, policy=policy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attachment = zhooks.attach(model, policy=policy)
+        warned = len(caught)
+        attachment.apply({**policy, "rule": rules[:1]})
+        attachment.apply({"units": policy["units"], "rule": rules[1:]})
+    texts = [str(one.message).partition(" matches nothing")[0] for one in caught]
+    rule, inputs = '[[rule]] match = "decoder.*"', '[activation] sharded_inputs "encoder.*"'
+    assert texts == ([] if place()[0] else [rule, inputs, inputs, rule])
+    assert warned == (0 if place()[0] else 2)
     told = [line for line in attachment.describe().splitlines() if line.startswith("Matches nothing here")]
-    assert told == [
-        'Matches nothing here: [[rule]] match = "decoder.*".',
-        'Matches nothing here: [activation] sharded_inputs "encoder.*".',
-    ]
+    assert told == [f"Matches nothing here: {rule}."]
 
 
 # ---- detach
