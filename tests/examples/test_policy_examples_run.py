@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,10 +32,14 @@ def on_the_device(policy: Policy) -> dict[str, Any]:
     return values | {"rule": [rule for rule in rules if "precision" in rule]}
 
 
-def train(policy: Any, mesh: Any) -> tuple[list[float], dict[str, Tensor]]:
+def train(policy: Any, mesh: Any, *, adapters: bool) -> tuple[list[float], dict[str, Tensor]]:
     rank, world = place()
     specimen = ZOO["gpt"]
     model = specimen.build(11)
+    if adapters:
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(3)
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear"), model)
     attachment = zhooks.attach(model, policy=policy, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
@@ -55,6 +60,6 @@ def test_an_example_trains_to_the_same_bits_as_on_the_device(name: str) -> None:
     mesh = None
     if name.startswith("hybrid") and dist.is_initialized():
         mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    moved, still = train(policy, mesh), train(on_the_device(policy), mesh)
+    moved, still = (train(each, mesh, adapters=name == "lora.toml") for each in (policy, on_the_device(policy)))
     assert moved[0] == still[0]
     assert all(torch.equal(moved[1][key], value) for key, value in still[1].items())
