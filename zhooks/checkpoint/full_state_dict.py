@@ -181,14 +181,14 @@ def load_full_state(
         problem = _mismatch(model, state["model"], left_out_names(model, ignored)) if "model" in state else _unwrapped(state)
         if problem:
             raise CheckpointError(problem)
+        known = None if optimizer is None else plan_of(state.get("optimizer"), optimizer, flats)
+        left_out = state.get("left_out", {})
+        check_left_out(ignored, left_out, "load_state_dict")
         if optimizer is None and state.get("optimizer") is not None:
             raise CheckpointError(
                 'load_state_dict: expected the optimizer whose state is under "optimizer", found none known to the attachment. '
                 'Pass optimizer=..., or a state without "optimizer" to load only the model.'
             )
-        known = None if optimizer is None else plan_of(state.get("optimizer"), optimizer, flats)
-        left_out = state.get("left_out", {})
-        check_left_out(ignored, left_out, "load_state_dict")
         return {plain_name(name): value for name, value in state["model"].items()}, (scaled, known, left_out)
 
     values, about = ranks.run(read)
