@@ -173,8 +173,9 @@ class Residual:
             self._refuse()
 
     def forget_calls(self) -> None:
-        """A pass begins, whether saved-tensor hooks run in it or not."""
-        self._calls.clear()
+        """A pass begins; what repeats is that of the last pass that was counted, as the bytes are."""
+        if self.counts:
+            self._calls.clear()
 
     def entering(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A forward enters a unit."""

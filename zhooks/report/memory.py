@@ -73,7 +73,7 @@ class MemoryReport:
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Bytes on each tier: model states and buffers now, activations at their peak."""
+        """Bytes on each tier: model states and buffers now, activations at their peak (0 if none were counted)."""
         sums = dict.fromkeys((tier.value for tier in Tier), 0)
         for row in self.rows:
             sums[row.tier] += row.nbytes
@@ -82,6 +82,10 @@ class MemoryReport:
         for residue in self.residual:
             sums[residue.tier] += max(residue.nbytes or 0, residue.peak or 0)
         return sums
+
+    @property
+    def _counts_activations(self) -> bool:
+        return any(row.nbytes is not None for row in self.residual)
 
     def __str__(self) -> str:
         lines = [f"{'what':<22}{'tier':<8}{'held':>14}{'by the table':>16}"]
@@ -95,7 +99,8 @@ class MemoryReport:
             figures = f"{mib(row.nbytes):>14}{mib(row.formula):>16}{mib(row.peak):>14}"
             lines.append(f"{row.what:<22}{row.tier:<8}{figures}")
         tiers = ", ".join(f"{tier} {mib(nbytes)}" for tier, nbytes in self.by_tier.items() if nbytes)
-        lines.append(f"total, with activations at their peak: {tiers or 'nothing'}")
+        counts = "with activations at their peak" if self._counts_activations else "without activations"
+        lines.append(f"total, {counts}: {tiers or 'nothing'}")
         lines.append(
             f"{self.psi:,} parameters over {self.ranks} rank(s); the ZeRO paper's figure for mixed precision with "
             f"Adam: {mib(self.paper)}"

@@ -238,6 +238,27 @@ def test_the_report_is_readable_names_the_formula_and_says_what_to_do() -> None:
     assert out is not None
 
 
+def test_the_total_says_whether_it_has_the_activations_in_it() -> None:
+    attachment = attached(0)
+    backward(attachment, forward(attachment))
+    before = attachment.memory()
+    assert "\ntotal, without activations: device " in str(before) and before.by_tier["device"] == before.nbytes
+    backward(attachment, forward(attachment))
+    after = attachment.memory()
+    assert "\ntotal, with activations at their peak: device " in str(after)
+    assert after.by_tier["device"] == after.nbytes + LAYERS * BLOCK + AROUND
+
+
+@on_ranks(2)
+def test_a_forward_that_is_not_counted_leaves_the_formula_of_the_last_one_that_was() -> None:
+    attachment = attached(3)
+    with attachment.observe(zhooks.Recorder()):
+        backward(attachment, forward(attachment, 2 * BATCH))
+    backward(attachment, forward(attachment))
+    saved, formula = 2 * (LAYERS * BLOCK + AROUND), 2 * 12 * LAYERS * SBH
+    assert rows(attachment) == {("activations", "device"): (0, formula, saved)}
+
+
 def test_without_layers_that_repeat_there_is_no_formula_and_it_says_so() -> None:
     attachment = attached(3, lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     attachment.memory()
