@@ -35,7 +35,7 @@ $(STAMP): setup.cfg pyproject.toml
 # One thread per rank on CPU: with one thread per core, two ranks would compete for the cores. The program names make in the
 # commands that it proposes at its end.
 train: setup
-	set -e; nproc=$(NPROC); gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
+	@set -e; nproc=$(NPROC); gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
 	test "$$gpus" -gt 0 || export OMP_NUM_THREADS=1; \
 	test -n "$$nproc" || nproc=$$([ "$$gpus" -gt 0 ] && echo "$$gpus" || echo 2); \
 	export TRAIN_GPT_MAKE='make train$(if $(NPROC), NPROC=$(NPROC))'; \

@@ -67,7 +67,7 @@ def main(steps: int, batch: int, layers: int, width: int, context: int, policy: 
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(out)
     if trainer.is_world_process_zero():
-        click.echo(f"{trainer.attachment.memory()}\nheld-out loss {loss:.3f} nats a byte; the model is in {out}/")
+        click.echo(f"{trainer.attachment.memory()}\nheld-out loss {loss:.3f} nats per byte; the model is in {out}/")
 
 
 if __name__ == "__main__":

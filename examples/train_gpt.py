@@ -42,8 +42,9 @@ from text import Corpus, CorpusError, held_out_batch, read_corpus, readable, sha
 
 MAX_CORPUS_NBYTES = 16 << 20
 HELD_OUT_ROWS = 512
+PROMPT = b"def "
 WARMUP_STEPS = 50
-#: How far a sharded run may be from the plain one, in nats a byte: the two add the same numbers in another order.
+#: How far a sharded run may be from the plain one, in nats per byte: the two add the same numbers in another order.
 TOLERANCE = 1e-4
 #: Options to go on with, and what they show.
 TO_TRY = {
@@ -145,6 +146,11 @@ class Result:
     plain_losses: list[float] = field(default_factory=list)
 
     @property
+    def compared(self) -> int:
+        """So many losses are of both runs; either may have ended by `--seconds`."""
+        return min(len(self.losses), len(self.plain_losses))
+
+    @property
     def plain_difference(self) -> float:
         """The largest distance of a loss from the plain run's; 0 where none was asked for."""
         return max((abs(a - b) for a, b in zip(self.losses, self.plain_losses, strict=False)), default=0.0)
@@ -205,11 +211,16 @@ def run(job: Job, ranks: Ranks, console: Console) -> Result:
 
     with Display(job, model, attachment, console) as display:
         losses = train(model, optimizer, job, corpus, ranks, steps=job.steps, show=display.show)
+    if len(losses) < job.steps:
+        longer = command(f"--seconds {max(3600, 2 * job.seconds):g}")
+        console.print(f"stopped after step {len(losses)} of {job.steps} by --seconds {job.seconds:g}; for longer: {longer}")
     skipped = len(attachment.overflows) if attachment else 0
     if attachment and attachment.loss_scale is not None:
         console.print(f"loss scale {attachment.loss_scale:g}, {skipped} steps skipped")
     if attachment:
-        # One more backward: the table is about the moment when gradients and optimizer states are all there.
+        # One more backward: the table is about the moment when gradients and optimizer states are all there. The first call
+        # has the activations of what follows counted.
+        attachment.memory()
         loss_of_step(model, job, corpus, ranks, step=0).backward()
         console.print(f"\n{attachment.memory()}")
         optimizer.zero_grad()
@@ -217,8 +228,9 @@ def run(job: Job, ranks: Ranks, console: Console) -> Result:
     # Evaluation and sampling use every unit many times over: gather all once and keep them.
     with attachment.resident() if attachment else contextlib.nullcontext():
         held_out_loss = validate(model, job, corpus, ranks)
-        written = sample(model, b"def ", length=400, context=job.context, seed=job.seed)
-    console.print(f"\nvalidation loss {held_out_loss:.4f} nats a byte\n\n{readable(written)}\n")
+        written = sample(model, PROMPT, length=400, context=job.context, seed=job.seed)
+    console.print(f"\nvalidation loss {held_out_loss:.4f} nats per byte")
+    console.print(f"\nText that the model generates after {PROMPT.decode()!r}\n\n{readable(written)}\n")
 
     save(model, attachment, job.out)
     ranks.wait()
@@ -268,7 +280,7 @@ def loss_of_step(model: nn.Module, job: Job, corpus: Corpus, ranks: Ranks, *, st
 
 
 def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Nats a byte, averaged over all positions."""
+    """Nats per byte, averaged over all positions."""
     logits: Tensor = model(inputs)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -344,7 +356,7 @@ class Display(contextlib.ExitStack):
         tokens = (step + 1) * self._job.batch * self._job.context
         gathered, self._gathered_before = self._count.nbytes - self._gathered_before, self._count.nbytes
         speed = tokens / self.seconds
-        line = f"loss {loss:.3f}, {speed:,.0f} tokens/s, {self._held}, gathers {mib(gathered)} a step"
+        line = f"loss {loss:.3f}, {speed:,.0f} tokens/s, {self._held}, gathers {mib(gathered)} per step"
         self._progress.update(self._task, completed=step + 1, description=line)
         if (step + 1) % 50 == 0:
             self._console.print(f"step {step + 1}, {self.seconds:.0f} s: {line}")
@@ -353,7 +365,7 @@ class Display(contextlib.ExitStack):
 def report(job: Job, result: Result, console: Console) -> None:
     """The comparison with the plain run, what to try next, and the JSON file."""
     if result.plain_losses:
-        console.print(f"first {job.check_plain} losses: at most {result.plain_difference:.1e} from the plain run's")
+        console.print(f"first {result.compared} losses: at most {result.plain_difference:.1e} from the plain run's")
     console.print("\nWhat to try next")
     for options, why in TO_TRY.items():
         console.print(f"  {why}:\n    {command(options)}")

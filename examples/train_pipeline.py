@@ -32,7 +32,7 @@ from gpt import GPT, GPTConfig, rotation_angles
 from text import Corpus, CorpusError, held_out_batch, read_corpus, share, standard_library, train_batch
 
 MAX_CORPUS_NBYTES = 16 << 20
-#: How far a loss may be from the plain run's, in nats a byte: the two add the same numbers in another order.
+#: How far a loss may be from the plain run's, in nats per byte: the two add the same numbers in another order.
 TOLERANCE = 1e-4
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
@@ -88,7 +88,7 @@ class Stage(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Nats a byte, averaged over all positions."""
+    """Nats per byte, averaged over all positions."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -160,7 +160,7 @@ def run(job: Job) -> None:
     held_out = held_out_batch(corpus.held_out, rows=job.batch, context=job.context)
     loss = pipeline.run(held_out, training=False)
     if chief:
-        click.echo(f"validation loss {loss:.4f} nats a byte")
+        click.echo(f"validation loss {loss:.4f} nats per byte")
     plain = train_plainly(job, corpus) if chief else []
     dist.barrier()
     far = max((abs(a - b) for a, b in zip(losses, plain, strict=False)), default=0.0)

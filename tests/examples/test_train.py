@@ -56,6 +56,10 @@ def test_make_train_trains_as_the_plain_model_and_saves_what_loads(
     assert f"\n    torchrun --nproc-per-node 2 {PROGRAM} --stage 0\n" in said
     assert re.search(r"first 3 losses: at most \S+ from the plain run's", said)
     assert re.search(r"^\s*parameter\b.*", said, re.MULTILINE), "the memory table"
+    assert "total, with activations at their peak: device " in said and "activations by the formula: " in said
+    assert "stopped after" not in said
+    heading = "Text that the model generates after 'def '"
+    assert re.search(rf"^validation loss \S+ nats per byte\n\n{heading}\n\ndef ", said, re.MULTILINE)
     found = json.loads((tmp_path / "result.json").read_text())
     assert (found["world"], len(found["losses"]), found["skipped_steps"]) == (2, 3, 0)
     assert found["plain_difference"] <= 1e-4 and abs(found["reloaded_loss"] - found["held_out_loss"]) <= 1e-4
@@ -63,6 +67,16 @@ def test_make_train_trains_as_the_plain_model_and_saves_what_loads(
     assert sum(tensor.numel() for tensor in saved.values()) >= found["parameters"] > 0
     assert all(torch.isfinite(tensor).all() for tensor in saved.values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "result.json"]
+
+
+def test_a_run_that_its_time_limit_ends_says_so_and_how_to_train_longer(tmp_path: Path) -> None:
+    options = [str(word) for pair in (SMALL | {"--seconds": 0}).items() for word in pair]
+    told = {**os.environ, "TRAIN_GPT_MAKE": "make train"}
+    ranks = launch(2, PROGRAM, *options, "--device", "cpu", "--source", str(ROOT / "zhooks"), at=tmp_path, environment=told)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr
+    longer = 'make train ARGS="--seconds 3600"'
+    assert f"\nstopped after step 1 of 3 by --seconds 0; for longer: {longer}\n" in ranks[0].stdout
+    assert re.search(r"^first 1 ", ranks[0].stdout, re.MULTILINE)
 
 
 def test_what_to_try_next_is_said_as_make_started_it(tmp_path: Path) -> None:
