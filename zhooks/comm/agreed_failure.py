@@ -29,9 +29,13 @@ from zhooks.layout import Axis
 #: How long a roll call waits for ranks that may be alive, at most; see Note [Roll call].
 GRACE_S = 2.0
 _PAUSE_S = 0.02
+#: What to do about ranks whose calls differ.
+SAME_CALLS = (
+    "Let every rank run the same model code, and call save, load, detach and the like on all ranks, not under `if rank == 0:`; "
+    "where ranks drop layers, set [schedule] uneven = true."
+)
 _ADVICE = (
-    "Let every rank run the same model code (where ranks drop layers, set [schedule] uneven = true), or raise [comm] "
-    "timeout_s; to continue, call attachment.recover() on every rank."
+    f"{SAME_CALLS} If a rank is only slow, raise [comm] timeout_s. To continue, call attachment.recover() on every rank."
 )
 _OUTPUT = "Look at that rank's own output first."
 

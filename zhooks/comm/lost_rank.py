@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import DivergenceError
-from zhooks.comm.agreed_failure import AgreedFailure, grace_of
+from zhooks.comm.agreed_failure import SAME_CALLS, AgreedFailure, grace_of
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis
 
@@ -168,8 +168,7 @@ def late(call: Call, axis: Axis, timeout: timedelta | None, found: str) -> Diver
     if timeout is not None:
         within, advice = f" within {timeout.total_seconds()} s", "[comm] timeout_s"
     return DivergenceError(
-        f"{_expected(call, axis)}{within}; {found}. Let every rank run the same model code (where ranks drop layers, "
-        f"set [schedule] uneven = true), or raise {advice}."
+        f"{_expected(call, axis)}{within}; {found}. {SAME_CALLS} If a rank is only slow, raise {advice}."
     )
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from offload.disk import started_ticks
 from offload.errors import DivergenceError
+from zhooks.comm.agreed_failure import SAME_CALLS
 from zhooks.comm.ranges import ScatteredBytes
 from zhooks.comm.transport import Call
 from zhooks.layout import Axis
@@ -232,8 +233,7 @@ class Ring:
             raise DivergenceError(
                 f"rank {self._axis.ranks[self._axis.rank]} is in {expected[:-1].decode(errors='replace')}, "
                 f"rank {self._axis.ranks[writer]} in {found.decode(errors='replace')}: expected every rank to make the same "
-                "calls in the same order. Let every rank run the same model code; where ranks drop layers, set [schedule] "
-                "uneven = true."
+                f"calls in the same order. {SAME_CALLS}"
             )
 
     def absent(self, message: Message) -> list[int]:

@@ -122,6 +122,20 @@ def late_rank_recovers(transport: str, stage: int) -> None:
 
 
 @on_ranks(2)
+def test_a_save_that_only_rank_0_calls_says_that_every_rank_must() -> None:
+    model, attachment, optimizer = attached("shm", 3)
+    step(model, optimizer, 0)
+    rank, named = dist.get_rank(), r"not under `if rank == 0:`"
+    with folder() as where:
+        with short_waits(attachment), pytest.raises(zhooks.DivergenceError, match=rf"rank {rank} in .*{named}") as caught:
+            if rank == 0:
+                attachment.save(where / "step-1", optimizer)
+            step(model, optimizer, 1)
+        assert rank or "rank 0 in save: " in str(caught.value)
+        assert not list(where.iterdir())
+
+
+@on_ranks(2)
 def test_a_step_with_the_gradients_that_recover_dropped_is_refused() -> None:
     model, attachment, optimizer = attached("shm", 3)
     store, key = _store(), "given up between backward and step"
