@@ -2,13 +2,15 @@
 
 pytest calls it. All Python blocks of a page are one program, run in a process of its own at world size 1 in an empty
 folder (the README's in a fresh interpreter, others, and both sides of a diff, in one that has imported torch), warnings
-being errors; a ``text`` block right after a Python block is what that block prints. A ``diff`` block is Python too: the lines
-it adds run with the program, and without them it prints the same. It never edits a page.
+being errors, and the README's script also on two ranks. A ``text`` block right after a Python block is what that block
+prints. A ``diff`` block is Python too: the lines it adds run with the program, and without them it prints the same. It never
+edits a page.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +28,7 @@ from offload import errors
 from offload.policy import IgnoredKeys, Policy, written
 from offload.policy.deepspeed_keys import OTHER
 from tests.support.doc_pages import DOCS, PAGES, README, name_of, text_of
-from tests.support.forked import python
+from tests.support.forked import launch, python
 from tests.support.paths import ROOT
 
 LANGUAGES = {"python", "diff", "toml", "json", "sh", "text"}
@@ -110,6 +112,17 @@ def test_the_programs_of_a_page_run_and_print_what_it_says(page: Path, tmp_path:
     for block in of_language(page, "text"):
         if block.after is not None and block.after.language == "python":
             assert printed[block.after.line] == block.text, f"{name_of(page)}:{block.line}: the program printed otherwise"
+
+
+def test_the_readmes_script_runs_on_two_ranks_too(tmp_path: Path) -> None:
+    [block] = [block for block in of_language(README, "python") if block.text.startswith("# train.py\n")]
+    (tmp_path / "train.py").write_text(block.text, encoding="utf-8")
+    told = {**os.environ, "TORCHELASTIC_RUN_ID": "readme"}
+    ranks = launch(2, str(tmp_path / "train.py"), at=tmp_path, warn=("error", Warning), environment=told)
+    assert [(rank.returncode, rank.stderr) for rank in ranks] == [(0, ""), (0, "")]
+    assert ranks[0].stdout.count("loss ") == 10 and ranks[1].stdout == ""
+    saved = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    assert saved == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 with_diff = pytest.mark.parametrize("page", [p for p in PAGES if of_language(p, "diff")], ids=name_of)
