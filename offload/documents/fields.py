@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -21,9 +22,15 @@ SIZE_SCHEMA: dict[str, Any] = {
 }
 
 
-def words(default: Any, *, expected: str, does: str, why: str = "", **bounds: Any) -> Any:
-    """A field with the words its error uses, what it does, and the reason for its default beside it."""
-    extra: dict[str, Any] = {"expected": expected, "does": does, "why": why}
+def words(
+    default: Any, *, expected: str, does: str, why: str = "", meant: Mapping[str, str] | None = None, **bounds: Any
+) -> Any:
+    """A field with the words its error uses, what it does, and the reason for its default beside it.
+
+    Args:
+        meant: other libraries' words for a value -> the value, to be proposed to whoever writes them.
+    """
+    extra: dict[str, Any] = {"expected": expected, "does": does, "why": why, "meant": dict(meant or {})}
     return Field(default, description=f"{does} {why}".rstrip(), json_schema_extra=extra, **bounds)
 
 

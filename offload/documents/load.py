@@ -115,7 +115,8 @@ def read(path: Path, kind: Kind) -> Document:
         # Python 3.11 gives the position only inside the message.
         said = re.fullmatch(r"(.*?)\s*\(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
         line = said[2] if said and said[2] else str(text.count("\n") + 1)
-        raise kind.error(f"{source}:{line}: not valid TOML: {one_line(said[1] if said else str(error))}") from None
+        hint = _quotes(text, int(said[2]), int(said[3])) if said and said[2] else ""
+        raise kind.error(f"{source}:{line}: not valid TOML: {one_line(said[1] if said else str(error))}{hint}") from None
     except RecursionError:
         raise kind.error(f"{source}: nested too deeply; a {kind.noun} is tables of plain values") from None
     except ValueError as error:
@@ -201,12 +202,31 @@ def _spots(source: str, lines: dict[Place, int]) -> dict[Place, Spot]:
     return {place: Spot(0, line, source) for place, line in lines.items()}
 
 
+def _searched(path: Path) -> str:
+    """Which folder a relative path was looked for in; nothing where the path says it, or where there is no folder any more."""
+    try:
+        return "" if path.is_absolute() else f" in {shown_path(path.absolute().parent)}"
+    except OSError:
+        return ""
+
+
+def _quotes(text: str, line: int, column: int) -> str:
+    """What to do about a bare word where a value is expected."""
+    lines = text.splitlines()
+    word = re.match(r"[A-Za-z_]+", lines[line - 1][column - 1 :]) if line <= len(lines) else None
+    if word is None:
+        return ""
+    if word[0].lower() in ("true", "false"):
+        return f"; write {word[0].lower()}"
+    return "; strings need quotes"
+
+
 def _text(path: Path, kind: Kind) -> str:
     try:
         raw = read_regular(path, MAX_FILE_NBYTES)
         return raw.decode("utf-8-sig")
     except FileNotFoundError:
-        raise kind.error(f"{shown_path(path)}: no such {kind.noun} file") from None
+        raise kind.error(f"{shown_path(path)}: no such {kind.noun} file{_searched(path)}") from None
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise kind.error(f"{shown_path(path)}:{line}: expected UTF-8 text, found byte 0x{raw[error.start]:02x}") from None

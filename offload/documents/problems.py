@@ -122,8 +122,13 @@ def _complaint(detail: Mapping[str, Any], place: Place, schema: type[BaseModel])
             expected = "a table"
         if detail["type"] == "missing":
             return f"expected {expected}, found nothing; write it"
-        return f"expected {expected or detail['msg']}, found {shown(detail['input'])}"
+        return f"expected {expected or detail['msg']}, found {shown(detail['input'])}{_meant(extra, detail['input'])}"
     return f"expected a table, found {shown(detail['input'])}"
+
+
+def _meant(extra: object, found: object) -> str:
+    meant = extra.get("meant", {}) if isinstance(extra, dict) else {}
+    return f"; did you mean {shown(meant[found.lower()])}?" if isinstance(found, str) and found.lower() in meant else ""
 
 
 def _nearest(place: Place, model: type[BaseModel], schema: type[BaseModel]) -> str:

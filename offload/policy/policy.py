@@ -433,7 +433,7 @@ def _own_keys(model: type[Policy]) -> frozenset[str]:
 def _bare(schema: Any) -> Any:
     """A schema without the words that only errors and pages use."""
     if isinstance(schema, dict):
-        return {key: _bare(value) for key, value in schema.items() if key not in ("expected", "does", "why")}
+        return {key: _bare(value) for key, value in schema.items() if key not in ("expected", "does", "why", "meant")}
     return [_bare(value) for value in schema] if isinstance(schema, list) else schema
 
 

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from offload.documents import Name, Table, words
-from offload.policy.tables import DTYPES, TIERS, Dtype, TierName
+from offload.policy.tables import DTYPES, TIERS, TIERS_ELSEWHERE, Dtype, TierName
 from offload.tier import Tier, Tiers
 
 __all__ = ["CELLS", "Dtypes", "Rule", "RuleCell", "RulePrecision", "Tiers", "dtypes_of", "ruled_keys", "tiers_of"]
@@ -27,7 +27,11 @@ class RuleCell(Table):
     """What a rule says of one cell."""
 
     tier: TierName | None = words(
-        None, expected=TIERS, does="The tier of this cell for the parameters that match.", why="Unset leaves this to the table."
+        None,
+        expected=TIERS,
+        meant=TIERS_ELSEWHERE,
+        does="The tier of this cell for the parameters that match.",
+        why="Unset leaves this to the table.",
     )
 
 

@@ -72,6 +72,8 @@ DTYPES = '"fp32", "bf16" or "fp16"'
 _SIZES = 'bytes or a size like "20 GiB"'
 _AMOUNTS = 'bytes, a size like "20 GiB" or a share like "80%"'
 TIERS = '"device", "host" or "disk"'
+#: What users of other libraries call them.
+TIERS_ELSEWHERE = {"gpu": "device", "cuda": "device", "cpu": "host", "nvme": "disk"}
 _AUTO = 'true, false or "auto"'
 _BOOL = "true or false"
 
@@ -88,6 +90,7 @@ class Placed(Table):
     tier: TierName = words(
         "device",
         expected=TIERS,
+        meant=TIERS_ELSEWHERE,
         does="Where a rank stores what it holds between uses: on the device that computes, in host memory, or in a file.",
         why="The device is fastest.",
     )
@@ -161,6 +164,7 @@ class Activation(Table):
     tier: TierName = words(
         "device",
         expected=TIERS,
+        meant=TIERS_ELSEWHERE,
         does="Where saved tensors are stored until backward; they are brought back ahead of their use.",
         why="The device is fastest.",
     )

@@ -42,7 +42,7 @@ def test_every_problem_is_one_line_on_stderr_and_the_exit_code_is_1(zprof: Zprof
 
 def test_a_missing_file_is_a_problem_not_wrong_usage(zprof: Zprof) -> None:
     result = zprof("policy", "check", "none.toml")
-    assert (result.exit_code, result.stdout, result.stderr) == (1, "", "none.toml: no such policy file\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"none.toml: no such policy file in {Path.cwd()}\n")
 
 
 def test_show_prints_the_policy_as_a_file_that_loads_back(zprof: Zprof) -> None:

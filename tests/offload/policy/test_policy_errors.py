@@ -46,7 +46,7 @@ MISTAKES = {
     "table as number": ("units = 3\n", "policy.toml:1: units: expected a table, found 3"),
     "tier": (
         '[optimizer]\ntier = "nvme"\n',
-        'policy.toml:2: [optimizer] tier: expected "device", "host" or "disk", found "nvme"',
+        'policy.toml:2: [optimizer] tier: expected "device", "host" or "disk", found "nvme"; did you mean "disk"?',
     ),
     "share out of range": (
         '[optimizer]\ntier = "host"\ndevice_share = 1.5\n',
@@ -223,6 +223,8 @@ def test_json_mistakes_carry_their_lines_too(write: Write) -> None:
     ("text", "name", "expected"),
     [
         ("stage = \n", "policy.toml", "policy.toml:1: not valid TOML: Invalid value"),
+        ("[optimizer]\ntier = host\n", "policy.toml", "policy.toml:2: not valid TOML: Invalid value; strings need quotes"),
+        ("a = True\n", "policy.toml", "policy.toml:1: not valid TOML: Invalid value; write true"),
         ("a = 1\nb = [1,\n", "policy.toml", r"policy\.toml:\d+: not valid TOML: \S.*"),
         ("a = 1\na = 2\n", "policy.toml", "policy.toml:2: not valid TOML: Cannot overwrite a value"),
         ('{"stage": }', "policy.json", r"policy.json:1: not valid JSON: Expecting value \(column 11\)"),
@@ -237,14 +239,20 @@ def test_json_mistakes_carry_their_lines_too(write: Write) -> None:
         ("stage = " + "9" * 5000, "policy.toml", "policy.toml: .*digits.*"),
         (b"stage = 3\n# \xff\n", "policy.toml", "policy.toml:2: expected UTF-8 text, found byte 0xff"),
     ],
-    ids=["toml", "open array", "toml twice", "json", "json twice", "array", "deep", "deep json", "digits", "latin-1"],
+    ids=[
+        *("toml", "no quotes", "True", "open array", "toml twice", "json", "json twice"),
+        *("array", "deep", "deep json", "digits", "latin-1"),
+    ],
 )
 def test_text_that_is_no_document_is_one_clear_line(text: str | bytes, name: str, expected: str, write: Write) -> None:
     assert re.fullmatch(expected, complaint(write(text, name)))
 
 
-def test_files_that_cannot_be_read_are_one_clear_line(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert complaint(tmp_path / "none.toml") == "none.toml: no such policy file"
+    monkeypatch.chdir(tmp_path)
+    assert complaint("none.toml") == f"none.toml: no such policy file in {tmp_path}"
+    assert complaint("sub/none.toml") == f"sub/none.toml: no such policy file in {tmp_path / 'sub'}"
     assert "not a regular file" in complaint(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert "not a regular file" in complaint(tmp_path / "pipe")
@@ -280,7 +288,7 @@ def test_a_mapping_names_no_file_and_no_line() -> None:
 def test_rules_without_a_file_are_known_by_their_number() -> None:
     rules = [{"match": "a", "parameter.tier": "host"}, {"match": "b", "optimizer": {"tier": "nvme"}}]
     assert complaint({"rule": rules}) == (
-        'policy: [[rule]] 2 optimizer.tier: expected "device", "host" or "disk", found "nvme"'
+        'policy: [[rule]] 2 optimizer.tier: expected "device", "host" or "disk", found "nvme"; did you mean "disk"?'
     )
 
 
