@@ -113,6 +113,12 @@ def check_ignored(model: nn.Module, ignored: Ignored, policy: Policy) -> None:
         )
 
 
+def _unwrapped(name: str, around: str) -> str:
+    if around == "fully_shard":
+        return "Attach the model without fully_shard."
+    return "Put its .module in its place." if name else "Attach its .module, and drop the wrapper."
+
+
 def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
     """The device the model's parameters live on (CPU or CUDA where they are on meta).
 
@@ -123,14 +129,15 @@ def check_model(model: nn.Module, ignored: Ignored) -> torch.device:
         if any(isinstance(hook, Before) for hook in module._forward_pre_hooks.values()):
             where = f"its module {name}" if name else "it"
             raise AttachError(
-                f"attach: expected a plain model, found {where} attached already. Call detach() on the first attachment."
+                f"attach: expected a plain model, found {where} attached already. To change its policy, call "
+                "apply() on that attachment; otherwise call detach() first."
             )
         around = wrapper(module)
         if around is not None:
             where = f"its module {name}" if name else "it"
             raise AttachError(
                 f"attach: expected a plain model, found {where} wrapped in {around}, which would reduce the same gradients. "
-                f"Attach the model without {around}" + ("." if around == "fully_shard" else ": its .module, and delete it.")
+                f"{_unwrapped(name, around)}"
             )
     params = dict(ignored.named_parameters(model))
     if not params:

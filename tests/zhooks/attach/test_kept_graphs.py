@@ -92,7 +92,7 @@ def test_a_wrapper_that_lives_beside_the_model_is_refused_as_what_it_is() -> Non
     wrapped(BATCH).sum().backward()
     with pytest.raises(AttachError, match=r"found DistributedDataParallel around the model.*delete the wrapper"):
         zhooks.attach(model)
-    with pytest.raises(AttachError, match=r"wrapped in DistributedDataParallel.*its \.module, and delete it"):
+    with pytest.raises(AttachError, match=r"wrapped in DistributedDataParallel.*Attach its \.module, and drop the wrapper"):
         zhooks.attach(wrapped)
     del wrapped
     zhooks.attach(model).detach()

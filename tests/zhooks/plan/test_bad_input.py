@@ -123,7 +123,7 @@ def test_a_mesh_of_unknown_axes_is_refused() -> None:
 def test_a_model_attached_twice_is_refused_and_goes_on_training() -> None:
     model, plain = net(), net()
     attachment = zhooks.attach(model)
-    words = "attach: expected a plain model, found it attached already ... detach()"
+    words = "attach: expected a plain model, found it attached already ... call apply() on that attachment ... detach()"
     for again in (model, nn.Sequential(model)):
         with pytest.raises(zhooks.AttachError, match=r"attached already|another attachment"):
             zhooks.attach(again)
