@@ -293,7 +293,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "A prepared scheduler steps once per rank: keep each rank's batch and gradient_accumulation_steps, or do not "
                 "prepare the scheduler and step it yourself."
             )
-            saved.check_same(folder, "the examples of a rank's step", "examples", self._counts(), instead)
+            saved.check_same(folder, "examples per step on each rank", "examples", self._counts(), instead)
 
     def _without_weights(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """After the hooks of others: what they left of attached models' weights is not written, as their shards are."""

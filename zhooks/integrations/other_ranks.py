@@ -53,16 +53,21 @@ class SavedBy:
             )
 
     def check_same(self, folder: str | os.PathLike[str], what: str, key: str, here: Any, instead: str) -> None:
-        """Refuse a run in which this fact is another one.
+        """Refuse a run in which this number, or each of this list, of ``what`` is another one.
 
         Raises:
             CheckpointError: it is; on every rank.
         """
-        if self.facts.get(key) != here:
+        before = self.facts.get(key)
+        if before != here:
             raise CheckpointError(
-                f"load {shown_path(folder)}: expected {what} of the checkpoint of {counted(self.ranks, 'rank')}, "
-                f"{self.facts.get(key)}, found {here}. {instead}"
+                f"load {shown_path(folder)}: expected {_listed(before)} {what}, as in the checkpoint "
+                f"({counted(self.ranks, 'rank')}), found {_listed(here)}. {instead}"
             )
+
+
+def _listed(numbers: object) -> str:
+    return ", ".join(map(str, numbers)) if isinstance(numbers, list) else str(numbers)
 
 
 def saved_by(folder: Path) -> SavedBy:

@@ -225,7 +225,7 @@ class ZeroMixin:
             "Set per_device_train_batch_size and gradient_accumulation_steps so that their product with the ranks is the same, "
             "or ignore_data_skip=True to start the epoch's data again."
         )
-        saved.check_same(shards, "the examples of a step", "examples", self._examples(), instead)
+        saved.check_same(shards, "examples per step", "examples", self._examples(), instead)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Those files are one a rank, of as many ranks; on others the states are what the shards' load gave."""
