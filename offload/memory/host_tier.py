@@ -22,7 +22,7 @@ from offload.budget import cannot_admit
 from offload.device import Device, HostMemory
 from offload.errors import BudgetError, CapabilityError
 from offload.pages import ALIGN, round_up
-from offload.text import as_size
+from offload.text import as_size, counted
 from offload.tier import Tier
 
 __all__ = ["HostPool", "slab_within"]
@@ -317,7 +317,7 @@ class HostPool:
         assert self.limit is not None, "only a limit is ever full"
         used, note = self._used - self._rounded, ""
         if used + nbytes <= self.limit:
-            note = f"in {len(self._slabs)} slab{'' if len(self._slabs) == 1 else 's'} ({as_size(self._reserved)})"
+            note = f"in {counted(len(self._slabs), 'slab')} ({as_size(self._reserved)})"
         return cannot_admit(Tier.HOST, key, nbytes, used=used, limit=self.limit, note=note)
 
 

@@ -317,7 +317,7 @@ def test_what_others_put_beside_the_file_or_in_its_place_stays(tmp_path: Path, m
         beside.write_text("mine")
 
     monkeypatch.setattr(Rewriting, "run", replaced)
-    with pytest.warns(RuntimeWarning, match="recording stopped.*run.zprof is another file by now"):
+    with pytest.warns(RuntimeWarning, match="recording stopped.*run.zprof was replaced or removed during the recording"):
         writer.rows(rows)
         writer.rows(rows)
         writer.close()

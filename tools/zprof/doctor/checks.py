@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from offload.budget import Machine
-from offload.text import as_size
+from offload.text import as_size, counted
 from zprof.gpu.answers import one_line
 
 __all__ = ["FAIL", "OK", "WARN", "Finding", "Package", "host_findings", "installed_packages", "software_findings"]
@@ -180,7 +180,7 @@ def _locking(machine: Machine, gpu: bool) -> Finding:
 def _processors(machine: Machine) -> Finding:
     usable, all_of = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     nodes = len(list((machine.root / "sys/devices/system/node").glob("node[0-9]*"))) or 1
-    found = f"{usable} of {all_of} usable, {nodes} NUMA node{'s' if nodes > 1 else ''}"
+    found = f"{usable} of {all_of} usable, {counted(nodes, 'NUMA node')}"
     if nodes > 1 and usable == all_of:
         remedy = "bind each rank to a node: numactl --cpunodebind=N --membind=N"
         return Finding("processors", WARN, f"{found}; ranks may run far from their memory", remedy)

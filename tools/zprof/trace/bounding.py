@@ -115,7 +115,7 @@ class Rewriting:
         os.fsync(self.fd)
         for path, fd in ((self._path, self._from), (self._beside, self.fd)):
             if not _names(path, fd):
-                raise OSError(errno.ESTALE, f"{path.name} is another file by now")
+                raise OSError(errno.ESTALE, f"{path.name} was replaced or removed during the recording")
         os.rename(self._beside, self._path)
         with suppress(OSError):
             # So that the new name outlives a loss of power; some file systems have no such thing.
