@@ -308,7 +308,7 @@ def test_a_rank_that_waits_for_data_is_slow_by_itself(tmp_path: Path) -> None:
 def test_the_report_has_a_section_of_loaders_and_no_control_characters_of_theirs(zprof: Zprof, tmp_path: Path) -> None:
     found_in(tmp_path / "run.0.zprof", [row._replace(key=row.key.replace("Rows", "R\x1b[2J")) for row in rows_of(40)])
     text = zprof("report").stdout
-    assert "waited for data 40 ms a step, 40% of it" in text and "\x1b" not in text
+    assert "waited for data 40 ms per step, 40% of it" in text and "\x1b" not in text
     data = json.loads(zprof("report", "--json").stdout)["runs"][0]["data"]
     assert data["loaders"][0] | {"name": ""} == {
         "name": "", "workers": None, "batch": None, "prefetch": None, "persistent": None, "pinned": None, "ms_per_step": 40.0,

@@ -160,7 +160,7 @@ def test_where_nothing_fits_that_is_the_answer(made: Path) -> None:
     assert found["code"] == 3 and ": fits" not in found["out"]
     assert any(line.startswith("simulated on h100 x 1, 1 MiB per device (predicted") for line in lines)
     [offered] = [line for line in lines if line.startswith('  [activation] tier = "host": does not fit: ')]
-    assert " of device, " in offered and " of host at the peak, " in offered and " ms a step: a device has 1 MiB" in offered
+    assert " of device, " in offered and " of host at the peak, " in offered and " ms per step: a device has 1 MiB" in offered
     [half] = [line for line in lines if line.startswith("  half the batch: ")]
     assert "not tried: the job's step has no micro_batch and accumulation with defaults that can be halved" in half
     assert "the planner finds nothing: find_policy: expected a policy that fits device 1 MiB" in found["out"]

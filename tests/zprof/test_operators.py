@@ -450,7 +450,7 @@ def test_the_lines_that_called_operators_are_the_users() -> None:
 def test_the_report_says_what_took_the_step_by_operator_and_by_module() -> None:
     recorded()
     text = text_of("report", "run.zprof")
-    assert "operators of steps 3 to 5, a step" in text and "aten::addmm" in text and "FLOP/s" in text
+    assert "operators of steps 3 to 5, per step" in text and "aten::addmm" in text and "FLOP/s" in text
     assert "the host was in operators" in text
     by_module = text_of("report", "run.zprof", "--by", "module")
     assert "operators of steps 3 to 5" in by_module

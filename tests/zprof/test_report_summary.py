@@ -110,7 +110,7 @@ def growing() -> Iterator[Row]:
 def test_a_leak_is_named_with_what_it_costs_a_step(zprof: Zprof) -> None:
     write_trace(Path("run.zprof"), growing(), level="alloc")
     grew = said(reported(zprof, "run.zprof"))["growth"]
-    assert grew["act"] and grew["figure"] == "1 MiB a step" and "(outside modules)" in grew["what"]
+    assert grew["act"] and grew["figure"] == "1 MiB per step" and "(outside modules)" in grew["what"]
     assert grew["remedy"].startswith("a leak, unless it is kept on purpose")
 
 
@@ -130,7 +130,7 @@ def test_a_loop_that_waits_for_its_data_is_something_to_act_on(zprof: Zprof) -> 
     write_trace(Path("run.zprof"), slow_loader(), level="alloc", zhooks=False, notes=note)
     report = reported(zprof, "run.zprof")
     waits = said(report)["waits"]
-    assert waits["act"] and waits["figure"] == "60.0 %" and "mostly for data Numbers, 600 ms a step" in waits["what"]
+    assert waits["act"] and waits["figure"] == "60.0 %" and "mostly for data Numbers, 600 ms per step" in waits["what"]
     assert waits["remedy"] == report["runs"][0]["data"]["advice"][0] != ""
 
 

@@ -551,7 +551,7 @@ def test_energy_is_the_rise_of_the_counters_over_the_steps(tmp_path: Path) -> No
         for gpu in ("gpu0", "gpu1")
     ]
     trace = traced(tmp_path, sorted(rows, key=lambda row: row.time_ns))
-    # 5 mJ a millisecond and GPU, 10 ms a step, two GPUs.
+    # 5 mJ a millisecond and GPU, 10 ms per step, two GPUs.
     assert measures(Analysis.of(trace))["energy.joules_per_step"] == pytest.approx(0.1)
 
 

@@ -99,7 +99,7 @@ class GradStatistics:
             )
         if self.policy.optimizer.overlap and self._comm.world.axis.world == 1:
             raise CapabilityError(
-                "noise_scale: expected several ranks, or several backward passes a step, found one rank and [optimizer] "
+                "noise_scale: expected several ranks, or several backward passes per step, found one rank and [optimizer] "
                 "overlap = true, which allows one pass. Set overlap = false."
             )
         if self._runtime.reducer.replicas.jobs:

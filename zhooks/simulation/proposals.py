@@ -166,7 +166,7 @@ class Proposals:
         for name, each in best.bandwidths().items():
             enough = "hides behind compute" if each.needed <= each.found else "does not hide behind compute"
             yield (
-                f"  {_CARRIED[name]}: {as_size(each.nbytes)} a step, {each.intensity:,.0f} FLOP a byte; needs "
+                f"  {_CARRIED[name]}: {as_size(each.nbytes)} per step, {each.intensity:,.0f} FLOP per byte; needs "
                 f"{each.needed / 1e9:,.1f} GB/s, has {each.found / 1e9:,.1f} GB/s: {enough}"
             )
         quicker = [each for each in self.ranking.unfit if each.seconds < best.simulation.step_s]

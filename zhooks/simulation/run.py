@@ -115,11 +115,11 @@ class Simulation:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.hardware} x {self.world}: {lasting(self.step_s)} a step (predicted, not measured)",
+            f"{self.hardware} x {self.world}: {lasting(self.step_s)} per step (predicted, not measured)",
             f"  compute {lasting(self.compute_s)}, communication beyond it {lasting(self.exposed_s)}, "
             f"host {lasting(self.host_s)}",
             f"  {self.tflops:,.1f} TFLOP/s a device, {self.mfu:.1%} of its peak",
-            f"  sent a step: {as_size(int(self.link_nbytes))} over a device's link, "
+            f"  sent per step: {as_size(int(self.link_nbytes))} over a device's link, "
             f"{as_size(int(self.network_nbytes))} from a node",
         ]
         if self.waiting_s:
@@ -147,7 +147,7 @@ class Simulation:
             if failed:
                 lines.append(f"  does not fit: the allocator failed at {failed} requests")
         if self.joules is not None:
-            lines.append(f"  {self.joules:,.0f} J a step" + ("" if self.price is None else f", {as_dollars(self.price)}"))
+            lines.append(f"  {self.joules:,.0f} J per step" + ("" if self.price is None else f", {as_dollars(self.price)}"))
         lines += [f"  race: {race}" for race in self.races]
         return "\n".join(lines)
 

@@ -157,7 +157,7 @@ def test_the_text_says_memory_a_tier_what_binds_and_what_the_links_must_carry() 
     proposals = found()
     said, first = str(proposals), proposals.best[0]
     assert as_duration(first.simulation.step_s * 1e9, digits=4) in said and as_size(first.memory.on(Tier.DEVICE)) in said
-    assert first.binds in said and re.search(r"gathers, over links: .* FLOP a byte; needs .* GB/s, has .* GB/s", said)
+    assert first.binds in said and re.search(r"gathers, over links: .* FLOP per byte; needs .* GB/s, has .* GB/s", said)
     needs = first.bandwidths()["gather"]
     assert needs.needed == pytest.approx(needs.nbytes / first.busy["compute"])
     told = proposals.as_dict()

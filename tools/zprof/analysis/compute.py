@@ -69,7 +69,7 @@ class Reached:
         mfu, hfu: shares of the median step, 0 to 1, at the peak; see Note: [What counts as what].
         floor_s: the least time of these operations one after the other, of a step: each bound by its FLOPs or by its bytes.
         compute_s, memory_s: of it, bound by either.
-        price: US dollars a step of this device; None where the profile has none.
+        price: US dollars per step of this device; None where the profile has none.
         joules: of this device a step, estimated from the profile's watts; None where it has none.
     """
 
@@ -107,12 +107,12 @@ class Computed:
 
     @property
     def flops(self) -> float:
-        """Done, a step."""
+        """Done per step."""
         return sum(row.flops for row in self.rows) / self.steps
 
     @property
     def model_flops(self) -> float:
-        """Of the model, a step."""
+        """Of the model per step."""
         return sum(row.flops - row.again for row in self.rows if row.doing in _OF_MODEL) / self.steps
 
     @property
@@ -128,7 +128,7 @@ class Computed:
         return None if found is None else found / self.steps
 
     def by_module(self) -> dict[str, Counter[str]]:
-        """Module up to its first number -> FLOPs a step by pass, and "nbytes"; the most FLOPs first."""
+        """Module up to its first number -> FLOPs per step by pass, and "nbytes"; the most FLOPs first."""
         found: dict[str, Counter[str]] = {}
         for row in self.rows:
             sums = found.setdefault(module_of(row.module) or NO_KEY, Counter())
@@ -140,7 +140,7 @@ class Computed:
         return dict(sorted(found.items(), key=lambda pair: (-_flops_of(pair[1]), pair[0])))
 
     def by_dtype(self) -> dict[str, int]:
-        """FLOPs a step."""
+        """FLOPs per step."""
         found: Counter[str] = Counter()
         for row in self.rows:
             found[row.dtype] += row.flops

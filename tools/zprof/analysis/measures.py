@@ -64,29 +64,29 @@ _TABLE: tuple[Measure, ...] = (
     Measure("step.median_ms", "ms", "more", "The median step after the first."),
     Measure("step.p95_ms", "ms", "more", "95 of 100 steps after the first take at most this."),
     Measure("step.max_ms", "ms", "more", "The longest step after the first."),
-    Measure("forward.ms_per_step", "ms", "more", "Time in forward, a step."),
-    Measure("backward.ms_per_step", "ms", "more", "Time in backward, a step."),
-    Measure("update.ms_per_step", "ms", "more", "Time in the optimizer, a step."),
-    Measure("outside.ms_per_step", "ms", "more", "Time in neither forward, backward nor the optimizer, a step."),
-    Measure("exposed.ms_per_step", "ms", "more", "Time that training threads waited, a step, counted once."),
+    Measure("forward.ms_per_step", "ms", "more", "Time per step in forward."),
+    Measure("backward.ms_per_step", "ms", "more", "Time per step in backward."),
+    Measure("update.ms_per_step", "ms", "more", "Time per step in the optimizer."),
+    Measure("outside.ms_per_step", "ms", "more", "Time per step in neither forward, backward nor the optimizer."),
+    Measure("exposed.ms_per_step", "ms", "more", "Time per step that training threads waited, counted once."),
     Measure("exposed.percent", "%", "more", "The same as a share of the steps."),
     Measure("exposed.data.percent", "%", "more", "Time the training thread waited for data loaders, as a share of the steps."),
-    Measure("energy.joules_per_step", "J", "more", "Energy of all sampled GPUs, a step."),
-    Measure("flops.per_step", "count", "more", "FLOPs done, a step: those of counted steps, recomputed ones included."),
+    Measure("energy.joules_per_step", "J", "more", "Energy of all sampled GPUs per step."),
+    Measure("flops.per_step", "count", "more", "FLOPs done per step: those of counted steps, recomputed ones included."),
     Measure("flops.model_per_step", "count", "more", "The same of the model's forwards and backwards, each counted once."),
     Measure("tokens.per_second", "count", "less", "Tokens of the model's input, a second of the median step; of this rank."),
     Measure("samples.per_second", "count", "less", "Samples of the model's input, a second of the median step; of this rank."),
     Measure("mfu.percent", "%", "less", "The model's FLOPs at the device's peak, as a share of the median step."),
     Measure("hfu.percent", "%", "less", "The same of all FLOPs done."),
-    Measure("ops.self_ms", "ms", "more", "Time of the busiest thread in torch's operators, a step; --level ops."),
-    Measure("ops.calls_per_step", "count", "more", "Operators called, a step."),
+    Measure("ops.self_ms", "ms", "more", "Time per step of the busiest thread in torch's operators; --level ops."),
+    Measure("ops.calls_per_step", "count", "more", "Operators called per step."),
     Measure("ops.between_percent", "%", "more", "Share of the step in which that thread was in no operator: Python, waits."),
-    Measure("ops.sync_ms", "ms", "more", "Time in calls that wait for a device, a step."),
-    Measure("gpu.busy_ms", "ms", "", "Time in which a stream of the idlest GPU of this rank ran anything, a step."),
+    Measure("ops.sync_ms", "ms", "more", "Time per step in calls that wait for a device."),
+    Measure("gpu.busy_ms", "ms", "", "Time per step in which a stream of the idlest GPU of this rank ran anything."),
     Measure("gpu.idle_percent", "%", "more", "Share of the step in which none did."),
     Measure("gpu.launch_bound_percent", "%", "more", "Share of the step: idle because the host had not launched anything yet."),
     Measure("energy.joules_per_token", "J", "more", "Energy of all sampled GPUs, a token of this rank."),
-    Measure("growth.bytes_per_step", "bytes", "more", "Memory that kept growing, a step: leaks, or data kept on purpose."),
+    Measure("growth.bytes_per_step", "bytes", "more", "Memory that kept growing, per step: leaks, or data kept on purpose."),
     Measure("oom.count", "count", "more", "Requests for memory whose failure ended the script."),
     Measure("rows.dropped", "count", "more", "Rows that were recorded but are not in the file: figures are less accurate."),
 )
@@ -123,10 +123,10 @@ def _all() -> Iterator[Measure]:
             yield Measure(f"{tier}.{category}.peak", "bytes", "more", f"Most {category} bytes on the {tier} tier at once.")
     yield from _TABLE
     for wait in _WAITS:
-        yield Measure(_exposed(wait), "ms", "more", f"Time spent only waiting for {wait}, a step.")
+        yield Measure(_exposed(wait), "ms", "more", f"Time per step spent only waiting for {wait}.")
     for verb, name in _MOVES.items():
         yield Measure(f"{name}.bytes_per_s", "bytes/s", "less", f'Bytes of "{verb}" over the time at least one was running.')
-        yield Measure(f"{name}.bytes_per_step", "bytes", "more", f'Bytes of "{verb}", a step.')
+        yield Measure(f"{name}.bytes_per_step", "bytes", "more", f'Bytes of "{verb}" per step.')
 
 
 #: Every measure there is, by name.

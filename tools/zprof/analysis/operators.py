@@ -103,11 +103,6 @@ class Window:
         last = self.first + self.count - 1
         return f"{self.counted} {self.first}" if self.count == 1 else f"{self.counted}s {self.first} to {last}"
 
-    @property
-    def each(self) -> str:
-        """"a step", for what figures are of."""
-        return f"a {self.counted}" if self.counted else "in all"
-
     def has(self, step: int) -> bool:
         """Whether it counts optimizer steps, and this one is among them."""
         return self.counted == "step" and self.first <= step < self.first + self.count

@@ -63,7 +63,7 @@ class Remedy:
         setting = "one more than it is" if prefetch is None else str(prefetch + 1)
         return (
             f"gather {self.unit} one unit earlier ([schedule] prefetch = {setting}) "
-            f"hides up to {as_duration(self.hides_ns_per_step)} a step"
+            f"hides up to {as_duration(self.hides_ns_per_step)} per step"
         )
 
 
@@ -267,7 +267,7 @@ def _by_unit(gathers: SpanTable, gains: Floats, steps: Steps) -> tuple[Remedy, .
 def _lines(remedies: tuple[Remedy, ...], total: float, prefetch: int | None) -> tuple[str, ...]:
     said = [remedy.line(prefetch) for remedy in remedies[:3]]
     if len(remedies) > 1:
-        said.append(f"all {len(remedies)} such units together: up to {as_duration(total)} a step, for one more unit's buffer")
+        said.append(f"all {len(remedies)} such units together: up to {as_duration(total)} per step, for one more unit's buffer")
     return tuple(said)
 
 
@@ -281,5 +281,5 @@ def _saturated(busy: float, policy: Mapping[str, object]) -> str:
     tier = setting(policy, "parameter", "tier")
     if tier in ("host", "disk"):
         remedies.append(f'[parameter] tier = "{"host" if tier == "disk" else "device"}" (a faster tier)')
-    remedies.append("more samples a step (the same bytes for more compute)")
+    remedies.append("more samples per step (the same bytes for more compute)")
     return f"gathers fill {busy:.0%} of forward and backward, so more prefetch cannot help; {'; '.join(remedies)} can"

@@ -67,7 +67,7 @@ class _Trial:
         if self.device_bytes is not None and self.step_s is not None:
             host = f", {_size(self.host_bytes)} of host" if self.host_bytes else ""
             step = as_duration(self.step_s * 1e9, digits=4)
-            seen = f": {_size(self.device_bytes)} of device{host} at the peak, {step} a step"
+            seen = f": {_size(self.device_bytes)} of device{host} at the peak, {step} per step"
         return f"{self.what}: {'fits' if self.fits else 'does not fit'}{seen}{f': {self.why}' if self.why else ''}"
 
 

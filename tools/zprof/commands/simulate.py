@@ -273,9 +273,9 @@ def _next(found: Simulation, output: Path | None, *, fits: bool) -> Iterator[tup
         yield f"{remedy}, or more ranks", f"most memory is held for {most}"
     elif found.exposed_s > _LARGE * found.step_s:
         share = f"{found.exposed_s / found.step_s:.0%} of the step is exposed communication"
-        yield "[schedule] prefetch, more tokens a step, or --mesh replicate=..,shard=..", share
+        yield "[schedule] prefetch, more tokens per step, or --mesh replicate=..,shard=..", share
     elif found.host_s > (1 - _LARGE) * found.step_s and found.compute_s < (1 - _LARGE) * found.step_s:
-        yield "more tokens a step, or torch.compile", "the host issues work no faster than the device does it"
+        yield "more tokens per step, or torch.compile", "the host issues work no faster than the device does it"
     if output is None:
         yield "-o plan.zprof", "writes a trace, for zprof report, timeline, flamegraph, check and diff"
         return

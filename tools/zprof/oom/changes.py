@@ -180,7 +180,7 @@ def _stages(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
 
 def _tiers(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
     """Cells that are stored elsewhere. Where device and host are one memory, only what goes to disk leaves it."""
-    often = {"optimizer": "read and written once a step", "gradient": "written once a backward and read once a step"}
+    often = {"optimizer": "read and written once per step", "gradient": "written once per backward and read once per step"}
     for cell in ("optimizer", "gradient", *(("parameter",) if _stage(policy) in (0, 3) else ())):
         now = _value(policy, cell, "tier", "device")
         # What is gathered stays on the device wherever it is stored, and in a world of one it then has to be gathered.
@@ -207,7 +207,7 @@ def _all_on_the_tier(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Chan
     if at and "device" in plight.pool and tier not in plight.pool:
         yield Change(
             "[optimizer] device_share = 0",
-            f"{as_size(at)} read and written once a step, {_way('device', tier)}",
+            f"{as_size(at)} read and written once per step, {_way('device', tier)}",
             (False, plight.pace.moving(2 * at, tier)),
             _about("optimizer tier"),
             moved("optimizer", "device", tier, flying=_staged(stored, policy)),
@@ -223,7 +223,7 @@ def _on_the_host(plight: Plight, policy: Mapping[str, Any]) -> Iterator[Change]:
     if stored[0] and "device" in plight.pool and not plight.shared and not elsewhere:
         yield Change(
             '[gradient] tier = "host", [optimizer] tier = "host" and compute = "host"',
-            f"{as_size(stored[1])} of gradients out once a backward, parameters back once a step; the host computes the "
+            f"{as_size(stored[1])} of gradients out once per backward, parameters back once per step; the host computes the "
             "update",
             (False, plight.pace.moving(2 * stored[1], "host") + 2 * stored[0] * 1e9 / _UPDATED),
             _about("optimizer tier", "gradient tier"),
@@ -278,7 +278,7 @@ def _half_batch(plight: Plight) -> Iterator[Change]:
     again = plight.pace.moving(2 * sum(gathered.values()), "gather")
     yield Change(
         "half the batch",
-        "two backward passes a step for the same gradients; what does not grow with the batch stays",
+        "two backward passes per step for the same gradients; what does not grow with the batch stays",
         (False, 3 * _HALVED * plight.pace.computing_again(activations) + again),
         _about("batch"),
         halved(("activation", "temporary")),
@@ -317,7 +317,7 @@ def _without_zhooks(plight: Plight) -> Iterator[Change]:
         at = sum(states.values())
         if at and "device" in plight.pool and to not in plight.pool:
             what = f'zhooks.attach(model, policy={{"optimizer": {{"tier": "{to}"}}}})'
-            price = f"{as_size(at)} read and written once a step, {_way('device', to)}"
+            price = f"{as_size(at)} read and written once per step, {_way('device', to)}"
             cost, after = (False, plight.pace.moving(2 * at, to)), moved("optimizer", "device", to, flying=_staged(states, {}))
             written = {"stage": 3, "optimizer": {"tier": to}}
             yield Change(what, price, cost, _about("optimizer tier"), after, keys=written)

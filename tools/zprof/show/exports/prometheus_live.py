@@ -29,7 +29,7 @@ LIVE = {
         Measure("tokens.recent_per_second", "count", "less", "Tokens of the model's input, a second of that; of this rank."),
         Measure("samples.recent_per_second", "count", "less", "Samples of the model's input, a second of that; of this rank."),
         Measure("exposed.recent_percent", "%", "more", f"Share of {_RECENT} in which the training threads waited."),
-        Measure("exposed.recent.ms_per_step", "ms", "more", f"Time they waited, a step, over {_RECENT}."),
+        Measure("exposed.recent.ms_per_step", "ms", "more", f"Time they waited per step, over {_RECENT}."),
         Measure("rss", "bytes", "more", "Resident memory of the process."),
         Measure("cgroup", "bytes", "more", "Memory of the process's cgroup."),
         Measure("pinned", "bytes", "more", "Page-locked host memory."),

@@ -55,12 +55,12 @@ const UNITS = DATA.units, FEW_UNITS = 50;
 
 function unitColumns() {
   const waited = UNITS.name.map((_, row) => sum(UNITS.ms.map((each) => each[row])));
-  const found = [{ id: "waited", label: "waited a step", values: waited, write: duration }];
+  const found = [{ id: "waited", label: "waited per step", values: waited, write: duration }];
   if (UNITS.kinds.length > 1) UNITS.kinds.forEach((kind, i) => found.push({ id: `for-${i}`, label: `for ${kind}`, values: UNITS.ms[i], write: duration }));
   found.push({ id: "count", label: "waits", values: UNITS.count, write: (count) => count.toLocaleString("en") });
   found.push({ id: "longest", label: "longest", values: UNITS.longest_ms, write: duration });
   UNITS.tiers.forEach((tier, i) => found.push({ id: tier, label: `${tier}, at its peak`, values: UNITS.held[i], write: bytes }));
-  found.push({ id: "flops", label: "FLOPs a step", values: UNITS.flops, write: operations });
+  found.push({ id: "flops", label: "FLOPs per step", values: UNITS.flops, write: operations });
   return found.filter((each) => each.values.some((value) => value > 0)).map((each) => ({ ...each, most: most(each.values) }));
 }
 

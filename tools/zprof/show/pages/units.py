@@ -114,7 +114,7 @@ def _held(reads: Sequence[Analysis]) -> dict[str, dict[str, int]]:
 
 
 def _flops(reads: Sequence[Analysis]) -> dict[str, float]:
-    """Module -> FLOPs a step, the mean of the ranks where they were counted."""
+    """Module -> FLOPs per step, the mean of the ranks where they were counted."""
     counted = [read.computed for read in reads if not isinstance(read.computed, Unseen)]
     found: dict[str, float] = {}
     for each in counted:

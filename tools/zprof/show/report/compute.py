@@ -71,7 +71,7 @@ def compute_lines(run: Mapping[str, Any], most: int) -> list[Any]:
     if not did["flops"]:
         return [Text("no operation with a formula for its FLOPs was seen")]
     drawing = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("module", "FLOPs a step", "share", "forward", "backward", "recomputed", "FLOPs/byte"):
+    for heading in ("module", "FLOPs per step", "share", "forward", "backward", "recomputed", "FLOPs/byte"):
         drawing.add_column(heading, justify="left" if heading == "module" else "right", no_wrap=True, overflow="fold")
     for each in did["modules"][:most]:
         if each["flops"]:
@@ -90,11 +90,11 @@ def _lines(did: Mapping[str, Any]) -> list[str]:
     again = 1 - did["model_flops"] / did["flops"]
     beside = f"; {again:.0%} of them recomputed, or in the optimizer" if again >= 0.005 else ""
     dtypes = ", ".join(f"{_flops(flops)} in {dtype or 'integers'}" for dtype, flops in did["dtypes"].items())
-    lines = [f"{_flops(did['flops'])} a step of {took}: {_flops(did['flops'] / seconds)}/s{beside} ({dtypes})"]
+    lines = [f"{_flops(did['flops'])} per step of {took}: {_flops(did['flops'] / seconds)}/s{beside} ({dtypes})"]
     if did["tokens"] is not None:
-        lines.append(f"{did['tokens']:,.0f} tokens a step: {did['tokens'] / seconds:,.0f} tokens/s on this rank")
+        lines.append(f"{did['tokens']:,.0f} tokens per step: {did['tokens'] / seconds:,.0f} tokens/s on this rank")
     elif did["samples"] is not None:
-        lines.append(f"{did['samples']:,.0f} samples a step: {did['samples'] / seconds:,.1f} samples/s on this rank")
+        lines.append(f"{did['samples']:,.0f} samples per step: {did['samples'] / seconds:,.1f} samples/s on this rank")
     reached = did["reached"]
     if reached is None:
         lines.append(did["reached_why"])
@@ -104,10 +104,10 @@ def _lines(did: Mapping[str, Any]) -> list[str]:
         bound = f"{compute} bound by compute, {memory} by memory"
         lines.append(f"it needs at least {floor} of the {took} for these operations: {bound}")
         if reached["joules"] is not None:
-            lines.append(f"energy by the profile's watts: about {reached['joules']:,.3g} J a step and device")
+            lines.append(f"energy by the profile's watts: about {reached['joules']:,.3g} J per step and device")
         if reached["price"] is not None:
             each = f", {1e6 * reached['price'] / did['tokens']:,.3g} US dollars a million tokens" if did["tokens"] else ""
-            lines.append(f"price by the profile: {reached['price']:,.3g} US dollars a step and device{each}")
+            lines.append(f"price by the profile: {reached['price']:,.3g} US dollars per step and device{each}")
     if did["uncounted"]:
         lines.append(f"not counted, because they have no formula: {', '.join(did['uncounted'])}")
     return lines

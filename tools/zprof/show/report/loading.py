@@ -45,7 +45,7 @@ def loading_body(found: Loading) -> Body:
 
 def loading_line(found: Mapping[str, Any]) -> str:
     """How long in all."""
-    return f"waited for data {as_duration(found['ms_per_step'] * 1e6)} a step, {found['percent']:.0f}% of it"
+    return f"waited for data {as_duration(found['ms_per_step'] * 1e6)} per step, {found['percent']:.0f}% of it"
 
 
 def loading_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

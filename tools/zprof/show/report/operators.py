@@ -70,7 +70,7 @@ def operators_section(run: Mapping[str, Any], most: int) -> tuple[str, list[Any]
 
 
 def _each(ran: Mapping[str, Any]) -> str:
-    return f"a {ran['counted']}" if ran["counted"] else "in all"
+    return f"per {ran['counted']}" if ran["counted"] else "in all"
 
 
 def _table(ran: Mapping[str, Any], rows: list[Mapping[str, Any]], by: str) -> Table:

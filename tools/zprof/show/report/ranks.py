@@ -108,7 +108,7 @@ def ranks_lines(ranks: Mapping[str, Any], top: int | None = None, *, simulated: 
     stragglers = ranks["stragglers"] or ()
     for slow in stragglers[:_MOST_LINES]:
         more = slow["work_ns"] / slow["median_ns"] - 1
-        works = f"works {as_duration(slow['work_ns'])} a step, {more:.0%} more than the median rank"
+        works = f"works {as_duration(slow['work_ns'])} per step, {more:.0%} more than the median rank"
         lines.append(Text(f"straggler: rank {slow['rank']} {works}"))
     if len(stragglers) > _MOST_LINES:
         lines.append(Text(f"and {len(stragglers) - _MOST_LINES:,} more whose own work is slower than the median rank's"))

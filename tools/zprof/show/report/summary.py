@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from offload.text import as_duration, as_moment, as_size
+from offload.text import as_duration, as_moment, as_size, counted
 from zprof.show.report.next_commands import LARGE
 
 __all__ = ["foremost", "slowest", "summary"]
@@ -75,7 +75,7 @@ def _of_steps(steps: Mapping[str, Any]) -> str:
     """Which steps the figures of time are of."""
     count, timed = steps["count"], steps["timed"]
     if timed == count:
-        return f"{count} step{'' if count == 1 else 's'}"
+        return counted(count, "step")
     others = "the first" if timed == count - 1 else "the first and those that the recording itself slowed down"
     return f"{timed} of {count} steps, without {others}"
 
@@ -118,8 +118,8 @@ def _waits(run: Run) -> Iterator[Finding]:
         yield _finding("waits", "none", "no recorded thread waited for a transfer")
         return
     first = run["waits"][0]
-    longest = f"{' '.join(filter(None, (first['what'], first['unit'])))}, {_took(first['ms_per_step'])} a step"
-    what = f"of the step time was spent waiting, {_took(spent)} a step on average; mostly for {longest}"
+    longest = f"{' '.join(filter(None, (first['what'], first['unit'])))}, {_took(first['ms_per_step'])} per step"
+    what = f"of the step time was spent waiting, {_took(spent)} per step on average; mostly for {longest}"
     if share < _MUCH_WAITING:
         yield _finding("waits", f"{share:.1f} %", what)
         return
@@ -179,7 +179,7 @@ def _grew(run: Run) -> Iterator[Finding]:
         where = "" if run["level"] == "stack" else "; zprof run --level stack shows the lines"
         yield _finding(
             "growth",
-            f"{as_size(round(grown['per_step']))} a step",
+            f"{as_size(round(grown['per_step']))} per step",
             f"{grown['name']} holds that much more on {grown['tier']} after each step, {as_size(grown['nbytes'])} by step "
             f"{grown['last']}",
             f"a leak, unless it is kept on purpose{where}",

@@ -234,7 +234,7 @@ def _grown(run: Run, most: int) -> list[Any]:
     if not run["growth"]:
         return []
     lines = run["level"] == "stack"
-    headings = (("line" if lines else "module", "left"), ("tier", "left"), ("a step", "right"), ("in all", "right"))
+    headings = (("line" if lines else "module", "left"), ("tier", "left"), ("per step", "right"), ("in all", "right"))
     drawing = _table(*headings, ("mostly", "left"), *([("called from", "left")] if lines else []))
     for grown in run["growth"][:most]:
         called = ", ".join(grown["callers"][:_MOST_CALLERS]) + (", ..." if len(grown["callers"]) > _MOST_CALLERS else "")
@@ -324,13 +324,13 @@ def _times(run: Run, most: int) -> list[Any]:
         why = run["unseen"].get("exposed.ms_per_step", "")
         waiting = f"waiting was {NOT_MEASURED}" if why.startswith(NOT_MEASURED) else "waiting was not seen"
         if "exposed.ms_per_step" in figures:
-            waiting = f"waiting {_took(figures['exposed.ms_per_step'])} a step ({figures['exposed.percent']:.1f} %)"
+            waiting = f"waiting {_took(figures['exposed.ms_per_step'])} per step ({figures['exposed.percent']:.1f} %)"
         lines = [Text(f"{pace}; {waiting}")]
     if "energy.joules_per_step" in figures:
-        lines.append(Text(f"energy {figures['energy.joules_per_step']:.3g} J a step"))
+        lines.append(Text(f"energy {figures['energy.joules_per_step']:.3g} J per step"))
     if not run["waits"]:
         return lines
-    headings = (("waited for", "left"), ("unit", "left"), ("a step", "right"), ("longest", "right"), ("settings", "left"))
+    headings = (("waited for", "left"), ("unit", "left"), ("per step", "right"), ("longest", "right"), ("settings", "left"))
     drawing = _table(*headings)
     for wait in run["waits"][:most]:
         settings = ", ".join(wait["settings"][:2])
@@ -346,7 +346,7 @@ def _loading(run: Run, most: int) -> list[Any]:
     found = run["data"]
     if not found or not found["loaders"]:
         return []
-    headings = (("loader", "left"), ("workers", "right"), ("wait a step", "right"), ("for first batches", "right"))
+    headings = (("loader", "left"), ("workers", "right"), ("wait per step", "right"), ("for first batches", "right"))
     drawing = _table(*headings, ("for starting workers", "right"))
     for row in list(loading_rows(found))[:most]:
         drawing.add_row(*(Text(plain(cell)) for cell in row))
@@ -363,7 +363,7 @@ def _waits_in_all(figures: dict[str, float]) -> list[Any]:
         if first == "exposed" and unit == "ms_per_step" and value:
             sums[kind.replace("_", " ")] = value
     terms = ", ".join(f"{kind} {_took(sums[kind])}" for kind in sorted(sums, key=lambda kind: -sums[kind]))
-    return [Text(f"waiting a step, by cause: {terms}")] if terms else []
+    return [Text(f"waiting per step, by cause: {terms}")] if terms else []
 
 
 def _took(ms: float) -> str:

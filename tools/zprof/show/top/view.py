@@ -133,7 +133,7 @@ def _units(runs: Sequence[Seen]) -> Sheet:
                     _took(waiting.wait_ms) if waiting else _DASH,
                 )
             )
-    return Sheet("units", ("rank", "holds most", "on device", "waited for", "why", "a step"), tuple(rows))
+    return Sheet("units", ("rank", "holds most", "on device", "waited for", "why", "per step"), tuple(rows))
 
 
 def _took(ms: float | None) -> str:
