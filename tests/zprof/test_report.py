@@ -245,6 +245,16 @@ def test_frees_without_their_allocations_are_said(report: Report) -> None:
     assert "run.zprof: 2 series end below zero: frees were recorded whose allocations were not" in report("run.zprof").stdout
 
 
+def test_a_share_is_of_the_whole_only_and_what_is_known_beyond_it_is_said_in_words(report: Report) -> None:
+    grown = ((300, 10), (310, 30))
+    rows = [Row(COUNTER, "rss", "", HEADER.rss_nbytes + mib * MIB, HEADER.mono_ns + at) for mib, at in grown]
+    rows.insert(1, Row(RowKind.ALLOC, placed("activation", "device"), "u", 40 * MIB, HEADER.mono_ns + 20, 0, 1))
+    write_trace(Path("run.zprof"), rows, level="alloc")
+    text = report("run.zprof").stdout
+    assert "= unexplained in the process: none; what is known adds up to 30 MiB (300%) more than there is, at " in text
+    assert "\nloaded before 300 MiB: python, torch" in text
+
+
 def test_a_run_that_placed_nothing_is_told_what_would_show_more(report: Report) -> None:
     grown = [Row(COUNTER, "rss", "", HEADER.rss_nbytes + 64 * MIB, HEADER.mono_ns + 10)]
     write_trace(Path("run.zprof"), grown, level="events", zhooks=False)

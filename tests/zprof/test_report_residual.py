@@ -84,6 +84,16 @@ def test_what_zhooks_counted_stands_beside_the_formula() -> None:
     assert any(line.startswith("by Korthikanti's formula, in 16 bits with dropout: ") for line in lines)
 
 
+def test_activations_that_zhooks_counted_are_not_called_unseen_where_their_inputs_were_not_told_apart() -> None:
+    layers = Layers(4, 2, 1024, 256, 2, checkpoint="unit")
+    without = [row for row in counted() if row.key != "inputs"]
+    write_trace(Path("run.zprof"), without, notes={"activation": {"text": layers.text()}})
+    found = rows(told("run.zprof"))
+    assert found["activations", "device"] == (3 * MIB, 3 * MIB, None, "zhooks")
+    assert found["of which inputs of recomputed units", "device"][3] is None
+    assert not any("were not seen" in line for line in shown("run.zprof"))
+
+
 def test_a_step_has_its_own_peak() -> None:
     write(LAYERS)
     assert [rows(told("run.zprof", "--at", f"step:{step}"))["activations", "device"][:2] for step in (0, 1)] == [

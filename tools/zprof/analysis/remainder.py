@@ -17,7 +17,10 @@ from zprof.gpu.vendors import rows_of
 if TYPE_CHECKING:
     from zprof.analysis.ledger import Ledger
 
-__all__ = ["Remainder", "fullest_sample", "peak_sample", "remainders"]
+__all__ = ["WITH_PARTS", "Remainder", "fullest_sample", "peak_sample", "remainders"]
+
+#: What the first line takes off where the lines that follow are parts of the same whole.
+WITH_PARTS = "ledger, device + host, and the lines below"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ def remainders(ledger: Ledger, time_ns: int) -> list[Remainder]:
     parts = _parts(ledger, when, held)
     if parts:
         known = held + sum(part.nbytes for part in parts)
-        said, against = ("rss since start", rss - start), ("ledger, device + host, and the lines below", known)
+        said, against = ("rss since start", rss - start), (WITH_PARTS, known)
         return [_line("unexplained in the process", said, against, when, _AFTER_PARTS), *parts]
     loaded = _loaded(ledger, when)
     if loaded is None:

@@ -18,6 +18,7 @@ from rich.text import Text
 from offload.text import as_duration, as_moment, as_size, counted
 from zprof.analysis.coverage import NOT_MEASURED
 from zprof.analysis.outliers import MANY
+from zprof.analysis.remainder import WITH_PARTS
 from zprof.show.report.children import children_lines, children_rows, recorded_rows
 from zprof.show.report.compute import compute_lines
 from zprof.show.report.large_batch import advised
@@ -263,18 +264,17 @@ def _residual(run: Run) -> list[Any]:
         if found["formula"]["korthikanti_bytes"] is not None:
             bound = sized(found["formula"]["korthikanti_bytes"])
             lines.append(Text(f"by Korthikanti's formula, in 16 bits with dropout: {bound}"))
-    if any(row["bytes"] is None for row in rows):
+    if any(row["bytes"] is None and row["name"] == "activations" for row in rows):
         lines.append(Text("activations were not seen: record with --level alloc"))
     return lines
 
 
 def _reconciled(run: Run) -> list[Any]:
     lines: list[Any] = []
-    whole = run["reconciliation"][0]["said_bytes"] if run["reconciliation"] else 0
-    for line in run["reconciliation"]:
-        share = f" ({line['bytes'] / whole:.0%})" if whole > 0 else ""
-        amount = f"{line['name']} {sized(line['bytes'])}{share}"
-        if not line["against_bytes"] and line is not run["reconciliation"][0]:
+    found = run["reconciliation"]
+    for line in found:
+        amount = f"{line['name']}{_remaining(line, found[0])}"
+        if not line["against_bytes"] and line is not found[0]:
             lines.append(Text(f"{amount}: {line['likely']}"))
             continue
         said = f"{line['said']} {sized(line['said_bytes'])} - {line['against']} {sized(line['against_bytes'])}"
@@ -286,6 +286,15 @@ def _reconciled(run: Run) -> list[Any]:
         most = f"{sized(rss['peak_bytes'])} at most ({as_moment(rss['at_s'] * 1e9)})"
         lines.append(Text(f"rss {sized(rss['start_bytes'])} at the start, {most}"))
     return lines
+
+
+def _remaining(line: Run, first: Run) -> str:
+    """How much a line of the reconciliation is about, and its share of the whole that the first line begins with."""
+    whole = first["said_bytes"] if line is first or first["against"] == WITH_PARTS else 0
+    too_much = line is first and line["bytes"] < 0
+    nbytes = -line["bytes"] if too_much else line["bytes"]
+    amount = f"{sized(nbytes)} ({nbytes / whole:.0%})" if whole > 0 else sized(nbytes)
+    return f": none; what is known adds up to {amount} more than there is" if too_much else f" {amount}"
 
 
 def _children(run: Run) -> list[Any]:
