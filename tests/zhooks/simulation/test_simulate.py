@@ -116,7 +116,7 @@ def test_states_on_the_host_are_held_there_and_not_on_the_device() -> None:
 def test_it_reports_in_words_and_as_plain_values_and_finds_no_race() -> None:
     found = simulated()
     text, values = str(found), found.as_dict()
-    assert "h100 x 8" in text and " a step (predicted, not measured)" in text and "device memory" in text
+    assert "h100 x 8" in text and " per step (predicted, not measured)" in text and "device memory" in text
     assert values["races"] == [] and values["step_s"] == found.step_s > 0
     assert 0 < found.mfu < 1 and found.joules is not None
 
