@@ -2,9 +2,9 @@
 
 pytest calls it. All Python blocks of a page are one program, run in a process of its own at world size 1 in an empty
 folder (the README's in a fresh interpreter, others, and both sides of a diff, in one that has imported torch), warnings
-being errors, and the README's script also on two ranks. A ``text`` block right after a Python block is what that block
-prints. A ``diff`` block is Python too: the lines it adds run with the program, and without them it prints the same. It never
-edits a page.
+being errors, and the README's script also on two ranks, and without its new lines. A ``text`` block right after a Python
+block is what that block prints. A ``diff`` block is Python too: the lines it adds run with the program, and without them it
+prints the same. It never edits a page.
 """
 
 from __future__ import annotations
@@ -114,8 +114,21 @@ def test_the_programs_of_a_page_run_and_print_what_it_says(page: Path, tmp_path:
             assert printed[block.after.line] == block.text, f"{name_of(page)}:{block.line}: the program printed otherwise"
 
 
-def test_the_readmes_script_runs_on_two_ranks_too(tmp_path: Path) -> None:
+def script() -> Block:
     [block] = [block for block in of_language(README, "python") if block.text.startswith("# train.py\n")]
+    return block
+
+
+def test_the_readmes_script_prints_the_same_without_its_new_lines(tmp_path: Path) -> None:
+    block = script()
+    old = [line for line in block.text.splitlines() if not re.search("# new(:|$)", line)]
+    assert len(old) < len(block.text.splitlines()) and not any("zhooks" in line or "attachment" in line for line in old)
+    plain = run(README, [replace(block, text="\n".join(old) + "\n")], tmp_path, forked)
+    assert plain == run(README, [block], tmp_path, forked) and plain[block.line].count("loss ") == 10
+
+
+def test_the_readmes_script_runs_on_two_ranks_too(tmp_path: Path) -> None:
+    block = script()
     (tmp_path / "train.py").write_text(block.text, encoding="utf-8")
     told = {**os.environ, "TORCHELASTIC_RUN_ID": "readme"}
     ranks = launch(2, str(tmp_path / "train.py"), at=tmp_path, warn=("error", Warning), environment=told)
