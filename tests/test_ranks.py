@@ -75,6 +75,13 @@ def test_a_job_that_passes_its_limit_is_killed(pair: Pool) -> None:
     assert time.monotonic() - began_s < 300.0, "of the hour it would have taken"
 
 
+def test_a_job_that_ranks_skip_skips_the_test_and_keeps_the_pool(pair: Pool) -> None:
+    first = pair.run("tests.test_ranks:process_and_visits")
+    with pytest.raises(pytest.skip.Exception, match="could not import 'nobody_has_this'"):
+        pair.run("tests.test_ranks:lack_a_library")
+    assert [process for process, _ in pair.run("tests.test_ranks:process_and_visits")] == [process for process, _ in first]
+
+
 def test_a_warning_on_a_rank_is_an_error(pair: Pool) -> None:
     with pytest.raises(RanksFailed, match="UserWarning: careful"):
         pair.run("tests.test_ranks:warn")
@@ -185,3 +192,7 @@ def hang() -> None:
 
 def warn() -> None:
     warnings.warn("careful", stacklevel=1)
+
+
+def lack_a_library() -> None:
+    pytest.importorskip("nobody_has_this")

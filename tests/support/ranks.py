@@ -36,6 +36,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.collector import collect_all
 from tests.support.parent import end_with_parent
 from tests.support.waiting import soon
@@ -58,9 +60,14 @@ class End(enum.Enum):
     """How a job ended on one rank."""
 
     RETURNED = "returned"
+    SKIPPED = "skipped"
     RAISED = "raised"
     DIED = "died"
     SILENT = "silent"
+
+
+#: The rank's process is as it was before the job.
+_WHOLE = (End.RETURNED, End.SKIPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,7 @@ class RanksFailed(AssertionError):
         summary = ", ".join(f"rank {outcome.rank} {outcome.end.value}" for outcome in outcomes)
         parts = [f"{job}: expected every rank to return, found {summary}"]
         for outcome in outcomes:
-            if outcome.end is not End.RETURNED:
+            if outcome.end not in _WHOLE:
                 parts.append(f"---- rank {outcome.rank} {outcome.end.value}\n{outcome.text.rstrip()}")
         super().__init__("\n".join(parts))
 
@@ -130,10 +137,14 @@ class Pool:
             kwargs: must pickle; every rank gets the same.
         Raises:
             RanksFailed: a rank raised, died or did not answer in time.
+            pytest.skip.Exception: no rank did, and one has skipped the job.
         """
         outcomes = self.attempt(job, limit_s=limit_s, **kwargs)
-        if any(outcome.end is not End.RETURNED for outcome in outcomes):
+        if any(outcome.end not in _WHOLE for outcome in outcomes):
             raise RanksFailed(job, outcomes)
+        for outcome in outcomes:
+            if outcome.end is End.SKIPPED:
+                pytest.skip(outcome.text)
         return [outcome.value for outcome in outcomes]
 
     def attempt(self, job: str, *, limit_s: float = LIMIT_S, **kwargs: Any) -> list[Outcome]:
@@ -143,12 +154,12 @@ class Pool:
         self._jobs += 1
         self._send(("run", self._jobs, job, kwargs, limit_s))
         outcomes = self._collect(limit_s)
-        if all(outcome.end is End.RETURNED for outcome in outcomes):
+        if all(outcome.end in _WHOLE for outcome in outcomes):
             self._send(("leave",))
             left = self._collect(limit_s)
             if any(outcome.end is not End.RETURNED for outcome in left):
                 outcomes = left
-        if any(outcome.end is not End.RETURNED for outcome in outcomes):
+        if any(outcome.end not in _WHOLE for outcome in outcomes):
             self.kill()
         return outcomes
 
@@ -330,6 +341,8 @@ def _answer(rank: int, world: int, store: Any, number: int, job: str, kwargs: An
             dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world, timeout=timeout)
         torch.manual_seed(0)
         return pickle.dumps((End.RETURNED, find(job)(**kwargs)))
+    except pytest.skip.Exception as skipped:
+        return pickle.dumps((End.SKIPPED, str(skipped)))
     except BaseException:
         return pickle.dumps((End.RAISED, traceback.format_exc()))
     finally:
