@@ -50,7 +50,7 @@ def test_the_calls_that_are_looked_at_are_there() -> None:
 
 
 @pytest.mark.slow
-@on_virtual(part=tuple(range(PARTS)))
+@on_virtual(limit_s=3600.0, part=tuple(range(PARTS)))
 def test_every_missing_call_of_the_seam_to_the_device_is_shown_but_those_that_are_known(part: int) -> None:
     seam = [site for site in sites() if site.path.startswith("offload/device/")]
     unseen = {site.key for site in seam[part::PARTS] if judge(site).shown_by is None}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from offload.virtual import Machine, Operation
 from tests.support.on_ranks import combinations
-from tests.support.ranks import Pool
+from tests.support.ranks import LIMIT_S, Pool
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Flat:
         return self.network
 
 
-def on_virtual(**choices: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any]:
+def on_virtual(*, limit_s: float = LIMIT_S, **choices: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any]:
     """Run the function in the session's process for the virtual device, for each combination of ``choices``, as `on_ranks`."""
 
     def decorate(job: Callable[..., Any]) -> Any:
@@ -57,7 +57,7 @@ def on_virtual(**choices: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any
 
         @pytest.mark.parametrize("chosen", cases)
         def test(chosen: dict[str, Any], virtual_ranks: Pool) -> None:
-            virtual_ranks.run(f"{job.__module__}:{job.__name__}.job", **chosen)
+            virtual_ranks.run(f"{job.__module__}:{job.__name__}.job", limit_s=limit_s, **chosen)
 
         test.__name__ = test.__qualname__ = job.__name__
         test.__module__, test.__doc__ = job.__module__, job.__doc__
