@@ -169,7 +169,8 @@ def test_forwards_without_gradients_between_a_forward_and_its_backward_change_no
         for param, value in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(sharded(param).full_tensor(), value.detach(), rtol=1e-6, atol=1e-7)
     kept = attachment.memory().transient["gathered units"]
-    assert (kept == 0) == (reshard is True)
+    # The only rank shows its shards as they are.
+    assert (kept == 0) == (reshard is True or place()[1] == 1)
 
 
 # ---- what a pass waits for
