@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.support.torches import Muon
+
 
 class Shampoo(Optimizer):
     """A statistic and its inverse root for every dim of a parameter, kept in lists."""
@@ -113,7 +115,7 @@ class MuonWithAdam(Optimizer):
 
 
 def muon(params: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.02)
+    return Muon([param for param in params if param.dim() == 2], lr=0.02)
 
 
 def adafactor_of_transformers(params: Iterable[nn.Parameter]) -> Optimizer:

@@ -15,16 +15,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    schedules,
+)
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    ScheduleDualPipeV,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
 
 import zhooks
+from tests.support.torches import where_torch_has
 
 VOCABULARY, DIM, CONTEXT, ROWS, BLOCKS = 17, 16, 6, 8, 4
 SCHEDULES: dict[str, Any] = {
@@ -34,8 +41,9 @@ SCHEDULES: dict[str, Any] = {
     "bfs": ScheduleLoopedBFS,
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
-    "dual-pipe": ScheduleDualPipeV,
+    "dual-pipe": getattr(schedules, "ScheduleDualPipeV", None),
 }
+DUAL_PIPE = pytest.param("dual-pipe", marks=where_torch_has(schedules, "ScheduleDualPipeV"))
 
 
 class Block(nn.Module):

@@ -18,13 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zhooks
 from tests.support.inside import checksum_of
 from tests.support.on_ranks import place
+from tests.support.torches import Muon
 from tests.support.tp_gpt import batch, divide, loss_of, plain_gpt
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "lbfgs": lambda params: torch.optim.LBFGS(params, lr=1e-2, max_iter=2),
-    "muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2], lr=1e-2),
+    "muon": lambda params: Muon([param for param in params if param.dim() == 2], lr=1e-2),
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zhooks
 from tests.support.on_ranks import place
+from tests.support.torches import Muon
 from tests.support.values import full
 
 OPTIMIZERS = {
@@ -22,7 +23,7 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
     "amsgrad": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.01), amsgrad=True),
     "plain": lambda params: torch.optim.SGD(params, lr=0.05),
-    "muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.05),
+    "muon": lambda params: Muon([param for param in params if param.dim() == 2], lr=0.05),
 }
 
 

@@ -26,6 +26,7 @@ from tests.support.json_damage import mutate, places
 from tests.support.on_ranks import folder, from_first, on_ranks, place
 from tests.support.resuming import Run, stir
 from tests.support.slow import slow
+from tests.support.torches import Muon
 from tests.support.values import sharded
 
 POLICY = {"stage": 3, "units": {"min_numel": 0}, "precision": {"param": "fp16", "loss_scale": "dynamic", "initial_scale": 8}}
@@ -165,7 +166,7 @@ def test_a_forged_checkpoint_loads_whole_or_changes_nothing_on_any_rank(part: st
 @on_ranks(2, fresh=(True, False))
 def test_a_state_of_a_whole_matrix_in_another_dtype_is_refused_on_every_rank(fresh: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
-    attachment, optimizer = zhooks.attach(model, policy={"stage": 3}), torch.optim.Muon(model.parameters())
+    attachment, optimizer = zhooks.attach(model, policy={"stage": 3}), Muon(model.parameters())
     model(torch.ones(2, 8)).square().sum().backward()
     optimizer.step()
 
@@ -178,7 +179,7 @@ def test_a_state_of_a_whole_matrix_in_another_dtype_is_refused_on_every_rank(fre
         if place()[0] == 0:
             forge(path / "good", path / "bad", 0, narrow)
         from_first(None)
-        other = torch.optim.Muon(model.parameters()) if fresh else optimizer
+        other = Muon(model.parameters()) if fresh else optimizer
         with pytest.raises(zhooks.CheckpointError, match=r"Muon's momentum_buffer in torch\.\w+, .* found torch\.\w+"):
             attachment.load(path / "bad", other)
         attachment.load(path / "good", other)

@@ -19,6 +19,7 @@ import zhooks
 from tests.support.matrix_optimizers import MATRIX_OPTIMIZERS, Shampoo, batch, net, train
 from tests.support.on_ranks import folder, on_ranks, place
 from tests.support.plain_matrices import check_equal, check_states, plain
+from tests.support.torches import Muon
 from tests.support.values import full
 from zhooks.optim import OwnedStates, tensors_in
 
@@ -72,7 +73,7 @@ def test_the_largest_share_of_equal_matrices_is_one_rank_of_many() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)])
     attachment = zhooks.attach(model, policy=POLICY)
-    optimizer = torch.optim.Muon(model.parameters())
+    optimizer = Muon(model.parameters())
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
     held = sum(value.nbytes for states in optimizer.state.values() for value in tensors_in(states))

@@ -16,6 +16,7 @@ import zhooks
 from tests.support.matrix_optimizers import batch, net, train
 from tests.support.on_ranks import on_ranks
 from tests.support.plain_matrices import orthogonal
+from tests.support.torches import Muon
 from tests.support.values import full
 
 POLICY: dict[str, Any] = {"units": {"min_numel": 0}, "comm": {"timeout_s": 60, "buffer": "2KiB"}}
@@ -98,7 +99,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "dict": (lambda params: Known(params, {params[-1]: True}), r"Known\.known \(a key\)"),
     "object": (lambda params: Known(params, Holder(params[-1:])), r"Known\.known\.params"),
     "buffers": (Buffers, r"Buffers: .*\.buffers \(a key\)"),
-    "lookahead": (lambda params: Lookahead(torch.optim.Muon(params)), r"Lookahead\.base, an optimizer of its own"),
+    "lookahead": (lambda params: Lookahead(Muon(params)), r"Lookahead\.base, an optimizer of its own"),
     "scales": (scaled, r"Scaled: .*param_groups\[0\]\['scales'\], a list as long as params"),
 }
 

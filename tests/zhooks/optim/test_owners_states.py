@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 import zhooks
 from tests.support.matrix_optimizers import batch, net
 from tests.support.on_ranks import on_ranks
+from tests.support.torches import Muon
 from tests.support.values import full
 from zhooks.optim import tensors_in
 from zhooks.tensor import StoredTensor
@@ -125,7 +126,7 @@ def test_odd_states_are_what_plain_training_has_whatever_their_tier(tier: str) -
 def test_a_state_on_a_tier_refuses_to_name_memory_and_copies_are_plain() -> None:
     model = net()
     attachment = zhooks.attach(model, policy=policy("disk"))
-    optimizer = torch.optim.Muon([param for param in model.parameters() if param.dim() == 2])
+    optimizer = Muon([param for param in model.parameters() if param.dim() == 2])
     model(batch(0)).square().mean().backward()
     optimizer.step()
     state = optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]

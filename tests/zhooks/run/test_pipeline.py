@@ -20,6 +20,7 @@ from offload.events import Recorder
 from tests.support.inside import comm_of, flats_of, plans_of, runtime_of
 from tests.support.on_ranks import on_ranks
 from tests.support.pipelines import (
+    DUAL_PIPE,
     Run,
     batch_of,
     loss_of,
@@ -78,7 +79,7 @@ def test_weight_gradients_that_are_put_off_are_those_of_the_plain_model(schedule
 
 
 @pytest.mark.slow
-@on_ranks(2, 4, schedule=("zero-bubble", "zbv", "dual-pipe"), stage=(0, 1, 2, 3), limit_s=300.0)
+@on_ranks(2, 4, schedule=("zero-bubble", "zbv", DUAL_PIPE), stage=(0, 1, 2, 3), limit_s=300.0)
 def test_every_zero_bubble_schedule_and_every_stage_of_zero(schedule: str, stage: int) -> None:
     trained(2, schedule, {"stage": stage})
 

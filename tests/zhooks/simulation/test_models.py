@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zhooks
+from tests.support.torches import Muon
 from tests.support.virtual import on_virtual
 from zhooks.simulation import Simulation, simulate
 
@@ -160,7 +161,7 @@ def test_experts_compute_the_same_whether_their_products_are_grouped_or_batched(
 def test_an_optimizer_that_owns_whole_parameters_is_simulated() -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 32, bias=False))
-        return model, torch.optim.Muon(model.parameters())
+        return model, Muon(model.parameters())
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.empty(8, 32, device="virtual")).square().mean().backward()

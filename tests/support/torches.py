@@ -1,0 +1,77 @@
+"""What tests use of torch that its oldest supported version lacks: a stand-in, or a mark that skips and says what is lacking.
+
+Tests and their models import it from here.  It never changes what is tested under a torch that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["Muon", "where_torch_has"]
+
+
+def where_torch_has(owner: Any, name: str) -> pytest.MarkDecorator:
+    """Skips where torch's module or class ``owner`` has no ``name``."""
+    lacking = f"torch {torch.__version__} has no {name}"
+    return pytest.mark.skipif(not hasattr(owner, name), reason=lacking)
+
+
+class _Muon(Optimizer):
+    """Muon as its author wrote it: momentum, made orthogonal by Newton and Schulz's iteration in bfloat16."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps})
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.dim() != 2:
+                    raise ValueError(f"Muon: expected matrices, found a parameter of {param.dim()} dims.")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(param.grad)
+                momentum = state["momentum_buffer"].lerp_(param.grad, 1 - group["momentum"])
+                ahead = param.grad.lerp(momentum, group["momentum"])
+                rate = group["lr"] * max(1.0, param.shape[0] / param.shape[1]) ** 0.5
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(_orthogonal(ahead, group["ns_steps"]), alpha=-rate)
+        return loss
+
+
+def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    if steps >= 100:
+        raise ValueError(f"Muon: expected fewer than 100 ns_steps, found {steps}.")
+    tall = matrix.shape[0] > matrix.shape[1]
+    found = (matrix.T if tall else matrix).bfloat16()
+    found = found / found.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = found @ found.T
+        found = 3.4445 * found + (-4.775 * gram + 2.0315 * gram @ gram) @ found
+    return found.T if tall else found
+
+
+_Muon.__name__ = _Muon.__qualname__ = "Muon"
+#: Before torch 2.9 users bring their own.
+Muon: Callable[..., Optimizer] = getattr(torch.optim, "Muon", _Muon)
