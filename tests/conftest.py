@@ -68,6 +68,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [items[place] for place in longest_first([_group_of(item.nodeid) for item in items])]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip what fails because the product refuses, by name, what this torch lacks; a torch that has it skips nothing."""
+    report = yield
+    if report.failed:
+        from tests.support.torches import refusal
+
+        refused = refusal(str(report.longrepr))
+        if refused is not None:
+            report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1] or 0, refused)
+    return report
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``--dist loadfile`` a worker is given a file at a time, and all tests of four ranks as if they were one file.

@@ -23,6 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.support.torches import forget_redistributions
+
 VOCAB, SEQ = 32, 8
 
 
@@ -101,6 +103,7 @@ def divide(model: Gpt, tp: DeviceMesh, *, sequence: bool = False) -> Gpt:
 
     Without it the norms and the places stay plain parameters, the same on all ranks of ``tp``; with it they are DTensors.
     """
+    forget_redistributions()
     between = Shard(1) if sequence else Replicate()
     plan: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
