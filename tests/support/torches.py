@@ -11,10 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import backend_registration
 
-__all__ = ["Muon", "forget_redistributions", "refusal", "where_torch_has"]
+__all__ = ["Muon", "forget_redistributions", "on_a_device_in_python", "refusal", "where_torch_has"]
+
+
+_DEVICES = "_setup_privateuseone_for_python_backend"
+#: How a refusal begins, and whether this torch is one that is refused.
+_REFUSALS = {
+    "the virtual device: expected a torch that takes devices written in Python": not hasattr(backend_registration, _DEVICES),
+    r"parameter [\w.]+: expected a torch that keeps a parameter's hooks": Version(torch.__version__) < Version("2.13"),
+}
 
 
 def where_torch_has(owner: Any, name: str) -> pytest.MarkDecorator:
@@ -25,11 +35,8 @@ def where_torch_has(owner: Any, name: str) -> pytest.MarkDecorator:
 
 def refusal(said: str) -> str | None:
     """The line by which the product refused what this torch lacks, of what a failed test says; None where torch has it all."""
-    from torch.utils import backend_registration
-
-    if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
-        return None
-    found = re.search(r"the virtual device: expected a torch that takes devices written in Python.*", said)
+    lacking = [text for text, lacks in _REFUSALS.items() if lacks]
+    found = re.search(f"({'|'.join(lacking)}).*", said) if lacking else None
     return found and found.group()
 
 
@@ -41,6 +48,10 @@ def forget_redistributions() -> None:
     from torch.distributed.tensor import _redistribute
 
     _redistribute._gen_transform_infos.cache_clear()
+
+
+#: Above a test that must get as far as to simulate.
+on_a_device_in_python = where_torch_has(backend_registration, _DEVICES)
 
 
 class _Muon(Optimizer):

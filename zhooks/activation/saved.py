@@ -39,7 +39,7 @@ from zhooks.activation.partition import KeptInput, Owners, Partition, buffers_of
 from zhooks.activation.recompute import Recompute, nothing_recomputed, recomputed
 from zhooks.activation.residual import Residual
 from zhooks.comm import Comm
-from zhooks.grad import in_backward
+from zhooks.grad import in_backward, refuse_saved
 from zhooks.layout import Ignored, hollow, is_divided, part_of, rewrap
 from zhooks.refusals import modified, too_old
 from zhooks.unit import Flat, Unit
@@ -254,6 +254,8 @@ class SavedParameters:
                     return Wrapped(pack(part), spec, None, version)
                 # The pair of hooks outside ours shall see what autograd saved.
                 return outer[0](tensor) if outer is not None else Wrapped(pack(part), spec, hollow(tensor), version)
+            if type(tensor) is not Tensor:
+                refuse_saved(tensor)
             flat = live.get(address(tensor)) if type(tensor) is Tensor else None
             # A buffer that a failed gather gave up may have left its address to somebody else.
             if flat is not None and flat.full is not None and address(flat.full) == address(tensor):

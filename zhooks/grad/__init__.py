@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zhooks.grad.direct import watch_direct
+from zhooks.grad.direct import refuse_saved, watch_direct
 from zhooks.grad.gradient import Gradient
 from zhooks.grad.node import Node
 from zhooks.grad.reduce import Reducer, Rider
@@ -27,6 +27,7 @@ __all__ = [
     "each",
     "full_state_asked",
     "in_backward",
+    "refuse_saved",
     "running",
     "transforms",
     "watch_direct",

@@ -7,9 +7,11 @@ do.  It never reduces, and leaves gradients alone that are shards already.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from offload.errors import ShardedOpError
@@ -17,7 +19,7 @@ from zhooks.grad.node import Node
 from zhooks.tensor import ShardedTensor
 from zhooks.unit import Flat
 
-__all__ = ["watch_direct"]
+__all__ = ["refuse_saved", "watch_direct"]
 
 
 def watch_direct(flat: Flat, node: Node) -> None:
@@ -30,6 +32,48 @@ def watch_direct(flat: Flat, node: Node) -> None:
                 watched = _Direct(param, node)
                 param.register_hook(watched.before)
                 param.register_post_accumulate_grad_hook(watched.after)
+
+
+def refuse_saved(param: Any) -> None:
+    """A graph saves the parameter itself.
+
+    Raises:
+        ShardedOpError: torch would lose the hooks of `watch_direct` when the parameter is unpacked.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        watched = isinstance(param, ShardedTensor) and param.is_leaf and bool(param._backward_hooks)
+    if watched and _unpacking_loses_hooks():
+        raise ShardedOpError(
+            f"parameter {param._spec.name}: expected a torch that keeps a parameter's hooks where a custom autograd Function "
+            f"saves it, found {torch.__version__}, which loses them: its gradient would be only this rank's. Pass "
+            "`weight * 1` to the Function, or install torch 2.13."
+        )
+
+
+@cache
+def _unpacking_loses_hooks() -> bool:
+    """Whether a leaf has no hooks any more once hooks like ours have unpacked it, as in torch 2.8."""
+    if Version(torch.__version__) >= Version("2.13"):
+        return False
+    heard: list[Tensor] = []
+
+    class _Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, leaf: Tensor) -> Tensor:
+            ctx.save_for_backward(leaf)
+            return leaf.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            assert ctx.saved_tensors
+            return grad
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        leaf = torch.zeros((), requires_grad=True)
+        leaf.register_hook(heard.append)
+        saves: Any = _Saves
+        saves.apply(leaf).backward()
+    return not heard
 
 
 class _Direct:

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.memory import Use
 from offload.store import BlockRange, Mode, Store
@@ -194,11 +193,12 @@ def hold(flat: Flat, tensor: Tensor, what: str = "gradient on device") -> None:
 
 def _while_it_lives(shard: Tensor) -> Callable[[], Tensor | None]:
     """The shard again, by its memory, as long as something keeps that."""
-    known, dtype, device = StorageWeakRef(shard.untyped_storage()), shard.dtype, shard.device
+    # Not a StorageWeakRef: under torch 2.8 it would keep the storage's Python object, by whose end observers know the memory's.
+    known, dtype, device = weakref.ref(shard.untyped_storage()), shard.dtype, shard.device
     offset, numel = int(shard.storage_offset()), shard.numel()
 
     def find() -> Tensor | None:
-        storage: Any = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+        storage = known()
         if storage is None:
             return None
         with torch.inference_mode(False), torch.no_grad():
